@@ -1,0 +1,44 @@
+# Each target sets up what it needs and is quick the second time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CSRC := $(shell find foo_ops/csrc -name '*.cpp' -o -name '*.h')
+
+.PHONY: setup demo test bench lint clean
+
+setup: $(VENV)/.built
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "foo_ops needs Python 3.10 or newer, got " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch comes first, and the build uses that one: an isolated build would download it again.
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt setup.py
+	$(PIP) install -c constraints.txt torch numpy setuptools ninja
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,test,bench,lint]'
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.installed $(CSRC)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+demo: setup
+	$(BIN)/python -m foo_ops.demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CSRC)
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build foo_ops.egg-info foo_ops/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find foo_ops tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,10 @@
+"""Fast CPU operators with kernels in Python, the device ``foo``, and the kit to write more."""
+
+# Importing torch runs the entry point that loads the operators and the device (_autoload.py).
+import torch  # noqa: F401
+
+from foo_ops._autoload import autoload
+
+autoload()
+
+__version__ = "0.1.0"

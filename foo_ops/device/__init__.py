@@ -1,0 +1,1 @@
+"""The Python face of device ``foo``, installed as ``torch.foo``."""

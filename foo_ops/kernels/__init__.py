@@ -1,0 +1,1 @@
+"""Numba kernels. They know pointers, sizes and strides, never a tensor."""

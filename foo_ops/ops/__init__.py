@@ -1,0 +1,1 @@
+"""Operators of ``torch.ops.foo``: one file each."""

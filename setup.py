@@ -1,0 +1,40 @@
+"""Builds the C++ companion foo_ops._C; everything else is in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+SOURCE_FOLDER = Path("foo_ops/csrc")
+
+
+class IncrementalBuildExtension(BuildExtension):
+    """Keeps its object files, also under ``pip install -e``, so that ninja rebuilds what changed."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.build_temp = "build/objects"
+
+
+setup(
+    ext_modules=[
+        CppExtension(
+            name="foo_ops._C",
+            sources=sorted(str(path) for path in SOURCE_FOLDER.rglob("*.cpp")),
+            include_dirs=[str(SOURCE_FOLDER.resolve())],
+            extra_compile_args=[
+                "-std=c++20",
+                "-O3",
+                # Without it ATen/Parallel.h compiles to a serial loop.
+                "-fopenmp",
+                "-fvisibility=hidden",
+                "-g0",
+                "-Wall",
+                "-Wno-unknown-pragmas",
+            ],
+            # torch brings the OpenMP runtime: both then share one pool of threads.
+            extra_link_args=["-fopenmp", "-s"],
+        )
+    ],
+    cmdclass={"build_ext": IncrementalBuildExtension},
+)
