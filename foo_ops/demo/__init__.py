@@ -1,0 +1,1 @@
+"""``python -m foo_ops.demo``: a GPT learns the Python documentation on device foo."""
