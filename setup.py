@@ -1,15 +1,19 @@
 """Builds the C++ companion foo_ops._C; everything else is in pyproject.toml."""
 
+import os
 from pathlib import Path
 
 from setuptools import setup
+
+# An earlier build that no longer loads must not keep torch, and so this build, from starting.
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 SOURCE_FOLDER = Path("foo_ops/csrc")
 
 
 class IncrementalBuildExtension(BuildExtension):
-    """Keeps its object files, also under ``pip install -e``, so that ninja rebuilds what changed."""
+    """Keeps its object files, under ``pip install -e`` too: ninja then rebuilds what changed."""
 
     def finalize_options(self) -> None:
         super().finalize_options()

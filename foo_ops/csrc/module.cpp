@@ -2,6 +2,45 @@
 
 #include <torch/extension.h>
 
+#include "kernel_table.h"
+#include "ops/elementwise.h"
+#include "registration.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// Numba is imported here, at a kernel's first use, and not before.
+void* resolve_kernel(const std::string& kernel, const std::string& dtype) {
+  const py::gil_scoped_acquire gil;
+  try {
+    const py::object address =
+        py::module_::import("foo_ops.kernels.jit").attr("resolve")(kernel, dtype);
+    return reinterpret_cast<void*>(address.cast<uintptr_t>());
+  } catch (const py::error_already_set& error) {
+    // A Python exception must not pass through the dispatcher, which may run without Python.
+    TORCH_CHECK(false, kernel, ": the kernel for ", dtype, " cannot be compiled: ", error.what());
+  }
+}
+
+void bind_operators(py::module_& module) {
+  foo::set_resolver(resolve_kernel);
+  module.def("register_elementwise", &foo::register_elementwise, py::arg("operator_name"),
+             py::arg("kernel"), py::arg("result_types"), py::arg("inputs"));
+  module.def(
+      "elementwise_result_type",
+      [](const std::string& operator_name, const std::vector<at::Tensor>& inputs,
+         const std::optional<at::Tensor>& output) {
+        return foo::elementwise_result_type(operator_name, inputs, output.value_or(at::Tensor()));
+      },
+      py::arg("operator_name"), py::arg("inputs"), py::arg("output"));
+  module.def("register_autograd_shortcut", &foo::register_autograd_shortcut,
+             py::arg("operator_name"));
+}
+
+}  // namespace
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The compiled companion of foo_ops.";
+  bind_operators(module);
 }

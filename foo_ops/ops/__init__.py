@@ -1,1 +1,5 @@
-"""Operators of ``torch.ops.foo``: one file each."""
+"""Operators of ``torch.ops.foo``: one file each, which registers the operator at its import."""
+
+from foo_ops.ops.abs import abs
+
+__all__ = ["abs"]

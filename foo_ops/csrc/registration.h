@@ -1,0 +1,26 @@
+// Kernels that work on every operator of a kind, given to operators by name.
+
+#pragma once
+
+#include <ATen/core/boxing/KernelFunction.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <string>
+
+namespace foo {
+
+// The operator with a name such as "foo::abs.out"; raises if there is none.
+c10::OperatorHandle find_operator(const std::string& name);
+
+// Registers a kernel for the rest of the process.
+void register_kernel(const std::string& operator_name, c10::DispatchKey key,
+                     c10::KernelFunction kernel);
+
+// Puts a C++ kernel in front of the Python autograd formula that torch.library.register_autograd
+// has registered: calls that need no gradient go straight on below autograd.
+void register_autograd_shortcut(const std::string& operator_name);
+
+// Makes an operator that writes to its arguments count their versions, so that autograd notices.
+void register_version_counting(const std::string& operator_name);
+
+}  // namespace foo

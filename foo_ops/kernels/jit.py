@@ -1,0 +1,236 @@
+"""Compile a kernel, keep its object code on disk, and hand out its address.
+
+A kernel is compiled at its first use and stored as ``<kernel>-<dtype>-<hash>.o`` in the folder
+``cache_directory()``. The hash covers the sources of the kernel and of what it builds on, the
+versions of Numba and LLVM, and the processor with its features. Loading a stored kernel needs
+llvmlite but not Numba, whose import alone takes 0.3 s.
+
+Numba's own cache does not serve here: a function made inside a factory misses it in the next
+process. What is stored is plain object code that refers to nothing but libc and libm, so that
+there is no address of another process in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.metadata
+import logging
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+if TYPE_CHECKING:
+    from llvmlite import ir
+
+logger = logging.getLogger("foo_ops")
+
+# The C function in every object file.
+ENTRY = "foo_kernel"
+CHECKSUM_SIZE = hashlib.sha256().digest_size
+# What a kernel may call: these live in the process already. memcpy and memset are LLVM's own idea.
+ALLOWED_SYMBOLS = {"memcpy", "memset", "memmove", "hypot", "hypotf"}
+
+_lock = threading.Lock()
+_addresses: dict[tuple[str, str], int] = {}
+# The code lives as long as the engine and the libraries in it: for ever, as callers keep addresses.
+_libraries: list[Any] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A function to compile: Python source that Numba understands and its argument types.
+
+    The compiled C function takes these arguments and returns nothing.
+    """
+
+    function: Callable[..., None]
+    argument_types: tuple[Any, ...]
+
+
+def resolve(kernel: str, dtype: str) -> int:
+    """Address of the C function for ``kernel`` in ``dtype``, compiled or loaded at the first call.
+
+    ``foo_ops.kernels.<kernel>`` must have a function ``build(dtype) -> Kernel``. Thread-safe.
+    """
+    with _lock:
+        address = _addresses.get((kernel, dtype))
+        if address is None:
+            address = _load(_object_code(kernel, dtype), f"{kernel}-{dtype}")
+            _addresses[kernel, dtype] = address
+        return address
+
+
+def cache_directory() -> Path:
+    """Folder of the compiled kernels: FOO_CACHE_DIR, or foo_ops in the user's cache folder."""
+    chosen = os.environ.get("FOO_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "foo_ops"
+
+
+def _object_code(kernel: str, dtype: str) -> bytes:
+    path = cache_directory() / f"{kernel}-{dtype}-{_key(kernel, dtype)}.o"
+    code = _read(path)
+    if code is None:
+        module = importlib.import_module(f"foo_ops.kernels.{kernel}")
+        code = compile_kernel(module.build(dtype))
+        _write(path, code)
+    return code
+
+
+def _key(kernel: str, dtype: str) -> str:
+    """Hash of all that the object code depends on."""
+    parts = [
+        kernel,
+        dtype,
+        sys.version,
+        importlib.metadata.version("numba"),
+        llvmlite.__version__,
+        repr(llvm.llvm_version_info),
+        *target(),
+    ]
+    digest = hashlib.sha256("\n".join(parts).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def target() -> tuple[str, str, str]:
+    """Triple, processor and features that kernels are compiled for.
+
+    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES choose others than the host's, as they do for Numba.
+    """
+    name = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
+    features = os.environ.get("NUMBA_CPU_FEATURES")
+    if features is None:
+        features = "" if name == "generic" else llvm.get_host_cpu_features().flatten()
+    return llvm.get_process_triple(), name, features
+
+
+def _read(path: Path) -> bytes | None:
+    """The object code in a cache file, or None if there is none or it is not whole."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    checksum, code = content[:CHECKSUM_SIZE], content[CHECKSUM_SIZE:]
+    if hashlib.sha256(code).digest() != checksum:
+        logger.warning("the cached kernel %s is broken and is compiled again", path)
+        return None
+    return code
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Store object code so that another process sees all of it or nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(hashlib.sha256(code).digest() + code)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        logger.warning("compiled kernels are not kept, since %s cannot be written: %s", path, error)
+
+
+def compile_kernel(kernel: Kernel) -> bytes:
+    """Object code of a kernel, with the C function ``ENTRY``."""
+    from numba.core import compiler, types
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.registry import cpu_target
+
+    flags = compiler.Flags()
+    flags.no_compile = True
+    flags.no_cpython_wrapper = True
+    flags.no_cfunc_wrapper = True
+    # A division by zero gives infinity or NaN, as in NumPy: a kernel has nobody to raise to.
+    flags.error_model = "numpy"
+    with global_compiler_lock:
+        result = compiler.compile_extra(
+            cpu_target.typing_context,
+            cpu_target.target_context,
+            kernel.function,
+            kernel.argument_types,
+            types.void,
+            flags,
+            {},
+        )
+        # Links the functions that the kernel calls.
+        result.library.finalize()
+        module = llvm.parse_assembly(result.library.get_llvm_str())
+        wrapper = _c_wrapper(result, kernel.argument_types)
+        module.link_in(llvm.parse_assembly(str(wrapper)))
+        return _emit(module)
+
+
+def _c_wrapper(result: Any, argument_types: tuple[Any, ...]) -> ir.Module:
+    """A C function around Numba's calling convention, which has a status and two pointers more.
+
+    A kernel cannot raise, so the status is dropped.
+    """
+    from llvmlite import ir
+
+    context = result.target_context
+    module = context.create_module("c_wrapper")
+    inner = context.declare_function(module, result.fndesc)
+    values = [context.get_value_type(type_) for type_ in argument_types]
+    entry = ir.Function(module, ir.FunctionType(ir.VoidType(), values), ENTRY)
+    builder = ir.IRBuilder(entry.append_basic_block())
+    context.call_conv.call_function(
+        builder, inner, result.fndesc.restype, argument_types, entry.args
+    )
+    builder.ret_void()
+    return module
+
+
+def _emit(module: llvm.ModuleRef) -> bytes:
+    triple, name, features = target()
+    for function in module.functions:
+        if not function.is_declaration and function.name != ENTRY:
+            function.linkage = "internal"
+    machine = llvm.Target.from_triple(triple).create_target_machine(
+        cpu=name, features=features, opt=3, reloc="pic", codemodel="jitdefault"
+    )
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization = True
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    _check_symbols(module)
+    return machine.emit_object(module)
+
+
+def _check_symbols(module: llvm.ModuleRef) -> None:
+    """Refuse a kernel that calls into Python or Numba's runtime: it could raise or allocate."""
+    foreign = {
+        function.name
+        for function in module.functions
+        if function.is_declaration and not function.name.startswith("llvm.")
+    } - ALLOWED_SYMBOLS
+    if foreign:
+        raise TypeError(
+            "a kernel must not allocate, raise or call Python, but this one calls "
+            + ", ".join(sorted(foreign))
+        )
+
+
+def _load(code: bytes, name: str) -> int:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    if not _libraries:
+        _libraries.append(llvm.create_lljit_compiler())
+    builder = llvm.JITLibraryBuilder().add_object_img(code).add_current_process()
+    library = builder.export_symbol(ENTRY).link(_libraries[0], name)
+    _libraries.append(library)
+    return library[ENTRY]

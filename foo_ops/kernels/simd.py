@@ -1,0 +1,595 @@
+"""Explicit vectors for Numba: the vocabulary that kernels are written in.
+
+Memory is reached through a `Pointer`, which knows the dtype it points to; indices and strides
+count elements. Values are scalars or `Vector`s of the dtype's *compute type*: float32 for float16
+and bfloat16, the dtype itself for all others. A load widens, a store rounds to nearest even.
+
+    pointer_to(dtype)(address)              a pointer to elements of dtype
+    shift(pointer, count)                   the pointer, moved on by count elements
+    shift_bytes(pointer, count)             the pointer, moved on by count bytes
+    load(pointer, index)                    one element
+    load_vector(pointer, index, LANES)      LANES adjacent elements
+    store(pointer, index, value)            a scalar or a vector
+    splat(scalar, LANES)                    a vector with the scalar in every lane
+    a + b, a - b, a * b, a / b              lane by lane
+    fma(a, b, c)                            a * b + c, rounded once
+    maximum(a, b)                           lane by lane; where one is NaN it is b
+    less(a, b), select(mask, a, b)          a mask, and a where the mask is true, else b
+    any_lane(mask)                          whether a lane of the mask is true
+    exp(a)                                  within 2 units in the last place
+
+    tile_zero(ROWS, COLUMNS, vector)        a register tile of ROWS x COLUMNS vectors of zeros
+    tile_load(pointer, stride, ROWS, COLUMNS, LANES)
+    tile_fma(tile, a, a_stride, b)          tile[i, j] += a[i * a_stride] * b[j-th vector]
+    tile_store(tile, pointer, stride)
+
+LANES, ROWS and COLUMNS are constants of the kernel (module level or closure), so that every tile
+unrolls into registers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import (
+    intrinsic,
+    lower_builtin,
+    models,
+    register_model,
+)
+
+from foo_ops.kernels.jit import target
+
+INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+HALF, FLOAT, DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+
+
+def vector_bits() -> int:
+    """Width of the vectors to use: FOO_VECTOR_BITS, or the widest that the processor has."""
+    chosen = os.environ.get("FOO_VECTOR_BITS")
+    if chosen:
+        if chosen not in ("128", "256", "512"):
+            raise ValueError(f"FOO_VECTOR_BITS must be 128, 256 or 512, got {chosen}")
+        return int(chosen)
+    features = target()[2].split(",")
+    if "+avx512f" in features:
+        return 512
+    return 256 if "+avx" in features else 128
+
+
+def vector_registers() -> int:
+    """Number of vector registers: 32 with AVX-512 and on 64-bit Arm, else 16."""
+    triple, _, features = target()
+    return 32 if "+avx512f" in features.split(",") or triple.startswith("aarch64") else 16
+
+
+# ------------------------------------------------------------------------------------- elements
+
+
+@dataclasses.dataclass(frozen=True)
+class Element:
+    """How a dtype lies in memory, and the Numba type that it is computed in."""
+
+    storage: ir.Type
+    size: int
+    compute: types.Type
+
+
+ELEMENTS = {
+    "bool": Element(INT8, 1, types.uint8),
+    "uint8": Element(INT8, 1, types.uint8),
+    "uint16": Element(INT16, 2, types.uint16),
+    "uint32": Element(INT32, 4, types.uint32),
+    "uint64": Element(INT64, 8, types.uint64),
+    "int8": Element(INT8, 1, types.int8),
+    "int16": Element(INT16, 2, types.int16),
+    "int32": Element(INT32, 4, types.int32),
+    "int64": Element(INT64, 8, types.int64),
+    "float16": Element(HALF, 2, types.float32),
+    "bfloat16": Element(INT16, 2, types.float32),
+    "float32": Element(FLOAT, 4, types.float32),
+    "float64": Element(DOUBLE, 8, types.float64),
+    "complex32": Element(ir.ArrayType(HALF, 2), 4, types.complex64),
+    "complex64": Element(ir.ArrayType(FLOAT, 2), 8, types.complex64),
+    "complex128": Element(ir.ArrayType(DOUBLE, 2), 16, types.complex128),
+}
+COMPLEX_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
+def _compute_ir(dtype: str) -> ir.Type:
+    return DOUBLE if ELEMENTS[dtype].compute is types.float64 else FLOAT
+
+
+def _shaped(element: ir.Type, like: ir.Type) -> ir.Type:
+    """The element type, as a vector with as many lanes as the type ``like`` has, if it is one."""
+    return ir.VectorType(element, like.count) if isinstance(like, ir.VectorType) else element
+
+
+def _constant(type_: ir.Type, value: float) -> ir.Constant:
+    """A constant of a scalar or vector type, the same in every lane."""
+    if isinstance(type_, ir.VectorType):
+        return ir.Constant(type_, [value] * type_.count)
+    return ir.Constant(type_, value)
+
+
+def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> ir.Value:
+    """Call an LLVM intrinsic by its name: llvmlite's declare_intrinsic knows no vector types."""
+    function_type = ir.FunctionType(result, [argument.type for argument in args])
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)
+    return builder.call(function, args)
+
+
+def _suffix(type_: ir.Type) -> str:
+    """The ending of an overloaded LLVM intrinsic: f32, v8f32 ..."""
+    if isinstance(type_, ir.VectorType):
+        return f"v{type_.count}{_suffix(type_.element)}"
+    return {FLOAT: "f32", DOUBLE: "f64"}[type_]
+
+
+def _widen(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
+    """From how the dtype lies in memory to its compute type; scalars and vectors alike."""
+    if dtype == "float16":
+        return builder.fpext(value, _shaped(FLOAT, value.type))
+    if dtype == "bfloat16":
+        wide = _shaped(INT32, value.type)
+        shifted = builder.shl(builder.zext(value, wide), _constant(wide, 16))
+        return builder.bitcast(shifted, _shaped(FLOAT, value.type))
+    return value
+
+
+def _narrow(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
+    """The way back from `_widen`, rounded to nearest even."""
+    if dtype == "float16":
+        return builder.fptrunc(value, _shaped(HALF, value.type))
+    if dtype == "bfloat16":
+        return _round_to_bfloat16(builder, value)
+    return value
+
+
+def _round_to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    wide = _shaped(INT32, value.type)
+    narrow = _shaped(INT16, value.type)
+    bits = builder.bitcast(value, wide)
+    upper = builder.lshr(bits, _constant(wide, 16))
+    odd = builder.and_(upper, _constant(wide, 1))
+    rounded = builder.lshr(
+        builder.add(bits, builder.add(odd, _constant(wide, 0x7FFF))), _constant(wide, 16)
+    )
+    # Rounding could carry a NaN into infinity, so a NaN keeps its upper half and is made quiet.
+    quiet = builder.or_(upper, _constant(wide, 0x40))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.trunc(builder.select(is_nan, quiet, rounded), narrow)
+
+
+# ---------------------------------------------------------------------------------------- types
+
+
+class Pointer(types.Type):
+    """Points to elements of a dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        super().__init__(f"Pointer({dtype})")
+
+
+class Vector(types.Type):
+    """``lanes`` values of one type, in a register."""
+
+    def __init__(self, element: types.Type, lanes: int) -> None:
+        self.element = element
+        self.lanes = lanes
+        super().__init__(f"Vector({element} x {lanes})")
+
+
+class Tile(types.Type):
+    """``rows`` x ``columns`` vectors, in registers."""
+
+    def __init__(self, rows: int, columns: int, vector: Vector) -> None:
+        self.rows = rows
+        self.columns = columns
+        self.vector = vector
+        super().__init__(f"Tile({rows} x {columns} x {vector})")
+
+
+def _element_ir(type_: types.Type) -> ir.Type:
+    return {
+        types.float32: FLOAT,
+        types.float64: DOUBLE,
+        types.int32: INT32,
+        types.int64: INT64,
+        types.boolean: ir.IntType(1),
+    }[type_]
+
+
+def _vector_ir(vector: Vector) -> ir.VectorType:
+    return ir.VectorType(_element_ir(vector.element), vector.lanes)
+
+
+@register_model(Pointer)
+class _PointerModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, type_: Pointer) -> None:
+        super().__init__(manager, type_, ELEMENTS[type_.dtype].storage.as_pointer())
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, type_: Vector) -> None:
+        super().__init__(manager, type_, _vector_ir(type_))
+
+
+@register_model(Tile)
+class _TileModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, type_: Tile) -> None:
+        backend = ir.ArrayType(_vector_ir(type_.vector), type_.rows * type_.columns)
+        super().__init__(manager, type_, backend)
+
+
+# --------------------------------------------------------------------------------------- memory
+
+
+@functools.cache
+def pointer_to(dtype: str) -> Callable[[int], Any]:
+    """The function that makes a pointer to elements of ``dtype`` of an address in bytes."""
+    pointer = Pointer(dtype)
+
+    @intrinsic
+    def make(typing_context, address):
+        def generate(context, builder, signature, args):
+            return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+        return pointer(types.intp), generate
+
+    return make
+
+
+@intrinsic
+def shift(typing_context, pointer, count):
+    def generate(context, builder, signature, args):
+        return builder.gep(args[0], [args[1]])
+
+    return pointer(pointer, types.intp), generate
+
+
+@intrinsic
+def shift_bytes(typing_context, pointer, count):
+    def generate(context, builder, signature, args):
+        address = builder.add(builder.ptrtoint(args[0], INT64), args[1])
+        return builder.inttoptr(address, args[0].type)
+
+    return pointer(pointer, types.intp), generate
+
+
+@intrinsic
+def load(typing_context, pointer, index):
+    def generate(context, builder, signature, args):
+        return load_element(context, builder, pointer.dtype, builder.gep(args[0], [args[1]]))
+
+    return ELEMENTS[pointer.dtype].compute(pointer, types.intp), generate
+
+
+def load_element(context: Any, builder: ir.IRBuilder, dtype: str, address: ir.Value) -> ir.Value:
+    """The code of `load`, for intrinsics."""
+    if dtype not in COMPLEX_PARTS:
+        return _widen(builder, dtype, builder.load(address))
+    # Part by part: LLVM's vectoriser does not see through the load of a whole struct.
+    value = cgutils.create_struct_proxy(ELEMENTS[dtype].compute)(context, builder)
+    part = COMPLEX_PARTS[dtype]
+    for position, name in enumerate(("real", "imag")):
+        place = cgutils.gep_inbounds(builder, address, 0, position)
+        setattr(value, name, _widen(builder, part, builder.load(place)))
+    return value._getvalue()
+
+
+@intrinsic
+def store(typing_context, pointer, index, value):
+    dtype = pointer.dtype
+    target_type = value if isinstance(value, Vector) else ELEMENTS[dtype].compute
+
+    def generate(context, builder, signature, args):
+        address = builder.gep(args[0], [args[1]])
+        if dtype in COMPLEX_PARTS:
+            _store_complex(context, builder, dtype, address, target_type, args[2])
+            return context.get_dummy_value()
+        stored = _narrow(builder, dtype, args[2])
+        if isinstance(target_type, Vector):
+            address = builder.bitcast(address, stored.type.as_pointer())
+        builder.store(stored, address, align=ELEMENTS[dtype].size)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp, target_type), generate
+
+
+def _store_complex(context, builder, dtype, address, type_, value) -> None:
+    parts = cgutils.create_struct_proxy(type_)(context, builder, value=value)
+    for position, part in enumerate((parts.real, parts.imag)):
+        place = cgutils.gep_inbounds(builder, address, 0, position)
+        builder.store(_narrow(builder, COMPLEX_PARTS[dtype], part), place)
+
+
+@intrinsic(prefer_literal=True)
+def load_vector(typing_context, pointer, index, lanes):
+    vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
+
+    def generate(context, builder, signature, args):
+        return _load_vector(builder, pointer.dtype, args[0], args[1], vector.lanes)
+
+    return vector(pointer, types.intp, lanes), generate
+
+
+def _load_vector(builder, dtype, pointer, index, lanes) -> ir.Value:
+    element = ELEMENTS[dtype]
+    stored = ir.VectorType(element.storage, lanes).as_pointer()
+    address = builder.bitcast(builder.gep(pointer, [index]), stored)
+    return _widen(builder, dtype, builder.load(address, align=element.size))
+
+
+# ----------------------------------------------------------------------------------- arithmetic
+
+
+def _splat(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
+    vector = ir.VectorType(value.type, lanes)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, INT32(0))
+    mask = ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes)
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), mask)
+
+
+@intrinsic(prefer_literal=True)
+def splat(typing_context, value, lanes):
+    scalar = types.unliteral(value)
+
+    def generate(context, builder, signature, args):
+        return _splat(builder, args[0], lanes.literal_value)
+
+    return Vector(scalar, lanes.literal_value)(scalar, lanes), generate
+
+
+def _define_arithmetic(function: Callable[..., Any], instruction: str) -> None:
+    """Make an operator of Python work on two vectors of one type."""
+
+    @infer_global(function)
+    class Template(AbstractTemplate):
+        def generic(self, args, kws):
+            if len(args) == 2 and isinstance(args[0], Vector) and args[0] == args[1]:
+                return signature(args[0], *args)
+            return None
+
+    @lower_builtin(function, Vector, Vector)
+    def generate(context, builder, signature, args):
+        return getattr(builder, instruction)(*args)
+
+
+for _function, _instruction in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _define_arithmetic(_function, _instruction)
+
+
+def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    return _call(builder, f"llvm.fma.{_suffix(a.type)}", a.type, [a, b, c])
+
+
+@intrinsic
+def fma(typing_context, a, b, c):
+    def generate(context, builder, signature, args):
+        return _fma(builder, *args)
+
+    return a(a, a, a), generate
+
+
+@intrinsic
+def maximum(typing_context, a, b):
+    def generate(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return a(a, a), generate
+
+
+@intrinsic
+def less(typing_context, a, b):
+    mask = Vector(types.boolean, a.lanes)
+
+    def generate(context, builder, signature, args):
+        return builder.fcmp_ordered("<", *args)
+
+    return mask(a, a), generate
+
+
+@intrinsic
+def select(typing_context, mask, a, b):
+    def generate(context, builder, signature, args):
+        return builder.select(*args)
+
+    return a(mask, a, a), generate
+
+
+@intrinsic
+def any_lane(typing_context, mask):
+    def generate(context, builder, signature, args):
+        bits = builder.bitcast(args[0], ir.IntType(mask.lanes))
+        return builder.icmp_unsigned("!=", bits, bits.type(0))
+
+    return types.boolean(mask), generate
+
+
+# ---------------------------------------------------------------------------------- exponential
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exponential:
+    """Constants of exp for one type: exp(x) = 2^n * exp(r), n = round(x / ln 2), r = x - n ln 2.
+
+    ln 2 is split in two (Cody and Waite), so that n * ln2_upper is exact. exp(r) is the Taylor
+    polynomial of the degree that suffices for |r| <= ln(2) / 2.
+    """
+
+    integer: ir.Type
+    mantissa_bits: int
+    exponent_bias: int
+    ln2_upper: float
+    ln2_lower: float
+    degree: int
+    smallest: float
+    largest: float
+
+
+_EXPONENTIALS = {
+    FLOAT: _Exponential(
+        INT32, 23, 127, 0.693359375, -2.12194440e-4, 7, -87.33654022216797, 88.72283172607422
+    ),
+    DOUBLE: _Exponential(
+        INT64,
+        52,
+        1023,
+        0.693147180369123816490,
+        1.90821492927058770002e-10,
+        13,
+        -708.3964185322641,
+        709.782712893384,
+    ),
+}
+
+
+def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Below ``smallest`` the result, a subnormal number, is zero; NaN stays NaN."""
+    element = x.type.element if isinstance(x.type, ir.VectorType) else x.type
+    constants = _EXPONENTIALS[element]
+
+    def constant(value: float) -> ir.Constant:
+        return _constant(x.type, float(np.float32(value)) if element is FLOAT else value)
+
+    # Adding 1.5 * 2^mantissa_bits rounds to an integer, which stands in the lower bits of the sum.
+    magic = constant(1.5 * 2**constants.mantissa_bits)
+    shifted = _fma(builder, x, constant(1.4426950408889634), magic)
+    rounded = builder.fsub(shifted, magic)
+    remainder = _fma(builder, rounded, constant(-constants.ln2_upper), x)
+    remainder = _fma(builder, rounded, constant(-constants.ln2_lower), remainder)
+    result = _polynomial(builder, remainder, _taylor_coefficients(constants.degree), constant)
+    result = _scale_by_power_of_two(builder, result, shifted, constants)
+    too_small = builder.fcmp_ordered("<", x, constant(constants.smallest))
+    too_large = builder.fcmp_ordered(">", x, constant(constants.largest))
+    result = builder.select(too_small, constant(0.0), result)
+    return builder.select(too_large, constant(float("inf")), result)
+
+
+def _taylor_coefficients(degree: int) -> list[float]:
+    """1 / k! for k = degree, ..., 0."""
+    coefficients = [1.0]
+    for k in range(1, degree + 1):
+        coefficients.append(coefficients[-1] / k)
+    return coefficients[::-1]
+
+
+def _polynomial(builder, x, coefficients, constant) -> ir.Value:
+    result = constant(coefficients[0])
+    for coefficient in coefficients[1:]:
+        result = _fma(builder, result, x, constant(coefficient))
+    return result
+
+
+def _scale_by_power_of_two(builder, value, shifted, constants) -> ir.Value:
+    """value * 2^n, where n is the lower bits of ``shifted``.
+
+    As 2^(n-1) * 2, since 2^128 would not fit in the exponent although exp(88.7) is finite.
+    """
+    integer = _shaped(constants.integer, value.type)
+    exponent = builder.add(
+        builder.bitcast(shifted, integer), _constant(integer, constants.exponent_bias - 1)
+    )
+    power = builder.shl(exponent, _constant(integer, constants.mantissa_bits))
+    # The multiplication, and not an addition to the exponent bits, is what keeps a NaN a NaN.
+    value = builder.fmul(value, _constant(value.type, 2.0))
+    return builder.fmul(value, builder.bitcast(power, value.type))
+
+
+@intrinsic
+def exp(typing_context, x):
+    def generate(context, builder, signature, args):
+        return _exp(builder, args[0])
+
+    return x(x), generate
+
+
+# --------------------------------------------------------------------------------------- tiles
+
+
+@intrinsic(prefer_literal=True)
+def tile_zero(typing_context, rows, columns, vector):
+    tile = Tile(rows.literal_value, columns.literal_value, vector)
+
+    def generate(context, builder, signature, args):
+        return ir.Constant(context.get_value_type(tile), None)
+
+    return tile(rows, columns, vector), generate
+
+
+@intrinsic(prefer_literal=True)
+def tile_load(typing_context, pointer, stride, rows, columns, lanes):
+    vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
+    tile = Tile(rows.literal_value, columns.literal_value, vector)
+
+    def generate(context, builder, signature, args):
+        result = ir.Constant(context.get_value_type(tile), ir.Undefined)
+        for row, column, index in _places(builder, tile, args[1]):
+            value = _load_vector(builder, pointer.dtype, args[0], index, vector.lanes)
+            result = builder.insert_value(result, value, row * tile.columns + column)
+        return result
+
+    return tile(pointer, types.intp, rows, columns, lanes), generate
+
+
+@intrinsic
+def tile_store(typing_context, tile, pointer, stride):
+    def generate(context, builder, signature, args):
+        for row, column, index in _places(builder, tile, args[2]):
+            value = builder.extract_value(args[0], row * tile.columns + column)
+            stored = _narrow(builder, pointer.dtype, value)
+            address = builder.bitcast(builder.gep(args[1], [index]), stored.type.as_pointer())
+            builder.store(stored, address, align=ELEMENTS[pointer.dtype].size)
+        return context.get_dummy_value()
+
+    return types.void(tile, pointer, types.intp), generate
+
+
+def _places(builder, tile, stride):
+    """(row, column, index of its first element in memory) for each vector of a tile."""
+    for row in range(tile.rows):
+        start = builder.mul(stride, stride.type(row))
+        for column in range(tile.columns):
+            offset = stride.type(column * tile.vector.lanes)
+            yield row, column, builder.add(start, offset)
+
+
+@intrinsic
+def tile_fma(typing_context, tile, a, a_stride, b):
+    rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
+
+    def generate(context, builder, signature, args):
+        result, a_pointer, stride, b_pointer = args
+        vectors = [
+            _load_vector(builder, b.dtype, b_pointer, INT64(column * lanes), lanes)
+            for column in range(columns)
+        ]
+        for row in range(rows):
+            address = builder.gep(a_pointer, [builder.mul(stride, stride.type(row))])
+            scalar = _splat(builder, _widen(builder, a.dtype, builder.load(address)), lanes)
+            for column in range(columns):
+                position = row * columns + column
+                value = _fma(
+                    builder, scalar, vectors[column], builder.extract_value(result, position)
+                )
+                result = builder.insert_value(result, value, position)
+        return result
+
+    return tile(tile, a, types.intp, b), generate

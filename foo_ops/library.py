@@ -1,0 +1,133 @@
+"""Define operators and register their kernels: torch.library, extended to kernels of Numba.
+
+``define``, ``register_fake`` and ``opcheck`` are torch.library's own names and semantics. A kernel
+registered here is called by the C++ dispatcher through its address, with no Python on the way.
+
+Example:
+    >>> import torch
+    >>> import foo_ops
+    >>> torch.ops.foo.abs(torch.tensor([-1.0, 2.0]))
+    tensor([1., 2.])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import define, opcheck, register_fake
+
+from foo_ops import _C
+
+__all__ = [
+    "define",
+    "opcheck",
+    "register_autograd",
+    "register_elementwise",
+    "register_fake",
+    "register_variant_autograd",
+]
+
+_fragment = torch.library.Library("foo", "FRAGMENT")
+
+ResultTypes = Mapping[torch.dtype, torch.dtype]
+
+
+def register_autograd(
+    name: str, backward: Callable[..., Any], *, setup_context: Callable[..., None] | None = None
+) -> None:
+    """As torch.library.register_autograd, but calls that need no gradient do not enter Python.
+
+    Args:
+        name: the operator, such as ``"foo::abs"``; its schema must be functional.
+        backward: ``backward(ctx, *gradients)``, returns a gradient or None for each input.
+        setup_context: ``setup_context(ctx, inputs, output)``, saves what backward needs; with
+            keyword-only arguments in the schema also ``keyword_only_inputs``.
+    """
+    torch.library.register_autograd(name, backward, setup_context=setup_context)
+    _C.register_autograd_shortcut(name)
+
+
+def register_variant_autograd(name: str) -> None:
+    """Autograd for the in-place or out variant of an operator that has a formula.
+
+    In place, ``f_(a)`` is differentiated as ``a.copy_(f(a.clone()))``, which handles views and versions. An
+    out variant refuses tensors that need a gradient, as torch's own do.
+    """
+    operator = _find(name)
+    in_place = operator._overloadname == "default"
+    packet = operator._overloadpacket
+
+    def formula(keyset: torch._C.DispatchKeySet, *inputs: Tensor, **keywords: Tensor) -> Tensor:
+        if in_place:
+            functional = _find(name.removesuffix("_"))
+            # The formula may keep its input, which is about to be overwritten.
+            return inputs[0].copy_(functional(inputs[0].clone(), *inputs[1:]))
+        raise RuntimeError(
+            f"{packet.__name__}(): functions with out=... arguments don't support automatic "
+            "differentiation, but one of the arguments requires grad."
+        )
+
+    _fragment.impl(name.partition("::")[2], formula, "Autograd", with_keyset=True)
+    _C.register_autograd_shortcut(name)
+
+
+def register_elementwise(name: str, kernel: str, result_types: ResultTypes, *, inputs: str) -> None:
+    """Give a defined operator an elementwise Numba kernel on cpu and foo, and its fake kernel.
+
+    Inputs may have any strides and are broadcast and promoted to a common dtype.
+
+    Args:
+        name: the operator, of the form ``f(Tensor a, ...) -> Tensor``, in place or with ``out``.
+        kernel: the module in ``foo_ops.kernels`` whose ``build(dtype)`` makes the kernel.
+        result_types: the dtypes of the inputs, once promoted, and for each that of the result.
+        inputs: these dtypes in words, for the message that refuses all others.
+
+    Raises:
+        TypeError: when the operator is called with a dtype that is not in ``result_types``.
+    """
+    operator = _find(name)
+    _C.register_elementwise(name, kernel, dict(result_types), inputs)
+
+    @register_fake(name)
+    def fake(*inputs: Tensor, out: Tensor | None = None) -> Tensor:
+        # Imported here, since torch._refs takes 0.1 s, and a fake kernel runs under compilation.
+        from torch._prims_common import compute_elementwise_output_strides
+        from torch._refs import _broadcast_shapes
+
+        result_type = _C.elementwise_result_type(name, list(inputs), out)
+        shape = _broadcast_shapes(*(tensor.shape for tensor in inputs))
+        if out is not None:
+            return out if out.shape == shape else out.resize_(shape)
+        if operator._schema.is_mutable:
+            return inputs[0]
+        strides = compute_elementwise_output_strides(*inputs)
+        return torch.empty_strided(shape, strides, dtype=result_type, device=inputs[0].device)
+
+    if operator._overloadname == "out":
+        _functionalize_out(operator)
+
+
+def _functionalize_out(operator: torch._ops.OpOverload) -> None:
+    """Under functionalization f.out(*inputs, out=out) is out.copy_(f(*inputs)).
+
+    torch.Tag.out would say the same, but Inductor 2.13 then allocates the output of the functional
+    operator itself and fails for dynamic shapes: FixedLayout takes no SymInt.
+    """
+    functional = operator._overloadpacket.default
+
+    @operator.py_functionalize_impl
+    def functionalize(ctx: Any, *inputs: Tensor, out: Tensor) -> Tensor:
+        with ctx.mode:
+            result = functional(*inputs)
+            if out.shape != result.shape:
+                out.resize_(result.shape)
+            return out.copy_(result)
+
+
+def _find(name: str) -> torch._ops.OpOverload:
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
