@@ -53,8 +53,8 @@ def register_autograd(
 def register_variant_autograd(name: str) -> None:
     """Autograd for the in-place or out variant of an operator that has a formula.
 
-    In place, ``f_(a)`` is differentiated as ``a.copy_(f(a.clone()))``, which handles views and versions. An
-    out variant refuses tensors that need a gradient, as torch's own do.
+    In place, ``f_(a)`` is differentiated as ``a.copy_(f(a.clone()))``, which handles views and
+    versions. An out variant refuses tensors that need a gradient, as torch's own do.
     """
     operator = _find(name)
     in_place = operator._overloadname == "default"
