@@ -2,6 +2,8 @@
 
 #include <torch/extension.h>
 
+#include "device/device.h"
+#include "device/generator.h"
 #include "kernel_table.h"
 #include "ops/elementwise.h"
 #include "registration.h"
@@ -38,9 +40,21 @@ void bind_operators(py::module_& module) {
              py::arg("operator_name"));
 }
 
+// The device: what torch's own Python functions for accelerators do not already give.
+void bind_device(py::module_& module) {
+  using namespace foo::device;
+  auto device = module.def_submodule("device", "Device foo.");
+  device.def("device_count", [] { return int{device_count()}; });
+  device.def("current_device", [] { return int{current_device()}; });
+  device.def("set_device", &set_current_device);
+  device.def("check_device_index", &check_device_index);
+  device.def("default_generator", &default_generator);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The compiled companion of foo_ops.";
   bind_operators(module);
+  bind_device(module);
 }

@@ -1,1 +1,112 @@
-"""The Python face of device ``foo``, installed as ``torch.foo``."""
+"""The Python face of device ``foo``, installed as ``torch.foo``.
+
+The names, and what they do, are those of ``torch.cuda``.
+"""
+
+import sys
+
+from foo_ops.device import _registration, _utils, memory, random, streams
+from foo_ops.device.devices import (
+    DeviceProperties,
+    _exchange_device,
+    _initialized,
+    _is_in_bad_fork,
+    _maybe_exchange_device,
+    current_device,
+    device,
+    device_count,
+    device_of,
+    get_amp_supported_dtype,
+    get_device_name,
+    get_device_properties,
+    init,
+    is_available,
+    is_bf16_supported,
+    is_initialized,
+    set_device,
+    synchronize,
+)
+from foo_ops.device.memory import (
+    empty_cache,
+    max_memory_allocated,
+    max_memory_reserved,
+    mem_get_info,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    reset_accumulated_memory_stats,
+    reset_peak_memory_stats,
+)
+from foo_ops.device.random import (
+    default_generators,
+    get_rng_state,
+    get_rng_state_all,
+    initial_seed,
+    manual_seed,
+    manual_seed_all,
+    seed,
+    seed_all,
+    set_rng_state,
+    set_rng_state_all,
+)
+from foo_ops.device.streams import (
+    Event,
+    Stream,
+    current_stream,
+    default_stream,
+    set_stream,
+    stream,
+)
+
+# The names with an underscore are those that torch looks up in a device module.
+__all__ = [
+    "DeviceProperties",
+    "Event",
+    "Stream",
+    "_exchange_device",
+    "_initialized",
+    "_is_in_bad_fork",
+    "_maybe_exchange_device",
+    "_utils",
+    "current_device",
+    "current_stream",
+    "default_generators",
+    "default_stream",
+    "device",
+    "device_count",
+    "device_of",
+    "empty_cache",
+    "get_amp_supported_dtype",
+    "get_device_name",
+    "get_device_properties",
+    "get_rng_state",
+    "get_rng_state_all",
+    "init",
+    "initial_seed",
+    "is_available",
+    "is_bf16_supported",
+    "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "random",
+    "reset_accumulated_memory_stats",
+    "reset_peak_memory_stats",
+    "seed",
+    "seed_all",
+    "set_device",
+    "set_rng_state",
+    "set_rng_state_all",
+    "set_stream",
+    "stream",
+    "streams",
+    "synchronize",
+]
+
+_registration.register(sys.modules[__name__])

@@ -1,0 +1,54 @@
+// Copies between tensors and to Python numbers: strided, converting, across devices.
+
+#include <ATen/ops/_local_scalar_dense_native.h>
+#include <ATen/ops/copy_ops.h>
+#include <torch/library.h>
+
+#include "aten/host_call.h"
+#include "device/device.h"
+
+namespace foo::aten {
+namespace {
+
+void check_copyable(const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.device().type() == device::kFoo || tensor.is_cpu(),
+                              "foo: copies must be from or to cpu or foo, got ", tensor.device());
+}
+
+// One of the two is on foo. The copy is done when this returns: non_blocking promises no more.
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bool non_blocking) {
+  check_copyable(source);
+  check_copyable(destination);
+  HostCall call(destination.is_cpu() ? source.device() : destination.device());
+  at::Tensor host_destination = call.to_host(destination);
+  at::_ops::copy_::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), host_destination,
+                              call.to_host(source), non_blocking);
+  return destination;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& destination) {
+  destination.resize_(source.sizes());
+  return copy_from(source, destination, false);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("_copy_from", &copy_from);
+  library.impl("_copy_from_and_resize", &copy_from_and_resize);
+  library.impl("_local_scalar_dense", &at::native::_local_scalar_dense_cpu);
+}
+
+// The copy itself carries out a pending conjugation or negation. torch would do that before the
+// call by a copy, and so without end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+  library.impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+  library.impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace foo::aten

@@ -1,0 +1,192 @@
+#include "aten/fallback.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/op_registration/adaption.h>
+#include <ATen/core/stack.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <optional>
+
+#include "aten/host_call.h"
+#include "device/device.h"
+#include "device/generator.h"
+
+namespace foo::aten {
+namespace {
+
+using c10::IValue;
+
+bool is_optional_generator(const c10::Type& type) {
+  const auto* optional = type.castRaw<c10::OptionalType>();
+  return optional != nullptr && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
+}
+
+// Tensor?[]: the indices of an indexing operator.
+bool is_optional_tensor_list(const c10::Type& type) {
+  const auto* list = type.castRaw<c10::ListType>();
+  return list != nullptr && list->getElementType()->kind() == c10::TypeKind::OptionalType;
+}
+
+bool is_written(const c10::Argument& argument) {
+  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
+
+template <typename Function>
+void for_each_tensor(const IValue& value, Function function) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) function(value.toTensor());
+  } else if (value.isList()) {
+    for (const IValue& element : value.toListRef()) {
+      if (!element.isTensor()) continue;
+      if (element.toTensor().defined()) function(element.toTensor());
+    }
+  }
+}
+
+// Replaces each tensor of an argument or a result.
+template <typename Function>
+void replace_tensors(IValue& value, Function function) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) value = function(value.toTensor());
+  } else if (value.isTensorList() || (value.isList() && !value.toListRef().empty() &&
+                                      is_optional_tensor_list(*value.type()))) {
+    // The caller may hold the list, so it gets a new one.
+    c10::impl::GenericList list = value.toList().copy();
+    for (size_t position = 0; position < list.size(); ++position) {
+      const IValue element = list.get(position);
+      if (!element.isTensor() || !element.toTensor().defined()) continue;
+      list.set(position, function(element.toTensor()));
+    }
+    value = std::move(list);
+  }
+}
+
+// The device of the first foo tensor, else the one named by an argument, else the current one.
+c10::Device device_of_call(at::ArrayRef<IValue> arguments) {
+  std::optional<c10::Device> of_tensor;
+  std::optional<c10::Device> named;
+  for (const IValue& argument : arguments) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+      if (!of_tensor && tensor.device().type() == device::kFoo) of_tensor = tensor.device();
+    });
+    if (of_tensor) return *of_tensor;
+    if (argument.isDevice()) named = argument.toDevice();
+    if (argument.isGenerator() && !named) named = argument.toGenerator().device();
+  }
+  if (named && named->type() == device::kFoo) return device::with_index(*named);
+  return {device::kFoo, device::current_device()};
+}
+
+void check_device(const at::Tensor& tensor, const c10::Argument& argument, c10::Device expected,
+                  const c10::OperatorHandle& op) {
+  if (tensor.device() == expected) return;
+  if (is_optional_tensor_list(*argument.type())) {
+    TORCH_CHECK(tensor.is_cpu(),
+                "indices should be either on cpu or on the same device as the indexed tensor (",
+                expected, ")");
+    return;
+  }
+  const bool is_host_scalar = tensor.is_cpu() && tensor.dim() == 0 && !is_written(argument);
+  if (is_host_scalar) return;
+  c10::impl::common_device_check_failure(expected, tensor, op.schema().name().c_str(),
+                                         argument.name().c_str());
+}
+
+void check_arguments(const c10::OperatorHandle& op, at::ArrayRef<IValue> values,
+                     c10::Device expected) {
+  const auto& arguments = op.schema().arguments();
+  for (size_t position = 0; position < values.size(); ++position) {
+    const IValue& value = values[position];
+    const c10::Argument& argument = arguments[position];
+    for_each_tensor(
+        value, [&](const at::Tensor& tensor) { check_device(tensor, argument, expected, op); });
+    TORCH_CHECK(!(value.isBool() && value.toBool() && argument.name() == "pin_memory"),
+                "Only dense CPU tensors can be pinned");
+    TORCH_CHECK_NOT_IMPLEMENTED(!value.isStorage() && !value.isStream(), op.schema().name(),
+                                ": argument ", argument.name(), " of type ", argument.type()->str(),
+                                " is not supported on foo");
+  }
+}
+
+bool takes_generator(const c10::FunctionSchema& schema) {
+  for (const c10::Argument& argument : schema.arguments()) {
+    if (is_optional_generator(*argument.type())) return true;
+  }
+  return false;
+}
+
+void replace_argument(IValue& value, const c10::Argument& argument, HostCall& call,
+                      c10::Device device) {
+  if (value.isDevice()) {
+    value = c10::Device(c10::kCPU);
+  } else if (value.isGenerator()) {
+    value = device::host_generator(value.toGenerator());
+  } else if (value.isNone() && is_optional_generator(*argument.type())) {
+    value = device::host_generator(device::default_generator(device.index()));
+  } else {
+    replace_tensors(value, [&](const at::Tensor& tensor) { return call.to_host(tensor); });
+  }
+}
+
+// For random kernels that take no generator: they draw from the default generator of the CPU, so
+// that one bears the state of the foo generator during the call.
+void call_with_random_state(const at::Generator& foo_generator, const c10::OperatorHandle& op,
+                            torch::jit::Stack* stack) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  at::Generator host = device::host_generator(foo_generator);
+  at::Generator cpu = at::detail::getDefaultCPUGenerator();
+  const at::Tensor cpu_state = cpu.get_state();
+  cpu.set_state(host.get_state());
+  const auto restore = [&] {
+    host.set_state(cpu.get_state());
+    cpu.set_state(cpu_state);
+  };
+  try {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  } catch (...) {
+    restore();
+    throw;
+  }
+  restore();
+}
+
+void call_host_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::Device device) {
+  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+                              op.operator_name(),
+                              " has no kernel for foo, and none for cpu that could run instead");
+  const bool draws_from_default_generator =
+      op.hasTag(at::Tag::nondeterministic_seeded) && !takes_generator(op.schema());
+  if (draws_from_default_generator) {
+    call_with_random_state(device::default_generator(device.index()), op, stack);
+  } else {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
+}
+
+}  // namespace
+
+void call_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack->size() - arguments.size();
+  const c10::Device device = device_of_call(torch::jit::last(*stack, arguments.size()));
+  check_arguments(op, torch::jit::last(*stack, arguments.size()), device);
+
+  HostCall call(device);
+  for (size_t position = 0; position < arguments.size(); ++position) {
+    replace_argument((*stack)[first + position], arguments[position], call, device);
+  }
+  call_host_kernel(op, stack, device);
+  call.write_back();
+  for (size_t position = first; position < stack->size(); ++position) {
+    replace_tensors((*stack)[position],
+                    [&](const at::Tensor& tensor) { return call.to_foo(tensor); });
+  }
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
+}
+
+}  // namespace foo::aten

@@ -1,0 +1,180 @@
+#include "aten/host_call.h"
+
+#include <c10/core/TensorImpl.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "device/allocator.h"
+#include "device/device.h"
+
+namespace foo::aten {
+namespace {
+
+constexpr c10::DispatchKeySet kExcludedKeys =
+    c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+
+// Pending operations that a tensor bears as a mark: the copy must bear it too.
+constexpr c10::DispatchKeySet kLazyKeys({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                                         c10::DispatchKey::ZeroTensor});
+
+void release_storage(void* context) {
+  c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(context));
+}
+
+// Keeps the foo storage alive, for the case that a kernel keeps its argument.
+c10::DataPtr host_view_of(const c10::Storage& foo) {
+  auto* owner = foo.unsafeGetStorageImpl();
+  void* data = owner->mutable_data();
+  c10::raw::intrusive_ptr::incref(owner);
+  return {data, owner, &release_storage, c10::Device(c10::kCPU)};
+}
+
+// Where the storage of a host alias grows: in foo memory, with the label of the CPU.
+class HostAliasAllocator final : public c10::Allocator {
+ public:
+  explicit HostAliasAllocator(c10::DeviceIndex index) : device_(device::kFoo, index) {}
+
+  c10::DataPtr allocate(size_t bytes) override {
+    const device::DeviceGuard guard(device_);
+    c10::DataPtr memory = device::allocator().allocate(bytes);
+    memory.unsafe_set_device(c10::Device(c10::kCPU));
+    return memory;
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return device::allocator().raw_deleter(); }
+
+  void copy_data(void* destination, const void* source, size_t bytes) const override {
+    default_copy_data(destination, source, bytes);
+  }
+
+ private:
+  c10::Device device_;
+};
+
+HostAliasAllocator* host_alias_allocator(c10::Device device) {
+  // Never destroyed: a storage may outlive the static objects of this library.
+  static const auto* allocators = [] {
+    auto* list = new std::vector<std::unique_ptr<HostAliasAllocator>>();
+    for (c10::DeviceIndex index = 0; index < device::device_count(); ++index) {
+      list->push_back(std::make_unique<HostAliasAllocator>(index));
+    }
+    return list;
+  }();
+  return (*allocators)[device.index()].get();
+}
+
+void check_supported(const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == c10::kStrided, "foo: tensors must have layout ",
+                              c10::kStrided, ", got ", tensor.layout());
+  TORCH_CHECK_NOT_IMPLEMENTED(!tensor.is_quantized(), "foo: quantized tensors are not supported");
+  TORCH_CHECK_NOT_IMPLEMENTED(!tensor.unsafeGetTensorImpl()->is_nested(),
+                              "foo: nested tensors are not supported");
+}
+
+// A tensor like `source` in everything but the memory and the device.
+at::Tensor with_storage(const at::Tensor& source, c10::Storage storage, c10::DispatchKey backend) {
+  const auto* source_impl = source.unsafeGetTensorImpl();
+  const auto keys = c10::DispatchKeySet(backend) | (source_impl->key_set() & kLazyKeys);
+  auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, source.dtype());
+  auto* impl = result.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(source.sizes(), source.strides(), source.storage_offset());
+  if (source_impl->is_wrapped_number()) impl->set_wrapped_number(true);
+  return result;
+}
+
+c10::DataPtr to_foo_memory(const c10::Storage& host, c10::Device device) {
+  auto& memory = host.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  if (!device::is_own_memory(memory)) return device::adopt(host, device);
+  c10::DataPtr own = std::move(memory);
+  own.unsafe_set_device(device);
+  return own;
+}
+
+void copy_layout(const at::Tensor& source, const at::Tensor& destination) {
+  if (source.sizes() == destination.sizes() && source.strides() == destination.strides() &&
+      source.storage_offset() == destination.storage_offset()) {
+    return;
+  }
+  destination.unsafeGetTensorImpl()->set_sizes_and_strides(source.sizes(), source.strides(),
+                                                           source.storage_offset());
+}
+
+}  // namespace
+
+HostCall::HostCall(c10::Device device)
+    : device_(device), device_guard_(device), below_autograd_(kExcludedKeys) {}
+
+c10::Storage HostCall::storage_to_host(const c10::Storage& foo) {
+  for (const auto& pair : storages_) {
+    if (pair.foo.is_alias_of(foo)) return pair.host;
+  }
+  c10::Storage host(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(foo.nbytes()), host_view_of(foo),
+      host_alias_allocator(foo.device()), foo.resizable()));
+  storages_.push_back({foo, host});
+  return host;
+}
+
+c10::Storage HostCall::storage_to_foo(const c10::Storage& host) {
+  for (const auto& pair : storages_) {
+    if (pair.host.is_alias_of(host)) return pair.foo;
+  }
+  const auto bytes = static_cast<int64_t>(host.nbytes());
+  c10::Storage foo(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                         to_foo_memory(host, device_),
+                                                         &device::allocator(), true));
+  storages_.push_back({foo, host});
+  return foo;
+}
+
+at::Tensor HostCall::to_host(const at::Tensor& tensor) {
+  if (tensor.device().type() != device::kFoo) {
+    host_arguments_.push_back(tensor);
+    return tensor;
+  }
+  for (const auto& pair : tensors_) {
+    if (pair.foo.is_same(tensor)) return pair.host;
+  }
+  check_supported(tensor);
+  at::Tensor host = with_storage(tensor, storage_to_host(tensor.storage()), c10::DispatchKey::CPU);
+  tensors_.push_back({tensor, host});
+  return host;
+}
+
+void HostCall::write_back() {
+  for (const auto& [foo, host] : storages_) {
+    if (foo.data() == host.data() && foo.nbytes() == host.nbytes()) continue;
+    auto* impl = foo.unsafeGetStorageImpl();
+    impl->set_data_ptr_noswap(to_foo_memory(host, foo.device()));
+    impl->set_nbytes(host.nbytes());
+    host.unsafeGetStorageImpl()->set_data_ptr_noswap(host_view_of(foo));
+  }
+  for (const auto& [foo, host] : tensors_) {
+    c10::Storage storage = storage_to_foo(host.storage());
+    if (!storage.is_alias_of(foo.storage())) {
+      foo.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
+    }
+    copy_layout(host, foo);
+  }
+}
+
+bool HostCall::is_host_argument(const at::Tensor& host) const {
+  return std::any_of(host_arguments_.begin(), host_arguments_.end(), [&](const at::Tensor& other) {
+    return other.has_storage() && other.storage().is_alias_of(host.storage());
+  });
+}
+
+at::Tensor HostCall::to_foo(const at::Tensor& host) {
+  if (!host.defined() || !host.is_cpu()) return host;
+  for (const auto& pair : tensors_) {
+    if (pair.host.is_same(host)) return pair.foo;
+  }
+  check_supported(host);
+  if (is_host_argument(host)) return host;
+  return with_storage(host, storage_to_foo(host.storage()), c10::DispatchKey::PrivateUse1);
+}
+
+}  // namespace foo::aten

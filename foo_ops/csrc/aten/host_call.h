@@ -1,0 +1,54 @@
+// The CPU side of one operator call on device foo.
+//
+// Foo memory is host memory, so a CPU kernel can work on it where it lies: each foo argument
+// becomes a CPU tensor over the same bytes (a host alias), and what the kernel did to sizes and
+// storages is written back afterwards. No byte is copied either way.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+
+#include "device/guard.h"
+
+namespace foo::aten {
+
+class HostCall {
+ public:
+  // Storages that the kernel grows, and results, belong to `device`.
+  explicit HostCall(c10::Device device);
+
+  // The host alias of a foo tensor. One storage has one alias per call: kernels find out by the
+  // storage whether tensors overlap. Tensors of the CPU pass unchanged.
+  at::Tensor to_host(const at::Tensor& tensor);
+
+  // After the kernel: gives grown storages, new sizes and strides to the foo arguments.
+  void write_back();
+
+  // The foo tensor for a result: the argument itself, a view of it, or a new tensor.
+  at::Tensor to_foo(const at::Tensor& host);
+
+ private:
+  struct StoragePair {
+    c10::Storage foo;
+    c10::Storage host;
+  };
+  struct TensorPair {
+    at::Tensor foo;
+    at::Tensor host;
+  };
+
+  c10::Storage storage_to_host(const c10::Storage& foo);
+  c10::Storage storage_to_foo(const c10::Storage& host);
+  bool is_host_argument(const at::Tensor& host) const;
+
+  c10::Device device_;
+  device::DeviceGuard device_guard_;
+  // Autograd has run, and autocast for cpu is not asked for by a call on foo.
+  c10::impl::ExcludeDispatchKeyGuard below_autograd_;
+  c10::SmallVector<StoragePair, 4> storages_;
+  c10::SmallVector<TensorPair, 4> tensors_;
+  c10::SmallVector<at::Tensor, 2> host_arguments_;
+};
+
+}  // namespace foo::aten

@@ -1,0 +1,25 @@
+// The devices themselves: how many there are, and which one is current in this thread.
+#pragma once
+
+#include <c10/core/Device.h>
+
+namespace foo::device {
+
+inline constexpr c10::DeviceType kFoo = c10::DeviceType::PrivateUse1;
+inline constexpr c10::DeviceIndex kMaxDevices = 64;
+
+// FOO_DEVICE_COUNT, or 2. Raises while the variable holds anything but a number of devices.
+c10::DeviceIndex device_count();
+
+void check_device_index(int64_t index);
+
+c10::DeviceIndex current_device() noexcept;
+// Raises for an index without a device.
+void set_current_device(int64_t index);
+void set_current_device_unchecked(c10::DeviceIndex index) noexcept;
+c10::DeviceIndex exchange_current_device(c10::DeviceIndex index);
+
+// "foo" without an index means the current device.
+c10::Device with_index(c10::Device device);
+
+}  // namespace foo::device

@@ -1,0 +1,93 @@
+#include "device/generator.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "device/device.h"
+
+namespace foo::device {
+
+GeneratorImpl::GeneratorImpl(c10::DeviceIndex index)
+    : GeneratorImpl(index, at::detail::createCPUGenerator()) {}
+
+GeneratorImpl::GeneratorImpl(c10::DeviceIndex index, at::Generator host)
+    : c10::GeneratorImpl(c10::Device(kFoo, index),
+                         c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+      host_(std::move(host)) {}
+
+// Callers hold the mutex of this generator and kernels that of host_, so each method takes the
+// second one as well.
+
+void GeneratorImpl::set_current_seed(uint64_t seed) {
+  const std::lock_guard<std::mutex> lock(host_.unsafeGetGeneratorImpl()->mutex_);
+  host_.set_current_seed(seed);
+}
+
+// A Mersenne Twister has no offset. Zero is accepted because pickling sets what it got.
+void GeneratorImpl::set_offset(uint64_t offset) {
+  TORCH_CHECK_VALUE(offset == 0, "foo: the generator has no offset, so it must be 0, got ", offset);
+}
+
+uint64_t GeneratorImpl::get_offset() const {
+  return 0;
+}
+
+uint64_t GeneratorImpl::current_seed() const {
+  const std::lock_guard<std::mutex> lock(host_.unsafeGetGeneratorImpl()->mutex_);
+  return host_.current_seed();
+}
+
+uint64_t GeneratorImpl::seed() {
+  const std::lock_guard<std::mutex> lock(host_.unsafeGetGeneratorImpl()->mutex_);
+  return host_.seed();
+}
+
+void GeneratorImpl::set_state(const c10::TensorImpl& state) {
+  const std::lock_guard<std::mutex> lock(host_.unsafeGetGeneratorImpl()->mutex_);
+  host_.unsafeGetGeneratorImpl()->set_state(state);
+}
+
+c10::intrusive_ptr<c10::TensorImpl> GeneratorImpl::get_state() const {
+  const std::lock_guard<std::mutex> lock(host_.unsafeGetGeneratorImpl()->mutex_);
+  return host_.unsafeGetGeneratorImpl()->get_state();
+}
+
+c10::DeviceType GeneratorImpl::device_type() {
+  return kFoo;
+}
+
+GeneratorImpl* GeneratorImpl::clone_impl() const {
+  const std::lock_guard<std::mutex> lock(host_.unsafeGetGeneratorImpl()->mutex_);
+  return new GeneratorImpl(device_.index(), host_.clone());
+}
+
+const at::Generator& default_generator(c10::DeviceIndex index) {
+  static const auto* generators = [] {
+    auto* list = new std::vector<at::Generator>();
+    for (c10::DeviceIndex each = 0; each < device_count(); ++each) {
+      list->push_back(new_generator(each));
+    }
+    return list;
+  }();
+  if (index == -1) index = current_device();
+  check_device_index(index);
+  return (*generators)[index];
+}
+
+at::Generator new_generator(c10::DeviceIndex index) {
+  if (index == -1) index = current_device();
+  check_device_index(index);
+  return at::make_generator<GeneratorImpl>(index);
+}
+
+const at::Generator& host_generator(const at::Generator& generator) {
+  TORCH_CHECK(generator.device().type() == kFoo,
+              "Expected a 'foo' device type for generator but found '", generator.device().type(),
+              "'");
+  return static_cast<GeneratorImpl*>(generator.unsafeGetGeneratorImpl())->host();
+}
+
+}  // namespace foo::device

@@ -1,0 +1,72 @@
+#include "device/hooks.h"
+
+#include <ATen/native/Resize.h>
+
+#include "device/device.h"
+#include "device/generator.h"
+#include "device/guard.h"
+
+namespace foo::device {
+
+// There is nothing to initialise: host memory is always there.
+void Hooks::init() const {}
+
+bool Hooks::isBuilt() const {
+  return true;
+}
+
+bool Hooks::isAvailable() const {
+  return GuardImpl().deviceCount() > 0;
+}
+
+bool Hooks::hasPrimaryContext(c10::DeviceIndex index) const {
+  check_device_index(index);
+  return true;
+}
+
+c10::DeviceIndex Hooks::deviceCount() const {
+  return device_count();
+}
+
+void Hooks::setCurrentDevice(c10::DeviceIndex index) const {
+  set_current_device(index);
+}
+
+c10::DeviceIndex Hooks::getCurrentDevice() const {
+  return current_device();
+}
+
+c10::DeviceIndex Hooks::exchangeDevice(c10::DeviceIndex index) const {
+  return exchange_current_device(index);
+}
+
+// A negative index asks for no change, as in c10's optional device guards.
+c10::DeviceIndex Hooks::maybeExchangeDevice(c10::DeviceIndex index) const {
+  return index < 0 ? current_device() : exchange_current_device(index);
+}
+
+const at::Generator& Hooks::getDefaultGenerator(c10::DeviceIndex index) const {
+  return default_generator(index);
+}
+
+at::Generator Hooks::getNewGenerator(c10::DeviceIndex index) const {
+  return new_generator(index);
+}
+
+void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const {
+  // The allocator serves the current device; the storage may be on another one.
+  const DeviceGuard guard(storage.device());
+  at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
+}
+
+namespace {
+
+const bool registered = [] {
+  // Never destroyed, as torch keeps the pointer.
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  return true;
+}();
+
+}  // namespace
+
+}  // namespace foo::device

@@ -1,0 +1,26 @@
+// What torch asks of an accelerator through ATen: devices, generators, storage growth.
+#pragma once
+
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+
+namespace foo::device {
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  void init() const override;
+  bool isBuilt() const override;
+  bool isAvailable() const override;
+  bool hasPrimaryContext(c10::DeviceIndex index) const override;
+
+  c10::DeviceIndex deviceCount() const override;
+  void setCurrentDevice(c10::DeviceIndex index) const override;
+  c10::DeviceIndex getCurrentDevice() const override;
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override;
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override;
+
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override;
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override;
+
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override;
+};
+
+}  // namespace foo::device

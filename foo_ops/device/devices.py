@@ -1,0 +1,120 @@
+"""The devices: how many there are, which is current, what they are."""
+
+import os
+import platform
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from foo_ops._C import device as _C
+from foo_ops.device import memory
+from foo_ops.device._utils import _get_device_index
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    name: str
+    total_memory: int
+    multi_processor_count: int
+
+
+# Host memory is always there: nothing is left to initialise when the module is imported.
+_initialized = True
+
+
+def init() -> None:
+    """Nothing to do; there for code that calls it on every accelerator."""
+
+
+def is_initialized() -> bool:
+    return _initialized
+
+
+def is_available() -> bool:
+    return device_count() > 0
+
+
+def _is_in_bad_fork() -> bool:
+    """Never: a forked child has its own copy of the host memory and can go on."""
+    return False
+
+
+def device_count() -> int:
+    """The environment variable FOO_DEVICE_COUNT, or 2."""
+    return _C.device_count()
+
+
+def current_device() -> int:
+    return _C.current_device()
+
+
+def set_device(device: Any) -> None:
+    """Make a device the current one. A negative index changes nothing."""
+    index = _get_device_index(device)
+    if index >= 0:
+        _C.set_device(index)
+
+
+_exchange_device = torch._C._accelerator_exchangeDevice
+_maybe_exchange_device = torch._C._accelerator_maybeExchangeDevice
+
+
+class device:  # noqa: N801 (the name it has in torch.cuda)
+    """Context manager that makes a device the current one. A negative index changes nothing."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = _get_device_index(device, optional=True)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        if self.idx >= 0:
+            self.prev_idx = _exchange_device(self.idx)
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> Literal[False]:
+        if self.idx >= 0:
+            _maybe_exchange_device(self.prev_idx)
+        return False
+
+
+class device_of(device):  # noqa: N801 (the name it has in torch.cuda)
+    """Context manager that makes the device of a tensor or storage the current one.
+
+    It changes nothing for one that is not on foo.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        super().__init__(obj.get_device() if obj.device.type == "foo" else -1)
+
+
+def synchronize(device: Any = None) -> None:
+    """Every operator is done when it returns, so this only checks its argument."""
+    torch._C._accelerator_synchronizeDevice(_get_device_index(device, optional=True))
+
+
+def get_device_name(device: Any = None) -> str:
+    return get_device_properties(device).name
+
+
+def get_device_properties(device: Any = None) -> DeviceProperties:
+    _, total_memory = memory.mem_get_info(device)
+    return DeviceProperties(
+        name=f"foo on {platform.processor() or platform.machine()}",
+        total_memory=total_memory,
+        multi_processor_count=os.cpu_count() or 1,
+    )
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16]
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """bfloat16 tensors work on every CPU."""
+    return True
