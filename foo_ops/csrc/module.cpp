@@ -5,6 +5,7 @@
 #include "device/device.h"
 #include "device/generator.h"
 #include "kernel_table.h"
+#include "ops/attention.h"
 #include "ops/elementwise.h"
 #include "registration.h"
 
@@ -36,6 +37,19 @@ void bind_operators(py::module_& module) {
         return foo::elementwise_result_type(operator_name, inputs, output.value_or(at::Tensor()));
       },
       py::arg("operator_name"), py::arg("inputs"), py::arg("output"));
+  module.def(
+      "check_attention",
+      torch::wrap_pybind_function(
+          [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+             const std::optional<at::Tensor>& attn_bias,
+             const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& sinks,
+             double dropout_p, int64_t window_left, int64_t window_right, double softcap) {
+            foo::check_attention(query, key, value, attn_bias, alibi_slopes, sinks,
+                                 {dropout_p, window_left, window_right, softcap});
+          }),
+      py::arg("query"), py::arg("key"), py::arg("value"), py::arg("attn_bias"),
+      py::arg("alibi_slopes"), py::arg("sinks"), py::arg("dropout_p"), py::arg("window_left"),
+      py::arg("window_right"), py::arg("softcap"));
   module.def("register_autograd_shortcut", &foo::register_autograd_shortcut,
              py::arg("operator_name"));
 }

@@ -5,12 +5,14 @@ count elements. Values are scalars or `Vector`s of the dtype's *compute type*: f
 and bfloat16, the dtype itself for all others. A load widens, a store rounds to nearest even.
 
     pointer_to(dtype)(address)              a pointer to elements of dtype
+    address_of(pointer)                     its address in bytes
     shift(pointer, count)                   the pointer, moved on by count elements
     shift_bytes(pointer, count)             the pointer, moved on by count bytes
     load(pointer, index)                    one element
     load_vector(pointer, index, LANES)      LANES adjacent elements
     store(pointer, index, value)            a scalar or a vector
     splat(scalar, LANES)                    a vector with the scalar in every lane
+    ramp(scalar, LANES)                     scalar, scalar + 1, scalar + 2, ...
     a + b, a - b, a * b, a / b              lane by lane
     fma(a, b, c)                            a * b + c, rounded once
     maximum(a, b)                           lane by lane; where one is NaN it is b
@@ -18,7 +20,7 @@ and bfloat16, the dtype itself for all others. A load widens, a store rounds to 
     any_lane(mask)                          whether a lane of the mask is true
     exp(a)                                  within 2 units in the last place
 
-    tile_zero(ROWS, COLUMNS, vector)        a register tile of ROWS x COLUMNS vectors of zeros
+    tile_zero(pointer, ROWS, COLUMNS, LANES)    ROWS x COLUMNS vectors of zeros, in registers
     tile_load(pointer, stride, ROWS, COLUMNS, LANES)
     tile_fma(tile, a, a_stride, b)          tile[i, j] += a[i * a_stride] * b[j-th vector]
     tile_store(tile, pointer, stride)
@@ -252,6 +254,14 @@ def pointer_to(dtype: str) -> Callable[[int], Any]:
 
 
 @intrinsic
+def address_of(typing_context, pointer):
+    def generate(context, builder, signature, args):
+        return builder.ptrtoint(args[0], INT64)
+
+    return types.intp(pointer), generate
+
+
+@intrinsic
 def shift(typing_context, pointer, count):
     def generate(context, builder, signature, args):
         return builder.gep(args[0], [args[1]])
@@ -348,6 +358,17 @@ def splat(typing_context, value, lanes):
 
     def generate(context, builder, signature, args):
         return _splat(builder, args[0], lanes.literal_value)
+
+    return Vector(scalar, lanes.literal_value)(scalar, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def ramp(typing_context, start, lanes):
+    scalar = types.unliteral(start)
+
+    def generate(context, builder, signature, args):
+        first = _splat(builder, args[0], lanes.literal_value)
+        return builder.fadd(first, ir.Constant(first.type, list(range(first.type.count))))
 
     return Vector(scalar, lanes.literal_value)(scalar, lanes), generate
 
@@ -525,24 +546,29 @@ def exp(typing_context, x):
 
 
 @intrinsic(prefer_literal=True)
-def tile_zero(typing_context, rows, columns, vector):
-    tile = Tile(rows.literal_value, columns.literal_value, vector)
+def tile_zero(typing_context, pointer, rows, columns, lanes):
+    """Of the compute type that ``pointer`` points to; nothing is read."""
+    tile = _tile_type(pointer, rows, columns, lanes)
 
     def generate(context, builder, signature, args):
         return ir.Constant(context.get_value_type(tile), None)
 
-    return tile(rows, columns, vector), generate
+    return tile(pointer, rows, columns, lanes), generate
+
+
+def _tile_type(pointer, rows, columns, lanes) -> Tile:
+    vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
+    return Tile(rows.literal_value, columns.literal_value, vector)
 
 
 @intrinsic(prefer_literal=True)
 def tile_load(typing_context, pointer, stride, rows, columns, lanes):
-    vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
-    tile = Tile(rows.literal_value, columns.literal_value, vector)
+    tile = _tile_type(pointer, rows, columns, lanes)
 
     def generate(context, builder, signature, args):
         result = ir.Constant(context.get_value_type(tile), ir.Undefined)
         for row, column, index in _places(builder, tile, args[1]):
-            value = _load_vector(builder, pointer.dtype, args[0], index, vector.lanes)
+            value = _load_vector(builder, pointer.dtype, args[0], index, tile.vector.lanes)
             result = builder.insert_value(result, value, row * tile.columns + column)
         return result
 

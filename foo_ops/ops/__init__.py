@@ -1,5 +1,6 @@
 """Operators of ``torch.ops.foo``: one file each, which registers the operator at its import."""
 
 from foo_ops.ops.abs import abs
+from foo_ops.ops.attention import attention
 
-__all__ = ["abs"]
+__all__ = ["abs", "attention"]

@@ -1,0 +1,48 @@
+"""Parameters that a launcher hands to a kernel: a C struct whose fields are all of 8 bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.core.imputils import lower_getattr_generic
+from numba.core.typing.templates import AttributeTemplate, infer_getattr
+from numba.extending import models, register_model
+
+from foo_ops.kernels.simd import Pointer
+
+
+class Struct(types.Type):
+    """A pointer to a struct. ``fields`` are (name, type) in the order of the C++ struct.
+
+    A type is int64, float64 or a `Pointer`.
+    """
+
+    def __init__(self, name: str, fields: tuple[tuple[str, types.Type], ...]) -> None:
+        self.fields = dict(fields)
+        super().__init__(f"{name}({', '.join(f'{field}: {type_}' for field, type_ in fields)})")
+
+
+@register_model(Struct)
+class _StructModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, type_: Struct) -> None:
+        super().__init__(manager, type_, ir.IntType(64).as_pointer())
+
+
+@infer_getattr
+class _StructAttributes(AttributeTemplate):
+    key = Struct
+
+    def generic_resolve(self, struct: Struct, name: str) -> types.Type | None:
+        return struct.fields.get(name)
+
+
+@lower_getattr_generic(Struct)
+def _load_field(context, builder, struct, value, name):
+    position = list(struct.fields).index(name)
+    bits = builder.load(builder.gep(value, [ir.IntType(64)(position)]))
+    type_ = struct.fields[name]
+    if isinstance(type_, Pointer):
+        return builder.inttoptr(bits, context.get_value_type(type_))
+    return builder.bitcast(bits, context.get_value_type(type_))
