@@ -59,7 +59,6 @@ void bind_device(py::module_& module) {
   using namespace foo::device;
   auto device = module.def_submodule("device", "Device foo.");
   device.def("device_count", [] { return int{device_count()}; });
-  device.def("current_device", [] { return int{current_device()}; });
   device.def("set_device", &set_current_device);
   device.def("check_device_index", &check_device_index);
   device.def("default_generator", &default_generator);

@@ -20,6 +20,8 @@ class DeviceProperties:
     multi_processor_count: int
 
 
+_DEVICE_COUNT: int = _C.device_count()
+
 # Host memory is always there: nothing is left to initialise when the module is imported.
 _initialized = True
 
@@ -43,11 +45,11 @@ def _is_in_bad_fork() -> bool:
 
 def device_count() -> int:
     """The environment variable FOO_DEVICE_COUNT, or 2."""
-    return _C.device_count()
+    return _DEVICE_COUNT
 
 
 def current_device() -> int:
-    return _C.current_device()
+    return torch.accelerator.current_device_index()
 
 
 def set_device(device: Any) -> None:
@@ -95,7 +97,7 @@ class device_of(device):  # noqa: N801 (the name it has in torch.cuda)
 
 def synchronize(device: Any = None) -> None:
     """Every operator is done when it returns, so this only checks its argument."""
-    torch._C._accelerator_synchronizeDevice(_get_device_index(device, optional=True))
+    torch.accelerator.synchronize(_get_device_index(device, optional=True))
 
 
 def get_device_name(device: Any = None) -> str:

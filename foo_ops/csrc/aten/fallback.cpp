@@ -5,6 +5,7 @@
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <mutex>
 #include <optional>
 
@@ -62,6 +63,18 @@ void replace_tensors(IValue& value, Function function) {
   }
 }
 
+// A generator of foo brings operators on tensors of the CPU here.
+void check_generator_device(at::ArrayRef<IValue> arguments) {
+  const auto is_generator = [](const IValue& argument) { return argument.isGenerator(); };
+  if (std::none_of(arguments.begin(), arguments.end(), is_generator)) return;
+  for (const IValue& argument : arguments) {
+    for_each_tensor(argument, [](const at::Tensor& tensor) {
+      TORCH_CHECK(tensor.device().type() == device::kFoo, "Expected a '", tensor.device().type(),
+                  "' device type for generator but found 'foo'");
+    });
+  }
+}
+
 // The device of the first foo tensor, else the one named by an argument, else the current one.
 c10::Device device_of_call(at::ArrayRef<IValue> arguments) {
   std::optional<c10::Device> of_tensor;
@@ -74,6 +87,7 @@ c10::Device device_of_call(at::ArrayRef<IValue> arguments) {
     if (argument.isDevice()) named = argument.toDevice();
     if (argument.isGenerator() && !named) named = argument.toGenerator().device();
   }
+  check_generator_device(arguments);
   if (named && named->type() == device::kFoo) return device::with_index(*named);
   return {device::kFoo, device::current_device()};
 }
@@ -187,6 +201,17 @@ void call_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
+}
+
+// These have a kernel of their own for the CPU, and for other devices a composite of smaller
+// operators, slower and with other roundings, which torch would prefer to a fallback.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  for (const char* name :
+       {"native_layer_norm", "native_group_norm", "_stack", "_stack.out", "addr", "addr.out",
+        "all.dims", "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum", "mish_backward",
+        "silu_backward", "native_channel_shuffle"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
+  }
 }
 
 }  // namespace foo::aten

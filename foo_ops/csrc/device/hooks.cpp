@@ -5,6 +5,7 @@
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/guard.h"
+#include "device/pinned_memory.h"
 
 namespace foo::device {
 
@@ -51,6 +52,14 @@ const at::Generator& Hooks::getDefaultGenerator(c10::DeviceIndex index) const {
 
 at::Generator Hooks::getNewGenerator(c10::DeviceIndex index) const {
   return new_generator(index);
+}
+
+c10::Allocator* Hooks::getPinnedMemoryAllocator() const {
+  return &pinned_memory_allocator();
+}
+
+bool Hooks::isPinnedPtr(const void* address) const {
+  return is_pinned(address);
 }
 
 void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const {

@@ -20,6 +20,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override;
   at::Generator getNewGenerator(c10::DeviceIndex index) const override;
 
+  c10::Allocator* getPinnedMemoryAllocator() const override;
+  bool isPinnedPtr(const void* address) const override;
+
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override;
 };
 

@@ -1,0 +1,51 @@
+// torch.autocast("foo"): the operator lists of CUDA.
+
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+namespace foo::aten {
+namespace {
+
+using at::IntArrayRef;
+using at::Scalar;
+using at::ScalarType;
+using at::Tensor;
+
+Tensor refuse_binary_cross_entropy(const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                                   int64_t) {
+  TORCH_CHECK(
+      false,
+      "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast: "
+      "use torch.nn.functional.binary_cross_entropy_with_logits or "
+      "torch.nn.BCEWithLogitsLoss");
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+// The name of the library's variable is the one that torch's macros use.
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+  AT_FORALL_LOWER_PRECISION_FP(LOWER_PRECISION)
+#undef LOWER_PRECISION
+
+#define FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+  AT_FORALL_FP32(FLOAT32)
+#undef FLOAT32
+
+#define FLOAT32_UNLESS_SET(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+  AT_FORALL_FP32_SET_OPT_DTYPE(FLOAT32_UNLESS_SET)
+#undef FLOAT32_UNLESS_SET
+
+  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
+
+#define PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+  AT_FORALL_PROMOTE(PROMOTE)
+#undef PROMOTE
+
+  m.impl("binary_cross_entropy", &refuse_binary_cross_entropy);
+}
+
+}  // namespace
+}  // namespace foo::aten

@@ -1,0 +1,72 @@
+"""What torch.compile must know of device ``foo``. Imported together with torch._dynamo."""
+
+from typing import Any
+
+import torch
+from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
+from torch._dynamo.variables.ctx_manager import (
+    GenericDeviceVariable,
+    register_device_context_manager,
+)
+
+from foo_ops.device import _utils, devices, memory, streams
+
+
+class FooInterface(DeviceInterface):
+    device = devices.device
+    Event = streams.Event
+    Stream = streams.Stream
+
+    class Worker(DeviceInterface.Worker):
+        set_device = staticmethod(devices.set_device)
+        current_device = staticmethod(devices.current_device)
+        get_device_properties = staticmethod(devices.get_device_properties)
+
+    current_device = staticmethod(devices.current_device)
+    set_device = staticmethod(devices.set_device)
+    device_count = staticmethod(devices.device_count)
+    is_available = staticmethod(devices.is_available)
+    exchange_device = staticmethod(devices._exchange_device)  # type: ignore[assignment]
+    maybe_exchange_device = staticmethod(  # type: ignore[assignment]
+        devices._maybe_exchange_device
+    )
+    synchronize = staticmethod(devices.synchronize)
+    get_device_properties = staticmethod(devices.get_device_properties)
+    memory_allocated = staticmethod(memory.memory_allocated)
+    stream = staticmethod(streams.stream)
+    current_stream = staticmethod(streams.current_stream)
+    set_stream = staticmethod(streams.set_stream)
+    is_bf16_supported = staticmethod(devices.is_bf16_supported)
+
+    @staticmethod
+    def get_raw_stream(device_idx: int) -> int:
+        return streams.current_stream(device_idx).stream_id
+
+    @staticmethod
+    def get_compute_capability(device: Any = None) -> str:
+        return ""
+
+    @staticmethod
+    def is_triton_capable(device: Any = None) -> bool:
+        return False
+
+
+class FooDeviceVariable(GenericDeviceVariable):
+    """``with torch.foo.device(...)`` in a compiled function."""
+
+    _exchange_fn = staticmethod(torch._C._accelerator_exchangeDevice)
+    _maybe_exchange_fn = staticmethod(torch._C._accelerator_maybeExchangeDevice)
+    _get_device_index_fn = staticmethod(_utils._get_device_index)
+
+    def module_name(self) -> str:
+        return "torch.foo"
+
+    def python_type(self) -> type:
+        return devices.device
+
+
+def register() -> None:
+    register_interface_for_device("foo", FooInterface)
+    for index in range(devices.device_count()):
+        register_interface_for_device(f"foo:{index}", FooInterface)
+    register_device_context_manager(devices.device, FooDeviceVariable)

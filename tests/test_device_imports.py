@@ -1,0 +1,72 @@
+"""Device foo is there after either import, in any order, and at once."""
+
+import subprocess
+import sys
+
+import pytest
+
+CHECK = "assert (torch.ones(2, device='foo') + 1).tolist() == [2, 2]\n"
+
+
+def run(program):
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import torch",
+        "import foo_ops; import torch",
+        "import torch; import foo_ops",
+        "import foo_ops.device; import torch",
+        "import torch.nn; import foo_ops; foo_ops.autoload(); foo_ops.autoload()",
+        "import torch._dynamo; import torch",
+    ],
+)
+def test_import_orders(imports):
+    run(f"{imports}\n{CHECK}")
+
+
+def test_without_autoload():
+    program = f"""
+import os
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch
+assert not hasattr(torch, "foo")
+import foo_ops
+{CHECK}
+"""
+    run(program)
+
+
+def test_import_is_light():
+    program = """
+import os, sys, time
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch
+loaded = set(sys.modules)
+start = time.process_time()
+import foo_ops
+print(time.process_time() - start)
+heavy = {"numba", "llvmlite", "torch._dynamo", "torch._inductor"}
+assert not heavy & (set(sys.modules) - loaded), heavy & set(sys.modules)
+"""
+    assert min(float(run(program)) for _ in range(3)) < 0.1
+
+
+def test_module_is_torch_foo():
+    run("import torch.foo, foo_ops.device\nassert torch.foo is foo_ops.device")
+
+
+def test_fork():
+    program = """
+import os, torch
+tensor = torch.ones(1000, device="foo")
+child = os.fork()
+if child == 0:
+    os._exit(0 if (tensor + torch.ones(1000, device="foo")).sum().item() == 2000 else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    run(program)
