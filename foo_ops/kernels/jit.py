@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -83,7 +84,7 @@ def _object_code(kernel: str, dtype: str) -> bytes:
     code = _read(path)
     if code is None:
         module = importlib.import_module(f"foo_ops.kernels.{kernel}")
-        code = compile_kernel(module.build(dtype))
+        code = compile_kernel(functools.partial(module.build, dtype))
         _write(path, code)
     return code
 
@@ -146,8 +147,8 @@ def _write(path: Path, code: bytes) -> None:
         logger.warning("compiled kernels are not kept, since %s cannot be written: %s", path, error)
 
 
-def compile_kernel(kernel: Kernel) -> bytes:
-    """Object code of a kernel, with the C function ``ENTRY``."""
+def compile_kernel(build: Callable[[], Kernel]) -> bytes:
+    """Object code of the kernel that ``build`` makes, with the C function ``ENTRY``."""
     from numba.core import compiler, types
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
@@ -159,6 +160,8 @@ def compile_kernel(kernel: Kernel) -> bytes:
     # A division by zero gives infinity or NaN, as in NumPy: a kernel has nobody to raise to.
     flags.error_model = "numpy"
     with global_compiler_lock, _without_optimisation():
+        # Functions with an explicit signature are compiled while the kernel is built.
+        kernel = build()
         result = compiler.compile_extra(
             cpu_target.typing_context,
             cpu_target.target_context,

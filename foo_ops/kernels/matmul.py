@@ -6,9 +6,11 @@ import functools
 from collections.abc import Callable
 
 from numba import njit
+from numba.core import types
 
 from foo_ops.kernels.simd import (
     ELEMENTS,
+    Pointer,
     shift,
     tile_fma,
     tile_load,
@@ -43,7 +45,7 @@ def matmul_of(dtype: str) -> Callable:
     panel, pair, single = (_panel(dtype, columns) for columns in (widest, 2, 1))
     panel_width, pair_width = widest * lanes, 2 * lanes
 
-    @njit
+    @njit(_signature(dtype, sizes=3))
     def matmul(c, c_stride, a, a_row, a_step, b, b_stride, rows, columns, steps, accumulate):
         start = 0
         while columns - start >= panel_width:
@@ -67,41 +69,45 @@ def matmul_of(dtype: str) -> Callable:
     return matmul
 
 
-def _panel(dtype: str, columns: int) -> Callable:
-    """The product for ``columns`` vectors: four rows at a time, then row by row."""
-    four_rows, one_row = _tile(dtype, 4, columns), _tile(dtype, 1, columns)
+def _panel(dtype: str, COLUMNS: int) -> Callable:  # noqa: N803
+    """The product for ``COLUMNS`` vectors: four rows at a time, then row by row.
 
-    @njit
+    The sums of a tile of c stay in registers over all steps.
+    """
+    LANES = lanes_of(dtype)  # noqa: N806
+
+    @njit(_signature(dtype, sizes=2))
     def panel(c, c_stride, a, a_row, a_step, b, b_stride, rows, steps, accumulate):
         row = 0
         while row + 4 <= rows:
-            four_rows(
-                shift(c, row * c_stride), c_stride, shift(a, row * a_row), a_row, a_step,
-                b, b_stride, steps, accumulate,
-            )  # fmt: skip
+            target, factors = shift(c, row * c_stride), shift(a, row * a_row)
+            if accumulate:
+                sums = tile_load(target, c_stride, 4, COLUMNS, LANES)
+            else:
+                sums = tile_zero(c, 4, COLUMNS, LANES)
+            for step in range(steps):
+                factor, vectors = shift(factors, step * a_step), shift(b, step * b_stride)
+                sums = tile_fma(sums, factor, a_row, vectors)
+            tile_store(sums, target, c_stride)
             row += 4
         while row < rows:
-            one_row(
-                shift(c, row * c_stride), c_stride, shift(a, row * a_row), a_row, a_step,
-                b, b_stride, steps, accumulate,
-            )  # fmt: skip
+            target, factors = shift(c, row * c_stride), shift(a, row * a_row)
+            if accumulate:
+                row_sums = tile_load(target, c_stride, 1, COLUMNS, LANES)
+            else:
+                row_sums = tile_zero(c, 1, COLUMNS, LANES)
+            for step in range(steps):
+                factor, vectors = shift(factors, step * a_step), shift(b, step * b_stride)
+                row_sums = tile_fma(row_sums, factor, a_row, vectors)
+            tile_store(row_sums, target, c_stride)
             row += 1
 
     return panel
 
 
-def _tile(dtype: str, ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
-    """The product for a tile of c that stays in registers over all steps."""
-    LANES = lanes_of(dtype)  # noqa: N806
-
-    @njit
-    def tile_product(c, c_stride, a, a_row, a_step, b, b_stride, steps, accumulate):
-        if accumulate:
-            sums = tile_load(c, c_stride, ROWS, COLUMNS, LANES)
-        else:
-            sums = tile_zero(c, ROWS, COLUMNS, LANES)
-        for step in range(steps):
-            sums = tile_fma(sums, shift(a, step * a_step), a_row, shift(b, step * b_stride))
-        tile_store(sums, c, c_stride)
-
-    return tile_product
+def _signature(dtype: str, sizes: int) -> types.Type:
+    """Of matmul and its panels. Without it Numba compiles them anew for each constant passed."""
+    pointer, size = Pointer(dtype), types.int64
+    return types.void(
+        *(pointer, size), *(pointer, size, size), *(pointer, size), *(size,) * sizes, types.boolean
+    )
