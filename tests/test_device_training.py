@@ -70,9 +70,9 @@ def test_scaled_dot_product_attention(dtype, is_causal, masked):
     if masked and is_causal:
         pytest.skip("torch allows one of the two")
 
-    def run(device, dtype):
+    def run(device, compute_dtype):
         query, key, value = (
-            numbers(2, 3, 7, 4, seed=seed).to(rounded).to(device, dtype).requires_grad_()
+            numbers(2, 3, 7, 4, seed=seed).to(dtype).to(device, compute_dtype).requires_grad_()
             for seed in range(3)
         )
         mask = numbers(7, 7, seed=4).gt(-1).to(device) if masked else None
@@ -80,7 +80,6 @@ def test_scaled_dot_product_attention(dtype, is_causal, masked):
         output.mul(numbers(2, 3, 7, 4, seed=5).to(device)).sum().backward()
         return [output, query.grad, key.grad, value.grad]
 
-    rounded = dtype
     for actual, expected in zip(run("foo", dtype), run("cpu", torch.float64)):
         assert actual.is_foo
         # Probabilities, scores and sums are each rounded to the dtype on the way.
