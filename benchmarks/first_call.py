@@ -1,0 +1,81 @@
+"""How long an operator's first call in a process takes: with no kernel on disk, then with it.
+
+``python -m benchmarks.first_call abs`` prints the seconds of one first call, and
+``measure_first_calls`` starts such processes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import Result
+from foo_ops.ops.abs import abs
+from foo_ops.ops.attention import attention
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def abs_call() -> Callable[[], Any]:
+    return partial(abs, torch.randn(8))
+
+
+def attention_forward_call() -> Callable[[], Any]:
+    query, key, value = torch.randn(3, 1, 8, 128, 64).unbind()
+    return partial(attention, query, key, value)
+
+
+def attention_backward_call() -> Callable[[], Any]:
+    """The backward pass alone: the forward pass has had its own first call by then."""
+    inputs = tuple(tensor.requires_grad_() for tensor in torch.randn(3, 1, 8, 128, 64).unbind())
+    output = attention(*inputs)
+    assert isinstance(output, torch.Tensor)
+    return partial(torch.autograd.grad, output, inputs, torch.randn_like(output))
+
+
+CALLS = {
+    "abs": abs_call,
+    "attention forward": attention_forward_call,
+    "attention backward": attention_backward_call,
+}
+
+
+def measure_first_calls(name: str, rounds: int) -> Result:
+    seconds: dict[str, list[float]] = {"warm": [], "cold": []}
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as cache:
+            seconds["cold"].append(run_process(name, cache))
+            seconds["warm"].append(run_process(name, cache))
+    return Result("first call", f"{name} float32", torch.get_num_threads(), 0.0, True, seconds)
+
+
+def run_process(name: str, cache: str) -> float:
+    process = subprocess.run(
+        [sys.executable, "-m", "benchmarks.first_call", name],
+        env={**os.environ, "FOO_CACHE_DIR": cache},
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return float(process.stdout)
+
+
+def main() -> None:
+    call = CALLS[sys.argv[1]]()
+    start = time.perf_counter()
+    call()
+    print(time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()
