@@ -30,13 +30,14 @@ void bind_operators(py::module_& module) {
   foo::set_resolver(resolve_kernel);
   module.def("register_elementwise", &foo::register_elementwise, py::arg("operator_name"),
              py::arg("kernel"), py::arg("result_types"), py::arg("inputs"));
-  module.def(
-      "elementwise_result_type",
-      [](const std::string& operator_name, const std::vector<at::Tensor>& inputs,
-         const std::optional<at::Tensor>& output) {
-        return foo::elementwise_result_type(operator_name, inputs, output.value_or(at::Tensor()));
-      },
-      py::arg("operator_name"), py::arg("inputs"), py::arg("output"));
+  module.def("elementwise_result_type",
+             torch::wrap_pybind_function([](const std::string& operator_name,
+                                            const std::vector<at::Tensor>& inputs,
+                                            const std::optional<at::Tensor>& output) {
+               return foo::elementwise_result_type(operator_name, inputs,
+                                                   output.value_or(at::Tensor()));
+             }),
+             py::arg("operator_name"), py::arg("inputs"), py::arg("output"));
   module.def(
       "check_attention",
       torch::wrap_pybind_function(
@@ -50,6 +51,10 @@ void bind_operators(py::module_& module) {
       py::arg("query"), py::arg("key"), py::arg("value"), py::arg("attn_bias"),
       py::arg("alibi_slopes"), py::arg("sinks"), py::arg("dropout_p"), py::arg("window_left"),
       py::arg("window_right"), py::arg("softcap"));
+  module.def("check_attention_gradients",
+             torch::wrap_pybind_function(foo::check_attention_gradients), py::arg("grad_output"),
+             py::arg("grad_logsumexp"), py::arg("query"), py::arg("key"), py::arg("value"),
+             py::arg("attn_bias"), py::arg("output"), py::arg("logsumexp"));
   module.def("register_autograd_shortcut", &foo::register_autograd_shortcut,
              py::arg("operator_name"));
 }

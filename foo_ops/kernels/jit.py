@@ -2,7 +2,7 @@
 
 A kernel is compiled at its first use and stored as ``<kernel>-<dtype>-<hash>.o`` in the folder
 ``cache_directory()``. The hash covers the sources of the kernel and of what it builds on, the
-versions of Numba and LLVM, and the processor with its features. Loading a stored kernel needs
+versions of Numba and LLVM, and the processor with its features and the width of its vectors. Loading a stored kernel needs
 llvmlite but not Numba, whose import alone takes 0.3 s.
 
 Numba's own cache does not serve here: a function made inside a factory misses it in the next
@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import llvmlite
 import llvmlite.binding as llvm
+
+from foo_ops.kernels.target import target, vector_bits
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -99,23 +101,12 @@ def _key(kernel: str, dtype: str) -> str:
         llvmlite.__version__,
         repr(llvm.llvm_version_info),
         *target(),
+        str(vector_bits()),
     ]
     digest = hashlib.sha256("\n".join(parts).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def target() -> tuple[str, str, str]:
-    """Triple, processor and features that kernels are compiled for.
-
-    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES choose others than the host's, as they do for Numba.
-    """
-    name = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
-    features = os.environ.get("NUMBA_CPU_FEATURES")
-    if features is None:
-        features = "" if name == "generic" else llvm.get_host_cpu_features().flatten()
-    return llvm.get_process_triple(), name, features
 
 
 def _read(path: Path) -> bytes | None:

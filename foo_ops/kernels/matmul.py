@@ -16,9 +16,8 @@ from foo_ops.kernels.simd import (
     tile_load,
     tile_store,
     tile_zero,
-    vector_bits,
-    vector_registers,
 )
+from foo_ops.kernels.target import vector_bits, vector_registers
 
 
 def lanes_of(dtype: str) -> int:

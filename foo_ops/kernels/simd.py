@@ -34,7 +34,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -49,29 +48,8 @@ from numba.extending import (
     register_model,
 )
 
-from foo_ops.kernels.jit import target
-
 INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 HALF, FLOAT, DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
-
-
-def vector_bits() -> int:
-    """Width of the vectors to use: FOO_VECTOR_BITS, or the widest that the processor has."""
-    chosen = os.environ.get("FOO_VECTOR_BITS")
-    if chosen:
-        if chosen not in ("128", "256", "512"):
-            raise ValueError(f"FOO_VECTOR_BITS must be 128, 256 or 512, got {chosen}")
-        return int(chosen)
-    features = target()[2].split(",")
-    if "+avx512f" in features:
-        return 512
-    return 256 if "+avx" in features else 128
-
-
-def vector_registers() -> int:
-    """Number of vector registers: 32 with AVX-512 and on 64-bit Arm, else 16."""
-    triple, _, features = target()
-    return 32 if "+avx512f" in features.split(",") or triple.startswith("aarch64") else 16
 
 
 # ------------------------------------------------------------------------------------- elements

@@ -129,6 +129,9 @@ def fake_backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _C.check_attention_gradients(
+        grad_output, grad_logsumexp, query, key, value, attn_bias, output, logsumexp
+    )
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
@@ -146,6 +149,9 @@ def fake_bias_backward(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
+    _C.check_attention_gradients(
+        grad_output, grad_logsumexp, query, key, value, attn_bias, output, logsumexp
+    )
     return attn_bias.new_empty(attn_bias.shape)
 
 

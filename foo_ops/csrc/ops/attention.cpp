@@ -225,7 +225,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
     const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& attn_bias,
     const at::Tensor& output, const at::Tensor& logsumexp, bool is_causal,
     std::optional<double> scale) {
-  check_attention(query, key, value, attn_bias, std::nullopt, std::nullopt, {0.0, -1, -1, 0.0});
+  check_attention_gradients(grad_output, grad_logsumexp, query, key, value, attn_bias, output,
+                            logsumexp);
   const at::Tensor grad_query = empty_contiguous(query);
   const at::Tensor grad_key = empty_contiguous(key);
   const at::Tensor grad_value = empty_contiguous(value);
@@ -262,7 +263,11 @@ at::Tensor attention_bias_backward(const at::Tensor& grad_output, const at::Tens
                                    const at::Tensor& value, const at::Tensor& attn_bias,
                                    const at::Tensor& output, const at::Tensor& logsumexp,
                                    bool is_causal, std::optional<double> scale) {
-  check_attention(query, key, value, attn_bias, std::nullopt, std::nullopt, {0.0, -1, -1, 0.0});
+  check_attention_gradients(grad_output, grad_logsumexp, query, key, value, attn_bias, output,
+                            logsumexp);
+  TORCH_CHECK_TYPE(attn_bias.is_floating_point(),
+                   "attention_bias_backward: attn_bias must be floating-point, got ",
+                   dtype_name(attn_bias.scalar_type()));
   const at::Tensor grad_bias = empty_contiguous(attn_bias);
   if (grad_bias.numel() == 0) {
     return grad_bias;

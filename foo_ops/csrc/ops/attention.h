@@ -23,4 +23,10 @@ void check_attention(const at::Tensor& query, const at::Tensor& key, const at::T
                      const std::optional<at::Tensor>& alibi_slopes,
                      const std::optional<at::Tensor>& sinks, const AttentionOptions& options);
 
+// The same for the operators that compute its gradients.
+void check_attention_gradients(const at::Tensor& grad_output, const at::Tensor& grad_logsumexp,
+                               const at::Tensor& query, const at::Tensor& key,
+                               const at::Tensor& value, const std::optional<at::Tensor>& attn_bias,
+                               const at::Tensor& output, const at::Tensor& logsumexp);
+
 }  // namespace foo

@@ -75,9 +75,12 @@ void check_sizes(const at::Tensor& query, const at::Tensor& key, const at::Tenso
 
 void check_bias(const at::Tensor& bias, const at::Tensor& query, const at::Tensor& key) {
   const auto dtype = bias.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kBool || dtype == at::kFloat || dtype == query.scalar_type(),
-                   "attention: attn_bias must be bool, float32 or ",
-                   dtype_name(query.scalar_type()), " as query is, got ", dtype_name(dtype));
+  const auto query_dtype = query.scalar_type();
+  const std::string allowed = query_dtype == at::kFloat
+                                  ? "bool or float32"
+                                  : "bool, float32 or " + dtype_name(query_dtype) + " as query is";
+  TORCH_CHECK_TYPE(dtype == at::kBool || dtype == at::kFloat || dtype == query_dtype,
+                   "attention: attn_bias must be ", allowed, ", got ", dtype_name(dtype));
   TORCH_CHECK_VALUE(bias.device() == query.device(), "attention: attn_bias must be on ",
                     query.device(), " as query is, got ", bias.device());
   const std::vector<c10::SymInt> target = {query.sym_size(0), query.sym_size(1), query.sym_size(2),
@@ -92,7 +95,34 @@ void check_bias(const at::Tensor& bias, const at::Tensor& query, const at::Tenso
                     c10::SymIntArrayRef(target), ", got ", sizes);
 }
 
+// What the forward pass has returned, or a gradient of that.
+void check_result(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
+                  c10::SymIntArrayRef sizes, const at::Tensor& query) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, "attention_backward: ", name, " must be ",
+                   dtype_name(dtype), ", got ", dtype_name(tensor.scalar_type()));
+  TORCH_CHECK_VALUE(tensor.device() == query.device(), "attention_backward: ", name, " must be on ",
+                    query.device(), " as query is, got ", tensor.device());
+  TORCH_CHECK_VALUE(tensor.sym_sizes() == sizes, "attention_backward: ", name, " must have shape ",
+                    sizes, ", got ", tensor.sym_sizes());
+}
+
 }  // namespace
+
+void check_attention_gradients(const at::Tensor& grad_output, const at::Tensor& grad_logsumexp,
+                               const at::Tensor& query, const at::Tensor& key,
+                               const at::Tensor& value, const std::optional<at::Tensor>& attn_bias,
+                               const at::Tensor& output, const at::Tensor& logsumexp) {
+  check_attention(query, key, value, attn_bias, std::nullopt, std::nullopt, {0.0, -1, -1, 0.0});
+  const std::vector<c10::SymInt> sizes = {query.sym_size(0), query.sym_size(1), query.sym_size(2),
+                                          value.sym_size(3)};
+  const c10::SymIntArrayRef rows(sizes.data(), 3);
+  const auto dtype = query.scalar_type();
+  const auto compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
+  check_result("grad_output", grad_output, dtype, sizes, query);
+  check_result("output", output, dtype, sizes, query);
+  check_result("grad_logsumexp", grad_logsumexp, compute, rows, query);
+  check_result("logsumexp", logsumexp, compute, rows, query);
+}
 
 void check_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                      const std::optional<at::Tensor>& attn_bias,
