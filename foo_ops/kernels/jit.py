@@ -2,8 +2,8 @@
 
 A kernel is compiled at its first use and stored as ``<kernel>-<dtype>-<hash>.o`` in the folder
 ``cache_directory()``. The hash covers the sources of the kernel and of what it builds on, the
-versions of Numba and LLVM, and the processor with its features and the width of its vectors. Loading a stored kernel needs
-llvmlite but not Numba, whose import alone takes 0.3 s.
+versions of Numba and LLVM, and the processor with its features and the width of its vectors.
+Loading a stored kernel needs llvmlite but not Numba, whose import alone takes 0.3 s.
 
 Numba's own cache does not serve here: a function made inside a factory misses it in the next
 process. What is stored is plain object code that refers to nothing but libc and libm, so that
