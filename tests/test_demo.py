@@ -31,6 +31,8 @@ SETUPS = [
     for device in ("cpu", "foo")
     for attention in ("foo", "sdpa")
 ]
+ROUNDING = 1e-5
+"""Relative; float32 losses after a few steps, with sums in another order."""
 SMALL = GPTConfig(layers=1, width=32, heads=2, context=64)
 
 
@@ -66,7 +68,7 @@ def losses(corpus, setup, *, seed, steps=6, config=SMALL):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "not" / "there yet"
-    process = start(["--steps", 40, "--output", folder])
+    process = start(["--steps", 20, "--output", folder])
     assert process.returncode == 0, process.stderr
     return process.stdout, folder
 
@@ -76,17 +78,17 @@ def test_log_has_a_readable_line_for_each_validation(finished):
     assert "\x1b" not in output
     assert "\r" not in output
     lines = re.findall(
-        r"^step +(\d+)/40  loss \d\.\d{3}  validation \d\.\d{3}  ([\d,]+|-) tokens/s$", output, re.M
+        r"^step +(\d+)/20  loss \d\.\d{3}  validation \d\.\d{3}  ([\d,]+|-) tokens/s$", output, re.M
     )
-    assert [int(step) for step, _ in lines] == [1, *range(2, 41, 2)]
-    assert [speed == "-" for _, speed in lines] == [True] + 20 * [False]
+    assert [int(step) for step, _ in lines] == list(range(1, 21))
+    assert [speed == "-" for _, speed in lines] == [True] + 19 * [False]
 
 
 def test_loss_falls(finished):
     output, _ = finished
     validation = [float(loss) for loss in re.findall(r"validation (\d\.\d+)", output)]
     assert validation[-1] < validation[0] - 1
-    assert validation[-1] < 3.2
+    assert validation[-1] < 3.4
 
 
 def test_checkpoint_loads_as_plain_data_and_its_loss_is_the_same(finished):
@@ -154,9 +156,8 @@ def test_compiled_training_gives_the_same_losses(device, backend, corpus):
     eager = Setup(device, "foo", compiled=False)
     compiled = Setup(device, "foo", compiled=True)
     assert str(compiled) == f"torch.ops.foo.attention on {device}, compiled by {backend}"
-    torch.testing.assert_close(
-        losses(corpus, compiled, seed=0, steps=3), losses(corpus, eager, seed=0, steps=3)
-    )
+    expected = losses(corpus, eager, seed=0, steps=3)
+    assert losses(corpus, compiled, seed=0, steps=3) == pytest.approx(expected, rel=ROUNDING)
 
 
 def test_compile_option_compiles(small, tmp_path, capsys):
@@ -179,7 +180,7 @@ def test_a_seed_fixes_the_losses(setup, corpus):
 def test_devices_agree_on_the_losses(corpus):
     expected = losses(corpus, Setup("cpu", "sdpa", compiled=False), seed=0)
     for setup in SETUPS:
-        torch.testing.assert_close(losses(corpus, setup, seed=0), expected)
+        assert losses(corpus, setup, seed=0) == pytest.approx(expected, rel=ROUNDING)
 
 
 @pytest.mark.parametrize(
