@@ -20,6 +20,7 @@ from rich.table import Table
 import foo_ops
 from benchmarks.measure import Result
 from foo_ops import info
+from foo_ops.kernels.target import vector_bits
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
@@ -54,8 +55,6 @@ SECONDS_IN_UNIT = {"us": 1e-6, "ms": 1e-3}
 
 def machine() -> dict[str, str]:
     """What the figures depend on."""
-    from foo_ops.kernels.simd import vector_bits
-
     return {
         "processor": info.known(info.processor_name),
         "llvm target": info.known(info.llvm_target),
