@@ -37,6 +37,8 @@ def attention_forward_call() -> Callable[[], Any]:
 def attention_backward_call() -> Callable[[], Any]:
     """The backward pass alone: the forward pass has had its own first call by then."""
     inputs = tuple(tensor.requires_grad_() for tensor in torch.randn(3, 1, 8, 128, 64).unbind())
+    # torch's own first backward pass imports sympy, which takes most of a second.
+    torch.autograd.grad(inputs[0].abs(), inputs[0], torch.ones_like(inputs[0]))
     output = attention(*inputs)
     assert isinstance(output, torch.Tensor)
     return partial(torch.autograd.grad, output, inputs, torch.randn_like(output))
