@@ -7,7 +7,8 @@ from foo_ops._autoload import autoload
 
 autoload()
 
-from foo_ops.ops import abs, attention  # noqa: E402
+from foo_ops.ops.abs import abs  # noqa: E402
+from foo_ops.ops.attention import attention  # noqa: E402
 
 __all__ = ["abs", "attention"]
 __version__ = "0.1.0"

@@ -209,7 +209,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   for (const char* name :
        {"native_layer_norm", "native_group_norm", "_stack", "_stack.out", "addr", "addr.out",
         "all.dims", "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum", "mish_backward",
-        "silu_backward", "native_channel_shuffle"}) {
+        "silu_backward", "native_channel_shuffle", "mse_loss", "smooth_l1_loss"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
   }
 }
