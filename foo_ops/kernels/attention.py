@@ -35,7 +35,7 @@ from foo_ops.kernels.simd import (
     splat,
     store,
 )
-from foo_ops.kernels.struct import Struct
+from foo_ops.kernels.struct import Struct, row_of
 
 # As in csrc/ops/attention.cpp, which cuts the work and allocates the scratch memory.
 QUERY_BLOCK = 64
@@ -87,12 +87,6 @@ def _parameters(dtype: str) -> Struct:
 
 
 @njit
-def locate(pointer, batch, batch_stride, head, head_stride, row, row_stride):
-    """The pointer to the first element of a row."""
-    return shift(pointer, batch * batch_stride + head * head_stride + row * row_stride)
-
-
-@njit
 def round_up(count, multiple):
     return (count + multiple - 1) // multiple * multiple
 
@@ -140,12 +134,12 @@ def compact(target, source, row_stride, column_stride, rows, columns, padded_col
 
 
 @functools.cache
-def operand_of(dtype: str) -> Callable:
-    """The function that gives a tile of keys or values in the compute type.
+def tiles_of(dtype: str) -> tuple[Callable, Callable]:
+    """The functions that give a tile of keys and a tile of values in the compute type.
 
-    ``operand(scratch, source, row_stride, column_stride, rows, columns)`` returns a pointer, a row
-    stride and a column stride: the source's own if it already has the compute type, else those of
-    its converted copy in scratch.
+    ``key_tile(parameters, scratch, batch, head, start, count)`` returns a pointer, a row stride and
+    a column stride: the key's own if it already has the compute type, else those of a converted
+    copy in scratch. ``value_tile`` alike.
     """
 
     @njit
@@ -157,7 +151,21 @@ def operand_of(dtype: str) -> Callable:
         compact(scratch, source, row_stride, column_stride, rows, columns, columns)
         return scratch, columns, 1
 
-    return in_place if dtype == compute_dtype(dtype) else converted
+    tile = in_place if dtype == compute_dtype(dtype) else converted
+
+    @njit
+    def key_tile(parameters, scratch, batch, head, start, count):
+        source = row_of(parameters, "key", batch, head, start)
+        row_stride, column_stride = parameters.key_row_stride, parameters.key_column_stride
+        return tile(scratch, source, row_stride, column_stride, count, parameters.head_dim)
+
+    @njit
+    def value_tile(parameters, scratch, batch, head, start, count):
+        source = row_of(parameters, "value", batch, head, start)
+        row_stride, column_stride = parameters.value_row_stride, parameters.value_column_stride
+        return tile(scratch, source, row_stride, column_stride, count, parameters.value_dim)
+
+    return key_tile, value_tile
 
 
 @njit
@@ -202,13 +210,13 @@ def scores_of(dtype: str) -> Callable:
     def load_bias(parameters, target, batch, head, query_start, key_start, rows, columns, count):
         row_stride = parameters.attn_bias_row_stride
         column_stride = parameters.attn_bias_column_stride
+        kind, address = parameters.bias_kind, address_of(parameters.attn_bias)
         offset = (
             batch * parameters.attn_bias_batch_stride
             + head * parameters.attn_bias_head_stride
             + query_start * row_stride
             + key_start * column_stride
         )
-        kind, address = parameters.bias_kind, address_of(parameters.attn_bias)
         if kind == BIAS_BOOL:
             mask = shift(as_bool(address), offset)
             _load_mask(target, mask, row_stride, column_stride, rows, columns, count)

@@ -17,15 +17,15 @@ from foo_ops.kernels.attention import (
     compact,
     compute_dtype,
     fill,
-    locate,
-    operand_of,
     round_up,
+    tiles_of,
     visible_keys,
 )
 from foo_ops.kernels.attention_weights import load_rows_of, weights_of
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of, matmul_of
 from foo_ops.kernels.simd import ELEMENTS, load, load_vector, shift, splat, store
+from foo_ops.kernels.struct import row_of
 
 
 def build(dtype: str) -> Kernel:
@@ -37,7 +37,8 @@ def build(dtype: str) -> Kernel:
     """
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    matmul, operand = matmul_of(compute_dtype(dtype)), operand_of(dtype)
+    matmul = matmul_of(compute_dtype(dtype))
+    key_tile, value_tile = tiles_of(dtype)
     weights_tile, load_rows = weights_of(dtype), load_rows_of(dtype)
 
     @njit
@@ -51,11 +52,7 @@ def build(dtype: str) -> Kernel:
 
     @njit
     def write_grad_query(parameters, batch, head, query_start, rows, grad):
-        target = locate(
-            parameters.grad_query, batch, parameters.grad_query_batch_stride,
-            head, parameters.grad_query_head_stride,
-            query_start, parameters.grad_query_row_stride,
-        )  # fmt: skip
+        target = row_of(parameters, "grad_query", batch, head, query_start)
         for row in range(rows):
             line = shift(target, row * parameters.grad_query_row_stride)
             for column in range(parameters.head_dim):
@@ -87,15 +84,8 @@ def build(dtype: str) -> Kernel:
             parameters, queries_transposed, grad_outputs_transposed, logsumexp, delta,
             batch, head, query_start, rows, columns,
         )  # fmt: skip
-        query = locate(
-            parameters.query, batch, parameters.query_batch_stride,
-            head, parameters.query_head_stride, query_start, parameters.query_row_stride,
-        )  # fmt: skip
-        grad_output = locate(
-            parameters.grad_output, batch, parameters.grad_output_batch_stride,
-            head, parameters.grad_output_head_stride,
-            query_start, parameters.grad_output_row_stride,
-        )  # fmt: skip
+        query = row_of(parameters, "query", batch, head, query_start)
+        grad_output = row_of(parameters, "grad_output", batch, head, query_start)
         compact(
             queries, query, parameters.query_row_stride, parameters.query_column_stride,
             rows, head_dim, head_width,
@@ -112,22 +102,12 @@ def build(dtype: str) -> Kernel:
         end = visible_keys(parameters, query_start + rows)
         for key_start in range(0, end, KEY_BLOCK):
             count = min(KEY_BLOCK, end - key_start)
-            key = locate(
-                parameters.key, batch, parameters.key_batch_stride,
-                key_head, parameters.key_head_stride, key_start, parameters.key_row_stride,
-            )  # fmt: skip
-            value = locate(
-                parameters.value, batch, parameters.value_batch_stride,
-                key_head, parameters.value_head_stride, key_start, parameters.value_row_stride,
-            )  # fmt: skip
-            keys, key_row, key_column = operand(
-                converted_keys, key,
-                parameters.key_row_stride, parameters.key_column_stride, count, head_dim,
-            )  # fmt: skip
-            values, value_row, value_column = operand(
-                converted_values, value,
-                parameters.value_row_stride, parameters.value_column_stride, count, value_dim,
-            )  # fmt: skip
+            keys, key_row, key_column = key_tile(
+                parameters, converted_keys, batch, key_head, key_start, count
+            )
+            values, value_row, value_column = value_tile(
+                parameters, converted_values, batch, key_head, key_start, count
+            )
             weights_tile(
                 parameters, weights, grad_scores, bias,
                 keys, key_row, key_column, values, value_row, value_column,

@@ -16,9 +16,8 @@ from foo_ops.kernels.attention import (
     argument_types,
     compute_dtype,
     fill,
-    locate,
-    operand_of,
     round_up,
+    tiles_of,
     visible_keys,
 )
 from foo_ops.kernels.attention_weights import load_rows_of, weights_of
@@ -42,7 +41,8 @@ def build(dtype: str) -> Kernel:
     """
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    operand, weights_tile, load_rows = operand_of(dtype), weights_of(dtype), load_rows_of(dtype)
+    weights_tile, load_rows = weights_of(dtype), load_rows_of(dtype)
+    key_tile, value_tile = tiles_of(dtype)
     own_dtype, as_float32 = pointer_to(dtype), pointer_to("float32")
 
     @njit
@@ -126,22 +126,12 @@ def build(dtype: str) -> Kernel:
         )  # fmt: skip
         for key_start in range(key_begin, end, KEY_BLOCK):
             count = min(KEY_BLOCK, end - key_start)
-            key = locate(
-                parameters.key, batch, parameters.key_batch_stride,
-                key_head, parameters.key_head_stride, key_start, parameters.key_row_stride,
-            )  # fmt: skip
-            value = locate(
-                parameters.value, batch, parameters.value_batch_stride,
-                key_head, parameters.value_head_stride, key_start, parameters.value_row_stride,
-            )  # fmt: skip
-            keys, key_row, key_column = operand(
-                converted_keys, key,
-                parameters.key_row_stride, parameters.key_column_stride, count, head_dim,
-            )  # fmt: skip
-            values, value_row, value_column = operand(
-                converted_values, value,
-                parameters.value_row_stride, parameters.value_column_stride, count, value_dim,
-            )  # fmt: skip
+            keys, key_row, key_column = key_tile(
+                parameters, converted_keys, batch, key_head, key_start, count
+            )
+            values, value_row, value_column = value_tile(
+                parameters, converted_values, batch, key_head, key_start, count
+            )
             weights_tile(
                 parameters, weights, grad_scores, bias,
                 keys, key_row, key_column, values, value_row, value_column,

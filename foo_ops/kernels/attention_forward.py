@@ -17,10 +17,9 @@ from foo_ops.kernels.attention import (
     argument_types,
     compute_dtype,
     fill,
-    locate,
-    operand_of,
     round_up,
     scores_of,
+    tiles_of,
     transpose,
     visible_keys,
 )
@@ -39,12 +38,14 @@ from foo_ops.kernels.simd import (
     splat,
     store,
 )
+from foo_ops.kernels.struct import row_of
 
 
 def build(dtype: str) -> Kernel:
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    matmul, operand = matmul_of(compute_dtype(dtype)), operand_of(dtype)
+    matmul = matmul_of(compute_dtype(dtype))
+    key_tile, value_tile = tiles_of(dtype)
     scores_tile = scores_of(dtype)
 
     @njit
@@ -85,14 +86,8 @@ def build(dtype: str) -> Kernel:
 
     @njit
     def write(parameters, batch, head, query_start, rows, accumulator, largest, total):
-        output = locate(
-            parameters.output, batch, parameters.output_batch_stride,
-            head, parameters.output_head_stride, query_start, parameters.output_row_stride,
-        )  # fmt: skip
-        logsumexp = locate(
-            parameters.logsumexp, batch, parameters.logsumexp_batch_stride,
-            head, parameters.logsumexp_head_stride, query_start, parameters.logsumexp_row_stride,
-        )  # fmt: skip
+        output = row_of(parameters, "output", batch, head, query_start)
+        logsumexp = row_of(parameters, "logsumexp", batch, head, query_start)
         for row in range(rows):
             maximum_, sum_ = load(largest, row), load(total, row)
             # The sum is zero for a query that sees nothing, and its output is zero.
@@ -120,10 +115,7 @@ def build(dtype: str) -> Kernel:
         converted_keys = shift(accumulator, value_dim * QUERY_BLOCK)
         converted_values = shift(converted_keys, KEY_BLOCK * head_dim)
 
-        query = locate(
-            parameters.query, batch, parameters.query_batch_stride,
-            head, parameters.query_head_stride, query_start, parameters.query_row_stride,
-        )  # fmt: skip
+        query = row_of(parameters, "query", batch, head, query_start)
         transpose(
             queries, query, parameters.query_row_stride, parameters.query_column_stride,
             rows, head_dim, columns,
@@ -135,22 +127,12 @@ def build(dtype: str) -> Kernel:
         end = visible_keys(parameters, query_start + rows)
         for key_start in range(0, end, KEY_BLOCK):
             count = min(KEY_BLOCK, end - key_start)
-            key = locate(
-                parameters.key, batch, parameters.key_batch_stride,
-                key_head, parameters.key_head_stride, key_start, parameters.key_row_stride,
-            )  # fmt: skip
-            value = locate(
-                parameters.value, batch, parameters.value_batch_stride,
-                key_head, parameters.value_head_stride, key_start, parameters.value_row_stride,
-            )  # fmt: skip
-            keys, key_row, key_column = operand(
-                converted_keys, key,
-                parameters.key_row_stride, parameters.key_column_stride, count, head_dim,
-            )  # fmt: skip
-            values, value_row, value_column = operand(
-                converted_values, value,
-                parameters.value_row_stride, parameters.value_column_stride, count, value_dim,
-            )  # fmt: skip
+            keys, key_row, key_column = key_tile(
+                parameters, converted_keys, batch, key_head, key_start, count
+            )
+            values, value_row, value_column = value_tile(
+                parameters, converted_values, batch, key_head, key_start, count
+            )
             scores_tile(
                 parameters, scores, bias, keys, key_row, key_column, queries,
                 batch, head, query_start, key_start, rows, columns, count,

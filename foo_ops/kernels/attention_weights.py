@@ -11,12 +11,12 @@ from numba import njit
 from foo_ops.kernels.attention import (
     QUERY_BLOCK,
     compute_dtype,
-    locate,
     scores_of,
     transpose,
 )
 from foo_ops.kernels.matmul import lanes_of, matmul_of
 from foo_ops.kernels.simd import ELEMENTS, exp, load, load_vector, shift, store
+from foo_ops.kernels.struct import row_of
 
 
 @functools.cache
@@ -31,24 +31,10 @@ def load_rows_of(dtype: str) -> Callable:
 
     @njit
     def load_statistics(parameters, logsumexp, delta, batch, head, query_start, rows, columns):
-        output = locate(
-            parameters.output, batch, parameters.output_batch_stride,
-            head, parameters.output_head_stride, query_start, parameters.output_row_stride,
-        )  # fmt: skip
-        grad_output = locate(
-            parameters.grad_output, batch, parameters.grad_output_batch_stride,
-            head, parameters.grad_output_head_stride,
-            query_start, parameters.grad_output_row_stride,
-        )  # fmt: skip
-        saved = locate(
-            parameters.logsumexp, batch, parameters.logsumexp_batch_stride,
-            head, parameters.logsumexp_head_stride, query_start, parameters.logsumexp_row_stride,
-        )  # fmt: skip
-        grad_saved = locate(
-            parameters.grad_logsumexp, batch, parameters.grad_logsumexp_batch_stride,
-            head, parameters.grad_logsumexp_head_stride,
-            query_start, parameters.grad_logsumexp_row_stride,
-        )  # fmt: skip
+        output = row_of(parameters, "output", batch, head, query_start)
+        grad_output = row_of(parameters, "grad_output", batch, head, query_start)
+        saved = row_of(parameters, "logsumexp", batch, head, query_start)
+        grad_saved = row_of(parameters, "grad_logsumexp", batch, head, query_start)
         for row in range(rows):
             sum_ = -load(grad_saved, row * parameters.grad_logsumexp_row_stride)
             line = shift(output, row * parameters.output_row_stride)
@@ -70,15 +56,8 @@ def load_rows_of(dtype: str) -> Callable:
         parameters, queries, grad_outputs, logsumexp, delta,
         batch, head, query_start, rows, columns,
     ):  # fmt: skip
-        query = locate(
-            parameters.query, batch, parameters.query_batch_stride,
-            head, parameters.query_head_stride, query_start, parameters.query_row_stride,
-        )  # fmt: skip
-        grad_output = locate(
-            parameters.grad_output, batch, parameters.grad_output_batch_stride,
-            head, parameters.grad_output_head_stride,
-            query_start, parameters.grad_output_row_stride,
-        )  # fmt: skip
+        query = row_of(parameters, "query", batch, head, query_start)
+        grad_output = row_of(parameters, "grad_output", batch, head, query_start)
         transpose(
             queries, query, parameters.query_row_stride, parameters.query_column_stride,
             rows, parameters.head_dim, columns,

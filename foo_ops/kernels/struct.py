@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.core.imputils import lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
-from numba.extending import models, register_model
+from numba.extending import intrinsic, models, register_model
 
 from foo_ops.kernels.simd import Pointer
 
@@ -39,6 +39,10 @@ class _StructAttributes(AttributeTemplate):
 
 
 @lower_getattr_generic(Struct)
+def _get_attribute(context, builder, struct, value, name):
+    return _load_field(context, builder, struct, value, name)
+
+
 def _load_field(context, builder, struct, value, name):
     position = list(struct.fields).index(name)
     bits = builder.load(builder.gep(value, [ir.IntType(64)(position)]))
@@ -46,3 +50,24 @@ def _load_field(context, builder, struct, value, name):
     if isinstance(type_, Pointer):
         return builder.inttoptr(bits, context.get_value_type(type_))
     return builder.bitcast(bits, context.get_value_type(type_))
+
+
+@intrinsic(prefer_literal=True)
+def row_of(typing_context, struct, operand, batch, head, row):
+    """The pointer to the first element of a row of an operand, whose name is a constant.
+
+    The struct has the operand's pointer and its strides in elements, named after it:
+    query, query_batch_stride, query_head_stride, query_row_stride.
+    """
+    name = operand.literal_value
+
+    def generate(context, builder, signature, args):
+        value, _, *indices = args
+        pointer = _load_field(context, builder, struct, value, name)
+        for axis, index in zip(("batch", "head", "row"), indices):
+            stride = _load_field(context, builder, struct, value, f"{name}_{axis}_stride")
+            pointer = builder.gep(pointer, [builder.mul(index, stride)])
+        return pointer
+
+    places = (types.int64, types.int64, types.int64)
+    return struct.fields[name](struct, operand, *places), generate
