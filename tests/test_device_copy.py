@@ -158,6 +158,7 @@ def test_pinned_memory():
     assert not tensor.is_pinned()
     assert pinned.is_pinned()
     assert pinned[2:].is_pinned()
+    assert torch.from_numpy(pinned.numpy()[1:]).is_pinned()
     assert torch.equal(pinned, tensor)
     assert torch.equal(pinned.to("foo:1", non_blocking=True).cpu(), tensor)
     assert tensor.foo().to("cpu", non_blocking=True).is_pinned()

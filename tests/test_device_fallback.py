@@ -110,6 +110,15 @@ def test_in_place_returns_its_argument():
     assert result.indices is indices
 
 
+def test_boxed_calls_return_their_arguments():
+    # Without autograd, and through torch.ops, nothing but the fallback decides what comes back.
+    with torch.inference_mode():
+        tensor = torch.ones(3, device="foo")
+        assert torch.ops.aten.add_.Tensor(tensor, tensor) is tensor
+        out = torch.empty(3, device="foo")
+        assert torch.ops.aten.add.out(tensor, tensor, out=out) is out
+
+
 def test_out_grows_on_its_device():
     out = torch.empty(0, device="foo:1")
     tensor = torch.rand(100, device="foo:1")
@@ -155,6 +164,13 @@ def test_autocast_for_cpu_does_not_touch_foo():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (matrix @ matrix).dtype == torch.float32
         assert (matrix.cpu() @ matrix.cpu()).dtype == torch.bfloat16
+    # A kernel for the CPU that calls operators from autocast's lists.
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True, device="foo").eval()
+    with torch.inference_mode():
+        expected, _ = attention(tokens := torch.rand(2, 3, 8, device="foo"), tokens, tokens)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            actual, _ = attention(tokens, tokens, tokens)
+    assert torch.equal(actual, expected)
 
 
 def test_autocast():
