@@ -96,7 +96,8 @@ def build(dtype: str) -> Kernel:
             for column in range(parameters.value_dim):
                 value = load(accumulator, column * QUERY_BLOCK + row)
                 store(line, column * parameters.output_column_stride, value * factor)
-            result = maximum_ if math.isinf(maximum_) else maximum_ + math.log(sum_)
+            # The sum is NaN for a score of +infinity, whose logsumexp is nevertheless +infinity.
+            result = maximum_ if maximum_ == math.inf else maximum_ + math.log(sum_)
             store(logsumexp, row * parameters.logsumexp_row_stride, result)
 
     def forward(parameters, scratch, batch, head, query_start):

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from foo_ops import _C, library
 
@@ -162,16 +161,35 @@ def setup_context(
     ctx.options = {name: keyword_only_inputs[name] for name in ("is_causal", "scale")}
 
 
-@once_differentiable
+class _NotDifferentiable(torch.autograd.Function):
+    """The first ``count`` of the tensors, in a way that refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise NotImplementedError("attention: its gradients cannot be differentiated again yet")
+
+
 def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, attn_bias, output, logsumexp = ctx.saved_tensors
     saved = (grad_output, grad_logsumexp, query, key, value, attn_bias, output, logsumexp)
-    gradients: list[Tensor | None] = [None] * 6
-    if any(ctx.needs_input_grad[:3]):
-        gradients[:3] = torch.ops.foo.attention_backward(*saved, **ctx.options)
-    if attn_bias is not None and ctx.needs_input_grad[3]:
-        gradients[3] = torch.ops.foo.attention_bias_backward(*saved, **ctx.options)
-    return tuple(gradients)
+    needs_bias = attn_bias is not None and ctx.needs_input_grad[3]
+    with torch.no_grad():
+        gradients: list[Tensor | None] = [None] * 4
+        if any(ctx.needs_input_grad[:3]):
+            gradients[:3] = torch.ops.foo.attention_backward(*saved, **ctx.options)
+        if needs_bias:
+            gradients[3] = torch.ops.foo.attention_bias_backward(*saved, **ctx.options)
+    if torch.is_grad_enabled():
+        # create_graph=True: without this the second derivatives would silently lack our part.
+        present = [gradient for gradient in gradients if gradient is not None]
+        sources = [tensor for tensor in saved if tensor is not None]
+        marked = iter(_NotDifferentiable.apply(len(present), *present, *sources))
+        gradients = [gradient if gradient is None else next(marked) for gradient in gradients]
+    return (*gradients, None, None)
 
 
 library.register_autograd("foo::attention", backward, setup_context=setup_context)
