@@ -1,7 +1,8 @@
 """Define operators and register their kernels: torch.library, extended to kernels of Numba.
 
-``define``, ``register_fake`` and ``opcheck`` are torch.library's own names and semantics. A kernel
-registered here is called by the C++ dispatcher through its address, with no Python on the way.
+``define``, ``register_fake`` and ``opcheck`` are torch.library's names with its semantics; opcheck
+also works on foo. A kernel registered here is called by the C++ dispatcher through its address,
+with no Python on the way.
 
 Example:
     >>> import torch
@@ -12,12 +13,12 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import define, opcheck, register_fake
+from torch.library import define, register_fake
 
 from foo_ops import _C
 
@@ -94,16 +95,24 @@ def register_elementwise(name: str, kernel: str, result_types: ResultTypes, *, i
     @register_fake(name)
     def fake(*inputs: Tensor, out: Tensor | None = None) -> Tensor:
         # Imported here, since torch._refs takes 0.1 s, and a fake kernel runs under compilation.
-        from torch._prims_common import compute_elementwise_output_strides
+        from torch._prims_common import (
+            compute_elementwise_output_strides,
+            is_contiguous_or_false,
+            make_contiguous_strides_for,
+        )
         from torch._refs import _broadcast_shapes
 
         result_type = _C.elementwise_result_type(name, list(inputs), out)
-        shape = _broadcast_shapes(*(tensor.shape for tensor in inputs))
+        shape = tuple(_broadcast_shapes(*(tensor.shape for tensor in inputs)))
         if out is not None:
             return out if out.shape == shape else out.resize_(shape)
         if operator._schema.is_mutable:
             return inputs[0]
-        strides = compute_elementwise_output_strides(*inputs)
+        # TensorIterator's own first question; it tells in empty tensors and dimensions of size 1.
+        if all(tensor.shape == shape and is_contiguous_or_false(tensor) for tensor in inputs):
+            strides = make_contiguous_strides_for(shape)
+        else:
+            strides = compute_elementwise_output_strides(*inputs)
         return torch.empty_strided(shape, strides, dtype=result_type, device=inputs[0].device)
 
     if operator._overloadname == "out":
@@ -125,6 +134,74 @@ def _functionalize_out(operator: torch._ops.OpOverload) -> None:
             if out.shape != result.shape:
                 out.resize_(result.shape)
             return out.copy_(result)
+
+
+OPCHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+
+
+def opcheck(
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    test_utils: str | Sequence[str] = OPCHECKS,
+    raise_exception: bool = True,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> dict[str, Any]:
+    """As torch.library.opcheck, on device foo too, and with a check that gradients are recorded.
+
+    torch's ``test_autograd_registration`` refuses devices other than cpu, cuda and xpu, and asks
+    only whether a kernel stands on the autograd key. Here it is also called, on any device: where
+    an input requires a gradient, an output must, and through a formula.
+    """
+    # Imported here, since it brings in much that only tests need.
+    from torch.testing._internal.optests import OpCheckError
+
+    names = (test_utils,) if isinstance(test_utils, str) else tuple(test_utils)
+    if names == ("ALL",):
+        names = OPCHECKS
+    tensors = _tensors((args, kwargs))
+    autograd = "test_autograd_registration"
+    refused = any(tensor.device.type == "foo" for tensor in tensors)
+    of_torch = tuple(name for name in names if not (name == autograd and refused))
+    results: dict[str, Any] = torch.library.opcheck(
+        op, args, kwargs, test_utils=of_torch, raise_exception=raise_exception, rtol=rtol, atol=atol
+    )
+    if autograd in names and results.get(autograd, "SUCCESS") == "SUCCESS":
+        results[autograd] = "SUCCESS"
+        needed = any(tensor.requires_grad for tensor in tensors)
+        if needed and not _records_gradient(op, args, kwargs or {}):
+            error = OpCheckError(
+                f"opcheck({op.name()}, ...): {autograd} failed: an input requires a gradient, "
+                "but no output does"
+            )
+            if raise_exception:
+                raise error
+            results[autograd] = error
+    return results
+
+
+def _records_gradient(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    # In this mode an operator without a formula gives outputs that require no gradient.
+    mode = torch._C._get_autograd_fallback_mode()
+    torch._C._set_autograd_fallback_mode("nothing")
+    try:
+        outputs = op(*args, **kwargs)
+    finally:
+        torch._C._set_autograd_fallback_mode(mode)
+    return any(output.requires_grad for output in _tensors(outputs))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _find(name: str) -> torch._ops.OpOverload:
