@@ -18,8 +18,12 @@ def fresh_compiler():
 
 
 @pytest.fixture
-def restore_threads():
-    """Lets a test set the number of threads."""
+def one_thread():
+    """For many small tensors: on a busy machine threads mostly wait for each other.
+
+    A test may set another number; afterwards it is as it was.
+    """
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
