@@ -1,0 +1,249 @@
+"""Kernels compile once, come from the cache afterwards, and a bad cache costs time alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from foo_ops.kernels import jit
+
+DTYPES = ("float32", "float64", "bfloat16", "int8", "int16", "int32", "int64")
+# Calls a kernel for each dtype and prints how many were compiled, and whether Numba was needed.
+PROGRAM = f"""
+import sys
+import torch
+from foo_ops.kernels import jit
+
+compiled = []
+compile_kernel = jit.compile_kernel
+
+def recording(build):
+    compiled.append(build.args)
+    return compile_kernel(build)
+
+jit.compile_kernel = recording
+x = torch.tensor([-1.5, 0.0, 2.0])
+for name in {DTYPES}:
+    y = x.to(getattr(torch, name))
+    assert torch.equal(torch.ops.foo.abs(y), torch.abs(y)), name
+print(len(compiled), "numba" in sys.modules)
+"""
+COMPILED, LOADED = f"{len(DTYPES)} True", "0 False"
+
+
+def start(program, cache, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | {"FOO_CACHE_DIR": str(cache)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    """What it printed, and what it logged."""
+    printed, logged = process.communicate()
+    assert process.returncode == 0, logged
+    return printed.strip(), logged.strip()
+
+
+def run(program, cache, **environment):
+    return finish(start(program, cache, **environment))
+
+
+def contents(cache):
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in cache.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A cache folder with all kernels that the program needs."""
+    cache = tmp_path_factory.mktemp("filled") / "made on demand"
+    assert run(PROGRAM, cache) == (COMPILED, "")
+    return cache
+
+
+def test_files_are_named_after_kernel_and_dtype(filled):
+    names = sorted(path.name.rpartition("-")[0] for path in filled.iterdir())
+    assert names == sorted(f"abs-{dtype}" for dtype in DTYPES)
+    assert all(path.suffix == ".o" for path in filled.iterdir())
+
+
+def test_second_process_loads_what_the_first_compiled(filled):
+    before = contents(filled)
+    assert run(PROGRAM, filled) == (LOADED, "")
+    assert contents(filled) == before
+
+
+@pytest.mark.parametrize(
+    "environment", [{"FOO_VECTOR_BITS": "128"}, {"NUMBA_CPU_NAME": "generic"}], ids=str
+)
+def test_another_processor_compiles_for_itself(filled, tmp_path, environment):
+    cache = shutil.copytree(filled, tmp_path / "cache")
+    assert run(PROGRAM, cache, **environment) == (COMPILED, "")
+    assert len(contents(cache)) == 2 * len(DTYPES)
+
+
+def test_broken_files_are_compiled_again_and_replaced(filled, tmp_path):
+    spoil = (
+        lambda code: b"",
+        lambda code: code[:20],
+        lambda code: code[:-1],
+        lambda code: code + b"\0",
+        lambda code: code[:-100] + bytes([code[-100] ^ 1]) + code[-99:],
+        lambda code: bytes([code[0] ^ 1]) + code[1:],
+        lambda code: b"not a kernel" * 1000,
+    )
+    for path, change in zip(filled.iterdir(), spoil, strict=True):
+        (tmp_path / path.name).write_bytes(change(path.read_bytes()))
+    printed, logged = run(PROGRAM, tmp_path)
+    assert printed == COMPILED
+    assert logged.count("is broken and is compiled again") == len(spoil)
+    assert contents(tmp_path).keys() == contents(filled).keys()
+    assert run(PROGRAM, tmp_path) == (LOADED, "")
+
+
+def test_folders_in_place_of_files(filled, tmp_path):
+    for path in filled.iterdir():
+        (tmp_path / path.name).mkdir()
+    printed, logged = run(PROGRAM, tmp_path)
+    assert printed == COMPILED
+    assert logged.count("compiled kernels are not kept") == len(DTYPES)
+    # No temporary file is left behind.
+    assert all(path.is_dir() for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("folder", ["file/cache", "/proc/foo_ops"])
+def test_cache_that_cannot_be_written(tmp_path, folder):
+    """As root, too, who may write everywhere but not inside a file, and not in /proc."""
+    (tmp_path / "file").write_text("in the way")
+    printed, logged = run(PROGRAM, tmp_path / folder)
+    assert printed == COMPILED
+    assert "compiled kernels are not kept" in logged
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+THREADS = """
+import threading
+import torch
+from foo_ops.kernels import jit
+
+compiled, results, errors = [], [], []
+compile_kernel = jit.compile_kernel
+
+def recording(build):
+    compiled.append(build.args)
+    return compile_kernel(build)
+
+jit.compile_kernel = recording
+barrier = threading.Barrier(8)
+x = torch.linspace(-3, 3, 10_001)
+query = torch.zeros(1, 1, 5, 4)
+
+def work():
+    barrier.wait()
+    try:
+        results.append(torch.ops.foo.abs(x))
+        results.append(torch.ops.foo.attention(query, query, query + 2)[0])
+    except BaseException as error:
+        errors.append(error)
+
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not errors, errors
+assert len(results) == 16
+for result in results:
+    expected = x.where(x > 0, -x) if result.dim() == 1 else query + 2
+    assert torch.equal(result, expected)
+print(len(compiled))
+"""
+
+
+def test_eight_threads_compile_a_kernel_once(tmp_path):
+    assert run(THREADS, tmp_path) == ("2", "")
+    assert len(contents(tmp_path)) == 2
+    assert run(THREADS, tmp_path) == ("0", "")
+
+
+def test_processes_that_fill_one_cache_at_once(tmp_path):
+    processes = [start(PROGRAM, tmp_path) for _ in range(2)]
+    results = [finish(process) for process in processes]
+    assert all(logged == "" for _, logged in results)
+    assert len(contents(tmp_path)) == len(DTYPES)
+    assert run(PROGRAM, tmp_path) == (LOADED, "")
+
+
+def test_thread_that_waits_for_a_kernel_holds_no_lock_that_python_needs(tmp_path):
+    """The compiling thread takes the GIL, which the caller's C++ code must not hold."""
+    program = """
+import threading, torch
+ticks = []
+done = threading.Event()
+
+def tick():
+    while not done.wait(0.01):
+        ticks.append(None)
+
+threading.Thread(target=tick).start()
+torch.ops.foo.abs(torch.ones(3, dtype=torch.complex64))
+done.set()
+print(len(ticks) > 5)
+"""
+    assert run(program, tmp_path) == ("True", "")
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("FOO_CACHE_DIR", str(tmp_path / "chosen"))
+    assert jit.cache_directory() == tmp_path / "chosen"
+    monkeypatch.delenv("FOO_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert jit.cache_directory() == tmp_path / "foo_ops"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert jit.cache_directory() == tmp_path / ".cache" / "foo_ops"
+
+
+def test_same_address_every_time():
+    assert jit.resolve("abs", "float32") == jit.resolve("abs", "float32")
+    assert jit.resolve("abs", "float32") != jit.resolve("abs", "float64")
+
+
+# The whole path at a vector width: values and gradients of all small samples.
+WIDTH = """
+import torch
+from foo_ops import testing
+
+for spec in testing.OPERATORS:
+    for name in spec.in_layouts:
+        dtype = spec.dtypes[0]
+        sample = spec.samples[name](dtype).requiring_grad()
+        outputs = sample.call(spec.operator)
+        testing.check_outputs(spec, sample, dtype, outputs)
+        cotangents = testing.cotangents_for(outputs)
+        gradients = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
+        testing.check_gradients(spec, sample, gradients, cotangents)
+print("right")
+"""
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"FOO_VECTOR_BITS": "256"}, {"NUMBA_CPU_NAME": "generic"}],
+    ids=str,
+)
+def test_kernels_for_other_processors(environment):
+    """In the user's own cache, so that only the first run compiles."""
+    assert run(WIDTH, jit.cache_directory(), **environment) == ("right", "")
+
+
+def test_vector_width_must_be_one_that_exists(tmp_path):
+    process = start("import torch; torch.ops.foo.abs(torch.ones(3))", tmp_path, FOO_VECTOR_BITS="9")
+    _, logged = process.communicate()
+    assert process.returncode == 1
+    assert "FOO_VECTOR_BITS must be 128, 256 or 512, got 9" in logged
