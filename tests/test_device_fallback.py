@@ -185,6 +185,16 @@ def test_autocast():
         assert (matrix @ matrix).dtype == torch.float32
 
 
+def test_kernel_that_leaves_a_conjugation_pending():
+    def solve(device):
+        matrix = torch.complex(torch.eye(3) * 2, torch.ones(3, 3)).to(device)
+        factors, pivots = torch.linalg.lu_factor(matrix)
+        return torch.linalg.lu_solve(factors, pivots, matrix * 1j, left=False, adjoint=True)
+
+    assert solve("cpu").is_conj()
+    assert torch.equal(solve("foo").cpu(), solve("cpu"))
+
+
 def test_modes_see_operators_once():
     seen = []
 

@@ -158,6 +158,9 @@ void HostCall::write_back() {
       foo.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
     }
     copy_layout(host, foo);
+    // Some kernels leave a conjugation or negation of their result pending.
+    if (host.is_conj() != foo.is_conj()) foo._set_conj(host.is_conj());
+    if (host.is_neg() != foo.is_neg()) foo._set_neg(host.is_neg());
   }
 }
 
