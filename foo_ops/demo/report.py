@@ -104,7 +104,7 @@ def save_loss_curve(history: Sequence[Point], title: str, path: Path) -> None:
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the mean of the last losses at each step."""
-    width = math.ceil(len(losses) * SMOOTHED_SHARE)
-    recent = (losses[max(0, end - width) : end] for end in range(1, len(losses) + 1))
-    return [sum(window) / len(window) for window in recent]
+    """Return at each step the mean of the losses around it."""
+    reach = math.ceil(len(losses) * SMOOTHED_SHARE / 2)
+    around = (losses[max(0, at - reach) : at + reach + 1] for at in range(len(losses)))
+    return [sum(window) / len(window) for window in around]

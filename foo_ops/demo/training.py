@@ -23,6 +23,10 @@ FINAL_LEARNING_RATE_SHARE = 0.05
 MAX_WARM_UP_STEPS = 100
 GRADIENT_NORM = 1.0
 
+TEMPERATURE = 0.8
+"""Less than this and the lines lose their ends: a space is always likelier than a line break."""
+CANDIDATES = 20
+
 ATTENTION_NAMES = {"foo": "torch.ops.foo.attention", "sdpa": "scaled_dot_product_attention"}
 COMPILE_BACKENDS = {"cpu": "inductor", "foo": "aot_eager"}
 """A device without a code generator of its own offers graph capture, not generated kernels."""
@@ -156,12 +160,12 @@ def compare_speed(trainers: Sequence[Trainer], batch: Batch, rounds: int) -> lis
 
 @torch.no_grad()
 def generate(model: GPT, device: str, prompt: bytes, length: int, *, seed: int) -> bytes:
-    """Continue ``prompt`` by ``length`` bytes, drawn from the 20 likeliest at temperature 0.7."""
+    """Continue ``prompt`` by ``length`` bytes, each drawn from the likeliest candidates."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt)])
     for _ in range(length):
         window = tokens[:, -model.config.context :].to(device)
-        logits, candidates = (model(window)[:, -1].cpu() / 0.7).topk(20)
+        logits, candidates = (model(window)[:, -1].cpu() / TEMPERATURE).topk(CANDIDATES)
         choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         tokens = torch.cat((tokens, candidates.gather(1, choice)), dim=1)
     return bytes(tokens[0, len(prompt) :].tolist())
