@@ -27,8 +27,9 @@ $(VENV)/.built: $(VENV)/.installed $(CSRC)
 demo: setup
 	$(BIN)/python -m foo_ops.demo
 
+# Idle threads of one process must not keep the cores from another.
 test: setup
-	$(BIN)/python -m pytest
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4
 
 bench: setup
 	$(BIN)/python -m benchmarks
