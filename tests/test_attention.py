@@ -1,0 +1,269 @@
+"""What is particular to foo::attention: semantics, NaN, autograd, memory, random shapes."""
+
+import math
+import subprocess
+import sys
+
+import hypothesis
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies
+
+import foo_ops
+from foo_ops import testing
+from foo_ops.testing import ATTENTION, LAYOUTS, Sample, attention_sample, random, random_bias
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DTYPES = ATTENTION.dtypes
+
+
+def call(sample, device):
+    return sample.to(device).call(ATTENTION.operator)
+
+
+def test_public_function(device):
+    query, key, value = torch.randn(3, 2, 4, 6, 8).to(device)
+    bias = torch.randn(6, 6, device=device)
+    options = {"is_causal": True, "scale": 0.3}
+    expected = torch.ops.foo.attention(query, key, value, bias, **options)
+    output = foo_ops.attention(query, key, value, bias, **options)
+    assert torch.equal(output, expected[0])
+    both = foo_ops.attention(query, key, value, bias, return_logsumexp=True, **options)
+    assert isinstance(both, tuple)
+    assert all(map(torch.equal, both, expected))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (4, 9), (9, 4)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_agrees_with_torch(queries, keys, is_causal, device):
+    """In the alignment of the causal mask and the order of grouped heads, above all."""
+    query, key, value = random(
+        "torch", (2, 6, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8), dtype=torch.float64
+    )
+    expected = F.scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, enable_gqa=True
+    )
+    output = foo_ops.attention(*(t.to(device) for t in (query, key, value)), is_causal=is_causal)
+    torch.testing.assert_close(output.cpu(), expected, rtol=0, atol=1e-13)
+
+
+def test_by_hand(device):
+    """Two keys with scores 0 and ln 3: weights 1/4 and 3/4, and a logsumexp of ln 4."""
+    query = torch.tensor([[[[1.0, 2.0]]]], device=device)
+    key = torch.tensor([[[[0.0, 0.0], [math.log(3.0), 0.0]]]], device=device)
+    value = torch.tensor([[[[4.0], [8.0]]]], device=device)
+    output, logsumexp = foo_ops.attention(query, key, value, scale=1.0, return_logsumexp=True)
+    assert output.item() == pytest.approx(7.0, rel=1e-6)
+    assert logsumexp.item() == pytest.approx(math.log(4.0), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_are_contiguous_and_fresh(dtype, device):
+    sample = testing.ATTENTION_SAMPLES["plain"](dtype).map(testing.reversed_dimensions)
+    output, logsumexp = call(sample, device)
+    assert output.is_contiguous()
+    assert logsumexp.is_contiguous()
+    assert output.dtype == dtype
+    assert logsumexp.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_see_nothing_are_zero(dtype, is_causal, device):
+    """Freed memory full of NaN shows whether these rows are written at all."""
+    mask = torch.ones(70, 70, dtype=torch.bool)
+    mask[[0, 5, 63, 64, 69]] = False
+    sample = attention_sample(queries=70, keys=70, bias=lambda _: mask, is_causal=is_causal)(dtype)
+    for _ in range(3):
+        junk = [torch.full((2, 2, 70, 16), math.nan, dtype=dtype, device=device) for _ in range(4)]
+        del junk
+        leaves = sample.to(device).requiring_grad()
+        output, logsumexp = leaves.call(ATTENTION.operator)
+        blind = ~mask.any(-1)
+        assert (output[:, :, blind] == 0).all()
+        assert (logsumexp[:, :, blind] == -math.inf).all()
+        assert logsumexp[:, :, ~blind].isfinite().all()
+        (output.sum() + logsumexp.sum()).backward()
+        assert (leaves.inputs[0].grad[:, :, blind] == 0).all()
+        assert all(tensor.grad.isfinite().all() for tensor in leaves.differentiable())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("position", range(4), ids=["query", "key", "value", "attn_bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_infinity_go_where_they_belong(dtype, position, value, device):
+    """Into the rows and columns that depend on them, as in the reference, and nowhere else."""
+    # A hidden value has the weight zero, which times NaN is NaN, unless its whole tile is skipped.
+    is_causal = position != 2
+    bias = random_bias(2, 2, 70, 70)
+    sample = attention_sample(queries=70, keys=70, is_causal=is_causal, bias=bias)(dtype)
+    sample.inputs[position][1, 0, 66, 3] = value
+    outputs = call(sample, device)
+    testing.check_outputs(ATTENTION, sample, dtype, outputs)
+    output, logsumexp = outputs
+    assert output[0].isfinite().all()
+    assert output[1, 1].isfinite().all()
+    if is_causal:
+        assert output[1, 0, :66].isfinite().all()
+        assert logsumexp[1, 0, :66].isfinite().all()
+    else:
+        assert output[1, 0, :, :3].isfinite().all()
+        assert logsumexp.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_overflows_at_the_largest_scores(dtype, device):
+    """One score of 3e4 and the others far below: the softmax picks one value."""
+    query = torch.full((1, 1, 3, 4), 173.0, dtype=dtype)
+    key = torch.zeros(1, 1, 80, 4, dtype=dtype)
+    key[:, :, 77] = 86.5
+    value = torch.randn(1, 1, 80, 5).to(dtype)
+    sample = Sample((query, key, value, None)).to(device).requiring_grad()
+    output, logsumexp = sample.call(ATTENTION.operator)
+    assert torch.equal(output.cpu(), value[:, :, 77:78].expand(1, 1, 3, 5))
+    assert (logsumexp > 2e4).all()
+    gradients = torch.autograd.grad(output.sum() + logsumexp.sum(), sample.differentiable())
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert torch.equal(gradients[2][:, :, 77].cpu(), torch.full((1, 1, 5), 3.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_halves_of_the_keys_merge_by_their_logsumexp(dtype, device):
+    sample = attention_sample(queries=5, keys=131)(dtype).to(device)
+    query, key, value, _ = sample.inputs
+    whole, logsumexp = sample.call(ATTENTION.operator)
+    parts = [
+        torch.ops.foo.attention(query, key[:, :, keys], value[:, :, keys])
+        for keys in (slice(0, 70), slice(70, 131))
+    ]
+    sums = torch.stack([part[1] for part in parts])
+    merged = sum(part[0] * torch.exp(part[1] - sums.logsumexp(0)).unsqueeze(-1) for part in parts)
+    tolerance = 50 * torch.finfo(dtype).eps
+    torch.testing.assert_close(merged, whole, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(sums.logsumexp(0), logsumexp, rtol=tolerance, atol=tolerance)
+
+
+# ------------------------------------------------------------------------------------- autograd
+
+
+def test_one_tensor_as_query_key_and_value(device):
+    x = torch.randn(1, 2, 6, 4, dtype=torch.float64).to(device).requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: foo_ops.attention(t, t, t, is_causal=True), x)
+
+
+def test_change_of_a_saved_tensor_is_noticed(device):
+    for position in range(5):
+        leaves = attention_sample(bias=random_bias(9, 11))(torch.float32).to(device)
+        inputs = [tensor.requires_grad_() * 1 for tensor in leaves.inputs]
+        output, _ = torch.ops.foo.attention(*inputs)
+        with torch.no_grad():
+            [*inputs, output][position].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_backward_twice(device):
+    sample = attention_sample()(torch.float32).to(device).requiring_grad()
+    output, _ = sample.call(ATTENTION.operator)
+    first = torch.autograd.grad(output.sum(), sample.differentiable(), retain_graph=True)
+    second = torch.autograd.grad(output.sum(), sample.differentiable())
+    assert all(map(torch.equal, first, second))
+
+
+def test_gradient_of_a_bias_is_summed_over_what_it_was_broadcast_to(device):
+    """In float64, against the gradient of the full bias."""
+    sample = attention_sample(heads=4, key_heads=2, queries=66, keys=67)(torch.float64).to(device)
+    full = random("full bias", (2, 4, 66, 67), dtype=torch.float64)[0].to(device)
+    for shape in [(2, 4, 66, 67), (1, 4, 1, 67), (2, 1, 66, 1), (66, 67), (4, 1, 1), (67,), ()]:
+        bias = full.sum_to_size(shape).div(100).requires_grad_()
+        expanded = bias.detach().expand(full.shape).clone().requires_grad_()
+        gradients = []
+        for tensor in (bias, expanded):
+            output, logsumexp = torch.ops.foo.attention(*sample.inputs[:3], tensor)
+            (output.square().sum() + logsumexp.square().sum()).backward()
+            gradients.append(tensor.grad)
+        expected = gradients[1].sum_to_size(shape)
+        torch.testing.assert_close(gradients[0], expected, rtol=1e-10, atol=1e-12)
+
+
+# --------------------------------------------------------------------------------------- memory
+
+MEMORY = """
+import resource
+import sys
+import torch
+
+def step(length):
+    tensors = torch.randn(3, 1, 1, length, 16).to(sys.argv[1]).unbind()
+    query, key, value = (tensor.clone().requires_grad_() for tensor in tensors)
+    bias = torch.zeros(1, 1, 1, length, device=sys.argv[1], requires_grad=True)
+    output, logsumexp = torch.ops.foo.attention(query, key, value, bias)
+    (output.sum() + logsumexp.sum()).backward()
+    assert bias.grad.isfinite().all()
+
+step(100)
+with open("/proc/self/status") as status:
+    (used,) = (int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (used + 2**26, -1))
+step(8192)
+try:
+    torch.empty(8192, 8192, device=sys.argv[1]).zero_()
+except RuntimeError:
+    print("the limit holds")
+"""
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square(device):
+    """8192 queries and keys in 64 MiB, where the scores alone would need 256 MiB."""
+    process = subprocess.run([sys.executable, "-c", MEMORY, device], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "the limit holds"
+
+
+# -------------------------------------------------------------------------------- random shapes
+
+lengths = strategies.one_of(strategies.integers(0, 20), strategies.integers(60, 70))
+
+
+@strategies.composite
+def calls(draw):
+    """A sample of attention in a dtype, with a layout for each of its tensors."""
+    batch, key_heads = draw(strategies.integers(1, 3)), draw(strategies.integers(1, 3))
+    sizes = {
+        "batch": batch,
+        "heads": key_heads * draw(strategies.integers(1, 3)),
+        "key_heads": key_heads,
+        "queries": draw(lengths),
+        "keys": draw(lengths),
+        "head_dim": draw(strategies.integers(1, 40)),
+        "value_dim": draw(strategies.integers(1, 40)),
+    }
+    full = [batch, sizes["heads"], sizes["queries"], sizes["keys"]]
+    kept = draw(strategies.integers(0, 4))
+    shape = [size if draw(strategies.booleans()) else 1 for size in full[4 - kept :]]
+    bias = draw(
+        strategies.sampled_from([None, random_bias(*shape), testing.random_mask(*shape)])
+        if kept > 1
+        else strategies.just(None)
+    )
+    sample = attention_sample(**sizes, bias=bias, is_causal=draw(strategies.booleans()))
+    dtype = draw(strategies.sampled_from(DTYPES))
+    inputs = [
+        tensor if tensor is None else draw(strategies.sampled_from(LAYOUTS))(tensor)
+        for tensor in sample(dtype).inputs
+    ]
+    return dtype, Sample(tuple(inputs), sample(dtype).keywords)
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@hypothesis.given(drawn=calls(), device_type=strategies.sampled_from(["cpu", "foo"]))
+def test_any_shapes_and_layouts(drawn, device_type):
+    dtype, sample = drawn
+    sample = sample.to(device_type).requiring_grad()
+    outputs = sample.call(ATTENTION.operator)
+    testing.check_outputs(ATTENTION, sample, dtype, outputs)
+    cotangents = testing.cotangents_for(outputs)
+    gradients = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
+    testing.check_gradients(ATTENTION, sample, gradients, cotangents)
