@@ -112,7 +112,8 @@ def register_elementwise(name: str, kernel: str, result_types: ResultTypes, *, i
         if all(tensor.shape == shape and is_contiguous_or_false(tensor) for tensor in inputs):
             strides = make_contiguous_strides_for(shape)
         else:
-            strides = compute_elementwise_output_strides(*inputs)
+            expanded = (tensor.expand(shape) for tensor in inputs)
+            strides = compute_elementwise_output_strides(*expanded)
         return torch.empty_strided(shape, strides, dtype=result_type, device=inputs[0].device)
 
     if operator._overloadname == "out":
