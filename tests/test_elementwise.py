@@ -1,0 +1,265 @@
+"""The elementwise launcher, shown on operators that are made here: all a user has to write."""
+
+import math
+import os
+import sys
+import types
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies
+from torch._subclasses import FakeTensorMode
+
+from foo_ops import library, testing
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16)
+
+
+def minus_twice(a, b):
+    """Not symmetric, so that the order of the operands shows."""
+    return a - 2 * b
+
+
+def minus_twice_build(dtype):
+    from foo_ops.kernels.elementwise import elementwise
+
+    return elementwise(minus_twice, (dtype, dtype), dtype)
+
+
+def exp_build(dtype):
+    from foo_ops.kernels.elementwise import elementwise
+    from foo_ops.kernels.simd import exp
+
+    return elementwise(lambda x: exp(x), (dtype,), dtype)
+
+
+def gamma_build(dtype):
+    from foo_ops.kernels.elementwise import elementwise
+
+    return elementwise(lambda x: math.gamma(x), (dtype,), dtype)
+
+
+def loses_the_gradient(input):
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.foo_test.detached(input)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators(tmp_path_factory):
+    """foo_test::minus_twice in three forms, and others. Their kernels are not in the package, so
+    the key of the cache does not know their source: they get a cache of their own."""
+    for kernel, build in {
+        "test_minus_twice": minus_twice_build,
+        "test_exp": exp_build,
+        "test_gamma": gamma_build,
+    }.items():
+        module = types.ModuleType(f"foo_ops.kernels.{kernel}")
+        module.build = build
+        sys.modules[module.__name__] = module
+    library.define("foo_test::detached", "(Tensor input) -> Tensor")
+    implementation = torch.library.Library("foo_test", "IMPL")
+    implementation.impl("detached", torch.clone, "CompositeExplicitAutograd")
+    implementation.impl("detached", loses_the_gradient, "Autograd")
+    same = {dtype: dtype for dtype in DTYPES}
+    for name, schema in {
+        "minus_twice": "(Tensor a, Tensor b) -> Tensor",
+        "minus_twice_": "(Tensor(a!) a, Tensor b) -> Tensor(a!)",
+        "minus_twice.out": "(Tensor a, Tensor b, *, Tensor(a!) out) -> Tensor(a!)",
+        "exp": "(Tensor input) -> Tensor",
+        "gamma": "(Tensor input) -> Tensor",
+    }.items():
+        library.define(f"foo_test::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+        kernel = "test_" + name.removesuffix(".out").removesuffix("_")
+        library.register_elementwise(f"foo_test::{name}", kernel, same, inputs="a number")
+    saved = os.environ.get("FOO_CACHE_DIR")
+    os.environ["FOO_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if saved is None:
+        del os.environ["FOO_CACHE_DIR"]
+    else:
+        os.environ["FOO_CACHE_DIR"] = saved
+
+
+def numbers(shape, dtype):
+    """Small integers: exact in every dtype."""
+    count = math.prod(shape)
+    return (torch.arange(count) * 7 % 19 - 9).view(shape).to(dtype)
+
+
+def check(a, b, device):
+    """Values, dtype and strides are those of torch's own operators; the fake kernel agrees."""
+    operands = [testing.copy_with_layout(operand, device) for operand in (a, b)]
+    result = torch.ops.foo_test.minus_twice(*operands)
+    expected = a.add(b, alpha=-2)
+    assert result.dtype == expected.dtype
+    assert result.device.type == device
+    assert torch.equal(result.cpu(), expected)
+    assert result.stride() == expected.stride()
+    with FakeTensorMode() as mode:
+        fake = torch.ops.foo_test.minus_twice(*map(mode.from_tensor, operands))
+    assert (fake.dtype, fake.shape, fake.stride()) == (result.dtype, result.shape, result.stride())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operands_keep_their_order(dtype, device):
+    check(numbers((5, 7), dtype), numbers((5, 7), dtype).flip(0), device)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((5, 7), (7,)),
+        ((7,), (5, 7)),
+        ((5, 1), (1, 7)),
+        ((), (5, 7)),
+        ((2, 1, 3, 1), (4, 1, 5)),
+        ((0, 3), (1, 3)),
+        ((1,), ()),
+        ((3, 1, 70_000), (2, 1)),
+    ],
+    ids=str,
+)
+def test_broadcasting(first, second, device):
+    torch.set_num_threads(2)
+    check(numbers(first, torch.float32), numbers(second, torch.float32), device)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "result"),
+    [
+        (torch.float32, torch.float64, torch.float64),
+        (torch.int64, torch.float16, torch.float16),
+        (torch.bfloat16, torch.float16, torch.float32),
+        (torch.int16, torch.int64, torch.int64),
+        (torch.bool, torch.float32, torch.float32),
+    ],
+    ids=str,
+)
+def test_promotion(first, second, result, device):
+    a, b = numbers((4, 6), first), numbers((6,), second)
+    assert torch.promote_types(first, second) == result
+    check(a, b, device)
+    check(b, a, device)
+
+
+def test_promotion_of_scalars(device):
+    """A tensor without dimensions is a number: it decides the kind of dtype, not its width."""
+    check(numbers((5,), torch.float16), torch.tensor(2.0, dtype=torch.float64), device)
+    check(torch.tensor(2), numbers((5,), torch.bfloat16), device)
+    check(numbers((5,), torch.int64), torch.tensor(2.0), device)
+
+
+shapes = strategies.lists(strategies.integers(1, 5), max_size=4)
+
+
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@hypothesis.given(
+    shape=shapes,
+    data=strategies.data(),
+    device_type=strategies.sampled_from(["cpu", "foo"]),
+)
+def test_any_shapes_and_layouts(shape, data, device_type):
+    operands = []
+    for _ in range(2):
+        kept = shape[data.draw(strategies.integers(0, len(shape))) :]
+        sizes = [data.draw(strategies.sampled_from([1, size])) for size in kept]
+        layout = data.draw(strategies.sampled_from([torch.clone, *testing.LAYOUTS]))
+        dtype = data.draw(strategies.sampled_from([torch.float32, torch.float64]))
+        operands.append(layout(numbers(sizes, dtype)))
+    check(*operands, device_type)
+
+
+def test_shapes_that_do_not_fit(device):
+    with pytest.raises(
+        RuntimeError, match=r"size of tensor a \(3\) must match the size of tensor b"
+    ):
+        torch.ops.foo_test.minus_twice(*(torch.ones(n, device=device) for n in (3, 4)))
+
+
+def test_in_place(device):
+    a, b = numbers((5, 7), torch.float32).to(device), numbers((7,), torch.float32).to(device)
+    expected = a.cpu().sub(b.cpu(), alpha=2)
+    assert torch.ops.foo_test.minus_twice_(a, b) is a
+    assert torch.equal(a.cpu(), expected)
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        torch.ops.foo_test.minus_twice_(b, a)
+
+
+def test_in_place_with_itself(device):
+    a = numbers((100,), torch.float32).to(device)
+    expected = -a.cpu()
+    torch.ops.foo_test.minus_twice_(a, a)
+    assert torch.equal(a.cpu(), expected)
+
+
+def test_out_may_be_either_input(device):
+    for position in range(2):
+        operands = [numbers((4, 50), torch.float32), numbers((4, 50), torch.float32).flip(0)]
+        expected = operands[0].sub(operands[1], alpha=2)
+        operands = [operand.to(device) for operand in operands]
+        torch.ops.foo_test.minus_twice.out(*operands, out=operands[position])
+        assert torch.equal(operands[position].cpu(), expected)
+
+
+def test_opcheck(device):
+    a, b = numbers((5, 1), torch.float32).to(device), numbers((7,), torch.float64).to(device)
+    for operator, keywords in (
+        (torch.ops.foo_test.minus_twice.default, {}),
+        (torch.ops.foo_test.minus_twice.out, {"out": torch.zeros(5, 7, device=device).double()}),
+    ):
+        results = library.opcheck(operator, (a, b), keywords)
+        assert results == dict.fromkeys(results, "SUCCESS")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_for_dynamic_shapes(device):
+    def function(a, b):
+        return torch.ops.foo_test.minus_twice(a, b) + 1
+
+    backend = "inductor" if device == "cpu" else "aot_eager"
+    graph = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    for rows, columns in ((5, 7), (9, 4)):
+        a = numbers((rows, 1), torch.float32).to(device)
+        b = numbers((columns,), torch.bfloat16).to(device)
+        torch.testing.assert_close(graph(a, b), function(a, b), rtol=0, atol=0, check_stride=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_exponential_is_within_two_units_in_the_last_place(dtype):
+    """Of the vocabulary of kernels; below twice the smallest normal number it may give zero."""
+    info = torch.finfo(dtype)
+    lowest, highest = math.log(2 * info.smallest_normal), math.log(info.max)
+    x = torch.linspace(lowest, highest, 300_001, dtype=torch.float64).to(dtype)
+    x = x[(x.double() > lowest) & (x.double() < highest)]
+    expected = x.to(torch.float64).exp()
+    error = (torch.ops.foo_test.exp(x).double() - expected).abs() / expected
+    # For float64 the reference errs by half a unit itself.
+    assert error.max() <= (2 if dtype == torch.float32 else 2.5) * info.eps
+    special = torch.tensor([-math.inf, lowest - 40, 0.0, highest + 1, math.inf, math.nan])
+    result = torch.ops.foo_test.exp(special.to(dtype))
+    assert result[:5].tolist() == [0, 0, 1, math.inf, math.inf]
+    assert result[5].isnan()
+
+
+def test_kernel_that_calls_what_may_not_be_there_is_refused():
+    message = "a kernel must not allocate, raise or call Python, but this one calls numba_gamma"
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.foo_test.gamma(torch.ones(3, dtype=torch.float64))
+
+
+def test_opcheck_sees_a_gradient_that_is_lost(device):
+    """torch's own check is content with any kernel on the autograd key."""
+    x = torch.randn(3, device=device, requires_grad=True)
+    operator = torch.ops.foo_test.detached.default
+    with pytest.raises(Exception, match="an input requires a gradient, but no output does"):
+        library.opcheck(operator, (x,), test_utils="test_autograd_registration")
+    result = library.opcheck(
+        operator, (x,), test_utils="test_autograd_registration", raise_exception=False
+    )
+    assert "no output does" in str(result["test_autograd_registration"])
+    assert library.opcheck(operator, (x.detach(),), test_utils="test_autograd_registration") == {
+        "test_autograd_registration": "SUCCESS"
+    }
