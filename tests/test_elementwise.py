@@ -16,6 +16,8 @@ from foo_ops import library, testing
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16)
+# The kernel table is the same for both devices.
+DTYPE_NOT_USED_ELSEWHERE = {"cpu": torch.int32, "foo": torch.int8}
 
 
 def minus_twice(a, b):
@@ -63,7 +65,7 @@ def operators(tmp_path_factory):
     implementation = torch.library.Library("foo_test", "IMPL")
     implementation.impl("detached", torch.clone, "CompositeExplicitAutograd")
     implementation.impl("detached", loses_the_gradient, "Autograd")
-    same = {dtype: dtype for dtype in DTYPES}
+    same = {dtype: dtype for dtype in (*DTYPES, *DTYPE_NOT_USED_ELSEWHERE.values())}
     for name, schema in {
         "minus_twice": "(Tensor a, Tensor b) -> Tensor",
         "minus_twice_": "(Tensor(a!) a, Tensor b) -> Tensor(a!)",
@@ -248,6 +250,20 @@ def test_kernel_that_calls_what_may_not_be_there_is_refused():
     message = "a kernel must not allocate, raise or call Python, but this one calls numba_gamma"
     with pytest.raises(RuntimeError, match=message):
         torch.ops.foo_test.gamma(torch.ones(3, dtype=torch.float64))
+
+
+def test_kernel_that_cannot_be_compiled(device):
+    """What the compiler said reaches every caller, and once it is mended the kernel works."""
+    kernel = sys.modules["foo_ops.kernels.test_minus_twice"]
+    x = torch.ones(3, dtype=DTYPE_NOT_USED_ELSEWHERE[device], device=device)
+    kernel.build = lambda dtype: 1 / 0
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"test_minus_twice: the kernel for .* cannot be compiled: ZeroDivis"
+        ):
+            torch.ops.foo_test.minus_twice(x, x)
+    kernel.build = minus_twice_build
+    assert torch.ops.foo_test.minus_twice(x, x).tolist() == [-1, -1, -1]
 
 
 def test_opcheck_sees_a_gradient_that_is_lost(device):
