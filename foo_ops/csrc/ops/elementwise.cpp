@@ -57,7 +57,9 @@ at::TensorIterator make_iterator(at::ScalarType result_type, const at::Tensor& o
       config.add_owned_const_input(input.to(common));
     }
   }
-  config.set_check_mem_overlap(true).check_all_same_dtype(false).declare_static_dtype(result_type);
+  config.set_check_mem_overlap(output.defined())
+      .check_all_same_dtype(false)
+      .declare_static_dtype(result_type);
   return config.build();
 }
 
@@ -87,8 +89,8 @@ class ElementwiseLauncher final : public c10::OperatorKernel {
       output = torch::jit::pop(*stack).toTensor();
     }
     c10::SmallVector<at::Tensor, 3> inputs;
-    for (const c10::IValue& input : torch::jit::last(*stack, elementwise_.inputs)) {
-      inputs.push_back(input.toTensor());
+    for (size_t i = 0; i < elementwise_.inputs; ++i) {
+      inputs.push_back(std::move(torch::jit::peek(*stack, i, elementwise_.inputs)).toTensor());
     }
     torch::jit::drop(*stack, elementwise_.inputs);
     if (elementwise_.form == Form::kInPlace) {
