@@ -6,7 +6,10 @@ shared with the operators, and none of it is fast: attention builds the whole ma
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +25,16 @@ def attention(
     key: Tensor,
     value: Tensor,
     attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    keep: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Softmax of the scores, times value; and the logarithm of the softmax's denominator.
 
@@ -34,16 +44,34 @@ def attention(
             ``h // (heads // key_heads)``.
         value: (batch, key_heads, keys, value_dim)
         attn_bias: broadcasts to (batch, heads, queries, keys); bool, or added to the scores.
+        alibi_slopes: (heads,) or (batch, heads); times the distance, subtracted from the scores.
+        sinks: (heads,), one more logit for each row, which counts in the denominator only.
+        keep: (batch, heads, queries, keys), the probabilities that dropout keeps; those that it
+            keeps are divided by ``1 - dropout_p``. The denominator does not feel it.
 
     Returns:
         (batch, heads, queries, value_dim) and (batch, heads, queries).
     """
-    scores = masked_scores(query, key, attn_bias, is_causal=is_causal, scale=scale)
-    # A row that sees no key has no softmax: zeros stand in its place, and the result is replaced.
+    scores = masked_scores(
+        query,
+        key,
+        attn_bias,
+        alibi_slopes,
+        is_causal=is_causal,
+        scale=scale,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+    )
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    # A row that sees nothing has no softmax: zeros stand in its place, and the result is replaced.
     sees = (scores > -math.inf).any(-1) | scores.isnan().any(-1)
     scores = scores.where(sees.unsqueeze(-1), 0)
     logsumexp = torch.logsumexp(scores, -1)
-    probabilities = torch.exp(scores - logsumexp.unsqueeze(-1))
+    probabilities = torch.exp(scores - logsumexp.unsqueeze(-1))[..., : key.shape[2]]
+    if keep is not None:
+        probabilities = probabilities.where(keep, 0) / (1 - dropout_p)
     output = probabilities @ for_each_query_head(value, query)
     return output.where(sees.unsqueeze(-1), 0), logsumexp.where(sees, -math.inf)
 
@@ -52,25 +80,149 @@ def masked_scores(
     query: Tensor,
     key: Tensor,
     attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
 ) -> Tensor:
     """The scores (batch, heads, queries, keys), -inf where a query does not see a key."""
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     scores = scale * (query @ for_each_query_head(key, query).mT)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = distances(query.shape[2], key.shape[2])
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[..., None, None] * distance.abs()
+    sees = torch.ones_like(distance, dtype=torch.bool)
     if is_causal:
-        sees = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        scores = scores.where(sees, -math.inf)
-    if attn_bias is None:
-        return scores
-    if attn_bias.dtype == torch.bool:
-        return scores.where(attn_bias, -math.inf)
-    return scores + attn_bias
+        sees = sees.tril()
+    if window_left >= 0:
+        sees = sees & (distance <= window_left)
+    if window_right >= 0:
+        sees = sees & (distance >= -window_right)
+    if attn_bias is not None and attn_bias.dtype == torch.bool:
+        sees = sees & attn_bias
+    elif attn_bias is not None:
+        scores = scores + attn_bias
+    return scores.where(sees, -math.inf)
+
+
+def distances(queries: int, keys: int) -> Tensor:
+    """How far (queries, keys) each key lies before each query, where both end together."""
+    return torch.arange(keys - queries, keys).unsqueeze(-1) - torch.arange(keys)
 
 
 def for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
     """Repeat key or value (batch, key_heads, ...) to (batch, heads, ...)."""
     heads, key_heads = query.shape[1], tensor.shape[1]
     return tensor.repeat_interleave(heads // max(key_heads, 1), dim=1)
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    keep: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention within each of several sequences, which lie one after the other.
+
+    Args:
+        query: (total_queries, heads, head_dim); sequence ``b`` has the rows from
+            ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
+        key: (total_keys, key_heads, head_dim), alike with ``cu_seqlens_k``. With ``block_table``
+            (blocks, block_size, key_heads, head_dim).
+        value: as key, with value_dim.
+        seqused_k: (sequences,), how many of its keys a sequence uses; all, if it is None.
+        block_table: (sequences, most_blocks), the blocks that a sequence's keys lie in.
+        alibi_slopes: (heads,) or (sequences, heads)
+        sinks: (heads,)
+        max_seqlen_q: at least the length of every sequence, as max_seqlen_k for the keys in use.
+        keep: (heads, total_queries, max_seqlen_k), as for attention.
+        options: as for attention.
+
+    Returns:
+        (total_queries, heads, value_dim) and (heads, total_queries).
+    """
+    outputs, logsumexps = [query.new_zeros(0, query.shape[1], value.shape[-1])], []
+    logsumexps.append(query.new_zeros(query.shape[1], 0))
+    for sequence in sequences(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, key):
+        assert len(sequence.queries) <= max_seqlen_q
+        assert len(sequence.keys) <= max_seqlen_k
+        if keep is not None:
+            options["keep"] = keep[:, sequence.queries, : len(sequence.keys)].unsqueeze(0)
+        output, logsumexp = attention(
+            *sequence.select(query, key, value),
+            alibi_slopes=sequence.slopes(alibi_slopes),
+            sinks=sinks,
+            **options,
+        )
+        outputs.append(output.squeeze(0).transpose(0, 1))
+        logsumexps.append(logsumexp.squeeze(0))
+    return torch.cat(outputs), torch.cat(logsumexps, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """Where a sequence of a packed batch lies.
+
+    Attributes:
+        index: its number in the batch.
+        queries: the rows of query.
+        keys: the rows of key and value; with blocks, of key and value as ``flatten(0, 1)``.
+        paged: whether there are blocks.
+    """
+
+    index: int
+    queries: Tensor
+    keys: Tensor
+    paged: bool
+
+    def select(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The sequence's own query, key and value, as for attention, in a batch of one."""
+        if self.paged:
+            key, value = key.flatten(0, 1), value.flatten(0, 1)
+        parts = (query[self.queries], key[self.keys], value[self.keys])
+        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in parts)
+        return query, key, value
+
+    def slopes(self, alibi_slopes: Tensor | None) -> Tensor | None:
+        """The sequence's own slopes (heads,)."""
+        if alibi_slopes is None or alibi_slopes.dim() == 1:
+            return alibi_slopes
+        return alibi_slopes[self.index]
+
+
+def sequences(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    key: Tensor,
+) -> Iterator[Sequence]:
+    """The sequences of a packed batch, in their order."""
+    for index in range(len(cu_seqlens_q) - 1):
+        first_query, last_query = cu_seqlens_q[index : index + 2].tolist()
+        first_key, last_key = cu_seqlens_k[index : index + 2].tolist()
+        used = last_key - first_key if seqused_k is None else int(seqused_k[index])
+        positions = torch.arange(used)
+        if block_table is None:
+            keys = first_key + positions
+        else:
+            size = key.shape[1]
+            keys = block_table[index].long()[positions // size] * size + positions % size
+        queries = torch.arange(first_query, last_query)
+        yield Sequence(index, queries, keys, paged=block_table is not None)
