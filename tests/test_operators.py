@@ -6,6 +6,7 @@ from torch._subclasses import FakeTensorMode
 
 from foo_ops import library, testing
 from foo_ops.testing import LAYOUTS, OPERATORS
+from foo_ops.testing.layouts import inside_padding, reversed_dimensions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -193,7 +194,7 @@ def compiled(spec, device, **options):
 
     def function(inputs, keywords):
         doubled = [
-            tensor if tensor is None or tensor.dtype == torch.bool else tensor * 2
+            tensor * 2 if tensor is not None and tensor.is_floating_point() else tensor
             for tensor in inputs
         ]
         outputs = spec.operator(*doubled, **keywords)
@@ -226,7 +227,7 @@ def test_compiled(spec, dtype, name, device):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("layout", [testing.reversed_dimensions, testing.inside_padding])
+@pytest.mark.parametrize("layout", [reversed_dimensions, inside_padding])
 @every_operator
 def test_compiled_for_layouts(spec, layout, device):
     dtype = spec.dtypes[0]

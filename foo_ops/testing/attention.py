@@ -1,0 +1,243 @@
+"""foo::attention in the table of operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops import reference
+from foo_ops.testing.attention_error import gradient_budget, output_budget
+from foo_ops.testing.spec import OpSpec, Sample, random
+
+Maker = Callable[[torch.dtype], Tensor]
+
+
+def attention_sample(
+    *,
+    batch: int = 2,
+    heads: int = 2,
+    key_heads: int | None = None,
+    queries: int = 9,
+    keys: int = 11,
+    head_dim: int = 16,
+    value_dim: int | None = None,
+    bias: Maker | None = None,
+    slopes: Maker | None = None,
+    sinks: Maker | None = None,
+    **keywords: Any,
+) -> Callable[[torch.dtype], Sample]:
+    """The maker of a sample with random query, key and value of these sizes."""
+    key_heads = heads if key_heads is None else key_heads
+    value_dim = head_dim if value_dim is None else value_dim
+
+    def make(dtype: torch.dtype) -> Sample:
+        tensors = random(
+            f"attention {batch} {heads} {key_heads} {queries} {keys} {head_dim} {value_dim}",
+            (batch, heads, queries, head_dim),
+            (batch, key_heads, keys, head_dim),
+            (batch, key_heads, keys, value_dim),
+            dtype=dtype,
+        )
+        makers = (bias, slopes, sinks)
+        others = (None if make is None else make(dtype) for make in makers)
+        return Sample((*tensors, *others), keywords)
+
+    return make
+
+
+def random_bias(*shape: int, float32: bool = False) -> Maker:
+    """In the query's dtype or in float32. Sinks alike."""
+    return lambda dtype: random(f"{shape}", shape, dtype=torch.float32 if float32 else dtype)[0]
+
+
+def random_slopes(*shape: int, float32: bool = False) -> Maker:
+    """Small, so that keys at a distance still count; of both signs."""
+    return lambda dtype: random_bias(*shape, float32=float32)(dtype) / 8
+
+
+def random_mask(*shape: int, blind: Sequence[int] = ()) -> Maker:
+    """A bool mask with one half True; the rows ``blind`` see no key."""
+
+    def make(dtype: torch.dtype) -> Tensor:
+        mask = random(f"mask {shape}", shape, dtype=torch.float64)[0] > 0
+        mask[..., list(blind), :] = False
+        return mask
+
+    return make
+
+
+def half_infinite_bias(*shape: int) -> Maker:
+    """A bias with -inf in the places where a mask would be False; the last row sees nothing."""
+    sees = random_mask(*shape, blind=[-1])
+    return lambda dtype: random_bias(*shape)(dtype).where(sees(dtype), -math.inf)
+
+
+def large_scores(dtype: torch.dtype) -> Sample:
+    """Scores of up to 1e4, and softmaxes that are a single one: exp must never overflow."""
+    query, *others = attention_sample(head_dim=32, keys=70)(dtype).inputs
+    assert query is not None
+    return Sample((query * 1000, *others))
+
+
+def rising_scores(queries: int, keys: int) -> Callable[[torch.dtype], Sample]:
+    """The largest score comes last, so that every tile of keys rescales what came before."""
+
+    def make(dtype: torch.dtype) -> Sample:
+        sample = attention_sample(queries=queries, keys=keys, head_dim=8, scale=0.5)(dtype)
+        query, key, *others = sample.inputs
+        assert query is not None
+        assert key is not None
+        steps = torch.linspace(0, 40, keys, dtype=torch.float64).unsqueeze(-1).to(dtype)
+        return Sample((torch.ones_like(query), key * 0.1 + steps, *others), sample.keywords)
+
+    return make
+
+
+def mask_of_parts(keys: int) -> Maker:
+    """A mask (2, 1, 1, keys): of one batch a run of keys is seen, of the other a single key."""
+    mask = torch.zeros(2, 1, 1, keys, dtype=torch.bool)
+    mask[0, :, :, keys // 3 : keys // 2] = True
+    mask[1, :, :, -1] = True
+    return lambda _: mask
+
+
+SMALL: dict[str, Any] = {"queries": 3, "keys": 5, "head_dim": 3}
+HEAD_DIMS = (1, 3, 16, 37, 64, 80, 128, 256)
+LENGTHS = ((1, 1), (1, 129), (63, 64), (64, 65), (65, 63), (127, 129), (129, 127), (130, 1))
+HEADS = ((1, 1), (2, 1), (4, 2), (8, 1), (6, 2), (4, 4))
+MANY_KEYS = (1, 63, 511, 512, 513, 1025, 5000)
+
+PLAIN_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
+    "plain": attention_sample(),
+    "causal": attention_sample(queries=11, is_causal=True),
+    "more keys than queries, causal": attention_sample(queries=7, keys=13, is_causal=True),
+    "more queries than keys, causal": attention_sample(queries=13, keys=7, is_causal=True),
+    **{f"head dim {dim}": attention_sample(head_dim=dim, keys=66) for dim in HEAD_DIMS},
+    "value dim 5 of 16": attention_sample(value_dim=5),
+    "value dim 100 of 8": attention_sample(head_dim=8, value_dim=100, is_causal=True),
+    "value dim 1 of 256": attention_sample(head_dim=256, value_dim=1),
+    **{
+        f"{queries} queries, {keys} keys{', causal' * is_causal}": attention_sample(
+            batch=1, queries=queries, keys=keys, is_causal=is_causal
+        )
+        for queries, keys in LENGTHS
+        for is_causal in (False, True)
+    },
+    **{
+        f"{heads} heads on {key_heads}{', causal' * is_causal}": attention_sample(
+            heads=heads, key_heads=key_heads, queries=70, is_causal=is_causal
+        )
+        for heads, key_heads in HEADS
+        for is_causal in (False, True)
+    },
+    "no batch": attention_sample(batch=0),
+    "no heads": attention_sample(heads=0),
+    "no queries": attention_sample(queries=0),
+    "no keys": attention_sample(keys=0),
+    "no keys, causal": attention_sample(keys=0, is_causal=True),
+    "no keys, bias": attention_sample(keys=0, bias=random_bias(2, 1, 9, 1)),
+    "no queries, bias": attention_sample(queries=0, bias=random_bias(1, 1, 1, 11)),
+    "scale 0": attention_sample(scale=0.0),
+    "scale 3": attention_sample(scale=3.0, is_causal=True),
+    "negative scale": attention_sample(scale=-0.5, bias=random_bias(9, 11)),
+    "large scores": large_scores,
+    "rising scores": rising_scores(3, 300),
+    "bias (Sq, Sk)": attention_sample(bias=random_bias(9, 11)),
+    "bias (1, 1, 1, Sk)": attention_sample(bias=random_bias(1, 1, 1, 11)),
+    "bias (Sk)": attention_sample(bias=random_bias(11), is_causal=True),
+    "bias (B, 1, Sq, Sk)": attention_sample(bias=random_bias(2, 1, 9, 11)),
+    "bias (B, 1, 1, Sk)": attention_sample(bias=random_bias(2, 1, 1, 11)),
+    "bias (1, H, 1, 1)": attention_sample(bias=random_bias(1, 2, 1, 1)),
+    "bias (H, Sq, Sk)": attention_sample(bias=random_bias(2, 9, 11), is_causal=True),
+    "bias (B, H, Sq, Sk)": attention_sample(bias=random_bias(2, 2, 9, 11)),
+    "bias (Sq, 1)": attention_sample(bias=random_bias(9, 1)),
+    "bias 0-d": attention_sample(bias=random_bias()),
+    "bias (1, 1)": attention_sample(bias=random_bias(1, 1), is_causal=True),
+    "bias in float32": attention_sample(bias=random_bias(2, 9, 11, float32=True)),
+    "bias over several tiles": attention_sample(
+        queries=130, keys=131, bias=random_bias(130, 131), is_causal=True
+    ),
+    "bias (B, 1, 1, Sk) over several tiles": attention_sample(
+        queries=130, keys=131, bias=random_bias(2, 1, 1, 131)
+    ),
+    "bias (1, H, Sq, 1) over several tiles": attention_sample(
+        queries=130, keys=131, bias=random_bias(1, 2, 130, 1)
+    ),
+    "bias 0-d over several tiles": attention_sample(queries=130, keys=131, bias=random_bias()),
+    "bias for grouped heads": attention_sample(
+        heads=6, key_heads=2, bias=random_bias(6, 9, 11), is_causal=True
+    ),
+    "bias with -inf": attention_sample(bias=half_infinite_bias(9, 11)),
+    "bias of -inf alone": attention_sample(
+        bias=lambda dtype: torch.full((1, 2, 1, 1), -math.inf, dtype=dtype)
+    ),
+    "mask (Sq, Sk)": attention_sample(bias=random_mask(9, 11)),
+    "mask (B, 1, 1, Sk)": attention_sample(bias=random_mask(2, 1, 1, 11)),
+    "mask with rows that see nothing": attention_sample(
+        bias=random_mask(2, 2, 9, 11, blind=[0, 4, 8])
+    ),
+    "mask with rows that see nothing, causal": attention_sample(
+        queries=70, keys=70, bias=random_mask(70, 70, blind=[1, 64]), is_causal=True
+    ),
+    "small, grouped heads and bias": attention_sample(
+        **SMALL, heads=4, key_heads=2, value_dim=2, bias=random_bias(4, 1, 5), is_causal=True
+    ),
+    "small, mask with a row that sees nothing": attention_sample(
+        **SMALL, bias=random_mask(2, 1, 3, 5, blind=[1])
+    ),
+    "small, row of -inf": attention_sample(**SMALL, bias=half_infinite_bias(3, 5), scale=0.7),
+    # Few queries: the keys are split into parts, whose results are merged.
+    **{
+        f"{queries} queries, {keys} keys": attention_sample(
+            batch=1, queries=queries, keys=keys, heads=4, key_heads=2
+        )
+        for queries, keys in (*((1, keys) for keys in MANY_KEYS), (3, 1025))
+    },
+    "1 query, 1025 keys, mask of parts": attention_sample(
+        queries=1, keys=1025, bias=mask_of_parts(1025)
+    ),
+    "1 query, 1025 keys, rising scores": rising_scores(1, 1025),
+    "mask 0-d, True": attention_sample(bias=lambda dtype: torch.tensor(True)),
+    "mask 0-d, False": attention_sample(bias=lambda dtype: torch.tensor(False)),
+}
+
+
+ATTENTION = OpSpec(
+    operator=torch.ops.foo.attention.default,
+    dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    samples=PLAIN_SAMPLES,
+    essential=(
+        "small, grouped heads and bias",
+        "small, mask with a row that sees nothing",
+        "small, row of -inf",
+    ),
+    in_layouts=(
+        "small, grouped heads and bias",
+        "head dim 37",
+        "head dim 64",
+        "4 heads on 2, causal",
+        "bias over several tiles",
+        "bias in float32",
+        "mask with rows that see nothing, causal",
+    ),
+    sized=lambda dtype, size: attention_sample(
+        heads=4,
+        key_heads=2,
+        queries=size,
+        keys=size + 3,
+        head_dim=8,
+        value_dim=4,
+        bias=random_bias(2, 1, 1, size + 3),
+        is_causal=True,
+    )(dtype),
+    large=attention_sample(
+        heads=4, key_heads=2, queries=200, keys=230, bias=random_bias(2, 1, 200, 1), is_causal=True
+    ),
+    reference=reference.attention,
+    output_budget=output_budget,
+    gradient_budget=gradient_budget,
+)
