@@ -9,6 +9,7 @@ autoload()
 
 from foo_ops.ops.abs import abs  # noqa: E402
 from foo_ops.ops.attention import attention  # noqa: E402
+from foo_ops.ops.attention_varlen import attention_varlen  # noqa: E402
 
-__all__ = ["abs", "attention"]
+__all__ = ["abs", "attention", "attention_varlen"]
 __version__ = "0.1.0"

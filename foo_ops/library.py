@@ -18,17 +18,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import define, register_fake
+from torch.library import define, register_fake, register_vmap
 
 from foo_ops import _C
 
 __all__ = [
     "define",
     "opcheck",
+    "register_autocast",
     "register_autograd",
+    "register_autograd_instead",
     "register_elementwise",
     "register_fake",
+    "register_flops",
     "register_variant_autograd",
+    "register_vmap",
+    "register_vmap_loop",
+    "vmap_by_loop",
 ]
 
 _fragment = torch.library.Library("foo", "FRAGMENT")
@@ -73,6 +79,99 @@ def register_variant_autograd(name: str) -> None:
 
     _fragment.impl(name.partition("::")[2], formula, "Autograd", with_keyset=True)
     _C.register_autograd_shortcut(name)
+
+
+def register_autograd_instead(name: str, function: Callable[..., Any]) -> None:
+    """Where an input needs a gradient, call ``function`` with the same arguments instead.
+
+    For an operator that has no formula itself, but is a form of one that has.
+    """
+
+    def formula(keyset: torch._C.DispatchKeySet, *inputs: Any, **keywords: Any) -> Any:
+        return function(*inputs, **keywords)
+
+    _fragment.impl(name.partition("::")[2], formula, "Autograd", with_keyset=True)
+    _C.register_autograd_shortcut(name)
+
+
+def register_autocast(name: str) -> None:
+    """Under torch.autocast, floating-point tensors but float64 are cast to autocast's dtype.
+
+    As for torch's own matrix products, on cpu and foo.
+    """
+    operator = _find(name)
+    for device_type, key in (("cpu", "AutocastCPU"), ("foo", "AutocastPrivateUse1")):
+        _fragment.impl(name.partition("::")[2], _autocast_kernel(operator, device_type, key), key)
+
+
+def _autocast_kernel(
+    operator: torch._ops.OpOverload, device_type: str, key: str
+) -> Callable[..., Any]:
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def cast(argument: Any) -> Any:
+        if (
+            isinstance(argument, Tensor)
+            and argument.is_floating_point()
+            and argument.dtype != torch.float64
+        ):
+            return argument.to(torch.get_autocast_dtype(device_type))
+        return argument
+
+    def kernel(*inputs: Any, **keywords: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return operator(*map(cast, inputs), **keywords)
+
+    return kernel
+
+
+def register_vmap_loop(name: str) -> None:
+    """Map an operator by a call for each element of the mapped dimension."""
+    operator = _find(name)
+
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any, **keywords: Any) -> Any:
+        return vmap_by_loop(operator, info, in_dims, *inputs, **keywords)
+
+    register_vmap(name, vmap)
+
+
+def vmap_by_loop(
+    operator: torch._ops.OpOverload,
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    *inputs: Any,
+    **keywords: Any,
+) -> tuple[Any, Any]:
+    """What a function for register_vmap returns: the results, stacked, and where."""
+    calls = []
+    for index in range(info.batch_size):
+        chosen = (
+            argument if in_dim is None else argument.select(in_dim, index)
+            for argument, in_dim in zip(inputs, in_dims)
+        )
+        calls.append(operator(*chosen, **keywords))
+    if isinstance(calls[0], Tensor):
+        return torch.stack(calls), 0
+    return tuple(map(torch.stack, zip(*calls))), (0,) * len(calls[0])
+
+
+def register_flops(
+    *names: str, takes_tensors: bool = False
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Decorate the function that computes the floating-point operations of these operators.
+
+    It gets the operator's arguments, shapes in place of tensors unless it takes those, and serves
+    torch.utils.flop_counter.FlopCounterMode.
+    """
+    from torch.utils.flop_counter import register_flop_formula
+
+    packets = [_find(name)._overloadpacket for name in names]
+
+    def register(formula: Callable[..., int]) -> Callable[..., int]:
+        register_flop_formula(packets, get_raw=takes_tensors)(formula)
+        return formula
+
+    return register
 
 
 def register_elementwise(name: str, kernel: str, result_types: ResultTypes, *, inputs: str) -> None:

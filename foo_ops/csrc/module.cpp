@@ -26,6 +26,32 @@ void* resolve_kernel(const std::string& kernel, const std::string& dtype) {
   }
 }
 
+// For fake kernels.
+void bind_attention_checks(py::module_& module) {
+  using Optional = const std::optional<at::Tensor>&;
+  using Tensor = const at::Tensor&;
+  module.def(
+      "check_attention",
+      torch::wrap_pybind_function([](Tensor query, Tensor key, Tensor value, Optional attn_bias,
+                                     Optional alibi_slopes, Optional sinks, double dropout_p,
+                                     int64_t window_left, int64_t window_right, double softcap) {
+        foo::check_attention({query, key, value, attn_bias, alibi_slopes, sinks},
+                             {false, {}, dropout_p, window_left, window_right, softcap});
+      }));
+  module.def(
+      "check_attention_varlen",
+      torch::wrap_pybind_function([](Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,
+                                     Tensor cu_seqlens_k, Optional seqused_k, Optional block_table,
+                                     Optional alibi_slopes, Optional sinks, double dropout_p,
+                                     int64_t window_left, int64_t window_right, double softcap) {
+        foo::check_attention_varlen({query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k,
+                                     block_table, alibi_slopes, sinks},
+                                    {false, {}, dropout_p, window_left, window_right, softcap});
+      }));
+  module.def("check_attention_results", torch::wrap_pybind_function(foo::check_attention_results));
+  module.def("check_attention_seed", torch::wrap_pybind_function(foo::check_attention_seed));
+}
+
 void bind_operators(py::module_& module) {
   foo::set_resolver(resolve_kernel);
   module.def("register_elementwise", &foo::register_elementwise, py::arg("operator_name"),
@@ -38,23 +64,7 @@ void bind_operators(py::module_& module) {
                                                    output.value_or(at::Tensor()));
              }),
              py::arg("operator_name"), py::arg("inputs"), py::arg("output"));
-  module.def(
-      "check_attention",
-      torch::wrap_pybind_function(
-          [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-             const std::optional<at::Tensor>& attn_bias,
-             const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& sinks,
-             double dropout_p, int64_t window_left, int64_t window_right, double softcap) {
-            foo::check_attention(query, key, value, attn_bias, alibi_slopes, sinks,
-                                 {dropout_p, window_left, window_right, softcap});
-          }),
-      py::arg("query"), py::arg("key"), py::arg("value"), py::arg("attn_bias"),
-      py::arg("alibi_slopes"), py::arg("sinks"), py::arg("dropout_p"), py::arg("window_left"),
-      py::arg("window_right"), py::arg("softcap"));
-  module.def("check_attention_gradients",
-             torch::wrap_pybind_function(foo::check_attention_gradients), py::arg("grad_output"),
-             py::arg("grad_logsumexp"), py::arg("query"), py::arg("key"), py::arg("value"),
-             py::arg("attn_bias"), py::arg("output"), py::arg("logsumexp"));
+  bind_attention_checks(module);
   module.def("register_autograd_shortcut", &foo::register_autograd_shortcut,
              py::arg("operator_name"));
 }

@@ -1,57 +1,89 @@
-"""What the kernels of attention share: the parameters, packing, and a tile of scores.
+"""What the kernels of attention share: their parameters, and how query, key and value are packed.
 
 All of them work on tiles that lie *transposed* in scratch memory: a row for each key (or each
 column of the value), with the queries of a block side by side in it. A vector then holds the scores
 of several queries for one key, so that the softmax needs no operation across lanes, and keys and
-values enter the products one broadcast element at a time, from where they are, at any strides. Only
-the block of queries is packed, once.
+values enter the products one broadcast element at a time, most often from where they are.
 
-A block has up to QUERY_BLOCK queries, a tile up to KEY_BLOCK keys.
+A block has up to QUERY_BLOCK queries: of one head, or all the queries of several heads that share a
+key head. A tile has up to KEY_BLOCK keys.
+
+bfloat16 enters the products in pairs if the processor multiplies pairs (dtype bfloat16x2, a step of
+two along the dimension that is summed over), else as float32. float16 enters as float32.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 from numba import njit
 from numba.core import types
 
-from foo_ops.kernels.matmul import lanes_of, matmul_of
+from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     Pointer,
     address_of,
-    fma,
-    less,
     load,
     load_vector,
     pointer_to,
-    ramp,
-    select,
     shift,
     splat,
     store,
 )
-from foo_ops.kernels.struct import Struct, row_of
+from foo_ops.kernels.struct import Struct, field, row_of
+from foo_ops.kernels.target import multiplies_pairs
+from foo_ops.kernels.tiles import PAIRS, pack_pairs, transpose_square
 
-# As in csrc/ops/attention.cpp, which cuts the work and allocates the scratch memory.
-QUERY_BLOCK = 64
+# As in csrc/ops/attention_parameters.h, which cuts the work and allocates the scratch memory.
+QUERY_BLOCK = 128
 KEY_BLOCK = 64
+# Elements from a row of a tile to the next. A power of two would put the rows of a panel on few
+# sets of the cache.
+TILE_STRIDE = QUERY_BLOCK + 16
+TILE = (KEY_BLOCK + 1) * TILE_STRIDE
 
 # Values of bias_kind.
 BIAS_NONE, BIAS_BOOL, BIAS_OF_QUERY_DTYPE, BIAS_FLOAT32 = range(4)
 
+NUMBERS = ("scale", "factor", "softcap", "kept_scale")
 SIZES = (
-    *("query_heads", "key_heads", "query_length", "key_length", "head_dim", "value_dim"),
-    *("is_causal", "bias_kind", "bias_batch", "bias_heads", "bias_rows", "bias_columns"),
-    *("batch", "chunks"),
+    *("head_dim", "value_dim", "query_heads", "group", "key_heads", "batch"),
+    *("modifies", "bias_kind", "bias_batch", "bias_heads", "bias_rows", "bias_columns"),
+    *("has_alibi_slopes", "has_sinks", "dropout_threshold", "seed"),
+    *("page_size", "block_table_stride", "query_length", "key_length", "chunks", "blocks"),
 )
 OPERANDS = (
-    *("query", "key", "value", "attn_bias", "output", "logsumexp"),
+    *("query", "key", "value", "attn_bias", "alibi_slopes", "sinks", "output", "logsumexp"),
     *("grad_output", "grad_logsumexp", "grad_query", "grad_key", "grad_value", "grad_attn_bias"),
+    *("grad_alibi_slopes", "grad_sinks", "partial_output", "partial_logsumexp"),
+)
+IN_COMPUTE_TYPE = (
+    *("alibi_slopes", "sinks", "logsumexp", "grad_logsumexp", "grad_key", "grad_value"),
+    *("grad_alibi_slopes", "grad_sinks", "partial_output", "partial_logsumexp"),
+)
+
+PIECE = Struct(
+    "AttentionPiece",
+    tuple(
+        (name, types.int64)
+        for name in (
+            *("batch", "head", "heads", "query_start", "query_count"),
+            *("query_offset", "key_offset", "key_start", "key_stop"),
+            *(
+                "first_visible",
+                "last_visible",
+                "alignment",
+                "slot",
+                "part",
+                "parts",
+                "block",
+                "column",
+            ),
+        )
+    ),
 )
 
 
@@ -59,25 +91,29 @@ def compute_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
+def factor_dtype(dtype: str) -> str:
+    """The dtype in which query, key, value and weights enter the matrix products."""
+    return PAIRS if dtype == "bfloat16" and multiplies_pairs() else compute_dtype(dtype)
+
+
 def argument_types(dtype: str) -> tuple[Any, ...]:
-    """Parameters, scratch memory, and three numbers that name the piece of work."""
-    pieces = (types.int64, types.int64, types.int64)
-    return (_parameters(dtype), Pointer(compute_dtype(dtype)), *pieces)
+    """Parameters, the piece of work, and scratch memory."""
+    return (_parameters(dtype), PIECE, Pointer(compute_dtype(dtype)))
 
 
 def _parameters(dtype: str) -> Struct:
-    """The struct Parameters of csrc/ops/attention.cpp.
+    """The struct Parameters of csrc/ops/attention_parameters.h.
 
     An operand is a pointer with its strides, in elements, for batch, head, row and column.
     grad_key and grad_value are sums in the compute type, which a last kernel rounds.
     """
-    compute = compute_dtype(dtype)
     dtypes = dict.fromkeys(OPERANDS, dtype)
-    dtypes |= dict.fromkeys(("logsumexp", "grad_logsumexp", "grad_key", "grad_value"), compute)
+    dtypes |= dict.fromkeys(IN_COMPUTE_TYPE, compute_dtype(dtype))
     # The dtype of the bias is known at run time only, by bias_kind.
     dtypes |= dict.fromkeys(("attn_bias", "grad_attn_bias"), "uint8")
-    fields: list[tuple[str, types.Type]] = [("scale", types.float64)]
+    fields: list[tuple[str, types.Type]] = [(number, types.float64) for number in NUMBERS]
     fields += [(size, types.int64) for size in SIZES]
+    fields.append(("block_table", Pointer("int32")))
     for operand, operand_dtype in dtypes.items():
         fields.append((operand, Pointer(operand_dtype)))
         fields += [
@@ -91,180 +127,262 @@ def round_up(count, multiple):
     return (count + multiple - 1) // multiple * multiple
 
 
-@njit
-def fill(target, count, value):
-    for index in range(count):
-        store(target, index, value)
-
-
-@njit
-def visible_keys(parameters, query_end):
-    """One past the last key that a query before ``query_end`` sees."""
-    if parameters.is_causal:
-        return min(parameters.key_length, query_end)
-    return parameters.key_length
-
-
-@njit
-def transpose(target, source, row_stride, column_stride, rows, columns, padded_rows):
-    """target[column, row] = source[row, column], with zeros up to padded_rows."""
-    for column in range(columns):
-        line = shift(target, column * QUERY_BLOCK)
-        start = shift(source, column * column_stride)
-        for row in range(rows):
-            store(line, row, load(start, row * row_stride))
-        for row in range(rows, padded_rows):
-            store(line, row, 0.0)
-
-
-@njit
-def compact(target, source, row_stride, column_stride, rows, columns, padded_columns):
-    """target[row, column] = source[row, column], with zeros up to padded_columns."""
-    for row in range(rows):
-        line = shift(target, row * padded_columns)
-        start = shift(source, row * row_stride)
-        if column_stride == 1:
-            for column in range(columns):
-                store(line, column, load(start, column))
-        else:
-            for column in range(columns):
-                store(line, column, load(start, column * column_stride))
-        for column in range(columns, padded_columns):
-            store(line, column, 0.0)
-
-
 @functools.cache
-def tiles_of(dtype: str) -> tuple[Callable, Callable]:
-    """The functions that give a tile of keys and a tile of values in the compute type.
-
-    ``key_tile(parameters, scratch, batch, head, start, count)`` returns a pointer, a row stride and
-    a column stride: the key's own if it already has the compute type, else those of a converted
-    copy in scratch. ``value_tile`` alike.
-    """
-
-    @njit
-    def in_place(scratch, source, row_stride, column_stride, rows, columns):
-        return source, row_stride, column_stride
-
-    @njit
-    def converted(scratch, source, row_stride, column_stride, rows, columns):
-        compact(scratch, source, row_stride, column_stride, rows, columns, columns)
-        return scratch, columns, 1
-
-    tile = in_place if dtype == compute_dtype(dtype) else converted
-
-    @njit
-    def key_tile(parameters, scratch, batch, head, start, count):
-        source = row_of(parameters, "key", batch, head, start)
-        row_stride, column_stride = parameters.key_row_stride, parameters.key_column_stride
-        return tile(scratch, source, row_stride, column_stride, count, parameters.head_dim)
-
-    @njit
-    def value_tile(parameters, scratch, batch, head, start, count):
-        source = row_of(parameters, "value", batch, head, start)
-        row_stride, column_stride = parameters.value_row_stride, parameters.value_column_stride
-        return tile(scratch, source, row_stride, column_stride, count, parameters.value_dim)
-
-    return key_tile, value_tile
-
-
-@njit
-def _load_bias(target, bias, row_stride, column_stride, rows, columns, count):
-    """target[key, query] = bias[query, key], with zeros for queries from rows to columns."""
-    for key in range(count):
-        line = shift(target, key * QUERY_BLOCK)
-        start = shift(bias, key * column_stride)
-        for row in range(rows):
-            store(line, row, load(start, row * row_stride))
-        for row in range(rows, columns):
-            store(line, row, 0.0)
-
-
-@njit
-def _load_mask(target, mask, row_stride, column_stride, rows, columns, count):
-    """As _load_bias: zero where the mask is true and -infinity where it is false."""
-    for key in range(count):
-        line = shift(target, key * QUERY_BLOCK)
-        start = shift(mask, key * column_stride)
-        for row in range(rows):
-            store(line, row, 0.0 if load(start, row * row_stride) else -math.inf)
-        for row in range(rows, columns):
-            store(line, row, 0.0)
-
-
-@functools.cache
-def scores_of(dtype: str) -> Callable:
-    """The function that computes a tile of scores.
-
-    ``scores(parameters, target, bias, keys, key_stride, dim_stride, queries, batch, head,
-    query_start, key_start, rows, columns, count)``: target[key, query] = scale * k.q + bias, and
-    -infinity where the query does not see the key. ``queries`` is a transposed block of ``rows``
-    queries, padded to ``columns``; ``bias`` is scratch memory for a tile.
-    """
+def fill_of(dtype: str) -> Callable:
+    """``fill(target, count, value)``, where the target is in the compute type ``dtype``."""
+    LANES = lanes_of(dtype)  # noqa: N806
     compute = ELEMENTS[dtype].compute
+
+    @njit
+    def fill(target, count, value):
+        values = splat(compute(value), LANES)
+        whole = count // LANES * LANES
+        for index in range(0, whole, LANES):
+            store(target, index, values)
+        for index in range(whole, count):
+            store(target, index, value)
+
+    return fill
+
+
+@functools.cache
+def copy_row_of(dtype: str) -> Callable:
+    """``copy_row(target, source, column_stride, columns, width)``, to adjacent elements.
+
+    Converts between dtypes of the compute type ``dtype``, and writes zeros up to width.
+    """
+    LANES = lanes_of(dtype)  # noqa: N806
+
+    @njit
+    def copy_row(target, source, column_stride, columns, width):
+        whole = columns // LANES * LANES if column_stride == 1 else 0
+        for column in range(0, whole, LANES):
+            store(target, column, load_vector(source, column, LANES))
+        for column in range(whole, columns):
+            store(target, column, load(source, column * column_stride))
+        for column in range(columns, width):
+            store(target, column, 0.0)
+
+    return copy_row
+
+
+@functools.cache
+def block_of(dtype: str, operand: str) -> Callable:
+    """``load_block(parameters, piece, target, columns, rows, width)``: the rows of a block.
+
+    Those of query, output or a gradient of these, as ``rows`` rows of ``width`` elements of the
+    compute type, with zeros where the block has fewer.
+    """
+    copy_row, fill = copy_row_of(compute_dtype(dtype)), fill_of(compute_dtype(dtype))
+    column_stride_name = f"{operand}_column_stride"
+
+    @njit
+    def load_block(parameters, piece, target, columns, rows, width):
+        count = piece.query_count
+        column_stride = field(parameters, column_stride_name)
+        for head in range(piece.heads):
+            for row in range(count):
+                query = piece.query_offset + piece.query_start + row
+                source = row_of(parameters, operand, piece.batch, piece.head + head, query)
+                line = shift(target, (head * count + row) * width)
+                copy_row(line, source, column_stride, columns, width)
+        used = piece.heads * count
+        fill(shift(target, used * width), (rows - used) * width, 0.0)
+
+    return load_block
+
+
+@functools.cache
+def turn_of(dtype: str) -> Callable:
+    """``turn(target, block, rows, width)``: the block of the compute type ``dtype``, transposed.
+
+    To rows of TILE_STRIDE elements. rows and width must be multiples of the lanes.
+    """
+    LANES = lanes_of(dtype)  # noqa: N806
+
+    @njit
+    def turn(target, block, rows, width):
+        for row in range(0, rows, LANES):
+            for column in range(0, width, LANES):
+                transpose_square(
+                    shift(target, column * TILE_STRIDE + row), TILE_STRIDE,
+                    shift(block, row * width + column), width, LANES,
+                )  # fmt: skip
+
+    return turn
+
+
+@functools.cache
+def turn_back_of(dtype: str) -> Callable:
+    """``turn_back(rows, tile, width, columns)``: rows[query, column] = tile[column, query]."""
+    LANES = lanes_of(dtype)  # noqa: N806
+
+    @njit
+    def turn_back(rows, tile, width, columns):
+        for column in range(0, width, LANES):
+            for query in range(0, columns, LANES):
+                transpose_square(
+                    shift(rows, query * width + column), width,
+                    shift(tile, column * TILE_STRIDE + query), TILE_STRIDE, LANES,
+                )  # fmt: skip
+
+    return turn_back
+
+
+@functools.cache
+def factors_of(dtype: str) -> tuple[int, Callable]:
+    """The elements in a step of the matrix products, and the function that makes factors of rows.
+
+    ``as_factors(target, source, stride, rows, columns)``: the source's rows, in the compute type,
+    become the steps of a product: themselves if a step is one element, else pairs of neighbouring
+    rows, packed to the target. rows may be odd; the row after the last must then be zero.
+    columns must be a multiple of the lanes. Returns a pointer.
+    """
+    if factor_dtype(dtype) != PAIRS:
+
+        @njit
+        def themselves(target, source, stride, rows, columns):
+            return source
+
+        return 1, themselves
+
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    matmul = matmul_of(compute_dtype(dtype))
-    own_dtype, as_float32, as_bool = pointer_to(dtype), pointer_to("float32"), pointer_to("bool")
+    as_pairs = pointer_to(PAIRS)
 
     @njit
-    def load_bias(parameters, target, batch, head, query_start, key_start, rows, columns, count):
-        row_stride = parameters.attn_bias_row_stride
-        column_stride = parameters.attn_bias_column_stride
-        kind, address = parameters.bias_kind, address_of(parameters.attn_bias)
-        offset = (
-            batch * parameters.attn_bias_batch_stride
-            + head * parameters.attn_bias_head_stride
-            + query_start * row_stride
-            + key_start * column_stride
-        )
-        if kind == BIAS_BOOL:
-            mask = shift(as_bool(address), offset)
-            _load_mask(target, mask, row_stride, column_stride, rows, columns, count)
-        elif kind == BIAS_OF_QUERY_DTYPE:
-            bias = shift(own_dtype(address), offset)
-            _load_bias(target, bias, row_stride, column_stride, rows, columns, count)
-        else:
-            wide_bias = shift(as_float32(address), offset)
-            _load_bias(target, wide_bias, row_stride, column_stride, rows, columns, count)
-
-    @njit
-    def scale_scores(target, bias, scale, has_bias, columns, count):
-        factor = splat(compute(scale), LANES)
-        for key in range(count):
+    def as_pairs_of_rows(target, source, stride, rows, columns):
+        pairs = as_pairs(address_of(target))
+        for row in range(0, rows, 2):
+            upper, lower = shift(source, row * stride), shift(source, (row + 1) * stride)
+            line = shift(pairs, row // 2 * stride)
             for column in range(0, columns, LANES):
-                index = key * QUERY_BLOCK + column
-                score = load_vector(target, index, LANES)
-                if has_bias:
-                    score = fma(score, factor, load_vector(bias, index, LANES))
-                else:
-                    score = score * factor
-                store(target, index, score)
+                first = load_vector(upper, column, LANES)
+                second = load_vector(lower, column, LANES)
+                store(line, column, pack_pairs(first, second))
+        return pairs
+
+    return 2, as_pairs_of_rows
+
+
+@functools.cache
+def key_row_of(operand: str) -> Callable:
+    """``key_row(parameters, piece, key)``: the pointer to a row of key or value, in its page."""
 
     @njit
-    def hide_later_keys(target, first_distance, columns, count):
-        """first_distance: the first query's position minus the first key's."""
-        zero, hidden = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
-        for key in range(count):
-            for column in range(0, columns, LANES):
-                index = key * QUERY_BLOCK + column
-                distance = ramp(compute(first_distance + column - key), LANES)
-                score = load_vector(target, index, LANES)
-                store(target, index, select(less(distance, zero), hidden, score))
+    def key_row(parameters, piece, key):
+        head = piece.head // parameters.group
+        if parameters.page_size > 0:
+            place = piece.batch * parameters.block_table_stride + key // parameters.page_size
+            page = load(parameters.block_table, place)
+            return row_of(parameters, operand, page, head, key % parameters.page_size)
+        return row_of(parameters, operand, piece.batch, head, piece.key_offset + key)
+
+    return key_row
+
+
+@njit
+def lie_together(parameters, key_start, count):
+    """Whether the rows of these keys have one stride: they may be spread over pages."""
+    if parameters.page_size > 0:
+        return key_start % parameters.page_size + count <= parameters.page_size
+    return True
+
+
+@functools.cache
+def tile_of(dtype: str, operand: str) -> Callable:
+    """The function that gives a tile of keys, or of values, as a factor of a matrix product.
+
+    ``tile(parameters, piece, scratch, key_start, count)`` returns a pointer, the stride of a key
+    and the stride of a step along the head dimension: of the tensor itself where that can be
+    multiplied as it is, else of a converted copy in scratch.
+    """
+    stored = pointer_to(dtype if factor_dtype(dtype) == PAIRS else compute_dtype(dtype))
+    factor = pointer_to(factor_dtype(dtype))
+    step = 2 if factor_dtype(dtype) == PAIRS else 1
+    may_stay = dtype in (factor_dtype(dtype), "bfloat16") and factor_dtype(dtype) != "float32"
+    may_stay = may_stay or dtype == "float32"
+    copy_row, key_row = copy_row_of(compute_dtype(dtype)), key_row_of(operand)
+    row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
+    size_name = "head_dim" if operand == "key" else "value_dim"
+    # Rows that are a multiple of a kilobyte apart share few sets of the cache.
+    aliasing = 1024 // ELEMENTS[dtype].size
 
     @njit
-    def scores(
-        parameters, target, bias, keys, key_stride, dim_stride, queries,
-        batch, head, query_start, key_start, rows, columns, count,
-    ):  # fmt: skip
-        matmul(
-            target, QUERY_BLOCK, keys, key_stride, dim_stride,
-            queries, QUERY_BLOCK, count, columns, parameters.head_dim, False,
-        )  # fmt: skip
-        has_bias = parameters.bias_kind != BIAS_NONE
-        if has_bias:
-            load_bias(parameters, bias, batch, head, query_start, key_start, rows, columns, count)
-        scale_scores(target, bias, parameters.scale, has_bias, columns, count)
-        if parameters.is_causal and key_start + count > query_start + 1:
-            hide_later_keys(target, query_start - key_start, columns, count)
+    def copied(parameters, piece, scratch, key_start, count):
+        columns = field(parameters, size_name)
+        width = round_up(columns, 2)
+        target = stored(address_of(scratch))
+        for row in range(count):
+            source = key_row(parameters, piece, key_start + row)
+            column_stride = field(parameters, column_stride_name)
+            copy_row(shift(target, row * width), source, column_stride, columns, width)
+        return factor(address_of(target)), width // step, 1
 
-    return scores
+    if not may_stay:
+        return copied
+
+    @njit
+    def tile(parameters, piece, scratch, key_start, count):
+        row_stride = field(parameters, row_stride_name)
+        column_stride = field(parameters, column_stride_name)
+        together = lie_together(parameters, key_start, count)
+        if step == 2:
+            odd = row_stride % 2 != 0 or field(parameters, size_name) % 2 != 0
+            together = together and column_stride == 1 and not odd
+        if not together or row_stride % aliasing == 0:
+            return copied(parameters, piece, scratch, key_start, count)
+        source = key_row(parameters, piece, key_start)
+        return factor(address_of(source)), row_stride // step, column_stride
+
+    return tile
+
+
+@functools.cache
+def turned_tile_of(dtype: str) -> Callable:
+    """The function that gives a tile as a factor of a product that is summed over the keys.
+
+    ``turned_tile(scratch, tile, row_stride, step_stride, count, columns)``, of what ``tile``
+    returned, returns a pointer, the stride of a column and the stride of a step along the keys.
+    """
+    if factor_dtype(dtype) != PAIRS:
+
+        @njit
+        def swapped(scratch, tile, row_stride, step_stride, count, columns):
+            return tile, step_stride, row_stride
+
+        return swapped
+
+    LANES = lanes_of("float32")  # noqa: N806
+    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+
+    @njit
+    def pack_two(line, upper, lower, columns):
+        whole = columns // LANES * LANES
+        for column in range(0, whole, LANES):
+            first, second = load_vector(upper, column, LANES), load_vector(lower, column, LANES)
+            store(line, column, pack_pairs(first, second))
+        elements = as_elements(address_of(line))
+        for column in range(whole, columns):
+            store(elements, 2 * column, load(upper, column))
+            store(elements, 2 * column + 1, load(lower, column))
+
+    @njit
+    def pack_one(line, upper, columns):
+        elements = as_elements(address_of(line))
+        for column in range(columns):
+            store(elements, 2 * column, load(upper, column))
+            store(elements, 2 * column + 1, 0.0)
+
+    @njit
+    def packed(scratch, tile, row_stride, step_stride, count, columns):
+        source, target = as_elements(address_of(tile)), as_pairs(address_of(scratch))
+        for key in range(0, count - 1, 2):
+            upper = shift(source, key * row_stride * 2)
+            lower = shift(upper, row_stride * 2)
+            pack_two(shift(target, key // 2 * columns), upper, lower, columns)
+        if count % 2 == 1:
+            last = shift(source, (count - 1) * row_stride * 2)
+            pack_one(shift(target, count // 2 * columns), last, columns)
+        return target, 1, columns
+
+    return packed

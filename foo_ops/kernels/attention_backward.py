@@ -1,143 +1,261 @@
-"""Attention: the gradients for query, key and value from a share of the blocks of queries.
+"""Attention: the gradients for query, key, value, ALiBi slopes and sinks from a block of queries.
 
 With the weights P = exp(S - logsumexp), recomputed tile by tile (Dao et al. 2022, algorithm 4):
 
     delta = rowsum(dO * O) - dLogsumexp       dV = P^T dO
-    dP = dO V^T,  dS = P * (dP - delta)       dQ = scale * dS K,   dK = scale * dS^T Q
+    dP = dO V^T,  dS = P * (dP - delta)       dQ = scale * dS' K,   dK = scale * dS'^T Q
+
+where dS' is dS times the derivative of the soft cap. The gradient of a slope is the sum of
+-dS * |distance|, that of a sink the sum of -exp(sink - logsumexp) * delta.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 from numba import njit
 
 from foo_ops.kernels.attention import (
     KEY_BLOCK,
-    QUERY_BLOCK,
+    TILE,
+    TILE_STRIDE,
     argument_types,
-    compact,
+    block_of,
     compute_dtype,
-    fill,
+    copy_row_of,
+    factor_dtype,
+    factors_of,
+    fill_of,
     round_up,
-    tiles_of,
-    visible_keys,
+    tile_of,
+    turn_back_of,
+    turn_of,
+    turned_tile_of,
 )
-from foo_ops.kernels.attention_weights import load_rows_of, weights_of
+from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
+from foo_ops.kernels.attention_weights import LOG2, statistics_of, weights_of
+from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of, matmul_of
-from foo_ops.kernels.simd import ELEMENTS, load, load_vector, shift, splat, store
+from foo_ops.kernels.simd import (
+    ELEMENTS,
+    absolute,
+    address_of,
+    fma,
+    load,
+    load_vector,
+    pointer_to,
+    shift,
+    splat,
+    store,
+)
 from foo_ops.kernels.struct import row_of
+from foo_ops.kernels.tiles import PAIRS
+
+
+@functools.cache
+def _lane_factors_of(dtype: str) -> Callable:
+    """``as_lane_factors(target, tile, columns, count)``, for products summed over the queries.
+
+    The tile's rows as they are, or rounded to pairs of neighbouring lanes. Returns a pointer and
+    the stride of a row.
+    """
+    if factor_dtype(dtype) != PAIRS:
+
+        @njit
+        def themselves(target, tile, columns, count):
+            return tile, TILE_STRIDE
+
+        return themselves
+
+    LANES = lanes_of("float32")  # noqa: N806
+    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+
+    @njit
+    def rounded(target, tile, columns, count):
+        elements = as_elements(address_of(target))
+        for key in range(count):
+            for column in range(0, columns, LANES):
+                index = key * TILE_STRIDE + column
+                store(elements, index, load_vector(tile, index, LANES))
+        return as_pairs(address_of(target)), TILE_STRIDE // 2
+
+    return rounded
+
+
+@functools.cache
+def _option_gradients_of(dtype: str) -> tuple[Callable, Callable, Callable]:
+    """The functions that sum the gradients of slopes, and write them and those of the sinks."""
+    compute = ELEMENTS[dtype].compute
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+
+    @njit
+    def add_distances(piece, lanes, grad_scores, sums, key_start, columns, count):
+        """sums += grad_scores * |distance|, lane by lane."""
+        first_distance = piece.query_start + piece.alignment - key_start
+        for column in range(0, columns, LANES):
+            position, sum_ = load_vector(lanes, column, LANES), load_vector(sums, column, LANES)
+            for key in range(count):
+                distance = absolute(position + splat(compute(first_distance - key), LANES))
+                index = key * TILE_STRIDE + column
+                sum_ = fma(load_vector(grad_scores, index, LANES), distance, sum_)
+            store(sums, column, sum_)
+
+    @njit
+    def write_slopes(parameters, piece, sums):
+        for index in range(piece.heads):
+            total = compute(0.0)
+            for row in range(piece.query_count):
+                total -= load(sums, index * piece.query_count + row)
+            head = piece.head + index
+            target = row_of(parameters, "grad_alibi_slopes", piece.batch, head, piece.block)
+            store(target, 0, total)
+
+    @njit
+    def write_sinks(parameters, piece, logsumexp, delta):
+        for index in range(piece.heads):
+            head = piece.head + index
+            sink = load(row_of(parameters, "sinks", 0, head, 0), 0) / compute(LOG2)
+            total = compute(0.0)
+            for row in range(piece.query_count):
+                lane = index * piece.query_count + row
+                total -= exp2(sink - load(logsumexp, lane)) * load(delta, lane)
+            store(row_of(parameters, "grad_sinks", piece.batch, head, piece.block), 0, total)
+
+    return add_distances, write_slopes, write_sinks
 
 
 def build(dtype: str) -> Kernel:
-    """Piece of work: batch, head of the keys, chunk.
-
-    A chunk has every ``chunks``-th block of queries of the heads that share the keys, and adds to
-    sums of grad_key and grad_value of its own, in a fixed order: the result does not depend on
-    which thread runs it.
+    """grad_key and grad_value are sums in the compute type, which a block adds to: those of the
+    piece's slot. Which blocks share a slot, and in which order, does not depend on the threads.
     """
-    compute = ELEMENTS[dtype].compute
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    matmul = matmul_of(compute_dtype(dtype))
-    key_tile, value_tile = tiles_of(dtype)
-    weights_tile, load_rows = weights_of(dtype), load_rows_of(dtype)
+    compute, factor = compute_dtype(dtype), factor_dtype(dtype)
+    scalar = ELEMENTS[dtype].compute
+    LANES = lanes_of(compute)  # noqa: N806
+    matmul, fill, copy_row = (
+        matmul_of(compute, factor, factor),
+        fill_of(compute),
+        copy_row_of(compute),
+    )
+    step, as_factors = factors_of(dtype)
+    as_lane_factors = _lane_factors_of(dtype)
+    turn, turn_back = turn_of(compute), turn_back_of(compute)
+    load_queries, load_grad_outputs = block_of(dtype, "query"), block_of(dtype, "grad_output")
+    key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
+    turned_tile = turned_tile_of(dtype)
+    fill_lanes, load_statistics = lanes_filler_of(dtype), statistics_of(dtype)
+    weights_tile = weights_of(dtype)
+    add_distances, write_slopes, write_sinks = _option_gradients_of(dtype)
 
     @njit
-    def multiply(target, count, columns, factor):
-        """Every row of a tile, times a factor."""
-        factors = splat(compute(factor), LANES)
+    def multiply(target, factors, columns, count):
         for key in range(count):
             for column in range(0, columns, LANES):
-                index = key * QUERY_BLOCK + column
-                store(target, index, load_vector(target, index, LANES) * factors)
+                index = key * TILE_STRIDE + column
+                product = load_vector(target, index, LANES) * load_vector(factors, index, LANES)
+                store(target, index, product)
 
     @njit
-    def write_grad_query(parameters, batch, head, query_start, rows, grad):
-        target = row_of(parameters, "grad_query", batch, head, query_start)
-        for row in range(rows):
-            line = shift(target, row * parameters.grad_query_row_stride)
-            for column in range(parameters.head_dim):
-                value = load(grad, column * QUERY_BLOCK + row)
-                store(line, column * parameters.grad_query_column_stride, value)
+    def write_grad_query(parameters, piece, rows, width):
+        factor = splat(scalar(parameters.scale), LANES)
+        for index in range(piece.heads):
+            for row in range(piece.query_count):
+                query = piece.query_offset + piece.query_start + row
+                source = shift(rows, (index * piece.query_count + row) * width)
+                for column in range(0, width, LANES):
+                    store(source, column, load_vector(source, column, LANES) * factor)
+                target = row_of(parameters, "grad_query", piece.batch, piece.head + index, query)
+                copy_row(target, source, 1, parameters.head_dim, parameters.head_dim)
 
-    @njit
-    def block_of_queries(parameters, scratch, batch, head, key_head, chunk, query_start):
+    def backward(parameters, piece, scratch):
         head_dim, value_dim = parameters.head_dim, parameters.value_dim
         # The sums' rows are whole vectors, and so are those of the blocks they are computed from.
         head_width, value_width = parameters.grad_key_row_stride, parameters.grad_value_row_stride
-        rows = min(QUERY_BLOCK, parameters.query_length - query_start)
+        width = max(head_width, value_width)
+        rows = piece.heads * piece.query_count
         columns = round_up(rows, LANES)
 
         weights = scratch
-        grad_scores = shift(weights, KEY_BLOCK * QUERY_BLOCK)
-        bias = shift(grad_scores, KEY_BLOCK * QUERY_BLOCK)
-        logsumexp = shift(bias, KEY_BLOCK * QUERY_BLOCK)
-        delta = shift(logsumexp, QUERY_BLOCK)
-        queries_transposed = shift(delta, QUERY_BLOCK)
-        grad_queries = shift(queries_transposed, head_dim * QUERY_BLOCK)
-        grad_outputs_transposed = shift(grad_queries, head_dim * QUERY_BLOCK)
-        queries = shift(grad_outputs_transposed, value_dim * QUERY_BLOCK)
-        grad_outputs = shift(queries, head_width * QUERY_BLOCK)
-        converted_keys = shift(grad_outputs, value_width * QUERY_BLOCK)
-        converted_values = shift(converted_keys, KEY_BLOCK * head_dim)
+        grad_scores = shift(weights, TILE)
+        kept = shift(grad_scores, TILE)
+        slopes = shift(kept, TILE)
+        logsumexp = shift(slopes, TILE)
+        delta = shift(logsumexp, TILE_STRIDE)
+        distances = shift(delta, TILE_STRIDE)
+        lanes = shift(distances, TILE_STRIDE)
+        block = shift(lanes, LANE_ROWS * TILE_STRIDE)
+        grad_block = shift(block, TILE_STRIDE * width)
+        turned = shift(grad_block, TILE_STRIDE * width)
+        grad_turned = shift(turned, TILE_STRIDE * (width + 1))
+        grad_queries = shift(grad_turned, TILE_STRIDE * (width + 1))
+        packed = shift(grad_queries, TILE_STRIDE * width)
+        grad_packed = shift(packed, TILE_STRIDE * width)
+        row_pairs = shift(grad_packed, TILE_STRIDE * width)
+        grad_row_pairs = shift(row_pairs, TILE_STRIDE * width)
+        key_memory = shift(grad_row_pairs, TILE_STRIDE * width)
+        value_memory = shift(key_memory, KEY_BLOCK * head_width)
+        turned_memory = shift(value_memory, KEY_BLOCK * value_width)
 
-        load_rows(
-            parameters, queries_transposed, grad_outputs_transposed, logsumexp, delta,
-            batch, head, query_start, rows, columns,
-        )  # fmt: skip
-        query = row_of(parameters, "query", batch, head, query_start)
-        grad_output = row_of(parameters, "grad_output", batch, head, query_start)
-        compact(
-            queries, query, parameters.query_row_stride, parameters.query_column_stride,
-            rows, head_dim, head_width,
-        )  # fmt: skip
-        compact(
-            grad_outputs, grad_output,
-            parameters.grad_output_row_stride, parameters.grad_output_column_stride,
-            rows, value_dim, value_width,
-        )  # fmt: skip
-        fill(grad_queries, head_dim * QUERY_BLOCK, 0.0)
+        fill_lanes(parameters, piece, lanes)
+        load_queries(parameters, piece, block, head_dim, columns, head_width)
+        load_grad_outputs(parameters, piece, grad_block, value_dim, columns, value_width)
+        turn(turned, block, columns, head_width)
+        turn(grad_turned, grad_block, columns, value_width)
+        fill(shift(turned, head_width * TILE_STRIDE), columns, 0.0)
+        fill(shift(grad_turned, value_width * TILE_STRIDE), columns, 0.0)
+        load_statistics(
+            parameters, piece, grad_turned, packed, logsumexp, delta, columns, value_width
+        )
+        queries = as_factors(packed, turned, TILE_STRIDE, head_dim, columns)
+        grad_outputs = as_factors(grad_packed, grad_turned, TILE_STRIDE, value_dim, columns)
+        query_rows = as_factors(row_pairs, block, head_width, columns, head_width)
+        grad_rows = as_factors(grad_row_pairs, grad_block, value_width, columns, value_width)
+        row_steps = (rows + step - 1) // step
+        fill(grad_queries, head_width * TILE_STRIDE, 0.0)
+        fill(distances, TILE_STRIDE, 0.0)
 
-        # grad_key and grad_value have the shape (batch * key_heads, chunks, key_length, width).
-        sums = (batch * parameters.key_heads + key_head) * parameters.chunks + chunk
-        end = visible_keys(parameters, query_start + rows)
-        for key_start in range(0, end, KEY_BLOCK):
-            count = min(KEY_BLOCK, end - key_start)
-            keys, key_row, key_column = key_tile(
-                parameters, converted_keys, batch, key_head, key_start, count
-            )
-            values, value_row, value_column = value_tile(
-                parameters, converted_values, batch, key_head, key_start, count
+        for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
+            count = min(KEY_BLOCK, piece.key_stop - key_start)
+            keys, key_stride, key_step = key_tile(parameters, piece, key_memory, key_start, count)
+            values, value_stride, value_step = value_tile(
+                parameters, piece, value_memory, key_start, count
             )
             weights_tile(
-                parameters, weights, grad_scores, bias,
-                keys, key_row, key_column, values, value_row, value_column,
-                queries_transposed, grad_outputs_transposed, logsumexp, delta,
-                batch, head, query_start, key_start, rows, columns, count,
+                parameters, piece, lanes, weights, grad_scores, kept, slopes,
+                keys, key_stride, key_step, values, value_stride, value_step,
+                queries, grad_outputs, logsumexp, delta, key_start, columns, count,
             )  # fmt: skip
-            multiply(grad_scores, count, columns, parameters.scale)
-            place = sums * parameters.key_length + key_start
+            if parameters.has_alibi_slopes:
+                add_distances(piece, lanes, grad_scores, distances, key_start, columns, count)
+            if parameters.softcap > 0.0:
+                multiply(grad_scores, slopes, columns, count)
+            place = piece.key_offset + key_start
+            factors, stride = as_lane_factors(kept, weights, columns, count)
             matmul(
-                shift(parameters.grad_value, place * value_width), value_width,
-                weights, QUERY_BLOCK, 1, grad_outputs, value_width,
-                count, value_width, rows, True,
+                row_of(parameters, "grad_value", piece.slot, 0, place), value_width,
+                factors, stride, 1, grad_rows, value_width, count, value_width, row_steps, True,
             )  # fmt: skip
+            factors, stride = as_lane_factors(kept, grad_scores, columns, count)
             matmul(
-                shift(parameters.grad_key, place * head_width), head_width,
-                grad_scores, QUERY_BLOCK, 1, queries, head_width,
-                count, head_width, rows, True,
+                row_of(parameters, "grad_key", piece.slot, 0, place), head_width,
+                factors, stride, 1, query_rows, head_width, count, head_width, row_steps, True,
             )  # fmt: skip
+            fill(shift(grad_scores, count * TILE_STRIDE), columns, 0.0)
+            factors = as_factors(kept, grad_scores, TILE_STRIDE, count, columns)
+            turned_keys, column_stride, step_stride = turned_tile(
+                turned_memory, keys, key_stride, key_step, count, head_dim
+            )
             matmul(
-                grad_queries, QUERY_BLOCK, keys, key_column, key_row,
-                grad_scores, QUERY_BLOCK, head_dim, columns, count, True,
+                grad_queries, TILE_STRIDE, turned_keys, column_stride, step_stride,
+                factors, TILE_STRIDE, head_dim, columns, (count + step - 1) // step, True,
             )  # fmt: skip
-        write_grad_query(parameters, batch, head, query_start, rows, grad_queries)
 
-    def backward(parameters, scratch, batch, key_head, chunk):
-        group = parameters.query_heads // parameters.key_heads
-        blocks = (parameters.query_length + QUERY_BLOCK - 1) // QUERY_BLOCK
-        for piece in range(chunk, group * blocks, parameters.chunks):
-            head = key_head * group + piece // blocks
-            query_start = piece % blocks * QUERY_BLOCK
-            block_of_queries(parameters, scratch, batch, head, key_head, chunk, query_start)
+        turn_back(block, grad_queries, head_width, columns)
+        write_grad_query(parameters, piece, block, head_width)
+        if parameters.has_alibi_slopes:
+            write_slopes(parameters, piece, distances)
+        if parameters.has_sinks:
+            write_sinks(parameters, piece, logsumexp, delta)
 
     return Kernel(backward, argument_types(dtype))

@@ -1,8 +1,9 @@
 """Attention: the gradient of the bias, a tile of it at a time.
 
-It is the gradient of the scores, summed over all that the bias was broadcast to. A piece of work
-owns its tile of the gradient and recomputes the scores that it needs: nothing of size
-query_length x key_length is kept, and no two threads write to one place.
+It is the gradient of the scores, summed over all that the bias was broadcast to. The blocks of
+queries that add to a tile come one after the other, in the same scratch memory, and recompute the
+scores that they need: nothing of size query_length x key_length is kept, and no two threads write
+to one place.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from foo_ops.kernels.attention import (
     BIAS_FLOAT32,
     KEY_BLOCK,
     QUERY_BLOCK,
+    TILE,
+    TILE_STRIDE,
     argument_types,
+    block_of,
     compute_dtype,
-    fill,
+    factors_of,
+    fill_of,
     round_up,
-    tiles_of,
-    visible_keys,
+    tile_of,
+    turn_of,
 )
-from foo_ops.kernels.attention_weights import load_rows_of, weights_of
+from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
+from foo_ops.kernels.attention_weights import statistics_of, weights_of
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import (
@@ -35,21 +41,24 @@ from foo_ops.kernels.simd import (
 
 
 def build(dtype: str) -> Kernel:
-    """Piece of work: batch * bias_heads + head of the bias, block of rows, tile of columns.
-
-    The last two are zero where the bias has one row or one column.
+    """Piece of work: a block of queries, as part ``part`` of the ``parts`` of a tile of the bias,
+    which begins at ``column``.
     """
     compute = ELEMENTS[dtype].compute
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    weights_tile, load_rows = weights_of(dtype), load_rows_of(dtype)
-    key_tile, value_tile = tiles_of(dtype)
+    compute_name = compute_dtype(dtype)
+    LANES = lanes_of(compute_name)  # noqa: N806
+    weights_tile, load_statistics = weights_of(dtype), statistics_of(dtype)
+    load_queries, load_grad_outputs = block_of(dtype, "query"), block_of(dtype, "grad_output")
+    key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
+    fill, turn, fill_lanes = fill_of(compute_name), turn_of(compute_name), lanes_filler_of(dtype)
+    _, as_factors = factors_of(dtype)
     own_dtype, as_float32 = pointer_to(dtype), pointer_to("float32")
 
     @njit
     def add(total, tile, columns, count):
         for key in range(count):
             for column in range(0, columns, LANES):
-                index = key * QUERY_BLOCK + column
+                index = key * TILE_STRIDE + column
                 sum_ = load_vector(total, index, LANES) + load_vector(tile, index, LANES)
                 store(total, index, sum_)
 
@@ -59,8 +68,8 @@ def build(dtype: str) -> Kernel:
         for key in range(KEY_BLOCK):
             sum_ = compute(0.0)
             for row in range(QUERY_BLOCK):
-                sum_ += load(total, key * QUERY_BLOCK + row)
-            store(total, key * QUERY_BLOCK, sum_)
+                sum_ += load(total, key * TILE_STRIDE + row)
+            store(total, key * TILE_STRIDE, sum_)
 
     @njit
     def sum_rows(total):
@@ -68,105 +77,99 @@ def build(dtype: str) -> Kernel:
         for row in range(QUERY_BLOCK):
             sum_ = compute(0.0)
             for key in range(KEY_BLOCK):
-                sum_ += load(total, key * QUERY_BLOCK + row)
+                sum_ += load(total, key * TILE_STRIDE + row)
             store(total, row, sum_)
 
     @njit
     def write(target, row_stride, column_stride, total, rows, columns):
         for row in range(rows):
             for key in range(columns):
-                value = load(total, key * QUERY_BLOCK + row)
+                value = load(total, key * TILE_STRIDE + row)
                 store(target, row * row_stride + key * column_stride, value)
 
     @njit
-    def write_gradient(parameters, total, batch, head, first_row, first_column):
+    def write_gradient(parameters, piece, total):
         row_stride = parameters.grad_attn_bias_row_stride
         column_stride = parameters.grad_attn_bias_column_stride
-        rows = min(QUERY_BLOCK, parameters.bias_rows - first_row)
-        columns = min(KEY_BLOCK, parameters.bias_columns - first_column)
+        rows = 1 if parameters.bias_rows == 1 else piece.query_count
+        columns = min(KEY_BLOCK, parameters.bias_columns - piece.column)
+        # The strides of what the bias was broadcast along are zero.
         offset = (
-            batch * parameters.grad_attn_bias_batch_stride
-            + head * parameters.grad_attn_bias_head_stride
-            + first_row * row_stride
-            + first_column * column_stride
+            piece.batch * parameters.grad_attn_bias_batch_stride
+            + piece.head * parameters.grad_attn_bias_head_stride
+            + piece.query_start * row_stride
+            + piece.column * column_stride
         )
         address = address_of(parameters.grad_attn_bias)
         if parameters.bias_kind == BIAS_FLOAT32:
             wide = shift(as_float32(address), offset)
             write(wide, row_stride, column_stride, total, rows, columns)
         else:
-            write(
-                shift(own_dtype(address), offset), row_stride, column_stride, total, rows, columns
-            )
+            own = shift(own_dtype(address), offset)
+            write(own, row_stride, column_stride, total, rows, columns)
 
     @njit
-    def add_block(parameters, scratch, total, batch, head, query_start, key_begin, key_stop):
-        """Add the gradients of the scores of a block of queries with some keys to the total."""
-        head_dim, value_dim = parameters.head_dim, parameters.value_dim
-        rows = min(QUERY_BLOCK, parameters.query_length - query_start)
-        columns = round_up(rows, LANES)
-        key_head = head // (parameters.query_heads // parameters.key_heads)
+    def add_block(parameters, piece, scratch, total):
+        """Add the gradients of the scores of the block with the piece's keys to the total."""
+        head_width = round_up(parameters.head_dim, LANES)
+        value_width = round_up(parameters.value_dim, LANES)
+        width = max(head_width, value_width)
+        columns = round_up(piece.query_count, LANES)
 
         weights = scratch
-        grad_scores = shift(weights, KEY_BLOCK * QUERY_BLOCK)
-        bias = shift(grad_scores, KEY_BLOCK * QUERY_BLOCK)
-        logsumexp = shift(bias, KEY_BLOCK * QUERY_BLOCK)
-        delta = shift(logsumexp, QUERY_BLOCK)
-        queries = shift(delta, QUERY_BLOCK)
-        grad_outputs = shift(queries, head_dim * QUERY_BLOCK)
-        converted_keys = shift(grad_outputs, value_dim * QUERY_BLOCK)
-        converted_values = shift(converted_keys, KEY_BLOCK * head_dim)
+        grad_scores = shift(weights, TILE)
+        kept = shift(grad_scores, TILE)
+        slopes = shift(kept, TILE)
+        logsumexp = shift(slopes, TILE)
+        delta = shift(logsumexp, TILE_STRIDE)
+        lanes = shift(delta, TILE_STRIDE)
+        block = shift(lanes, LANE_ROWS * TILE_STRIDE)
+        turned = shift(block, TILE_STRIDE * width)
+        grad_turned = shift(turned, TILE_STRIDE * (width + 1))
+        packed = shift(grad_turned, TILE_STRIDE * (width + 1))
+        grad_packed = shift(packed, TILE_STRIDE * width)
+        key_memory = shift(grad_packed, TILE_STRIDE * width)
+        value_memory = shift(key_memory, KEY_BLOCK * head_width)
 
-        end = min(key_stop, visible_keys(parameters, query_start + rows))
-        if key_begin >= end:
-            return
-        load_rows(
-            parameters, queries, grad_outputs, logsumexp, delta,
-            batch, head, query_start, rows, columns,
-        )  # fmt: skip
-        for key_start in range(key_begin, end, KEY_BLOCK):
-            count = min(KEY_BLOCK, end - key_start)
-            keys, key_row, key_column = key_tile(
-                parameters, converted_keys, batch, key_head, key_start, count
-            )
-            values, value_row, value_column = value_tile(
-                parameters, converted_values, batch, key_head, key_start, count
+        fill_lanes(parameters, piece, lanes)
+        load_queries(parameters, piece, block, parameters.head_dim, columns, head_width)
+        turn(turned, block, columns, head_width)
+        load_grad_outputs(parameters, piece, block, parameters.value_dim, columns, value_width)
+        turn(grad_turned, block, columns, value_width)
+        fill(shift(turned, head_width * TILE_STRIDE), columns, 0.0)
+        fill(shift(grad_turned, value_width * TILE_STRIDE), columns, 0.0)
+        load_statistics(
+            parameters, piece, grad_turned, packed, logsumexp, delta, columns, value_width
+        )
+        queries = as_factors(packed, turned, TILE_STRIDE, parameters.head_dim, columns)
+        grad_outputs = as_factors(
+            grad_packed, grad_turned, TILE_STRIDE, parameters.value_dim, columns
+        )
+        for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
+            count = min(KEY_BLOCK, piece.key_stop - key_start)
+            keys, key_stride, key_step = key_tile(parameters, piece, key_memory, key_start, count)
+            values, value_stride, value_step = value_tile(
+                parameters, piece, value_memory, key_start, count
             )
             weights_tile(
-                parameters, weights, grad_scores, bias,
-                keys, key_row, key_column, values, value_row, value_column,
-                queries, grad_outputs, logsumexp, delta,
-                batch, head, query_start, key_start, rows, columns, count,
+                parameters, piece, lanes, weights, grad_scores, kept, slopes,
+                keys, key_stride, key_step, values, value_stride, value_step,
+                queries, grad_outputs, logsumexp, delta, key_start, columns, count,
             )  # fmt: skip
-            add(total, grad_scores, columns, count)
+            place = shift(total, (key_start - piece.column) * TILE_STRIDE)
+            add(total if parameters.bias_columns == 1 else place, grad_scores, columns, count)
 
-    def bias_backward(parameters, scratch, place, row_block, column_tile):
-        bias_batch, bias_head = place // parameters.bias_heads, place % parameters.bias_heads
+    def bias_backward(parameters, piece, scratch):
         total = scratch
-        rest = shift(scratch, KEY_BLOCK * QUERY_BLOCK)
-        fill(total, KEY_BLOCK * QUERY_BLOCK, 0.0)
-
-        one_row, one_column = parameters.bias_rows == 1, parameters.bias_columns == 1
-        query_begin = row_block * QUERY_BLOCK
-        query_stop = parameters.query_length if one_row else query_begin + 1
-        key_begin = column_tile * KEY_BLOCK
-        key_stop = parameters.key_length
-        if not one_column:
-            key_stop = min(key_stop, key_begin + KEY_BLOCK)
-
-        # Steps of 1 over batches and heads that the bias has been broadcast to, else only its own.
-        batch_stop = parameters.batch if parameters.bias_batch == 1 else bias_batch + 1
-        head_stop = parameters.query_heads if parameters.bias_heads == 1 else bias_head + 1
-        for batch in range(bias_batch, batch_stop):
-            for head in range(bias_head, head_stop):
-                for query_start in range(query_begin, query_stop, QUERY_BLOCK):
-                    add_block(
-                        parameters, rest, total, batch, head, query_start, key_begin, key_stop
-                    )
-        if one_row:
-            sum_columns(total)
-        if one_column:
-            sum_rows(total)
-        write_gradient(parameters, total, bias_batch, bias_head, query_begin, key_begin)
+        if piece.part == 0:
+            fill(total, TILE, 0.0)
+        if piece.key_start < piece.key_stop:
+            add_block(parameters, piece, shift(scratch, TILE), total)
+        if piece.part == piece.parts - 1:
+            if parameters.bias_rows == 1:
+                sum_columns(total)
+            if parameters.bias_columns == 1:
+                sum_rows(total)
+            write_gradient(parameters, piece, total)
 
     return Kernel(bias_backward, argument_types(dtype))

@@ -1,149 +1,120 @@
-"""Attention: the output and the logsumexp for a block of queries.
-
-Online softmax over tiles of keys (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1): with
-the maximum m and the sum l of exp(score - m) so far, a tile with maximum m' turns l into
-l * exp(m - max(m, m')) plus its own part, and the unnormalised output alike.
-"""
+"""Attention: the output and the logsumexp for a block of queries and some of the keys."""
 
 from __future__ import annotations
-
-import math
 
 from numba import njit
 
 from foo_ops.kernels.attention import (
     KEY_BLOCK,
-    QUERY_BLOCK,
+    TILE,
+    TILE_STRIDE,
     argument_types,
+    block_of,
     compute_dtype,
-    fill,
+    factor_dtype,
+    factors_of,
+    fill_of,
     round_up,
+    tile_of,
+    turn_back_of,
+    turn_of,
+    turned_tile_of,
+)
+from foo_ops.kernels.attention_scores import (
+    LANE_ROWS,
+    kept_of,
+    lanes_filler_of,
     scores_of,
-    tiles_of,
-    transpose,
-    visible_keys,
+)
+from foo_ops.kernels.attention_softmax import (
+    factors_filler_of,
+    softmax_of,
+    softmax_start_of,
+    writer_of,
 )
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of, matmul_of
-from foo_ops.kernels.simd import (
-    ELEMENTS,
-    any_lane,
-    exp,
-    less,
-    load,
-    load_vector,
-    maximum,
-    select,
-    shift,
-    splat,
-    store,
-)
-from foo_ops.kernels.struct import row_of
+from foo_ops.kernels.simd import address_of, load_vector, pointer_to, shift, store
 
 
 def build(dtype: str) -> Kernel:
-    compute = ELEMENTS[dtype].compute
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    matmul = matmul_of(compute_dtype(dtype))
-    key_tile, value_tile = tiles_of(dtype)
-    scores_tile = scores_of(dtype)
+    compute, factor = compute_dtype(dtype), factor_dtype(dtype)
+    LANES = lanes_of(compute)  # noqa: N806
+    matmul, fill, turn = matmul_of(compute, factor, factor), fill_of(compute), turn_of(compute)
+    step, as_factors = factors_of(dtype)
+    as_factor = pointer_to(factor)
+    load_block, fill_lanes = block_of(dtype, "query"), lanes_filler_of(dtype)
+    key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
+    turned_tile, turn_back = turned_tile_of(dtype), turn_back_of(compute)
+    scores_tile, load_kept = scores_of(dtype), kept_of(dtype)
+    start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, factor)
+    fill_factors, write = factors_filler_of(dtype), writer_of(dtype)
 
     @njit
-    def online_softmax(scores, largest, total, correction, columns, count):
-        """Turn a tile of scores into exp(score - largest), with largest and total updated.
-
-        Returns whether a maximum grew, so that the output has to be multiplied by correction.
-        """
-        grew = False
-        for column in range(0, columns, LANES):
-            before = load_vector(largest, column, LANES)
-            after = before
-            for key in range(count):
-                after = maximum(load_vector(scores, key * QUERY_BLOCK + column, LANES), after)
-            # A query that has seen nothing yet has the maximum -infinity: any finite number does.
-            lowest = splat(compute(-math.inf), LANES)
-            base = select(less(lowest, after), after, splat(compute(0.0), LANES))
-            factor = exp(before - base)
-            sum_ = load_vector(total, column, LANES) * factor
-            for key in range(count):
-                index = key * QUERY_BLOCK + column
-                weight = exp(load_vector(scores, index, LANES) - base)
-                store(scores, index, weight)
-                sum_ = sum_ + weight
-            store(largest, column, after)
-            store(total, column, sum_)
-            store(correction, column, factor)
-            grew = grew or any_lane(less(before, after))
-        return grew
-
-    @njit
-    def rescale(accumulator, correction, rows, columns):
+    def rescale(accumulator, factors, rows, columns):
         for row in range(rows):
             for column in range(0, columns, LANES):
-                index = row * QUERY_BLOCK + column
-                factor = load_vector(correction, column, LANES)
-                store(accumulator, index, load_vector(accumulator, index, LANES) * factor)
+                index = row * TILE_STRIDE + column
+                product = load_vector(accumulator, index, LANES) * load_vector(
+                    factors, column, LANES
+                )
+                store(accumulator, index, product)
 
-    @njit
-    def write(parameters, batch, head, query_start, rows, accumulator, largest, total):
-        output = row_of(parameters, "output", batch, head, query_start)
-        logsumexp = row_of(parameters, "logsumexp", batch, head, query_start)
-        for row in range(rows):
-            maximum_, sum_ = load(largest, row), load(total, row)
-            # The sum is zero for a query that sees nothing, and its output is zero.
-            factor = compute(1.0) / sum_ if sum_ != 0.0 else compute(0.0)
-            line = shift(output, row * parameters.output_row_stride)
-            for column in range(parameters.value_dim):
-                value = load(accumulator, column * QUERY_BLOCK + row)
-                store(line, column * parameters.output_column_stride, value * factor)
-            # The sum is NaN for a score of +infinity, whose logsumexp is nevertheless +infinity.
-            result = maximum_ if maximum_ == math.inf else maximum_ + math.log(sum_)
-            store(logsumexp, row * parameters.logsumexp_row_stride, result)
-
-    def forward(parameters, scratch, batch, head, query_start):
-        head_dim, value_dim = parameters.head_dim, parameters.value_dim
-        rows = min(QUERY_BLOCK, parameters.query_length - query_start)
-        columns = round_up(rows, LANES)
-        key_head = head // (parameters.query_heads // parameters.key_heads)
+    def forward(parameters, piece, scratch):
+        head_width = round_up(parameters.head_dim, LANES)
+        value_width = round_up(parameters.value_dim, LANES)
+        columns = round_up(piece.heads * piece.query_count, LANES)
 
         scores = scratch
-        bias = shift(scores, KEY_BLOCK * QUERY_BLOCK)
-        largest = shift(bias, KEY_BLOCK * QUERY_BLOCK)
-        total = shift(largest, QUERY_BLOCK)
-        correction = shift(total, QUERY_BLOCK)
-        queries = shift(correction, QUERY_BLOCK)
-        accumulator = shift(queries, head_dim * QUERY_BLOCK)
-        converted_keys = shift(accumulator, value_dim * QUERY_BLOCK)
-        converted_values = shift(converted_keys, KEY_BLOCK * head_dim)
+        kept = shift(scores, TILE)
+        largest = shift(kept, TILE)
+        total = shift(largest, TILE_STRIDE)
+        correction = shift(total, TILE_STRIDE)
+        lanes = shift(correction, TILE_STRIDE)
+        block = shift(lanes, LANE_ROWS * TILE_STRIDE)
+        turned = shift(block, TILE_STRIDE * max(head_width, value_width))
+        queries_memory = shift(turned, (head_width + 1) * TILE_STRIDE)
+        accumulator = shift(queries_memory, head_width * TILE_STRIDE)
+        key_memory = shift(accumulator, value_width * TILE_STRIDE)
+        value_memory = shift(key_memory, KEY_BLOCK * head_width)
+        turned_memory = shift(value_memory, KEY_BLOCK * value_width)
 
-        query = row_of(parameters, "query", batch, head, query_start)
-        transpose(
-            queries, query, parameters.query_row_stride, parameters.query_column_stride,
-            rows, head_dim, columns,
-        )  # fmt: skip
-        fill(largest, QUERY_BLOCK, -math.inf)
-        fill(total, QUERY_BLOCK, 0.0)
-        fill(accumulator, value_dim * QUERY_BLOCK, 0.0)
+        fill_lanes(parameters, piece, lanes)
+        load_block(parameters, piece, block, parameters.head_dim, columns, head_width)
+        turn(turned, block, columns, head_width)
+        fill(shift(turned, head_width * TILE_STRIDE), columns, 0.0)
+        queries = as_factors(queries_memory, turned, TILE_STRIDE, parameters.head_dim, columns)
+        start_softmax(parameters, piece, largest, total)
+        fill(accumulator, value_width * TILE_STRIDE, 0.0)
 
-        end = visible_keys(parameters, query_start + rows)
-        for key_start in range(0, end, KEY_BLOCK):
-            count = min(KEY_BLOCK, end - key_start)
-            keys, key_row, key_column = key_tile(
-                parameters, converted_keys, batch, key_head, key_start, count
-            )
-            values, value_row, value_column = value_tile(
-                parameters, converted_values, batch, key_head, key_start, count
+        for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
+            count = min(KEY_BLOCK, piece.key_stop - key_start)
+            keys, key_stride, key_step = key_tile(parameters, piece, key_memory, key_start, count)
+            values, value_stride, value_step = value_tile(
+                parameters, piece, value_memory, key_start, count
             )
             scores_tile(
-                parameters, scores, bias, keys, key_row, key_column, queries,
-                batch, head, query_start, key_start, rows, columns, count,
+                parameters, piece, lanes, scores, kept, kept, keys, key_stride, key_step, queries,
+                key_start, columns, count,
             )  # fmt: skip
-            if online_softmax(scores, largest, total, correction, columns, count):
-                rescale(accumulator, correction, value_dim, columns)
+            if parameters.dropout_threshold > 0:
+                load_kept(parameters, lanes, kept, key_start, columns, count)
+            if online_softmax(
+                parameters, scores, kept, scores, largest, total, correction, columns, count
+            ):
+                rescale(accumulator, correction, parameters.value_dim, columns)
+            turned_values, column_stride, step_stride = turned_tile(
+                turned_memory, values, value_stride, value_step, count, parameters.value_dim
+            )
             matmul(
-                accumulator, QUERY_BLOCK, values, value_column, value_row,
-                scores, QUERY_BLOCK, value_dim, columns, count, True,
+                accumulator, TILE_STRIDE, turned_values, column_stride, step_stride,
+                as_factor(address_of(scores)), TILE_STRIDE,
+                parameters.value_dim, columns, (count + step - 1) // step, True,
             )  # fmt: skip
-        write(parameters, batch, head, query_start, rows, accumulator, largest, total)
+
+        fill_factors(parameters, total, correction, columns)
+        rescale(accumulator, correction, parameters.value_dim, columns)
+        turn_back(block, accumulator, value_width, columns)
+        write(parameters, piece, block, value_width, largest, total)
 
     return Kernel(forward, argument_types(dtype))

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from numba.core import types
 
-from foo_ops.kernels.attention import compute_dtype
+from foo_ops.kernels.attention import compute_dtype, copy_row_of
 from foo_ops.kernels.jit import Kernel
-from foo_ops.kernels.simd import ELEMENTS, Pointer, load, store
+from foo_ops.kernels.matmul import lanes_of
+from foo_ops.kernels.simd import ELEMENTS, Pointer, load_vector, shift, splat, store
 
 
 def build(dtype: str) -> Kernel:
-    """Arguments: gradient (rows, columns), sums (chunks, rows, width), and these four sizes."""
+    """gradient[row, column] = factor * sum over chunks of sums[chunk, row, column].
+
+    Arguments: gradient with the stride of its rows, sums with those of chunks and rows (these
+    whole vectors), the number of rows, columns and chunks, and the factor. The sums are changed.
+    """
     compute = ELEMENTS[dtype].compute
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    copy_row = copy_row_of(compute_dtype(dtype))
 
-    def sum_chunks(gradient, sums, rows, columns, width, chunks):
+    def sum_chunks(gradient, row_stride, sums, chunk_stride, width, rows, columns, chunks, factor):
+        factors = splat(compute(factor), LANES)
         for row in range(rows):
-            for column in range(columns):
-                total = compute(0.0)
-                for chunk in range(chunks):
-                    total += load(sums, (chunk * rows + row) * width + column)
-                store(gradient, row * columns + column, total)
+            source = shift(sums, row * width)
+            for column in range(0, columns, LANES):
+                total = load_vector(source, column, LANES)
+                for chunk in range(1, chunks):
+                    total = total + load_vector(source, chunk * chunk_stride + column, LANES)
+                store(source, column, total * factors)
+            copy_row(shift(gradient, row * row_stride), source, 1, columns, columns)
 
-    pointers = (Pointer(dtype), Pointer(compute_dtype(dtype)))
-    return Kernel(sum_chunks, (*pointers, *(types.int64,) * 4))
+    size = types.int64
+    pointers = (Pointer(dtype), size, Pointer(compute_dtype(dtype)))
+    return Kernel(sum_chunks, (*pointers, *(size,) * 5, types.float64))

@@ -9,107 +9,148 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.attention import (
-    QUERY_BLOCK,
+    TILE_STRIDE,
+    block_of,
     compute_dtype,
-    scores_of,
-    transpose,
+    factor_dtype,
+    factors_of,
+    fill_of,
+    turn_of,
 )
+from foo_ops.kernels.attention_scores import kept_of, scores_of
+from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.matmul import lanes_of, matmul_of
-from foo_ops.kernels.simd import ELEMENTS, exp, load, load_vector, shift, store
+from foo_ops.kernels.simd import (
+    ELEMENTS,
+    fma,
+    load,
+    load_vector,
+    shift,
+    splat,
+    store,
+)
 from foo_ops.kernels.struct import row_of
+
+LOG2 = math.log(2.0)
 
 
 @functools.cache
-def load_rows_of(dtype: str) -> Callable:
-    """The function that packs what a block of queries brings to its gradients.
+def statistics_of(dtype: str) -> Callable:
+    """``load_statistics(parameters, piece, grad_outputs, scratch, logsumexp, delta, columns,
+    width)``.
 
-    ``load_rows(parameters, queries, grad_outputs, logsumexp, delta, batch, head, query_start, rows,
-    columns)`` writes the transposed queries and gradients of the output, and for each query the
-    logsumexp and delta = sum(grad_output * output) - grad_logsumexp.
+    For each query of a block the logsumexp, in units of log 2, and delta = sum(grad_output *
+    output) - grad_logsumexp. ``grad_outputs`` is the transposed block, scratch has room for two.
     """
-    compute = ELEMENTS[dtype].compute
+    compute = compute_dtype(dtype)
+    LANES = lanes_of(compute)  # noqa: N806
+    load_block, turn, fill = block_of(dtype, "output"), turn_of(compute), fill_of(compute)
 
     @njit
-    def load_statistics(parameters, logsumexp, delta, batch, head, query_start, rows, columns):
-        output = row_of(parameters, "output", batch, head, query_start)
-        grad_output = row_of(parameters, "grad_output", batch, head, query_start)
-        saved = row_of(parameters, "logsumexp", batch, head, query_start)
-        grad_saved = row_of(parameters, "grad_logsumexp", batch, head, query_start)
-        for row in range(rows):
-            sum_ = -load(grad_saved, row * parameters.grad_logsumexp_row_stride)
-            line = shift(output, row * parameters.output_row_stride)
-            grad_line = shift(grad_output, row * parameters.grad_output_row_stride)
-            for column in range(parameters.value_dim):
-                sum_ += load(line, column * parameters.output_column_stride) * load(
-                    grad_line, column * parameters.grad_output_column_stride
-                )
-            value = load(saved, row * parameters.logsumexp_row_stride)
-            # A query that sees nothing has only scores of -infinity: this makes its weights zero.
-            store(logsumexp, row, compute(math.inf) if value == -math.inf else value)
-            store(delta, row, sum_)
-        for row in range(rows, columns):
-            store(logsumexp, row, compute(math.inf))
-            store(delta, row, 0.0)
+    def load_statistics(parameters, piece, grad_outputs, scratch, logsumexp, delta, columns, width):
+        turned = shift(scratch, TILE_STRIDE * width)
+        load_block(parameters, piece, scratch, parameters.value_dim, columns, width)
+        turn(turned, scratch, columns, width)
+        # Unused lanes keep a logsumexp of infinity, and so weights of zero.
+        fill(logsumexp, columns, math.inf)
+        fill(delta, columns, 0.0)
+        for head in range(piece.heads):
+            for row in range(piece.query_count):
+                query = piece.query_offset + piece.query_start + row
+                lane = head * piece.query_count + row
+                index = piece.head + head
+                saved = load(row_of(parameters, "logsumexp", piece.batch, index, query), 0)
+                grad = load(row_of(parameters, "grad_logsumexp", piece.batch, index, query), 0)
+                # A query that sees nothing has a logsumexp of -infinity and no weights, too.
+                if saved != -math.inf:
+                    store(logsumexp, lane, saved / LOG2)
+                store(delta, lane, -grad)
+        for column in range(0, columns, LANES):
+            sum_ = load_vector(delta, column, LANES)
+            for row in range(width):
+                index = row * TILE_STRIDE + column
+                output = load_vector(turned, index, LANES)
+                sum_ = fma(output, load_vector(grad_outputs, index, LANES), sum_)
+            store(delta, column, sum_)
 
-    @njit
-    def load_rows(
-        parameters, queries, grad_outputs, logsumexp, delta,
-        batch, head, query_start, rows, columns,
-    ):  # fmt: skip
-        query = row_of(parameters, "query", batch, head, query_start)
-        grad_output = row_of(parameters, "grad_output", batch, head, query_start)
-        transpose(
-            queries, query, parameters.query_row_stride, parameters.query_column_stride,
-            rows, parameters.head_dim, columns,
-        )  # fmt: skip
-        transpose(
-            grad_outputs, grad_output,
-            parameters.grad_output_row_stride, parameters.grad_output_column_stride,
-            rows, parameters.value_dim, columns,
-        )  # fmt: skip
-        load_statistics(parameters, logsumexp, delta, batch, head, query_start, rows, columns)
-
-    return load_rows
+    return load_statistics
 
 
 @functools.cache
 def weights_of(dtype: str) -> Callable:
-    """The function that recomputes a tile's weights P and the gradient of its scores dS.
+    """``weights_tile(parameters, piece, lanes, weights, grad_scores, kept, slopes, keys,
+    key_stride, key_step, values, value_stride, value_step, queries, grad_outputs, logsumexp, delta,
+    key_start, columns, count)``.
 
-    ``weights_tile(parameters, weights, grad_scores, bias, keys, key_row, key_column, values,
-    value_row, value_column, queries, grad_outputs, logsumexp, delta, batch, head, query_start,
-    key_start, rows, columns, count)``: P = exp(S - logsumexp) and dS = P * (V dO - delta), where S
-    is the score after scale, bias and masks; P and dS are zero for padded queries.
+    Recomputes a tile's weights P = exp(S - logsumexp) and the gradient of its scores
+    dS = P * (V dO - delta), where S is the score with bias and masks; both are zero for unused
+    lanes. With dropout the weights and V dO are multiplied by what it keeps. ``kept`` and
+    ``slopes`` have room for a tile; see modify_of for what is in slopes.
     """
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    matmul, scores_tile = matmul_of(compute_dtype(dtype)), scores_of(dtype)
+    compute, factor = compute_dtype(dtype), factor_dtype(dtype)
+    scalar = ELEMENTS[dtype].compute
+    LANES = lanes_of(compute)  # noqa: N806
+    matmul, scores_tile = matmul_of(compute, factor, factor), scores_of(dtype)
+    load_kept = kept_of(dtype)
+    step, _ = factors_of(dtype)
 
     @njit
-    def exponentials(weights, grad_scores, logsumexp, delta, columns, count):
+    def drop(parameters, weights, grad_scores, kept, columns, count):
+        scale = splat(scalar(parameters.kept_scale), LANES)
         for key in range(count):
             for column in range(0, columns, LANES):
-                index = key * QUERY_BLOCK + column
-                score = load_vector(weights, index, LANES)
-                weight = exp(score - load_vector(logsumexp, column, LANES))
-                grad = load_vector(grad_scores, index, LANES) - load_vector(delta, column, LANES)
-                store(weights, index, weight)
-                store(grad_scores, index, weight * grad)
+                index = key * TILE_STRIDE + column
+                factor = load_vector(kept, index, LANES) * scale
+                store(kept, index, load_vector(weights, index, LANES) * factor)
+                store(grad_scores, index, load_vector(grad_scores, index, LANES) * factor)
+
+    @njit
+    def exponentials(parameters, weights, logsumexp, columns, count):
+        factor, zero = splat(scalar(parameters.factor), LANES), splat(scalar(0.0), LANES)
+        for column in range(0, columns, LANES):
+            offset = zero - load_vector(logsumexp, column, LANES)
+            for key in range(count):
+                index = key * TILE_STRIDE + column
+                store(weights, index, exp2(fma(load_vector(weights, index, LANES), factor, offset)))
+
+    @njit
+    def multiply_weights(weights, grad_scores, delta, columns, count):
+        for column in range(0, columns, LANES):
+            deltas = load_vector(delta, column, LANES)
+            for key in range(count):
+                index = key * TILE_STRIDE + column
+                grad = load_vector(grad_scores, index, LANES) - deltas
+                store(grad_scores, index, load_vector(weights, index, LANES) * grad)
+
+    @njit
+    def copy_tile(target, source, columns, count):
+        for key in range(count):
+            for column in range(0, columns, LANES):
+                index = key * TILE_STRIDE + column
+                store(target, index, load_vector(source, index, LANES))
 
     @njit
     def weights_tile(
-        parameters, weights, grad_scores, bias,
-        keys, key_row, key_column, values, value_row, value_column,
-        queries, grad_outputs, logsumexp, delta,
-        batch, head, query_start, key_start, rows, columns, count,
+        parameters, piece, lanes, weights, grad_scores, kept, slopes,
+        keys, key_stride, key_step, values, value_stride, value_step,
+        queries, grad_outputs, logsumexp, delta, key_start, columns, count,
     ):  # fmt: skip
         scores_tile(
-            parameters, weights, bias, keys, key_row, key_column, queries,
-            batch, head, query_start, key_start, rows, columns, count,
+            parameters, piece, lanes, weights, kept, slopes, keys, key_stride, key_step,
+            queries, key_start, columns, count,
         )  # fmt: skip
         matmul(
-            grad_scores, QUERY_BLOCK, values, value_row, value_column,
-            grad_outputs, QUERY_BLOCK, count, columns, parameters.value_dim, False,
+            grad_scores, TILE_STRIDE, values, value_stride, value_step,
+            grad_outputs, TILE_STRIDE, count, columns,
+            (parameters.value_dim + step - 1) // step, False,
         )  # fmt: skip
-        exponentials(weights, grad_scores, logsumexp, delta, columns, count)
+        exponentials(parameters, weights, logsumexp, columns, count)
+        has_dropout = parameters.dropout_threshold > 0
+        if has_dropout:
+            load_kept(parameters, lanes, kept, key_start, columns, count)
+            drop(parameters, weights, grad_scores, kept, columns, count)
+        multiply_weights(weights, grad_scores, delta, columns, count)
+        if has_dropout:
+            copy_tile(weights, kept, columns, count)
 
     return weights_tile

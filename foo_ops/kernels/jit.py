@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import llvmlite
 import llvmlite.binding as llvm
 
-from foo_ops.kernels.target import target, vector_bits
+from foo_ops.kernels.target import multiplies_pairs, target, vector_bits
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -102,6 +102,7 @@ def _key(kernel: str, dtype: str) -> str:
         repr(llvm.llvm_version_info),
         *target(),
         str(vector_bits()),
+        str(multiplies_pairs()),
     ]
     digest = hashlib.sha256("\n".join(parts).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):

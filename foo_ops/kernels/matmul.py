@@ -1,4 +1,4 @@
-"""The one matrix product that attention is made of, on register tiles."""
+"""The matrix product that attention is made of, on register tiles."""
 
 from __future__ import annotations
 
@@ -8,16 +8,9 @@ from collections.abc import Callable
 from numba import njit
 from numba.core import types
 
-from foo_ops.kernels.simd import (
-    ELEMENTS,
-    Pointer,
-    shift,
-    tile_fma,
-    tile_load,
-    tile_store,
-    tile_zero,
-)
+from foo_ops.kernels.simd import ELEMENTS, Pointer, shift
 from foo_ops.kernels.target import vector_bits, vector_registers
+from foo_ops.kernels.tiles import tile_fma, tile_load, tile_store, tile_zero
 
 
 def lanes_of(dtype: str) -> int:
@@ -26,8 +19,8 @@ def lanes_of(dtype: str) -> int:
 
 
 @functools.cache
-def matmul_of(dtype: str) -> Callable:
-    """The matrix product for one compute dtype, float32 or float64.
+def matmul_of(c: str, a: str, b: str) -> Callable:
+    """The matrix product for a compute dtype c, and dtypes a and b that load as it.
 
     ``matmul(c, c_stride, a, a_row_stride, a_step_stride, b, b_stride, rows, columns, steps,
     accumulate)`` computes, for row < rows and column < columns,
@@ -35,16 +28,21 @@ def matmul_of(dtype: str) -> Callable:
         c[row, column] = sum over step of a[row, step] * b[step, column]   (+ c if accumulate)
 
     Elements of a, at any strides, are broadcast; rows of b and c are vectors of adjacent elements.
-    ``columns`` must be a multiple of the vector's lanes.
+    ``columns`` must be a multiple of the vector's lanes. Where a and b are both bfloat16x2, a step
+    is a pair.
     """
-    lanes = lanes_of(dtype)
-    # With 16 registers 12 sums, 3 vectors of b and 1 element of a fill them all. With 32, 4 x 4
-    # has enough independent sums to hide the latency of fma.
-    widest = 3 if vector_registers() == 16 else 4
-    panel, pair, single = (_panel(dtype, columns) for columns in (widest, 2, 1))
+    lanes = lanes_of(c)
+    signature = _signature(c, a, b, sizes=3)
+    if vector_registers() == 16:
+        # 12 sums, 3 vectors of b and 1 element of a fill them all.
+        widest, shapes = 3, ((4, 3), (4, 2), (8, 1))
+    else:
+        # 16 independent sums hide the latency of fma, and heads of 64 are 4 vectors of 16 lanes.
+        widest, shapes = 4, ((4, 4), (8, 2), (8, 1))
+    panel, pair, single = (_panel((c, a, b), *shape) for shape in shapes)
     panel_width, pair_width = widest * lanes, 2 * lanes
 
-    @njit(_signature(dtype, sizes=3))
+    @njit(signature)
     def matmul(c, c_stride, a, a_row, a_step, b, b_stride, rows, columns, steps, accumulate):
         start = 0
         while columns - start >= panel_width:
@@ -68,27 +66,27 @@ def matmul_of(dtype: str) -> Callable:
     return matmul
 
 
-def _panel(dtype: str, COLUMNS: int) -> Callable:  # noqa: N803
-    """The product for ``COLUMNS`` vectors: four rows at a time, then row by row.
+def _panel(dtypes: tuple[str, str, str], ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
+    """The product for ``COLUMNS`` vectors: ``ROWS`` rows at a time, then row by row.
 
     The sums of a tile of c stay in registers over all steps.
     """
-    LANES = lanes_of(dtype)  # noqa: N806
+    LANES = lanes_of(dtypes[0])  # noqa: N806
 
-    @njit(_signature(dtype, sizes=2))
+    @njit(_signature(*dtypes, sizes=2))
     def panel(c, c_stride, a, a_row, a_step, b, b_stride, rows, steps, accumulate):
         row = 0
-        while row + 4 <= rows:
+        while row + ROWS <= rows:
             target, factors = shift(c, row * c_stride), shift(a, row * a_row)
             if accumulate:
-                sums = tile_load(target, c_stride, 4, COLUMNS, LANES)
+                sums = tile_load(target, c_stride, ROWS, COLUMNS, LANES)
             else:
-                sums = tile_zero(c, 4, COLUMNS, LANES)
+                sums = tile_zero(c, ROWS, COLUMNS, LANES)
             for step in range(steps):
                 factor, vectors = shift(factors, step * a_step), shift(b, step * b_stride)
                 sums = tile_fma(sums, factor, a_row, vectors)
             tile_store(sums, target, c_stride)
-            row += 4
+            row += ROWS
         while row < rows:
             target, factors = shift(c, row * c_stride), shift(a, row * a_row)
             if accumulate:
@@ -104,9 +102,13 @@ def _panel(dtype: str, COLUMNS: int) -> Callable:  # noqa: N803
     return panel
 
 
-def _signature(dtype: str, sizes: int) -> types.Type:
+def _signature(c: str, a: str, b: str, sizes: int) -> types.Type:
     """Of matmul and its panels. Without it Numba compiles them anew for each constant passed."""
-    pointer, size = Pointer(dtype), types.int64
+    size = types.int64
     return types.void(
-        *(pointer, size), *(pointer, size, size), *(pointer, size), *(size,) * sizes, types.boolean
+        *(Pointer(c), size),
+        *(Pointer(a), size, size),
+        *(Pointer(b), size),
+        *(size,) * sizes,
+        types.boolean,
     )

@@ -12,32 +12,32 @@ and bfloat16, the dtype itself for all others. A load widens, a store rounds to 
     load_vector(pointer, index, LANES)      LANES adjacent elements
     store(pointer, index, value)            a scalar or a vector
     splat(scalar, LANES)                    a vector with the scalar in every lane
-    ramp(scalar, LANES)                     scalar, scalar + 1, scalar + 2, ...
     a + b, a - b, a * b, a / b              lane by lane
     fma(a, b, c)                            a * b + c, rounded once
+    absolute(a)                             |a|
     maximum(a, b)                           lane by lane; where one is NaN it is b
     less(a, b), select(mask, a, b)          a mask, and a where the mask is true, else b
     any_lane(mask)                          whether a lane of the mask is true
-    exp(a)                                  within 2 units in the last place
+    exp2(a), tanh(a)                        see foo_ops/kernels/functions.py
 
-    tile_zero(pointer, ROWS, COLUMNS, LANES)    ROWS x COLUMNS vectors of zeros, in registers
-    tile_load(pointer, stride, ROWS, COLUMNS, LANES)
-    tile_fma(tile, a, a_stride, b)          tile[i, j] += a[i * a_stride] * b[j-th vector]
-    tile_store(tile, pointer, stride)
+    tile_zero, tile_load, tile_fma ...      see foo_ops/kernels/tiles.py
 
-LANES, ROWS and COLUMNS are constants of the kernel (module level or closure), so that every tile
-unrolls into registers.
+Two dtypes are of kernels only. "mask" is a bool that loads as what it adds to a score: nothing
+where it is true, else -infinity. "bfloat16x2" is a pair of bfloat16 in 32 bits, which is loaded
+and stored as it is and multiplied by tile_fma.
+
+LANES is a constant of the kernel (module level or closure).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
@@ -78,6 +78,8 @@ ELEMENTS = {
     "bfloat16": Element(INT16, 2, types.float32),
     "float32": Element(FLOAT, 4, types.float32),
     "float64": Element(DOUBLE, 8, types.float64),
+    "bfloat16x2": Element(INT32, 4, types.int32),
+    "mask": Element(INT8, 1, types.float32),
     "complex32": Element(ir.ArrayType(HALF, 2), 4, types.complex64),
     "complex64": Element(ir.ArrayType(FLOAT, 2), 8, types.complex64),
     "complex128": Element(ir.ArrayType(DOUBLE, 2), 16, types.complex128),
@@ -85,67 +87,69 @@ ELEMENTS = {
 COMPLEX_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
-def _compute_ir(dtype: str) -> ir.Type:
-    return DOUBLE if ELEMENTS[dtype].compute is types.float64 else FLOAT
-
-
-def _shaped(element: ir.Type, like: ir.Type) -> ir.Type:
+def shaped(element: ir.Type, like: ir.Type) -> ir.Type:
     """The element type, as a vector with as many lanes as the type ``like`` has, if it is one."""
     return ir.VectorType(element, like.count) if isinstance(like, ir.VectorType) else element
 
 
-def _constant(type_: ir.Type, value: float) -> ir.Constant:
+def constant_of(type_: ir.Type, value: float) -> ir.Constant:
     """A constant of a scalar or vector type, the same in every lane."""
     if isinstance(type_, ir.VectorType):
         return ir.Constant(type_, [value] * type_.count)
     return ir.Constant(type_, value)
 
 
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> ir.Value:
+def call_intrinsic(
+    builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]
+) -> ir.Value:
     """Call an LLVM intrinsic by its name: llvmlite's declare_intrinsic knows no vector types."""
     function_type = ir.FunctionType(result, [argument.type for argument in args])
     function = cgutils.get_or_insert_function(builder.module, function_type, name)
     return builder.call(function, args)
 
 
-def _suffix(type_: ir.Type) -> str:
+def suffix(type_: ir.Type) -> str:
     """The ending of an overloaded LLVM intrinsic: f32, v8f32 ..."""
     if isinstance(type_, ir.VectorType):
-        return f"v{type_.count}{_suffix(type_.element)}"
+        return f"v{type_.count}{suffix(type_.element)}"
     return {FLOAT: "f32", DOUBLE: "f64"}[type_]
 
 
-def _widen(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
+def widen(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
     """From how the dtype lies in memory to its compute type; scalars and vectors alike."""
     if dtype == "float16":
-        return builder.fpext(value, _shaped(FLOAT, value.type))
+        return builder.fpext(value, shaped(FLOAT, value.type))
     if dtype == "bfloat16":
-        wide = _shaped(INT32, value.type)
-        shifted = builder.shl(builder.zext(value, wide), _constant(wide, 16))
-        return builder.bitcast(shifted, _shaped(FLOAT, value.type))
+        wide = shaped(INT32, value.type)
+        shifted = builder.shl(builder.zext(value, wide), constant_of(wide, 16))
+        return builder.bitcast(shifted, shaped(FLOAT, value.type))
+    if dtype == "mask":
+        visible = builder.icmp_unsigned("!=", value, constant_of(value.type, 0))
+        result = shaped(FLOAT, value.type)
+        return builder.select(visible, constant_of(result, 0.0), constant_of(result, -math.inf))
     return value
 
 
-def _narrow(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
-    """The way back from `_widen`, rounded to nearest even."""
+def narrow(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
+    """The way back from `widen`, rounded to nearest even."""
     if dtype == "float16":
-        return builder.fptrunc(value, _shaped(HALF, value.type))
+        return builder.fptrunc(value, shaped(HALF, value.type))
     if dtype == "bfloat16":
-        return _round_to_bfloat16(builder, value)
+        return round_to_bfloat16(builder, value)
     return value
 
 
-def _round_to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    wide = _shaped(INT32, value.type)
-    narrow = _shaped(INT16, value.type)
+def round_to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    wide = shaped(INT32, value.type)
+    narrow = shaped(INT16, value.type)
     bits = builder.bitcast(value, wide)
-    upper = builder.lshr(bits, _constant(wide, 16))
-    odd = builder.and_(upper, _constant(wide, 1))
+    upper = builder.lshr(bits, constant_of(wide, 16))
+    odd = builder.and_(upper, constant_of(wide, 1))
     rounded = builder.lshr(
-        builder.add(bits, builder.add(odd, _constant(wide, 0x7FFF))), _constant(wide, 16)
+        builder.add(bits, builder.add(odd, constant_of(wide, 0x7FFF))), constant_of(wide, 16)
     )
     # Rounding could carry a NaN into infinity, so a NaN keeps its upper half and is made quiet.
-    quiet = builder.or_(upper, _constant(wide, 0x40))
+    quiet = builder.or_(upper, constant_of(wide, 0x40))
     is_nan = builder.fcmp_unordered("uno", value, value)
     return builder.trunc(builder.select(is_nan, quiet, rounded), narrow)
 
@@ -190,7 +194,7 @@ def _element_ir(type_: types.Type) -> ir.Type:
     }[type_]
 
 
-def _vector_ir(vector: Vector) -> ir.VectorType:
+def vector_ir(vector: Vector) -> ir.VectorType:
     return ir.VectorType(_element_ir(vector.element), vector.lanes)
 
 
@@ -203,13 +207,13 @@ class _PointerModel(models.PrimitiveModel):
 @register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, type_: Vector) -> None:
-        super().__init__(manager, type_, _vector_ir(type_))
+        super().__init__(manager, type_, vector_ir(type_))
 
 
 @register_model(Tile)
 class _TileModel(models.PrimitiveModel):
     def __init__(self, manager: Any, type_: Tile) -> None:
-        backend = ir.ArrayType(_vector_ir(type_.vector), type_.rows * type_.columns)
+        backend = ir.ArrayType(vector_ir(type_.vector), type_.rows * type_.columns)
         super().__init__(manager, type_, backend)
 
 
@@ -267,13 +271,13 @@ def load(typing_context, pointer, index):
 def load_element(context: Any, builder: ir.IRBuilder, dtype: str, address: ir.Value) -> ir.Value:
     """The code of `load`, for intrinsics."""
     if dtype not in COMPLEX_PARTS:
-        return _widen(builder, dtype, builder.load(address))
+        return widen(builder, dtype, builder.load(address))
     # Part by part: LLVM's vectoriser does not see through the load of a whole struct.
     value = cgutils.create_struct_proxy(ELEMENTS[dtype].compute)(context, builder)
     part = COMPLEX_PARTS[dtype]
     for position, name in enumerate(("real", "imag")):
         place = cgutils.gep_inbounds(builder, address, 0, position)
-        setattr(value, name, _widen(builder, part, builder.load(place)))
+        setattr(value, name, widen(builder, part, builder.load(place)))
     return value._getvalue()
 
 
@@ -287,7 +291,7 @@ def store(typing_context, pointer, index, value):
         if dtype in COMPLEX_PARTS:
             _store_complex(context, builder, dtype, address, target_type, args[2])
             return context.get_dummy_value()
-        stored = _narrow(builder, dtype, args[2])
+        stored = narrow(builder, dtype, args[2])
         if isinstance(target_type, Vector):
             address = builder.bitcast(address, stored.type.as_pointer())
         builder.store(stored, address, align=ELEMENTS[dtype].size)
@@ -300,7 +304,7 @@ def _store_complex(context, builder, dtype, address, type_, value) -> None:
     parts = cgutils.create_struct_proxy(type_)(context, builder, value=value)
     for position, part in enumerate((parts.real, parts.imag)):
         place = cgutils.gep_inbounds(builder, address, 0, position)
-        builder.store(_narrow(builder, COMPLEX_PARTS[dtype], part), place)
+        builder.store(narrow(builder, COMPLEX_PARTS[dtype], part), place)
 
 
 @intrinsic(prefer_literal=True)
@@ -308,22 +312,22 @@ def load_vector(typing_context, pointer, index, lanes):
     vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
 
     def generate(context, builder, signature, args):
-        return _load_vector(builder, pointer.dtype, args[0], args[1], vector.lanes)
+        return emit_load_vector(builder, pointer.dtype, args[0], args[1], vector.lanes)
 
     return vector(pointer, types.intp, lanes), generate
 
 
-def _load_vector(builder, dtype, pointer, index, lanes) -> ir.Value:
+def emit_load_vector(builder, dtype, pointer, index, lanes) -> ir.Value:
     element = ELEMENTS[dtype]
     stored = ir.VectorType(element.storage, lanes).as_pointer()
     address = builder.bitcast(builder.gep(pointer, [index]), stored)
-    return _widen(builder, dtype, builder.load(address, align=element.size))
+    return widen(builder, dtype, builder.load(address, align=element.size))
 
 
 # ----------------------------------------------------------------------------------- arithmetic
 
 
-def _splat(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
+def emit_splat(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
     vector = ir.VectorType(value.type, lanes)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, INT32(0))
     mask = ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes)
@@ -335,18 +339,7 @@ def splat(typing_context, value, lanes):
     scalar = types.unliteral(value)
 
     def generate(context, builder, signature, args):
-        return _splat(builder, args[0], lanes.literal_value)
-
-    return Vector(scalar, lanes.literal_value)(scalar, lanes), generate
-
-
-@intrinsic(prefer_literal=True)
-def ramp(typing_context, start, lanes):
-    scalar = types.unliteral(start)
-
-    def generate(context, builder, signature, args):
-        first = _splat(builder, args[0], lanes.literal_value)
-        return builder.fadd(first, ir.Constant(first.type, list(range(first.type.count))))
+        return emit_splat(builder, args[0], lanes.literal_value)
 
     return Vector(scalar, lanes.literal_value)(scalar, lanes), generate
 
@@ -375,16 +368,24 @@ for _function, _instruction in (
     _define_arithmetic(_function, _instruction)
 
 
-def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    return _call(builder, f"llvm.fma.{_suffix(a.type)}", a.type, [a, b, c])
+def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    return call_intrinsic(builder, f"llvm.fma.{suffix(a.type)}", a.type, [a, b, c])
 
 
 @intrinsic
 def fma(typing_context, a, b, c):
     def generate(context, builder, signature, args):
-        return _fma(builder, *args)
+        return emit_fma(builder, *args)
 
     return a(a, a, a), generate
+
+
+@intrinsic
+def absolute(typing_context, a):
+    def generate(context, builder, signature, args):
+        return call_intrinsic(builder, f"llvm.fabs.{suffix(args[0].type)}", args[0].type, [args[0]])
+
+    return a(a), generate
 
 
 @intrinsic
@@ -420,180 +421,3 @@ def any_lane(typing_context, mask):
         return builder.icmp_unsigned("!=", bits, bits.type(0))
 
     return types.boolean(mask), generate
-
-
-# ---------------------------------------------------------------------------------- exponential
-
-
-@dataclasses.dataclass(frozen=True)
-class _Exponential:
-    """Constants of exp for one type: exp(x) = 2^n * exp(r), n = round(x / ln 2), r = x - n ln 2.
-
-    ln 2 is split in two (Cody and Waite), so that n * ln2_upper is exact. exp(r) is the Taylor
-    polynomial of the degree that suffices for |r| <= ln(2) / 2.
-    """
-
-    integer: ir.Type
-    mantissa_bits: int
-    exponent_bias: int
-    ln2_upper: float
-    ln2_lower: float
-    degree: int
-    smallest: float
-    largest: float
-
-
-_EXPONENTIALS = {
-    FLOAT: _Exponential(
-        INT32, 23, 127, 0.693359375, -2.12194440e-4, 7, -87.33654022216797, 88.72283172607422
-    ),
-    DOUBLE: _Exponential(
-        INT64,
-        52,
-        1023,
-        0.693147180369123816490,
-        1.90821492927058770002e-10,
-        13,
-        -708.3964185322641,
-        709.782712893384,
-    ),
-}
-
-
-def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Below ``smallest`` the result, a subnormal number, is zero; NaN stays NaN."""
-    element = x.type.element if isinstance(x.type, ir.VectorType) else x.type
-    constants = _EXPONENTIALS[element]
-
-    def constant(value: float) -> ir.Constant:
-        return _constant(x.type, float(np.float32(value)) if element is FLOAT else value)
-
-    # Adding 1.5 * 2^mantissa_bits rounds to an integer, which stands in the lower bits of the sum.
-    magic = constant(1.5 * 2**constants.mantissa_bits)
-    shifted = _fma(builder, x, constant(1.4426950408889634), magic)
-    rounded = builder.fsub(shifted, magic)
-    remainder = _fma(builder, rounded, constant(-constants.ln2_upper), x)
-    remainder = _fma(builder, rounded, constant(-constants.ln2_lower), remainder)
-    result = _polynomial(builder, remainder, _taylor_coefficients(constants.degree), constant)
-    result = _scale_by_power_of_two(builder, result, shifted, constants)
-    too_small = builder.fcmp_ordered("<", x, constant(constants.smallest))
-    too_large = builder.fcmp_ordered(">", x, constant(constants.largest))
-    result = builder.select(too_small, constant(0.0), result)
-    return builder.select(too_large, constant(float("inf")), result)
-
-
-def _taylor_coefficients(degree: int) -> list[float]:
-    """1 / k! for k = degree, ..., 0."""
-    coefficients = [1.0]
-    for k in range(1, degree + 1):
-        coefficients.append(coefficients[-1] / k)
-    return coefficients[::-1]
-
-
-def _polynomial(builder, x, coefficients, constant) -> ir.Value:
-    result = constant(coefficients[0])
-    for coefficient in coefficients[1:]:
-        result = _fma(builder, result, x, constant(coefficient))
-    return result
-
-
-def _scale_by_power_of_two(builder, value, shifted, constants) -> ir.Value:
-    """value * 2^n, where n is the lower bits of ``shifted``.
-
-    As 2^(n-1) * 2, since 2^128 would not fit in the exponent although exp(88.7) is finite.
-    """
-    integer = _shaped(constants.integer, value.type)
-    exponent = builder.add(
-        builder.bitcast(shifted, integer), _constant(integer, constants.exponent_bias - 1)
-    )
-    power = builder.shl(exponent, _constant(integer, constants.mantissa_bits))
-    # The multiplication, and not an addition to the exponent bits, is what keeps a NaN a NaN.
-    value = builder.fmul(value, _constant(value.type, 2.0))
-    return builder.fmul(value, builder.bitcast(power, value.type))
-
-
-@intrinsic
-def exp(typing_context, x):
-    def generate(context, builder, signature, args):
-        return _exp(builder, args[0])
-
-    return x(x), generate
-
-
-# --------------------------------------------------------------------------------------- tiles
-
-
-@intrinsic(prefer_literal=True)
-def tile_zero(typing_context, pointer, rows, columns, lanes):
-    """Of the compute type that ``pointer`` points to; nothing is read."""
-    tile = _tile_type(pointer, rows, columns, lanes)
-
-    def generate(context, builder, signature, args):
-        return ir.Constant(context.get_value_type(tile), None)
-
-    return tile(pointer, rows, columns, lanes), generate
-
-
-def _tile_type(pointer, rows, columns, lanes) -> Tile:
-    vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
-    return Tile(rows.literal_value, columns.literal_value, vector)
-
-
-@intrinsic(prefer_literal=True)
-def tile_load(typing_context, pointer, stride, rows, columns, lanes):
-    tile = _tile_type(pointer, rows, columns, lanes)
-
-    def generate(context, builder, signature, args):
-        result = ir.Constant(context.get_value_type(tile), ir.Undefined)
-        for row, column, index in _places(builder, tile, args[1]):
-            value = _load_vector(builder, pointer.dtype, args[0], index, tile.vector.lanes)
-            result = builder.insert_value(result, value, row * tile.columns + column)
-        return result
-
-    return tile(pointer, types.intp, rows, columns, lanes), generate
-
-
-@intrinsic
-def tile_store(typing_context, tile, pointer, stride):
-    def generate(context, builder, signature, args):
-        for row, column, index in _places(builder, tile, args[2]):
-            value = builder.extract_value(args[0], row * tile.columns + column)
-            stored = _narrow(builder, pointer.dtype, value)
-            address = builder.bitcast(builder.gep(args[1], [index]), stored.type.as_pointer())
-            builder.store(stored, address, align=ELEMENTS[pointer.dtype].size)
-        return context.get_dummy_value()
-
-    return types.void(tile, pointer, types.intp), generate
-
-
-def _places(builder, tile, stride):
-    """(row, column, index of its first element in memory) for each vector of a tile."""
-    for row in range(tile.rows):
-        start = builder.mul(stride, stride.type(row))
-        for column in range(tile.columns):
-            offset = stride.type(column * tile.vector.lanes)
-            yield row, column, builder.add(start, offset)
-
-
-@intrinsic
-def tile_fma(typing_context, tile, a, a_stride, b):
-    rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
-
-    def generate(context, builder, signature, args):
-        result, a_pointer, stride, b_pointer = args
-        vectors = [
-            _load_vector(builder, b.dtype, b_pointer, INT64(column * lanes), lanes)
-            for column in range(columns)
-        ]
-        for row in range(rows):
-            address = builder.gep(a_pointer, [builder.mul(stride, stride.type(row))])
-            scalar = _splat(builder, _widen(builder, a.dtype, builder.load(address)), lanes)
-            for column in range(columns):
-                position = row * columns + column
-                value = _fma(
-                    builder, scalar, vectors[column], builder.extract_value(result, position)
-                )
-                result = builder.insert_value(result, value, position)
-        return result
-
-    return tile(tile, a, types.intp, b), generate

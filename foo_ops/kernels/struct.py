@@ -53,6 +53,16 @@ def _load_field(context, builder, struct, value, name):
 
 
 @intrinsic(prefer_literal=True)
+def field(typing_context, struct, name):
+    """The field whose name is a constant of the kernel."""
+
+    def generate(context, builder, signature, args):
+        return _load_field(context, builder, struct, args[0], name.literal_value)
+
+    return struct.fields[name.literal_value](struct, name), generate
+
+
+@intrinsic(prefer_literal=True)
 def row_of(typing_context, struct, operand, batch, head, row):
     """The pointer to the first element of a row of an operand, whose name is a constant.
 

@@ -36,3 +36,20 @@ def vector_registers() -> int:
     """Number of vector registers: 32 with AVX-512 and on 64-bit Arm, else 16."""
     triple, _, features = target()
     return 32 if "+avx512f" in features.split(",") or triple.startswith("aarch64") else 16
+
+
+def multiplies_pairs() -> bool:
+    """Whether matrix products of bfloat16 are to multiply it in pairs.
+
+    They are where one instruction does that (AVX512-BF16). FOO_BFLOAT16_PAIRS=1 makes other
+    processors do the same with more instructions, for tests; FOO_BFLOAT16_PAIRS=0 switches it off.
+    """
+    chosen = os.environ.get("FOO_BFLOAT16_PAIRS")
+    if chosen and chosen not in ("0", "1"):
+        raise ValueError(f"FOO_BFLOAT16_PAIRS must be 0 or 1, got {chosen}")
+    return chosen == "1" if chosen else has_bfloat16_dot()
+
+
+def has_bfloat16_dot() -> bool:
+    """Whether the processor has the dot product of pairs of bfloat16 (AVX512-BF16)."""
+    return "+avx512bf16" in target()[2].split(",")

@@ -2,5 +2,6 @@
 
 from foo_ops.ops.abs import abs
 from foo_ops.ops.attention import attention
+from foo_ops.ops.attention_varlen import attention_varlen
 
-__all__ = ["abs", "attention"]
+__all__ = ["abs", "attention", "attention_varlen"]

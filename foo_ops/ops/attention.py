@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,27 +10,41 @@ from torch import Tensor
 
 from foo_ops import _C, library
 
+OPTIONS = (
+    "bool is_causal=False, float? scale=None, float dropout_p=0.0, int window_left=-1, "
+    "int window_right=-1, float softcap=0.0"
+)
+INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? attn_bias=None, Tensor? alibi_slopes=None, "
+    "Tensor? sinks=None"
+)
+OUTPUTS = "(Tensor output, Tensor logsumexp)"
+TAGS: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,)
+RANDOM_TAGS: tuple[torch.Tag, ...] = (*TAGS, torch.Tag.nondeterministic_seeded)
+
+library.define("foo::attention", f"({INPUTS}, *, {OPTIONS}) -> {OUTPUTS}", tags=RANDOM_TAGS)
+# The same with dropout's seed given: what is differentiated.
 library.define(
-    "foo::attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias=None, Tensor? alibi_slopes=None, "
-    "Tensor? sinks=None, *, bool is_causal=False, float? scale=None, float dropout_p=0.0, "
-    "int window_left=-1, int window_right=-1, float softcap=0.0) "
-    "-> (Tensor output, Tensor logsumexp)",
-    tags=torch.Tag.pt2_compliant_tag,
+    "foo::attention_seeded", f"({INPUTS}, Tensor? seed=None, *, {OPTIONS}) -> {OUTPUTS}", tags=TAGS
 )
 SAVED = (
-    "(Tensor grad_output, Tensor grad_logsumexp, Tensor query, Tensor key, Tensor value, "
-    "Tensor{} attn_bias, Tensor output, Tensor logsumexp, *, bool is_causal, float? scale)"
+    "Tensor grad_output, Tensor grad_logsumexp, Tensor query, Tensor key, Tensor value, "
+    "Tensor{} attn_bias, Tensor? alibi_slopes, Tensor? sinks, Tensor output, Tensor logsumexp, "
+    f"Tensor? seed, *, {OPTIONS}"
 )
+# The gradients of alibi_slopes and sinks have size 0 if these are None.
 library.define(
     "foo::attention_backward",
-    SAVED.format("?") + " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
-    tags=torch.Tag.pt2_compliant_tag,
+    f"({SAVED.format('?')}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
+    "Tensor grad_alibi_slopes, Tensor grad_sinks)",
+    tags=TAGS,
 )
+library.define("foo::attention_bias_backward", f"({SAVED.format('')}) -> Tensor", tags=TAGS)
+# The weights that dropout keeps, 1.0 or 0.0, in the shape (batch, heads, queries, keys).
 library.define(
-    "foo::attention_bias_backward",
-    SAVED.format("") + " -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
+    "foo::attention_kept",
+    "(Tensor seed, int[] shape, float dropout_p, *, ScalarType dtype) -> Tensor",
+    tags=TAGS,
 )
 
 
@@ -38,9 +53,15 @@ def attention(
     key: Tensor,
     value: Tensor,
     attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    dropout_p: float = 0.0,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
     return_logsumexp: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention: softmax(scale * query @ key^T + attn_bias) @ value.
@@ -55,18 +76,31 @@ def attention(
         value: (B, Hkv, Sk, Dv), Dv up to 256.
         attn_bias: added to the scores; of any shape that broadcasts to (B, Hq, Sq, Sk), float32 or
             of query's dtype. Or bool: True where the query may see the key.
+        alibi_slopes: (Hq,) or (B, Hq), float32 or of query's dtype. slope * |i' - j| is subtracted
+            from the score of query i and key j (Press et al. 2022), where i' = i + Sk - Sq.
+        sinks: (Hq,), float32 or of query's dtype: one more score for each head, in the denominator
+            of the softmax only (Xiao et al. 2024; OpenAI 2025, gpt-oss).
         is_causal: query i sees the keys j <= i only (aligned to the upper left).
         scale: factor of the scores, by default 1 / sqrt(D).
+        dropout_p: probability with which a weight of the softmax is dropped, at least 0 and less
+            than 1; the others are divided by 1 - dropout_p. Drawn from the device's default
+            generator.
+        window_left, window_right: query i sees the keys i' - window_left <= j <= i' + window_right
+            (aligned to the lower right); -1 for no bound. window_right=0 is causal with a cache of
+            earlier keys.
+        softcap: if positive, scores become softcap * tanh(score / softcap) before bias and ALiBi
+            (Gemma Team 2024, Gemma 2).
         return_logsumexp: return the logarithm of the softmax's denominator, too.
 
     Returns:
         The output, (B, Hq, Sq, Dv) in query's dtype, and if asked for the natural logsumexp,
-        (B, Hq, Sq) in float32 (float64 for float64). A query that sees no key has output 0 and
-        logsumexp -inf. float16 and bfloat16 are accumulated in float32. Both results can be
-        differentiated, once, for query, key, value and a floating-point attn_bias.
+        (B, Hq, Sq) in float32 (float64 for float64), which dropout does not change. A query that
+        sees no key has output 0 and logsumexp -inf, or the sink. float16 and bfloat16 are
+        accumulated in float32. Both results can be differentiated, twice, for query, key, value,
+        a floating-point attn_bias, alibi_slopes and sinks; the second time in O(Sq * Sk) memory.
 
     Raises:
-        ValueError: for shapes that do not fit together.
+        ValueError: for shapes that do not fit together, and options out of range.
         TypeError: for dtypes.
 
     Example:
@@ -75,19 +109,36 @@ def attention(
         torch.Size([1, 8, 100, 64])
     """
     output, logsumexp = torch.ops.foo.attention.default(
-        query, key, value, attn_bias, is_causal=is_causal, scale=scale
+        query,
+        key,
+        value,
+        attn_bias,
+        alibi_slopes,
+        sinks,
+        is_causal=is_causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
     )
     return (output, logsumexp) if return_logsumexp else output
 
 
-@library.register_fake("foo::attention")
-def fake(
+# ------------------------------------------------------------------------------------ fake kernels
+
+
+def compute_type(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _check(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -95,7 +146,7 @@ def fake(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+) -> None:
     _C.check_attention(
         query,
         key,
@@ -108,88 +159,325 @@ def fake(
         window_right,
         softcap,
     )
+
+
+@library.register_fake("foo::attention")
+def fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    _check(query, key, value, attn_bias, alibi_slopes, sinks, **options)
     shape = query.shape[:3]
-    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     output = query.new_empty(*shape, value.shape[3])
-    return output, query.new_empty(shape, dtype=compute)
+    return output, query.new_empty(shape, dtype=compute_type(query))
 
 
-@library.register_fake("foo::attention_backward")
-def fake_backward(
+@library.register_fake("foo::attention_seeded")
+def fake_seeded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    outputs = fake(query, key, value, attn_bias, alibi_slopes, sinks, **options)
+    _C.check_attention_seed(seed, options.get("dropout_p", 0.0))
+    return outputs
+
+
+def _check_saved(
     grad_output: Tensor,
     grad_logsumexp: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     output: Tensor,
     logsumexp: Tensor,
-    *,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _C.check_attention_gradients(
-        grad_output, grad_logsumexp, query, key, value, attn_bias, output, logsumexp
-    )
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    seed: Tensor | None,
+    **options: Any,
+) -> None:
+    _check(query, key, value, attn_bias, alibi_slopes, sinks, **options)
+    _C.check_attention_results(grad_output, grad_logsumexp, query, value, output, logsumexp)
+    _C.check_attention_seed(seed, options.get("dropout_p", 0.0))
+
+
+def empty_gradient(tensor: Tensor | None, query: Tensor) -> Tensor:
+    return query.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
+
+
+@library.register_fake("foo::attention_backward")
+def fake_backward(*saved: Any, **options: Any) -> tuple[Tensor, ...]:
+    _check_saved(*saved, **options)
+    query, key, value, _, alibi_slopes, sinks = saved[2:8]
+    tensors = (query, key, value, alibi_slopes, sinks)
+    return tuple(empty_gradient(tensor, query) for tensor in tensors)
 
 
 @library.register_fake("foo::attention_bias_backward")
-def fake_bias_backward(
-    grad_output: Tensor,
-    grad_logsumexp: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    *,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor:
-    _C.check_attention_gradients(
-        grad_output, grad_logsumexp, query, key, value, attn_bias, output, logsumexp
-    )
-    return attn_bias.new_empty(attn_bias.shape)
+def fake_bias_backward(*saved: Any, **options: Any) -> Tensor:
+    _check_saved(*saved, **options)
+    return empty_gradient(saved[5], saved[2])
+
+
+@library.register_fake("foo::attention_kept")
+def fake_kept(seed: Tensor, shape: list[int], dropout_p: float, *, dtype: torch.dtype) -> Tensor:
+    return seed.new_empty(shape, dtype=dtype)
+
+
+# ---------------------------------------------------------------------------------------- autograd
+
+
+def draw_seed(query: Tensor, dropout_p: float) -> Tensor | None:
+    """From the device's default generator, as the kernels themselves do."""
+    if dropout_p <= 0.0:
+        return None
+    return torch.randint(torch.iinfo(torch.int64).max, (1,), device=query.device)
+
+
+def seeded(*inputs: Tensor | None, **options: Any) -> Any:
+    """Of foo::attention: its inputs may be fewer than six, where the last are None."""
+    query = inputs[0]
+    assert query is not None
+    missing = (None,) * (6 - len(inputs))
+    seed = draw_seed(query, options.get("dropout_p", 0.0))
+    return torch.ops.foo.attention_seeded.default(*inputs, *missing, seed, **options)
 
 
 def setup_context(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
 ) -> None:
-    ctx.save_for_backward(*inputs[:4], *output)
-    ctx.options = {name: keyword_only_inputs[name] for name in ("is_causal", "scale")}
-
-
-class _NotDifferentiable(torch.autograd.Function):
-    """The first ``count`` of the tensors, in a way that refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise NotImplementedError("attention: its gradients cannot be differentiated again yet")
+    ctx.save_for_backward(*inputs, *output)
+    ctx.options = keyword_only_inputs
 
 
 def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, attn_bias, output, logsumexp = ctx.saved_tensors
-    saved = (grad_output, grad_logsumexp, query, key, value, attn_bias, output, logsumexp)
-    needs_bias = attn_bias is not None and ctx.needs_input_grad[3]
-    with torch.no_grad():
-        gradients: list[Tensor | None] = [None] * 4
-        if any(ctx.needs_input_grad[:3]):
-            gradients[:3] = torch.ops.foo.attention_backward(*saved, **ctx.options)
-        if needs_bias:
-            gradients[3] = torch.ops.foo.attention_bias_backward(*saved, **ctx.options)
+    *inputs, seed, output, logsumexp = ctx.saved_tensors
+    # The dispatcher drops arguments at the end that have their default value.
+    needed = (*ctx.needs_input_grad, *(False,) * 7)[:6]
+    grads = (grad_output, grad_logsumexp)
     if torch.is_grad_enabled():
-        # create_graph=True: without this the second derivatives would silently lack our part.
-        present = [gradient for gradient in gradients if gradient is not None]
-        sources = [tensor for tensor in saved if tensor is not None]
-        marked = iter(_NotDifferentiable.apply(len(present), *present, *sources))
-        gradients = [gradient if gradient is None else next(marked) for gradient in gradients]
-    return (*gradients, None, None)
+        return (*composite_gradients(inputs, seed, needed, grads, **ctx.options), None)
+    saved = (*grads, *inputs, output, logsumexp, seed)
+    gradients: list[Tensor | None] = [None] * 6
+    if needed[3]:
+        gradients[3] = torch.ops.foo.attention_bias_backward(*saved, **ctx.options)
+    if any(needed[:3] + needed[4:]):
+        others = torch.ops.foo.attention_backward(*saved, **ctx.options)
+        for position, gradient in zip((0, 1, 2, 4, 5), others):
+            gradients[position] = gradient if needed[position] else None
+    return (*gradients, None)
 
 
-library.register_autograd("foo::attention", backward, setup_context=setup_context)
+def composite_gradients(
+    inputs: list[Any],
+    seed: Tensor | None,
+    needed: tuple[bool, ...],
+    grads: tuple[Tensor, Tensor],
+    **options: Any,
+) -> list[Tensor | None]:
+    """The gradients in a form that can be differentiated again."""
+    query, key = inputs[:2]
+    with torch.enable_grad():
+        kept = None
+        if seed is not None:
+            shape = (*query.shape[:3], key.shape[2])
+            kept = torch.ops.foo.attention_kept(
+                seed, shape, options["dropout_p"], dtype=compute_type(query)
+            )
+        outputs = composite(*(*inputs, kept), **options)
+        return differentiate(outputs, inputs, needed, grads)
+
+
+def differentiate(
+    outputs: tuple[Tensor, Tensor],
+    inputs: list[Any],
+    needed: tuple[bool, ...],
+    grads: tuple[Tensor, Tensor],
+) -> list[Tensor | None]:
+    """The gradient for each input that needs one, to be differentiated again."""
+    wanted = [tensor for tensor, need in zip(inputs, needed) if need]
+    found = iter(
+        torch.autograd.grad(outputs, wanted, grads, create_graph=True, materialize_grads=True)
+    )
+    return [next(found) if need else None for need in needed]
+
+
+def composite(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    kept: Tensor | None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """foo::attention made of torch's own operators, which builds the matrix of scores.
+
+    kept has 1.0 for the weights that dropout keeps and 0.0 for the others.
+    """
+    compute = compute_type(query)
+    group = query.shape[1] // max(key.shape[1], 1)
+    keys, values = (
+        tensor.to(compute).repeat_interleave(group, dim=1) if group != 1 else tensor.to(compute)
+        for tensor in (key, value)
+    )
+    scores = (
+        query.to(compute) @ keys.mT * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    )
+    if softcap > 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
+    sees = visible(scores, is_causal, window_left, window_right)
+    if attn_bias is not None and attn_bias.dtype == torch.bool:
+        sees = sees & attn_bias
+    elif attn_bias is not None:
+        scores = scores + attn_bias
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(compute).unsqueeze(-1).unsqueeze(-1)
+        scores = scores - slopes * distances(scores).abs()
+    scores = scores.masked_fill(~sees, -math.inf)
+    extended = scores
+    if sinks is not None:
+        column = sinks.to(compute).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        extended = torch.cat([scores, column], dim=-1)
+    # A query that sees nothing has no softmax: zeros stand in its place and count for nothing.
+    blind = (extended == -math.inf).all(-1, keepdim=True)
+    logsumexp = torch.logsumexp(extended.masked_fill(blind, 0.0), -1, keepdim=True)
+    weights = torch.exp(scores - logsumexp).masked_fill(blind | ~sees, 0.0)
+    if kept is not None:
+        weights = weights * kept / (1.0 - dropout_p)
+    logsumexp = logsumexp.masked_fill(blind, -math.inf).squeeze(-1)
+    return (weights @ values).to(query.dtype), logsumexp
+
+
+def distances(scores: Tensor) -> Tensor:
+    """Of each query from each key, aligned to the lower right: i + Sk - Sq - j."""
+    queries, keys = scores.shape[-2:]
+    positions = torch.arange(queries, device=scores.device).unsqueeze(-1) + keys - queries
+    return positions - torch.arange(keys, device=scores.device)
+
+
+def visible(scores: Tensor, is_causal: bool, window_left: int, window_right: int) -> Tensor:
+    """Which keys each query sees, (Sq, Sk), but for the mask."""
+    distance = distances(scores)
+    sees = torch.ones_like(distance, dtype=torch.bool)
+    if is_causal:
+        sees = sees.tril()
+    if window_left >= 0:
+        sees = sees & (distance <= window_left)
+    if window_right >= 0:
+        sees = sees & (distance >= -window_right)
+    return sees
+
+
+library.register_autograd("foo::attention_seeded", backward, setup_context=setup_context)
+library.register_autograd_instead("foo::attention", seeded)
+
+
+# -------------------------------------------------------------------------- vmap, autocast, FLOPs
+
+
+library.register_autocast("foo::attention")
+library.register_vmap_loop("foo::attention_seeded")
+library.register_vmap_loop("foo::attention_backward")
+library.register_vmap_loop("foo::attention_bias_backward")
+
+
+def _with_dimensions(tensor: Tensor, in_dim: int | None, dimensions: int) -> Tensor:
+    """Dimensions of size 1 put before those that are not mapped."""
+    if in_dim is not None:
+        tensor = tensor.movedim(in_dim, 0)
+    first = 0 if in_dim is None else 1
+    while tensor.dim() < dimensions + first:
+        tensor = tensor.unsqueeze(first)
+    return tensor
+
+
+def vmap(
+    info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor | None, **options: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """The mapped dimension becomes a part of the batch, in one call."""
+    missing = 6 - len(inputs)
+    inputs, in_dims = (*inputs, *(None,) * missing), (*in_dims, *(None,) * missing)
+    query, key, value, attn_bias, alibi_slopes, sinks = inputs
+    if in_dims[5] is not None or options.get("dropout_p", 0.0) > 0.0:
+        # Heads of one call have the same sinks in all of the batch.
+        operator = torch.ops.foo.attention.default
+        return library.vmap_by_loop(operator, info, in_dims, *inputs, **options)
+    assert query is not None
+    batch = query.movedim(in_dims[0], 0).shape[1] if in_dims[0] is not None else query.shape[0]
+    count = info.batch_size
+    folded = [
+        tensor.expand(count, *tensor.shape).flatten(0, 1)
+        if in_dim is None
+        else tensor.movedim(in_dim, 0).flatten(0, 1)
+        for tensor, in_dim in zip((query, key, value), in_dims)
+        if tensor is not None
+    ]
+    if attn_bias is not None:
+        attn_bias = _with_dimensions(attn_bias, in_dims[3], 4)
+        # One that is not mapped and has a batch of 1 is broadcast as it is.
+        if in_dims[3] is not None or attn_bias.shape[0] != 1:
+            attn_bias = attn_bias.expand(count, batch, *attn_bias.shape[-3:]).flatten(0, 1)
+    if alibi_slopes is not None:
+        alibi_slopes = _with_dimensions(alibi_slopes, in_dims[4], 2)
+        alibi_slopes = alibi_slopes.expand(count, batch, -1).flatten(0, 1)
+    outputs = torch.ops.foo.attention(*folded, attn_bias, alibi_slopes, sinks, **options)
+    output, logsumexp = (tensor.unflatten(0, (count, batch)) for tensor in outputs)
+    return (output, logsumexp), (0, 0)
+
+
+library.register_vmap("foo::attention", vmap)
+
+
+def product_flops(
+    query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size
+) -> tuple[int, int]:
+    """Of query @ key^T and of weights @ value, for all heads."""
+    from opt_einsum.helpers import flop_count
+
+    batch, heads, queries, head_dim = query_shape
+    sizes = {"b": batch, "h": heads, "i": queries, "j": key_shape[2]}
+    sizes |= {"d": head_dim, "e": value_shape[3]}
+    scores = flop_count("bhijd", True, 2, sizes)
+    return scores, flop_count("bhije", True, 2, sizes)
+
+
+@library.register_flops("foo::attention", "foo::attention_seeded")
+def flops(
+    query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *others: Any, **_: Any
+) -> int:
+    """Of the two products of matrices; a mask does not make them fewer, as torch counts."""
+    return sum(product_flops(query_shape, key_shape, value_shape))
+
+
+@library.register_flops("foo::attention_backward", "foo::attention_bias_backward")
+def backward_flops(
+    grad_output_shape: torch.Size,
+    grad_logsumexp_shape: torch.Size,
+    query_shape: torch.Size,
+    key_shape: torch.Size,
+    value_shape: torch.Size,
+    *others: Any,
+    **_: Any,
+) -> int:
+    """Of five products: scores, dQ and dK over the head dimension, dP and dV over the value's."""
+    scores, values = product_flops(query_shape, key_shape, value_shape)
+    return 3 * scores + 2 * values

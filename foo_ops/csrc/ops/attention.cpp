@@ -1,88 +1,23 @@
 #include "ops/attention.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include <cmath>
-
 #include "kernel_table.h"
+#include "ops/attention_work.h"
 
 namespace foo {
 
 namespace {
-
-// As in foo_ops/kernels/attention.py.
-constexpr int64_t kQueryBlock = 64;
-constexpr int64_t kKeyBlock = 64;
-constexpr int64_t kWidestVector = 16;
-
-// Pieces of work that a backward pass over few heads is cut into: a number that does not depend on
-// the threads, so that neither do the sums.
-constexpr int64_t kBackwardPieces = 8;
-
-enum BiasKind : int64_t { kNone, kBool, kOfQueryDtype, kFloat32 };
-
-// A tensor of four dimensions: data and strides in elements.
-struct Operand {
-  void* data = nullptr;
-  int64_t strides[4] = {0, 0, 0, 0};
-
-  Operand() = default;
-  explicit Operand(const at::Tensor& tensor) : data(tensor.data_ptr()) {
-    for (int64_t i = 0; i < tensor.dim(); ++i) {
-      strides[i] = tensor.stride(i);
-    }
-  }
-};
-
-// What the kernels get to know: _parameters in foo_ops/kernels/attention.py, field by field.
-struct Parameters {
-  double scale;
-  int64_t query_heads, key_heads, query_length, key_length, head_dim, value_dim;
-  int64_t is_causal, bias_kind, bias_batch, bias_heads, bias_rows, bias_columns;
-  int64_t batch, chunks;
-  Operand query, key, value, attn_bias, output, logsumexp;
-  Operand grad_output, grad_logsumexp, grad_query, grad_key, grad_value, grad_attn_bias;
-};
-
-using AttentionFunction = void(const Parameters*, void* scratch, int64_t, int64_t, int64_t);
-using SumFunction = void(void* gradient, const void* sums, int64_t rows, int64_t columns,
-                         int64_t width, int64_t chunks);
-
-// Kernels live as long as the process: they are never destroyed.
-Kernel& forward_kernel() {
-  static auto* kernel = new Kernel("attention_forward");
-  return *kernel;
-}
-
-Kernel& backward_kernel() {
-  static auto* kernel = new Kernel("attention_backward");
-  return *kernel;
-}
 
 Kernel& bias_backward_kernel() {
   static auto* kernel = new Kernel("attention_bias_backward");
   return *kernel;
 }
 
-Kernel& sum_chunks_kernel() {
-  static auto* kernel = new Kernel("attention_sum_chunks");
+Kernel& kept_kernel() {
+  static auto* kernel = new Kernel("attention_kept");
   return *kernel;
-}
-
-int64_t ceil_divide(int64_t count, int64_t size) {
-  return (count + size - 1) / size;
-}
-
-int64_t round_up_to_vector(int64_t count) {
-  return ceil_divide(count, kWidestVector) * kWidestVector;
-}
-
-at::ScalarType compute_type(const at::Tensor& query) {
-  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 // The bias with four dimensions, as it is stored.
@@ -107,191 +42,228 @@ void set_bias(Parameters& parameters, const at::Tensor& bias, at::ScalarType que
       {parameters.batch, parameters.query_heads, parameters.query_length, parameters.key_length}));
 }
 
-Parameters make_parameters(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                           const std::optional<at::Tensor>& attn_bias, bool is_causal,
-                           std::optional<double> scale) {
+Parameters make_parameters(const AttentionInputs& inputs) {
   Parameters parameters{};
-  parameters.scale = scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(3))));
-  parameters.batch = query.size(0);
-  parameters.query_heads = query.size(1);
-  parameters.key_heads = key.size(1);
-  parameters.query_length = query.size(2);
-  parameters.key_length = key.size(2);
-  parameters.head_dim = query.size(3);
-  parameters.value_dim = value.size(3);
-  parameters.is_causal = is_causal;
-  parameters.query = Operand(query);
-  parameters.key = Operand(key);
-  parameters.value = Operand(value);
-  if (attn_bias.has_value()) {
-    set_bias(parameters, *attn_bias, query.scalar_type());
+  parameters.batch = inputs.query.size(0);
+  parameters.query_heads = inputs.query.size(1);
+  parameters.key_heads = inputs.key.size(1);
+  parameters.group = parameters.key_heads == 0 ? 1 : parameters.query_heads / parameters.key_heads;
+  parameters.query_length = inputs.query.size(2);
+  parameters.key_length = inputs.key.size(2);
+  parameters.head_dim = inputs.query.size(3);
+  parameters.value_dim = inputs.value.size(3);
+  parameters.query = Operand(inputs.query);
+  parameters.key = Operand(inputs.key);
+  parameters.value = Operand(inputs.value);
+  if (inputs.attn_bias.has_value()) {
+    set_bias(parameters, *inputs.attn_bias, inputs.query.scalar_type());
   }
   return parameters;
 }
 
-// Calls work(scratch, index) for each index, in parallel. Each thread has its own scratch memory,
-// enough for the tiles and packed blocks of any of the kernels.
-template <class Work>
-void run(const Parameters& parameters, at::ScalarType scratch_type, int64_t count, Work work) {
-  const int64_t dims = parameters.head_dim + parameters.value_dim;
-  const int64_t tiles = 4 * kKeyBlock * kQueryBlock + kKeyBlock * dims;
-  const int64_t packed = kQueryBlock * (3 * dims + 2 * kWidestVector);
-  const int64_t statistics = 3 * kQueryBlock;
-  const int64_t size = round_up_to_vector(tiles + packed + statistics);
-  const at::Tensor scratch = at::empty({at::get_num_threads(), size},
-                                       at::TensorOptions().dtype(scratch_type).device(at::kCPU));
-  char* const memory = static_cast<char*>(scratch.data_ptr());
-  const int64_t bytes = size * scratch.element_size();
-  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t index = begin; index < end; ++index) {
-      work(memory + at::get_thread_num() * bytes, index);
-    }
-  });
+std::vector<Sequence> sequences_of(const Parameters& parameters) {
+  std::vector<Sequence> sequences;
+  for (int64_t batch = 0; batch < parameters.batch; ++batch) {
+    sequences.push_back({batch, 0, parameters.query_length, 0, parameters.key_length});
+  }
+  return sequences;
 }
 
-// First and last blocks in turn: with a causal mask a thread that takes a run of them has as much
-// to do as any other.
-int64_t balanced(int64_t index, int64_t blocks) {
-  return index % 2 == 0 ? index / 2 : blocks - 1 - index / 2;
-}
+using Outputs = std::tuple<at::Tensor, at::Tensor>;
 
-std::tuple<at::Tensor, at::Tensor> attention(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const std::optional<at::Tensor>& attn_bias, const std::optional<at::Tensor>& alibi_slopes,
-    const std::optional<at::Tensor>& sinks, bool is_causal, std::optional<double> scale,
-    double dropout_p, int64_t window_left, int64_t window_right, double softcap) {
-  check_attention(query, key, value, attn_bias, alibi_slopes, sinks,
-                  {dropout_p, window_left, window_right, softcap});
-  const at::Tensor output =
-      at::empty({query.size(0), query.size(1), query.size(2), value.size(3)}, query.options());
+Outputs attend(const AttentionInputs& inputs, const AttentionOptions& options,
+               const std::optional<at::Tensor>& seed) {
+  const auto& query = inputs.query;
+  const at::Tensor output = at::empty(
+      {query.size(0), query.size(1), query.size(2), inputs.value.size(3)}, query.options());
   const at::Tensor logsumexp = at::empty({query.size(0), query.size(1), query.size(2)},
                                          query.options().dtype(compute_type(query)));
-  if (logsumexp.numel() == 0) {
-    return {output, logsumexp};
-  }
-  auto parameters = make_parameters(query, key, value, attn_bias, is_causal, scale);
+  Extras extras;
+  auto parameters = make_parameters(inputs);
+  set_options(parameters, extras, query, inputs.alibi_slopes, inputs.sinks, options, seed);
   parameters.output = Operand(output);
   parameters.logsumexp = Operand(logsumexp);
-
-  auto* kernel = forward_kernel().get<AttentionFunction>(query.scalar_type());
-  const int64_t blocks = ceil_divide(parameters.query_length, kQueryBlock);
-  run(parameters, compute_type(query), parameters.batch * parameters.query_heads * blocks,
-      [&](void* scratch, int64_t index) {
-        const int64_t head = index / blocks;
-        const int64_t query_start = balanced(index % blocks, blocks) * kQueryBlock;
-        kernel(&parameters, scratch, head / parameters.query_heads, head % parameters.query_heads,
-               query_start);
-      });
+  run_forward(parameters, query, cut_into_blocks(parameters, sequences_of(parameters), options));
   return {output, logsumexp};
 }
 
-void set_gradients(Parameters& parameters, const at::Tensor& grad_output,
-                   const at::Tensor& grad_logsumexp, const at::Tensor& output,
-                   const at::Tensor& logsumexp) {
-  parameters.output = Operand(output);
-  parameters.logsumexp = Operand(logsumexp);
-  parameters.grad_output = Operand(grad_output);
-  parameters.grad_logsumexp = Operand(grad_logsumexp);
+Outputs attention_seeded(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                         const std::optional<at::Tensor>& attn_bias,
+                         const std::optional<at::Tensor>& alibi_slopes,
+                         const std::optional<at::Tensor>& sinks,
+                         const std::optional<at::Tensor>& seed, bool is_causal,
+                         std::optional<double> scale, double dropout_p, int64_t window_left,
+                         int64_t window_right, double softcap) {
+  const AttentionInputs inputs{query, key, value, attn_bias, alibi_slopes, sinks};
+  const AttentionOptions options{is_causal, scale, dropout_p, window_left, window_right, softcap};
+  check_attention(inputs, options);
+  check_attention_seed(seed, dropout_p);
+  return attend(inputs, options, seed);
 }
 
-// Sums of grad_key or grad_value for every chunk, as rows of whole vectors.
-at::Tensor make_sums(const Parameters& parameters, int64_t dim, at::ScalarType dtype) {
-  return at::zeros({parameters.batch * parameters.key_heads, parameters.chunks,
-                    parameters.key_length, round_up_to_vector(dim)},
-                   at::TensorOptions().dtype(dtype).device(at::kCPU));
+Outputs attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                  const std::optional<at::Tensor>& attn_bias,
+                  const std::optional<at::Tensor>& alibi_slopes,
+                  const std::optional<at::Tensor>& sinks, bool is_causal,
+                  std::optional<double> scale, double dropout_p, int64_t window_left,
+                  int64_t window_right, double softcap) {
+  const AttentionInputs inputs{query, key, value, attn_bias, alibi_slopes, sinks};
+  const AttentionOptions options{is_causal, scale, dropout_p, window_left, window_right, softcap};
+  check_attention(inputs, options);
+  return attend(inputs, options, draw_seed(query, dropout_p));
 }
 
-void sum_chunks(const at::Tensor& gradient, const at::Tensor& sums) {
-  auto* kernel = sum_chunks_kernel().get<SumFunction>(gradient.scalar_type());
-  const int64_t rows = gradient.size(2);
-  const int64_t columns = gradient.size(3);
-  char* const target = static_cast<char*>(gradient.data_ptr());
-  const char* const source = static_cast<const char*>(sums.data_ptr());
-  at::parallel_for(0, sums.size(0), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t head = begin; head < end; ++head) {
-      kernel(target + head * rows * columns * gradient.element_size(),
-             source + head * sums.stride(0) * sums.element_size(), rows, columns, sums.size(3),
-             sums.size(1));
-    }
-  });
-}
+// The arguments of the operators that compute gradients.
+struct Saved {
+  Parameters parameters;
+  Extras extras;
 
-at::Tensor empty_contiguous(const at::Tensor& tensor) {
-  return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous);
-}
+  Saved(const AttentionInputs& inputs, const AttentionOptions& options,
+        const std::optional<at::Tensor>& seed, const at::Tensor& grad_output,
+        const at::Tensor& grad_logsumexp, const at::Tensor& output, const at::Tensor& logsumexp) {
+    check_attention(inputs, options);
+    check_attention_results(grad_output, grad_logsumexp, inputs.query, inputs.value, output,
+                            logsumexp);
+    check_attention_seed(seed, options.dropout_p);
+    parameters = make_parameters(inputs);
+    set_options(parameters, extras, inputs.query, inputs.alibi_slopes, inputs.sinks, options, seed);
+    parameters.output = Operand(output);
+    parameters.logsumexp = Operand(logsumexp);
+    parameters.grad_output = Operand(grad_output);
+    parameters.grad_logsumexp = Operand(grad_logsumexp);
+  }
+};
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
+AttentionGradients attention_backward(
     const at::Tensor& grad_output, const at::Tensor& grad_logsumexp, const at::Tensor& query,
     const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& attn_bias,
-    const at::Tensor& output, const at::Tensor& logsumexp, bool is_causal,
-    std::optional<double> scale) {
-  check_attention_gradients(grad_output, grad_logsumexp, query, key, value, attn_bias, output,
-                            logsumexp);
-  const at::Tensor grad_query = empty_contiguous(query);
-  const at::Tensor grad_key = empty_contiguous(key);
-  const at::Tensor grad_value = empty_contiguous(value);
+    const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& sinks,
+    const at::Tensor& output, const at::Tensor& logsumexp, const std::optional<at::Tensor>& seed,
+    bool is_causal, std::optional<double> scale, double dropout_p, int64_t window_left,
+    int64_t window_right, double softcap) {
+  const AttentionInputs inputs{query, key, value, attn_bias, alibi_slopes, sinks};
+  const AttentionOptions options{is_causal, scale, dropout_p, window_left, window_right, softcap};
+  Saved saved(inputs, options, seed, grad_output, grad_logsumexp, output, logsumexp);
+  auto& parameters = saved.parameters;
+  return run_backward(parameters, query, key, value, alibi_slopes, sinks,
+                      cut_into_blocks(parameters, sequences_of(parameters), options), false);
+}
 
-  auto parameters = make_parameters(query, key, value, attn_bias, is_causal, scale);
-  set_gradients(parameters, grad_output, grad_logsumexp, output, logsumexp);
-  const int64_t heads = parameters.batch * parameters.key_heads;
-  if (heads == 0) {
-    return {grad_query, grad_key, grad_value};
+// The blocks that add to a tile of the bias's gradient, one after the other.
+template <class Call>
+void add_to_bias_tile(const Parameters& parameters, const std::vector<const Piece*>& contributors,
+                      int64_t column, Call call) {
+  const int64_t stop = parameters.bias_columns == 1
+                           ? parameters.key_length
+                           : std::min(parameters.key_length, column + kKeyBlock);
+  const int64_t parts = static_cast<int64_t>(contributors.size());
+  for (int64_t part = 0; part < parts; ++part) {
+    Piece piece = *contributors[part];
+    piece.key_start = std::max(piece.key_start, column);
+    piece.key_stop = std::min(piece.key_stop, stop);
+    piece.part = part;
+    piece.parts = parts;
+    piece.column = column;
+    call(piece);
   }
-  const int64_t blocks = ceil_divide(parameters.query_length, kQueryBlock) *
-                         (parameters.query_heads / parameters.key_heads);
-  parameters.chunks = std::max<int64_t>(1, std::min(blocks, ceil_divide(kBackwardPieces, heads)));
-  const at::Tensor key_sums = make_sums(parameters, parameters.head_dim, compute_type(query));
-  const at::Tensor value_sums = make_sums(parameters, parameters.value_dim, compute_type(query));
-  parameters.grad_query = Operand(grad_query);
-  parameters.grad_key = Operand(key_sums);
-  parameters.grad_value = Operand(value_sums);
+}
 
-  auto* kernel = backward_kernel().get<AttentionFunction>(query.scalar_type());
-  run(parameters, compute_type(query), heads * parameters.chunks,
-      [&](void* scratch, int64_t index) {
-        const int64_t head = index / parameters.chunks;
-        kernel(&parameters, scratch, head / parameters.key_heads, head % parameters.key_heads,
-               index % parameters.chunks);
-      });
-  sum_chunks(grad_key, key_sums);
-  sum_chunks(grad_value, value_sums);
-  return {grad_query, grad_key, grad_value};
+// Blocks of one head each, by the part of the bias that they add to.
+std::vector<std::vector<const Piece*>> group_by_bias(const Parameters& parameters,
+                                                     const std::vector<Piece>& blocks) {
+  int64_t row_blocks = 1;
+  for (const Piece& block : blocks) {
+    row_blocks = std::max(row_blocks, block.block + 1);
+  }
+  std::vector<std::vector<const Piece*>> groups(parameters.bias_batch * parameters.bias_heads *
+                                                (parameters.bias_rows == 1 ? 1 : row_blocks));
+  for (const Piece& block : blocks) {
+    int64_t index = parameters.bias_batch == 1 ? 0 : block.batch;
+    index = index * parameters.bias_heads + (parameters.bias_heads == 1 ? 0 : block.head);
+    index = parameters.bias_rows == 1 ? index : index * row_blocks + block.block;
+    groups[index].push_back(&block);
+  }
+  return groups;
 }
 
 at::Tensor attention_bias_backward(const at::Tensor& grad_output, const at::Tensor& grad_logsumexp,
                                    const at::Tensor& query, const at::Tensor& key,
                                    const at::Tensor& value, const at::Tensor& attn_bias,
-                                   const at::Tensor& output, const at::Tensor& logsumexp,
-                                   bool is_causal, std::optional<double> scale) {
-  check_attention_gradients(grad_output, grad_logsumexp, query, key, value, attn_bias, output,
-                            logsumexp);
+                                   const std::optional<at::Tensor>& alibi_slopes,
+                                   const std::optional<at::Tensor>& sinks, const at::Tensor& output,
+                                   const at::Tensor& logsumexp,
+                                   const std::optional<at::Tensor>& seed, bool is_causal,
+                                   std::optional<double> scale, double dropout_p,
+                                   int64_t window_left, int64_t window_right, double softcap) {
+  const AttentionInputs inputs{query, key, value, attn_bias, alibi_slopes, sinks};
+  const AttentionOptions options{is_causal, scale, dropout_p, window_left, window_right, softcap};
+  Saved saved(inputs, options, seed, grad_output, grad_logsumexp, output, logsumexp);
   TORCH_CHECK_TYPE(attn_bias.is_floating_point(),
                    "attention_bias_backward: attn_bias must be floating-point, got ",
                    dtype_name(attn_bias.scalar_type()));
-  const at::Tensor grad_bias = empty_contiguous(attn_bias);
-  if (grad_bias.numel() == 0) {
+  auto& parameters = saved.parameters;
+  const at::Tensor grad_bias =
+      at::zeros_like(attn_bias, attn_bias.options(), at::MemoryFormat::Contiguous);
+  const at::Tensor stored = with_four_dimensions(grad_bias);
+  parameters.grad_attn_bias = Operand(stored);
+  for (int64_t axis = 0; axis < 4; ++axis) {
+    if (stored.size(axis) == 1) {
+      parameters.grad_attn_bias.strides[axis] = 0;
+    }
+  }
+  // Every block is of one head: a tile of the bias may belong to one alone.
+  Parameters ungrouped = parameters;
+  ungrouped.group = 1;
+  ungrouped.key_heads = parameters.query_heads;
+  const auto blocks = cut_into_blocks(ungrouped, sequences_of(parameters), options);
+  if (blocks.empty() || grad_bias.numel() == 0) {
     return grad_bias;
   }
-  auto parameters = make_parameters(query, key, value, attn_bias, is_causal, scale);
-  set_gradients(parameters, grad_output, grad_logsumexp, output, logsumexp);
-  parameters.grad_attn_bias = Operand(with_four_dimensions(grad_bias));
-
-  auto* kernel = bias_backward_kernel().get<AttentionFunction>(query.scalar_type());
-  const int64_t row_blocks = ceil_divide(parameters.bias_rows, kQueryBlock);
+  const auto groups = group_by_bias(parameters, blocks);
   const int64_t column_tiles = ceil_divide(parameters.bias_columns, kKeyBlock);
-  const int64_t tiles = row_blocks * column_tiles;
-  run(parameters, compute_type(query), parameters.bias_batch * parameters.bias_heads * tiles,
-      [&](void* scratch, int64_t index) {
-        kernel(&parameters, scratch, index / tiles, index % tiles / column_tiles,
-               index % column_tiles);
-      });
+  auto* kernel = bias_backward_kernel().get<AttentionFunction>(query.scalar_type());
+  run_jobs(parameters, compute_type(query), kernel,
+           static_cast<int64_t>(groups.size()) * column_tiles, [&](int64_t job, const auto& call) {
+             add_to_bias_tile(parameters, groups[job / column_tiles],
+                              job % column_tiles * kKeyBlock, call);
+           });
   return grad_bias;
+}
+
+at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double dropout_p,
+                          at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(shape.size() == 4, "attention_kept: shape must have 4 dimensions, got ",
+                    shape.size());
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble,
+                   "attention_kept: dtype must be float32 or float64, got ", dtype_name(dtype));
+  const at::Tensor kept = at::empty(shape, seed.options().dtype(dtype));
+  Parameters parameters{};
+  parameters.batch = shape[0];
+  parameters.query_heads = parameters.key_heads = shape[1];
+  parameters.group = parameters.head_dim = parameters.value_dim = 1;
+  parameters.query_length = shape[2];
+  parameters.key_length = shape[3];
+  AttentionOptions options;
+  options.dropout_p = dropout_p;
+  check_attention_seed(seed, dropout_p);
+  Extras extras;
+  set_options(parameters, extras, kept, std::nullopt, std::nullopt, options, seed);
+  parameters.partial_output = Operand(kept);
+  const auto blocks = cut_into_blocks(parameters, sequences_of(parameters), options);
+  if (!blocks.empty()) {
+    run_jobs(parameters, dtype, kept_kernel().get<AttentionFunction>(dtype),
+             static_cast<int64_t>(blocks.size()),
+             [&](int64_t job, const auto& call) { call(blocks[job]); });
+  }
+  return kept;
 }
 
 void register_attention(torch::Library& library) {
   library.impl("attention", &attention);
+  library.impl("attention_seeded", &attention_seeded);
   library.impl("attention_backward", &attention_backward);
   library.impl("attention_bias_backward", &attention_bias_backward);
+  library.impl("attention_kept", &attention_kept);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// foo::attention: the checks, which fake kernels share, and the launchers.
+// foo::attention and foo::attention_varlen: the checks, which fake kernels share.
 
 #pragma once
 
@@ -8,25 +8,50 @@
 
 namespace foo {
 
-// Arguments of foo::attention that follow its tensors.
+// The arguments that follow the tensors. attention_varlen has no is_causal.
 struct AttentionOptions {
-  double dropout_p;
-  int64_t window_left;
-  int64_t window_right;
-  double softcap;
+  bool is_causal = false;
+  std::optional<double> scale;
+  double dropout_p = 0.0;
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  double softcap = 0.0;
 };
 
-// Raises for arguments that foo::attention does not take. Reads only metadata, so that it serves
-// eager tensors, and fake ones with symbolic sizes, alike.
-void check_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                     const std::optional<at::Tensor>& attn_bias,
-                     const std::optional<at::Tensor>& alibi_slopes,
-                     const std::optional<at::Tensor>& sinks, const AttentionOptions& options);
+// The tensors of foo::attention.
+struct AttentionInputs {
+  const at::Tensor& query;
+  const at::Tensor& key;
+  const at::Tensor& value;
+  const std::optional<at::Tensor>& attn_bias;
+  const std::optional<at::Tensor>& alibi_slopes;
+  const std::optional<at::Tensor>& sinks;
+};
 
-// The same for the operators that compute its gradients.
-void check_attention_gradients(const at::Tensor& grad_output, const at::Tensor& grad_logsumexp,
-                               const at::Tensor& query, const at::Tensor& key,
-                               const at::Tensor& value, const std::optional<at::Tensor>& attn_bias,
-                               const at::Tensor& output, const at::Tensor& logsumexp);
+// The tensors of foo::attention_varlen.
+struct PackedInputs {
+  const at::Tensor& query;
+  const at::Tensor& key;
+  const at::Tensor& value;
+  const at::Tensor& cu_seqlens_q;
+  const at::Tensor& cu_seqlens_k;
+  const std::optional<at::Tensor>& seqused_k;
+  const std::optional<at::Tensor>& block_table;
+  const std::optional<at::Tensor>& alibi_slopes;
+  const std::optional<at::Tensor>& sinks;
+};
+
+// Raise for arguments that the operators do not take. They read only metadata, so that they serve
+// eager tensors, and fake ones with symbolic sizes, alike.
+void check_attention(const AttentionInputs& inputs, const AttentionOptions& options);
+void check_attention_varlen(const PackedInputs& inputs, const AttentionOptions& options);
+
+// The same for what the forward pass of an operator has returned, and gradients of that.
+void check_attention_results(const at::Tensor& grad_output, const at::Tensor& grad_logsumexp,
+                             const at::Tensor& query, const at::Tensor& value,
+                             const at::Tensor& output, const at::Tensor& logsumexp);
+
+// Dropout needs a seed, and nothing else does.
+void check_attention_seed(const std::optional<at::Tensor>& seed, double dropout_p);
 
 }  // namespace foo

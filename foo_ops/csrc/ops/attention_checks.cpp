@@ -1,6 +1,8 @@
 #include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
 
+#include <cmath>
+
 #include "kernel_table.h"
 #include "ops/attention.h"
 
@@ -10,79 +12,128 @@ namespace {
 
 constexpr int64_t kLargestHeadDim = 256;
 
-bool is_supported(at::ScalarType dtype) {
-  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf ||
-         dtype == at::kBFloat16;
-}
+// Names the operator in messages.
+struct Checker {
+  const char* name;
+  const at::Tensor& query;
 
-void check_options(const std::optional<at::Tensor>& alibi_slopes,
-                   const std::optional<at::Tensor>& sinks, const AttentionOptions& options) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!alibi_slopes.has_value(),
-                              "attention: alibi_slopes is not supported yet, it must be None");
-  TORCH_CHECK_NOT_IMPLEMENTED(!sinks.has_value(),
-                              "attention: sinks is not supported yet, it must be None");
-  TORCH_CHECK_NOT_IMPLEMENTED(options.dropout_p == 0.0,
-                              "attention: dropout_p is not supported yet, it must be 0.0, got ",
-                              options.dropout_p);
-  TORCH_CHECK_NOT_IMPLEMENTED(options.window_left == -1,
-                              "attention: window_left is not supported yet, it must be -1, got ",
-                              options.window_left);
-  TORCH_CHECK_NOT_IMPLEMENTED(options.window_right == -1,
-                              "attention: window_right is not supported yet, it must be -1, got ",
-                              options.window_right);
-  TORCH_CHECK_NOT_IMPLEMENTED(options.softcap == 0.0,
-                              "attention: softcap is not supported yet, it must be 0.0, got ",
-                              options.softcap);
-}
-
-void check_kind(const char* name, const at::Tensor& tensor, const at::Tensor& query) {
-  TORCH_CHECK_VALUE(tensor.dim() == 4, "attention: ", name,
-                    " must have 4 dimensions (batch, heads, length, head_dim), got ", tensor.dim());
-  TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), "attention: ", name, " must be ",
-                   dtype_name(query.scalar_type()), " as query is, got ",
-                   dtype_name(tensor.scalar_type()));
-  TORCH_CHECK_VALUE(tensor.device() == query.device(), "attention: ", name, " must be on ",
-                    query.device(), " as query is, got ", tensor.device());
-}
-
-void check_sizes(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
-  const auto q = query.sym_sizes();
-  const auto k = key.sym_sizes();
-  const auto v = value.sym_sizes();
-  TORCH_CHECK_VALUE(q[3] >= 1 && q[3] <= kLargestHeadDim,
-                    "attention: query must have a head dimension from 1 to ", kLargestHeadDim,
-                    ", got ", q[3]);
-  TORCH_CHECK_VALUE(v[3] >= 1 && v[3] <= kLargestHeadDim,
-                    "attention: value must have a head dimension from 1 to ", kLargestHeadDim,
-                    ", got ", v[3]);
-  TORCH_CHECK_VALUE(k[0] == q[0], "attention: key must have batch size ", q[0],
-                    " as query has, got ", k[0]);
-  TORCH_CHECK_VALUE(k[3] == q[3], "attention: key must have head dimension ", q[3],
-                    " as query has, got ", k[3]);
-  TORCH_CHECK_VALUE(v[0] == q[0], "attention: value must have batch size ", q[0],
-                    " as query has, got ", v[0]);
-  TORCH_CHECK_VALUE(v[1] == k[1], "attention: value must have ", k[1], " heads as key has, got ",
-                    v[1]);
-  TORCH_CHECK_VALUE(v[2] == k[2], "attention: value must have length ", k[2], " as key has, got ",
-                    v[2]);
-  if (k[1] == 0) {
-    TORCH_CHECK_VALUE(q[1] == 0, "attention: query must have 0 heads as key has, got ", q[1]);
-  } else {
-    TORCH_CHECK_VALUE(q[1] % k[1] == 0, "attention: query must have a multiple of key's ", k[1],
-                      " heads, got ", q[1]);
+  void check_device(const char* argument, const at::Tensor& tensor) const {
+    TORCH_CHECK_VALUE(tensor.device() == query.device(), name, ": ", argument, " must be on ",
+                      query.device(), " as query is, got ", tensor.device());
   }
-}
 
-void check_bias(const at::Tensor& bias, const at::Tensor& query, const at::Tensor& key) {
-  const auto dtype = bias.scalar_type();
-  const auto query_dtype = query.scalar_type();
-  const std::string allowed = query_dtype == at::kFloat
-                                  ? "bool or float32"
-                                  : "bool, float32 or " + dtype_name(query_dtype) + " as query is";
-  TORCH_CHECK_TYPE(dtype == at::kBool || dtype == at::kFloat || dtype == query_dtype,
-                   "attention: attn_bias must be ", allowed, ", got ", dtype_name(dtype));
-  TORCH_CHECK_VALUE(bias.device() == query.device(), "attention: attn_bias must be on ",
-                    query.device(), " as query is, got ", bias.device());
+  void check_query() const {
+    const auto dtype = query.scalar_type();
+    TORCH_CHECK_TYPE(
+        dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16,
+        name, ": query must be float16, bfloat16, float32 or float64, got ", dtype_name(dtype));
+  }
+
+  // query, key or value.
+  void check_kind(const char* argument, const at::Tensor& tensor, int64_t dimensions,
+                  const char* shape) const {
+    TORCH_CHECK_VALUE(tensor.dim() == dimensions, name, ": ", argument, " must have ", dimensions,
+                      " dimensions ", shape, ", got ", tensor.dim());
+    TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), name, ": ", argument, " must be ",
+                     dtype_name(query.scalar_type()), " as query is, got ",
+                     dtype_name(tensor.scalar_type()));
+    check_device(argument, tensor);
+  }
+
+  void check_head_dim(const char* argument, const c10::SymInt& size) const {
+    TORCH_CHECK_VALUE(size >= 1 && size <= kLargestHeadDim, name, ": ", argument,
+                      " must have a head dimension from 1 to ", kLargestHeadDim, ", got ", size);
+  }
+
+  void check_same(const char* argument, const char* what, const c10::SymInt& size,
+                  const c10::SymInt& expected, const char* as) const {
+    TORCH_CHECK_VALUE(size == expected, name, ": ", argument, " must have ", what, " ", expected,
+                      " as ", as, " has, got ", size);
+  }
+
+  // As check_same, for things that are counted.
+  void check_count(const char* argument, const char* what, const c10::SymInt& size,
+                   const c10::SymInt& expected, const char* as) const {
+    TORCH_CHECK_VALUE(size == expected, name, ": ", argument, " must have ", expected, " ", what,
+                      " as ", as, " has, got ", size);
+  }
+
+  void check_groups(const c10::SymInt& heads, const c10::SymInt& key_heads) const {
+    if (key_heads == 0) {
+      TORCH_CHECK_VALUE(heads == 0, name, ": query must have 0 heads as key has, got ", heads);
+    } else {
+      TORCH_CHECK_VALUE(heads % key_heads == 0, name, ": query must have a multiple of key's ",
+                        key_heads, " heads, got ", heads);
+    }
+  }
+
+  // What is added to scores: float32, or of query's dtype.
+  void check_number(const char* argument, const at::Tensor& tensor, const char* also) const {
+    const auto dtype = tensor.scalar_type();
+    const auto query_dtype = query.scalar_type();
+    const bool fits = dtype == at::kFloat || dtype == query_dtype;
+    std::string allowed = std::string(also) + "float32";
+    if (query_dtype != at::kFloat) {
+      allowed += " or " + dtype_name(query_dtype) + " as query is";
+    }
+    TORCH_CHECK_TYPE(fits || (*also != '\0' && dtype == at::kBool), name, ": ", argument,
+                     " must be ", allowed, ", got ", dtype_name(dtype));
+    check_device(argument, tensor);
+  }
+
+  void check_slopes(const std::optional<at::Tensor>& slopes, const c10::SymInt& batch,
+                    const c10::SymInt& heads) const {
+    if (!slopes.has_value()) {
+      return;
+    }
+    check_number("alibi_slopes", *slopes, "");
+    const auto sizes = slopes->sym_sizes();
+    const bool fits = (sizes.size() == 1 && sizes[0] == heads) ||
+                      (sizes.size() == 2 && sizes[0] == batch && sizes[1] == heads);
+    TORCH_CHECK_VALUE(fits, name, ": alibi_slopes must have shape [Hq] = [", heads,
+                      "] or [B, Hq] = [", batch, ", ", heads, "], got ", sizes);
+  }
+
+  void check_sinks(const std::optional<at::Tensor>& sinks, const c10::SymInt& heads) const {
+    if (!sinks.has_value()) {
+      return;
+    }
+    check_number("sinks", *sinks, "");
+    const auto sizes = sinks->sym_sizes();
+    TORCH_CHECK_VALUE(sizes.size() == 1 && sizes[0] == heads, name,
+                      ": sinks must have shape [Hq] = [", heads, "], got ", sizes);
+  }
+
+  void check_options(const AttentionOptions& options) const {
+    TORCH_CHECK_VALUE(options.dropout_p >= 0.0 && options.dropout_p < 1.0, name,
+                      ": dropout_p must be at least 0 and less than 1, got ", options.dropout_p);
+    TORCH_CHECK_VALUE(options.window_left >= -1, name,
+                      ": window_left must be at least 0, or -1 for no bound, got ",
+                      options.window_left);
+    TORCH_CHECK_VALUE(options.window_right >= -1, name,
+                      ": window_right must be at least 0, or -1 for no bound, got ",
+                      options.window_right);
+    TORCH_CHECK_VALUE(options.softcap >= 0.0 && std::isfinite(options.softcap), name,
+                      ": softcap must be positive and finite, or 0 for none, got ",
+                      options.softcap);
+  }
+
+  // cu_seqlens, seqused_k or block_table.
+  void check_integers(const char* argument, const at::Tensor& tensor, int64_t dimensions,
+                      const char* shape) const {
+    TORCH_CHECK_TYPE(tensor.scalar_type() == at::kInt, name, ": ", argument, " must be int32, got ",
+                     dtype_name(tensor.scalar_type()));
+    check_device(argument, tensor);
+    TORCH_CHECK_VALUE(tensor.dim() == dimensions, name, ": ", argument, " must have ", dimensions,
+                      dimensions == 1 ? " dimension" : " dimensions", shape, ", got ",
+                      tensor.dim());
+  }
+};
+
+void check_bias(const Checker& checker, const at::Tensor& bias, const at::Tensor& query,
+                const at::Tensor& key) {
+  checker.check_number("attn_bias", bias,
+                       query.scalar_type() == at::kFloat ? "bool or " : "bool, ");
   const std::vector<c10::SymInt> target = {query.sym_size(0), query.sym_size(1), query.sym_size(2),
                                            key.sym_size(2)};
   const auto sizes = bias.sym_sizes();
@@ -95,49 +146,130 @@ void check_bias(const at::Tensor& bias, const at::Tensor& query, const at::Tenso
                     c10::SymIntArrayRef(target), ", got ", sizes);
 }
 
-// What the forward pass has returned, or a gradient of that.
-void check_result(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
-                  c10::SymIntArrayRef sizes, const at::Tensor& query) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, "attention_backward: ", name, " must be ",
-                   dtype_name(dtype), ", got ", dtype_name(tensor.scalar_type()));
-  TORCH_CHECK_VALUE(tensor.device() == query.device(), "attention_backward: ", name, " must be on ",
-                    query.device(), " as query is, got ", tensor.device());
-  TORCH_CHECK_VALUE(tensor.sym_sizes() == sizes, "attention_backward: ", name, " must have shape ",
-                    sizes, ", got ", tensor.sym_sizes());
+void check_packed_sizes(const Checker& checker, const PackedInputs& inputs) {
+  const auto q = inputs.query.sym_sizes();
+  const auto k = inputs.key.sym_sizes();
+  const auto v = inputs.value.sym_sizes();
+  const bool paged = inputs.block_table.has_value();
+  const size_t head = paged ? 2 : 1;
+  checker.check_head_dim("query", q[2]);
+  checker.check_head_dim("value", v[head + 1]);
+  checker.check_same("key", "head dimension", k[head + 1], q[2], "query");
+  checker.check_count("value", "heads", v[head], k[head], "key");
+  if (paged) {
+    checker.check_count("value", "blocks", v[0], k[0], "key");
+    checker.check_same("value", "block size", v[1], k[1], "key");
+    TORCH_CHECK_VALUE(k[1] >= 1, checker.name, ": key must have a block size of at least 1, got ",
+                      k[1]);
+  } else {
+    checker.check_same("value", "length", v[0], k[0], "key");
+  }
+  checker.check_groups(q[1], k[head]);
+}
+
+void check_sequences(const Checker& checker, const PackedInputs& inputs) {
+  checker.check_integers("cu_seqlens_q", inputs.cu_seqlens_q, 1, "");
+  const auto count = inputs.cu_seqlens_q.sym_size(0);
+  TORCH_CHECK_VALUE(count >= 1, checker.name, ": cu_seqlens_q must have at least 1 element, got ",
+                    count);
+  checker.check_integers("cu_seqlens_k", inputs.cu_seqlens_k, 1, "");
+  checker.check_count("cu_seqlens_k", "elements", inputs.cu_seqlens_k.sym_size(0), count,
+                      "cu_seqlens_q");
+  if (inputs.seqused_k.has_value()) {
+    checker.check_integers("seqused_k", *inputs.seqused_k, 1, "");
+    TORCH_CHECK_VALUE(inputs.seqused_k->sym_size(0) == count - 1, checker.name,
+                      ": seqused_k must have ", count - 1, " elements, one for each sequence, got ",
+                      inputs.seqused_k->sym_size(0));
+  }
+  if (inputs.block_table.has_value()) {
+    checker.check_integers("block_table", *inputs.block_table, 2, " (batch, max_blocks)");
+    TORCH_CHECK_VALUE(inputs.block_table->sym_size(0) == count - 1, checker.name,
+                      ": block_table must have ", count - 1, " rows, one for each sequence, got ",
+                      inputs.block_table->sym_size(0));
+  }
 }
 
 }  // namespace
 
-void check_attention_gradients(const at::Tensor& grad_output, const at::Tensor& grad_logsumexp,
-                               const at::Tensor& query, const at::Tensor& key,
-                               const at::Tensor& value, const std::optional<at::Tensor>& attn_bias,
-                               const at::Tensor& output, const at::Tensor& logsumexp) {
-  check_attention(query, key, value, attn_bias, std::nullopt, std::nullopt, {0.0, -1, -1, 0.0});
-  const std::vector<c10::SymInt> sizes = {query.sym_size(0), query.sym_size(1), query.sym_size(2),
-                                          value.sym_size(3)};
-  const c10::SymIntArrayRef rows(sizes.data(), 3);
-  const auto dtype = query.scalar_type();
-  const auto compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
-  check_result("grad_output", grad_output, dtype, sizes, query);
-  check_result("output", output, dtype, sizes, query);
-  check_result("grad_logsumexp", grad_logsumexp, compute, rows, query);
-  check_result("logsumexp", logsumexp, compute, rows, query);
+void check_attention(const AttentionInputs& inputs, const AttentionOptions& options) {
+  const Checker checker{"attention", inputs.query};
+  constexpr auto kShape = "(batch, heads, length, head_dim)";
+  checker.check_query();
+  checker.check_kind("query", inputs.query, 4, kShape);
+  checker.check_kind("key", inputs.key, 4, kShape);
+  checker.check_kind("value", inputs.value, 4, kShape);
+  const auto q = inputs.query.sym_sizes();
+  const auto k = inputs.key.sym_sizes();
+  const auto v = inputs.value.sym_sizes();
+  checker.check_head_dim("query", q[3]);
+  checker.check_head_dim("value", v[3]);
+  checker.check_same("key", "batch size", k[0], q[0], "query");
+  checker.check_same("key", "head dimension", k[3], q[3], "query");
+  checker.check_same("value", "batch size", v[0], q[0], "query");
+  checker.check_count("value", "heads", v[1], k[1], "key");
+  checker.check_same("value", "length", v[2], k[2], "key");
+  checker.check_groups(q[1], k[1]);
+  if (inputs.attn_bias.has_value()) {
+    check_bias(checker, *inputs.attn_bias, inputs.query, inputs.key);
+  }
+  checker.check_slopes(inputs.alibi_slopes, q[0], q[1]);
+  checker.check_sinks(inputs.sinks, q[1]);
+  checker.check_options(options);
 }
 
-void check_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                     const std::optional<at::Tensor>& attn_bias,
-                     const std::optional<at::Tensor>& alibi_slopes,
-                     const std::optional<at::Tensor>& sinks, const AttentionOptions& options) {
-  check_options(alibi_slopes, sinks, options);
-  TORCH_CHECK_TYPE(is_supported(query.scalar_type()),
-                   "attention: query must be float16, bfloat16, float32 or float64, got ",
-                   dtype_name(query.scalar_type()));
-  check_kind("query", query, query);
-  check_kind("key", key, query);
-  check_kind("value", value, query);
-  check_sizes(query, key, value);
-  if (attn_bias.has_value()) {
-    check_bias(*attn_bias, query, key);
+void check_attention_varlen(const PackedInputs& inputs, const AttentionOptions& options) {
+  const Checker checker{"attention_varlen", inputs.query};
+  const bool paged = inputs.block_table.has_value();
+  const int64_t dimensions = paged ? 4 : 3;
+  const char* const shape =
+      paged ? "(num_blocks, block_size, heads, head_dim)" : "(total, heads, head_dim)";
+  checker.check_query();
+  checker.check_kind("query", inputs.query, 3, "(total, heads, head_dim)");
+  checker.check_kind("key", inputs.key, dimensions, shape);
+  checker.check_kind("value", inputs.value, dimensions, shape);
+  check_packed_sizes(checker, inputs);
+  check_sequences(checker, inputs);
+  const auto heads = inputs.query.sym_size(1);
+  checker.check_slopes(inputs.alibi_slopes, inputs.cu_seqlens_q.sym_size(0) - 1, heads);
+  checker.check_sinks(inputs.sinks, heads);
+  checker.check_options(options);
+}
+
+void check_attention_results(const at::Tensor& grad_output, const at::Tensor& grad_logsumexp,
+                             const at::Tensor& query, const at::Tensor& value,
+                             const at::Tensor& output, const at::Tensor& logsumexp) {
+  const auto check = [&](const char* argument, const at::Tensor& tensor, at::ScalarType dtype,
+                         c10::SymIntArrayRef sizes) {
+    TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, "attention_backward: ", argument, " must be ",
+                     dtype_name(dtype), ", got ", dtype_name(tensor.scalar_type()));
+    TORCH_CHECK_VALUE(tensor.device() == query.device(), "attention_backward: ", argument,
+                      " must be on ", query.device(), " as query is, got ", tensor.device());
+    TORCH_CHECK_VALUE(tensor.sym_sizes() == sizes, "attention_backward: ", argument,
+                      " must have shape ", sizes, ", got ", tensor.sym_sizes());
+  };
+  const auto dtype = query.scalar_type();
+  const auto compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
+  std::vector<c10::SymInt> sizes = query.sym_sizes().vec();
+  sizes.back() = value.sym_size(-1);
+  std::vector<c10::SymInt> rows(sizes.begin(), sizes.end() - 1);
+  if (rows.size() == 2) {
+    // Packed: (total, heads, value_dim), but (heads, total).
+    std::swap(rows[0], rows[1]);
+  }
+  check("grad_output", grad_output, dtype, sizes);
+  check("output", output, dtype, sizes);
+  check("grad_logsumexp", grad_logsumexp, compute, rows);
+  check("logsumexp", logsumexp, compute, rows);
+}
+
+void check_attention_seed(const std::optional<at::Tensor>& seed, double dropout_p) {
+  TORCH_CHECK_VALUE(seed.has_value() == (dropout_p > 0.0),
+                    "attention: seed must be given if dropout_p is not 0, and only then");
+  if (seed.has_value()) {
+    TORCH_CHECK_TYPE(seed->scalar_type() == at::kLong, "attention: seed must be int64, got ",
+                     dtype_name(seed->scalar_type()));
+    TORCH_CHECK_VALUE(seed->sym_numel() == 1, "attention: seed must have 1 element, got ",
+                      seed->sym_numel());
   }
 }
 

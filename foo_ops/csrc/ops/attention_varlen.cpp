@@ -1,0 +1,247 @@
+#include <torch/library.h>
+
+#include "kernel_table.h"
+#include "ops/attention.h"
+#include "ops/attention_work.h"
+
+namespace foo {
+
+namespace {
+
+// What the checks of values find out.
+struct Lengths {
+  std::vector<int64_t> query_offsets, key_offsets, query_lengths, key_lengths;
+};
+
+// Adjacent elements in memory that we can read, since foo memory is host memory.
+at::Tensor readable(const at::Tensor& tensor) {
+  return tensor.contiguous();
+}
+
+void check_offsets(const char* argument, const int32_t* offsets, int64_t count) {
+  TORCH_CHECK_VALUE(offsets[0] == 0, "attention_varlen: ", argument, " must start at 0, got ",
+                    offsets[0]);
+  for (int64_t i = 1; i < count; ++i) {
+    TORCH_CHECK_VALUE(offsets[i] >= offsets[i - 1], "attention_varlen: ", argument,
+                      " must not decrease, got ", offsets[i], " after ", offsets[i - 1]);
+  }
+}
+
+void check_end(const char* argument, const char* tensor, int64_t end, int64_t length) {
+  TORCH_CHECK_VALUE(end == length, "attention_varlen: ", argument, " must end at ", length, " as ",
+                    tensor, " has, got ", end);
+}
+
+void check_used(const Lengths& lengths, const int32_t* used, bool is_paged, int64_t page_room) {
+  for (size_t i = 0; i < lengths.key_lengths.size(); ++i) {
+    const int64_t room = is_paged ? page_room : lengths.key_lengths[i];
+    TORCH_CHECK_VALUE(used[i] >= 0 && used[i] <= room, "attention_varlen: seqused_k must be from 0",
+                      " to ", room, " for sequence ", i, ", got ", used[i]);
+  }
+}
+
+void check_pages(const Lengths& lengths, const int32_t* table, int64_t columns, int64_t page_size,
+                 int64_t pages) {
+  for (size_t i = 0; i < lengths.key_lengths.size(); ++i) {
+    TORCH_CHECK_VALUE(lengths.key_lengths[i] <= columns * page_size,
+                      "attention_varlen: cu_seqlens_k must give sequence ", i, " at most ",
+                      columns * page_size, " keys as block_table holds, got ",
+                      lengths.key_lengths[i]);
+    for (int64_t page = 0; page < ceil_divide(lengths.key_lengths[i], page_size); ++page) {
+      const int32_t number = table[static_cast<int64_t>(i) * columns + page];
+      TORCH_CHECK_VALUE(number >= 0 && number < pages,
+                        "attention_varlen: block_table must have block numbers from 0 to ",
+                        pages - 1, ", got ", number, " for sequence ", i);
+    }
+  }
+}
+
+void check_longest(const char* argument, const std::vector<int64_t>& lengths, int64_t given) {
+  int64_t longest = 0;
+  for (const int64_t length : lengths) {
+    longest = std::max(longest, length);
+  }
+  TORCH_CHECK_VALUE(given >= longest, "attention_varlen: ", argument, " must be at least ", longest,
+                    " as the longest sequence has, got ", given);
+}
+
+Lengths lengths_of(const PackedInputs& inputs, const at::Tensor& block_table, int64_t max_seqlen_q,
+                   int64_t max_seqlen_k) {
+  const int64_t count = inputs.cu_seqlens_q.numel();
+  const bool is_paged = inputs.block_table.has_value();
+  const at::Tensor query_starts = readable(inputs.cu_seqlens_q);
+  const at::Tensor key_starts = readable(inputs.cu_seqlens_k);
+  const auto* query_offsets = query_starts.const_data_ptr<int32_t>();
+  const auto* key_offsets = key_starts.const_data_ptr<int32_t>();
+  check_offsets("cu_seqlens_q", query_offsets, count);
+  check_end("cu_seqlens_q", "query", query_offsets[count - 1], inputs.query.size(0));
+  check_offsets("cu_seqlens_k", key_offsets, count);
+  if (!is_paged) {
+    check_end("cu_seqlens_k", "key", key_offsets[count - 1], inputs.key.size(0));
+  }
+  Lengths lengths;
+  for (int64_t i = 0; i + 1 < count; ++i) {
+    lengths.query_offsets.push_back(query_offsets[i]);
+    lengths.query_lengths.push_back(query_offsets[i + 1] - query_offsets[i]);
+    lengths.key_offsets.push_back(is_paged ? 0 : key_offsets[i]);
+    lengths.key_lengths.push_back(key_offsets[i + 1] - key_offsets[i]);
+  }
+  const int64_t columns = is_paged ? block_table.size(1) : 0;
+  const int64_t page_size = is_paged ? inputs.key.size(1) : 0;
+  if (inputs.seqused_k.has_value()) {
+    const at::Tensor used = readable(*inputs.seqused_k);
+    check_used(lengths, used.const_data_ptr<int32_t>(), is_paged, columns * page_size);
+    const auto* values = used.const_data_ptr<int32_t>();
+    lengths.key_lengths.assign(values, values + count - 1);
+  }
+  if (is_paged) {
+    check_pages(lengths, block_table.const_data_ptr<int32_t>(), columns, page_size,
+                inputs.key.size(0));
+  }
+  check_longest("max_seqlen_q", lengths.query_lengths, max_seqlen_q);
+  check_longest("max_seqlen_k", lengths.key_lengths, max_seqlen_k);
+  return lengths;
+}
+
+// (total, heads, dim) as (1, heads, total, dim) with no step from a batch row to the next.
+Operand packed(const at::Tensor& tensor) {
+  Operand operand(tensor.transpose(0, 1).unsqueeze(0));
+  operand.strides[0] = 0;
+  return operand;
+}
+
+// (heads, total) as (1, heads, total, 1).
+Operand packed_rows(const at::Tensor& tensor) {
+  Operand operand(tensor.unsqueeze(0));
+  operand.strides[0] = 0;
+  return operand;
+}
+
+// (pages, page size, heads, dim) as (pages, heads, page size, dim).
+Operand paged(const at::Tensor& tensor) {
+  return Operand(tensor.transpose(1, 2));
+}
+
+struct Call {
+  Parameters parameters{};
+  Extras extras;
+  at::Tensor block_table;
+  std::vector<Sequence> sequences;
+
+  Call(const PackedInputs& inputs, const AttentionOptions& options,
+       const std::optional<at::Tensor>& seed, int64_t max_seqlen_q, int64_t max_seqlen_k) {
+    const bool is_paged = inputs.block_table.has_value();
+    if (is_paged) {
+      block_table = readable(*inputs.block_table);
+      parameters.block_table = block_table.const_data_ptr<int32_t>();
+      parameters.block_table_stride = block_table.size(1);
+      parameters.page_size = inputs.key.size(1);
+    }
+    const auto lengths = lengths_of(inputs, block_table, max_seqlen_q, max_seqlen_k);
+    parameters.batch = static_cast<int64_t>(lengths.query_lengths.size());
+    parameters.query_heads = inputs.query.size(1);
+    parameters.key_heads = inputs.key.size(is_paged ? 2 : 1);
+    parameters.group =
+        parameters.key_heads == 0 ? 1 : parameters.query_heads / parameters.key_heads;
+    parameters.head_dim = inputs.query.size(2);
+    parameters.value_dim = inputs.value.size(-1);
+    parameters.query = packed(inputs.query);
+    parameters.key = is_paged ? paged(inputs.key) : packed(inputs.key);
+    parameters.value = is_paged ? paged(inputs.value) : packed(inputs.value);
+    set_options(parameters, extras, inputs.query, inputs.alibi_slopes, inputs.sinks, options, seed);
+    for (int64_t i = 0; i < parameters.batch; ++i) {
+      sequences.push_back({i, lengths.query_offsets[i], lengths.query_lengths[i],
+                           lengths.key_offsets[i], lengths.key_lengths[i]});
+    }
+  }
+};
+
+using Outputs = std::tuple<at::Tensor, at::Tensor>;
+
+Outputs attend(const PackedInputs& inputs, const AttentionOptions& options,
+               const std::optional<at::Tensor>& seed, int64_t max_seqlen_q, int64_t max_seqlen_k) {
+  const auto& query = inputs.query;
+  Call call(inputs, options, seed, max_seqlen_q, max_seqlen_k);
+  const at::Tensor output =
+      at::empty({query.size(0), query.size(1), inputs.value.size(-1)}, query.options());
+  const at::Tensor logsumexp =
+      at::empty({query.size(1), query.size(0)}, query.options().dtype(compute_type(query)));
+  call.parameters.output = packed(output);
+  call.parameters.logsumexp = packed_rows(logsumexp);
+  run_forward(call.parameters, query, cut_into_blocks(call.parameters, call.sequences, options));
+  return {output, logsumexp};
+}
+
+Outputs attention_varlen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                         const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
+                         const std::optional<at::Tensor>& seqused_k,
+                         const std::optional<at::Tensor>& block_table,
+                         const std::optional<at::Tensor>& alibi_slopes,
+                         const std::optional<at::Tensor>& sinks, c10::SymInt max_seqlen_q,
+                         c10::SymInt max_seqlen_k, std::optional<double> scale, double dropout_p,
+                         int64_t window_left, int64_t window_right, double softcap) {
+  const PackedInputs inputs{query,     key,         value,        cu_seqlens_q, cu_seqlens_k,
+                            seqused_k, block_table, alibi_slopes, sinks};
+  const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
+  check_attention_varlen(inputs, options);
+  return attend(inputs, options, draw_seed(query, dropout_p), max_seqlen_q.expect_int(),
+                max_seqlen_k.expect_int());
+}
+
+Outputs attention_varlen_seeded(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
+    const std::optional<at::Tensor>& seqused_k, const std::optional<at::Tensor>& block_table,
+    const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& sinks,
+    const std::optional<at::Tensor>& seed, c10::SymInt max_seqlen_q, c10::SymInt max_seqlen_k,
+    std::optional<double> scale, double dropout_p, int64_t window_left, int64_t window_right,
+    double softcap) {
+  const PackedInputs inputs{query,     key,         value,        cu_seqlens_q, cu_seqlens_k,
+                            seqused_k, block_table, alibi_slopes, sinks};
+  const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
+  check_attention_varlen(inputs, options);
+  check_attention_seed(seed, dropout_p);
+  return attend(inputs, options, seed, max_seqlen_q.expect_int(), max_seqlen_k.expect_int());
+}
+
+AttentionGradients attention_varlen_backward(
+    const at::Tensor& grad_output, const at::Tensor& grad_logsumexp, const at::Tensor& query,
+    const at::Tensor& key, const at::Tensor& value, const at::Tensor& cu_seqlens_q,
+    const at::Tensor& cu_seqlens_k, const std::optional<at::Tensor>& seqused_k,
+    const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& sinks,
+    const at::Tensor& output, const at::Tensor& logsumexp, const std::optional<at::Tensor>& seed,
+    c10::SymInt max_seqlen_q, c10::SymInt max_seqlen_k, std::optional<double> scale,
+    double dropout_p, int64_t window_left, int64_t window_right, double softcap) {
+  const std::optional<at::Tensor> no_table;
+  const PackedInputs inputs{query,     key,      value,        cu_seqlens_q, cu_seqlens_k,
+                            seqused_k, no_table, alibi_slopes, sinks};
+  const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
+  check_attention_varlen(inputs, options);
+  check_attention_results(grad_output, grad_logsumexp, query, value, output, logsumexp);
+  check_attention_seed(seed, dropout_p);
+  Call call(inputs, options, seed, max_seqlen_q.expect_int(), max_seqlen_k.expect_int());
+  auto& parameters = call.parameters;
+  parameters.output = packed(output);
+  parameters.logsumexp = packed_rows(logsumexp);
+  parameters.grad_output = packed(grad_output);
+  parameters.grad_logsumexp = packed_rows(grad_logsumexp);
+  return run_backward(parameters, query, key, value, alibi_slopes, sinks,
+                      cut_into_blocks(parameters, call.sequences, options), true);
+}
+
+void register_attention_varlen(torch::Library& library) {
+  library.impl("attention_varlen", &attention_varlen);
+  library.impl("attention_varlen_seeded", &attention_varlen_seeded);
+  library.impl("attention_varlen_backward", &attention_varlen_backward);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(foo, CPU, library) {
+  register_attention_varlen(library);
+}
+TORCH_LIBRARY_IMPL(foo, PrivateUse1, library) {
+  register_attention_varlen(library);
+}
+
+}  // namespace foo

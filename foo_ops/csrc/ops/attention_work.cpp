@@ -1,0 +1,400 @@
+#include "ops/attention_work.h"
+
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernel_table.h"
+
+namespace foo {
+
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634;
+// Beyond any position, and far from overflow.
+constexpr int64_t kFar = int64_t{1} << 40;
+
+// A block of this many queries or fewer is computed with vectors along the head dimension.
+constexpr int64_t kFewQueries = 8;
+// Where there are fewer blocks than kEnoughPieces, keys are split into parts of kPartLength or
+// more. These and kBackwardPieces do not depend on the threads, so that neither do the sums.
+constexpr int64_t kEnoughPieces = 64;
+constexpr int64_t kPartLength = 1024;
+constexpr int64_t kBackwardPieces = 8;
+
+using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t chunk_stride,
+                         int64_t width, int64_t rows, int64_t columns, int64_t chunks,
+                         double factor);
+
+// Kernels live as long as the process: they are never destroyed.
+Kernel& forward_kernel() {
+  static auto* kernel = new Kernel("attention_forward");
+  return *kernel;
+}
+
+Kernel& decode_kernel() {
+  static auto* kernel = new Kernel("attention_decode");
+  return *kernel;
+}
+
+Kernel& merge_kernel() {
+  static auto* kernel = new Kernel("attention_merge");
+  return *kernel;
+}
+
+Kernel& backward_kernel() {
+  static auto* kernel = new Kernel("attention_backward");
+  return *kernel;
+}
+
+Kernel& sum_chunks_kernel() {
+  static auto* kernel = new Kernel("attention_sum_chunks");
+  return *kernel;
+}
+
+// Queries in a block: whole panels of the matrix product, which are 3 vectors of 8 wide with 16
+// registers, and 4 of 16 with 32.
+int64_t query_block() {
+#if defined(__x86_64__)
+  static const int64_t block = __builtin_cpu_supports("avx512f") ? kLargestQueryBlock : 96;
+#else
+  static const int64_t block = kLargestQueryBlock;
+#endif
+  return block;
+}
+
+int64_t rows_of(const Piece& piece) {
+  return piece.heads * piece.query_count;
+}
+
+void set_visible(Piece& piece, const Sequence& sequence, const AttentionOptions& options) {
+  piece.alignment = sequence.key_length - sequence.query_length;
+  piece.first_visible = -kFar;
+  piece.last_visible = kFar;
+  if (options.window_left >= 0) {
+    piece.first_visible = piece.alignment - std::min(options.window_left, kFar);
+  }
+  if (options.window_right >= 0) {
+    piece.last_visible = piece.alignment + std::min(options.window_right, kFar);
+  }
+  if (options.is_causal) {
+    piece.last_visible = std::min<int64_t>(piece.last_visible, 0);
+  }
+}
+
+void set_keys(Piece& piece, const Sequence& sequence) {
+  const int64_t last_query = piece.query_start + piece.query_count - 1;
+  const int64_t first = std::max<int64_t>(0, piece.query_start + piece.first_visible);
+  const int64_t stop = std::min(sequence.key_length, last_query + piece.last_visible + 1);
+  piece.key_start = first / 8 * 8;
+  piece.key_stop = std::max(piece.key_start, stop);
+}
+
+void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const Sequence& sequence,
+                const AttentionOptions& options) {
+  const int64_t length = sequence.query_length;
+  if (length == 0) {
+    return;
+  }
+  const int64_t heads = std::clamp<int64_t>(query_block() / length, 1, parameters.group);
+  const int64_t count = ceil_divide(length, query_block());
+  const int64_t rows = count == 1 ? length : ceil_divide(ceil_divide(length, count), 8) * 8;
+  Piece piece{};
+  piece.batch = sequence.batch;
+  piece.query_offset = sequence.query_offset;
+  piece.key_offset = sequence.key_offset;
+  piece.slot = -1;
+  piece.parts = 1;
+  set_visible(piece, sequence, options);
+  for (int64_t key_head = 0; key_head < parameters.key_heads; ++key_head) {
+    for (int64_t index = 0; index < parameters.group; index += heads) {
+      piece.head = key_head * parameters.group + index;
+      piece.heads = std::min(heads, parameters.group - index);
+      for (int64_t start = 0; start < length; start += rows) {
+        piece.query_start = start;
+        piece.query_count = std::min(rows, length - start);
+        piece.block = start / rows;
+        set_keys(piece, sequence);
+        blocks.push_back(piece);
+      }
+    }
+  }
+}
+
+// Splits the keys of each block into ``parts``, or fewer where there are few keys.
+std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t parts) {
+  std::vector<Piece> pieces;
+  int64_t slots = 0;
+  for (Piece& block : blocks) {
+    const int64_t keys = block.key_stop - block.key_start;
+    const int64_t length =
+        std::max(kPartLength, ceil_divide(ceil_divide(keys, parts), kKeyBlock) * kKeyBlock);
+    block.parts = std::max<int64_t>(1, ceil_divide(keys, length));
+    if (block.parts > 1) {
+      block.slot = slots;
+    }
+    for (int64_t part = 0; part < block.parts; ++part) {
+      Piece piece = block;
+      piece.part = part;
+      piece.key_start = block.key_start + part * length;
+      piece.key_stop = std::min(block.key_stop, piece.key_start + length);
+      if (block.parts > 1) {
+        piece.slot = slots++;
+      }
+      pieces.push_back(piece);
+    }
+  }
+  return pieces;
+}
+
+int64_t work_of(const Piece& piece) {
+  return rows_of(piece) * (piece.key_stop - piece.key_start);
+}
+
+// The largest first, so that at the end no thread has long to wait for another.
+void sort_by_work(std::vector<Piece>& pieces) {
+  std::stable_sort(pieces.begin(), pieces.end(),
+                   [](const Piece& a, const Piece& b) { return work_of(a) > work_of(b); });
+}
+
+void run_pieces(const Parameters& parameters, at::ScalarType type, AttentionFunction* kernel,
+                const std::vector<Piece>& pieces) {
+  if (!pieces.empty()) {
+    run_jobs(parameters, type, kernel, static_cast<int64_t>(pieces.size()),
+             [&](int64_t job, const auto& call) { call(pieces[job]); });
+  }
+}
+
+std::vector<Piece> take_if(std::vector<Piece>& pieces, bool (*condition)(const Piece&)) {
+  std::vector<Piece> taken;
+  const auto rest = std::stable_partition(pieces.begin(), pieces.end(),
+                                          [&](const Piece& piece) { return !condition(piece); });
+  taken.assign(rest, pieces.end());
+  pieces.erase(rest, pieces.end());
+  return taken;
+}
+
+// Sums of grad_key or grad_value, as rows of whole vectors: (slots, 1, rows, width).
+at::Tensor make_sums(int64_t slots, int64_t rows, int64_t dim, at::ScalarType dtype) {
+  return at::zeros({slots, 1, rows, round_up_to_vector(dim)},
+                   at::TensorOptions().dtype(dtype).device(at::kCPU));
+}
+
+// gradient: (heads, rows, columns), with one stride for each. sums: see make_sums, where the chunks
+// of a head follow one another.
+void sum_chunks(const at::Tensor& gradient, const at::Tensor& sums, int64_t chunks, double factor) {
+  auto* kernel = sum_chunks_kernel().get<SumFunction>(gradient.scalar_type());
+  char* const target = static_cast<char*>(gradient.data_ptr());
+  char* const source = static_cast<char*>(sums.data_ptr());
+  at::parallel_for(0, gradient.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head) {
+      kernel(target + head * gradient.stride(0) * gradient.element_size(), gradient.stride(1),
+             source + head * chunks * sums.stride(0) * sums.element_size(), sums.stride(0),
+             sums.size(3), gradient.size(1), gradient.size(2), chunks, factor);
+    }
+  });
+}
+
+// (batch, heads, blocks) summed over blocks, and over the batch where the result has none: in one
+// fixed order, which at::sum does not promise.
+at::Tensor sum_blocks(const at::Tensor& partial, const at::Tensor& like) {
+  const at::Tensor wide = partial.to(at::kDouble);
+  const at::Tensor total = at::zeros(like.sizes(), wide.options());
+  const double* source = wide.const_data_ptr<double>();
+  double* const target = total.mutable_data_ptr<double>();
+  const int64_t heads = partial.size(1);
+  for (int64_t batch = 0; batch < partial.size(0); ++batch) {
+    for (int64_t head = 0; head < heads; ++head) {
+      double& sum = target[like.dim() == 2 ? batch * heads + head : head];
+      for (int64_t block = 0; block < partial.size(2); ++block) {
+        sum += *source++;
+      }
+    }
+  }
+  return total.to(like.options());
+}
+
+// The blocks that add to the same sums: those of a chunk of a sequence and key head.
+struct Chunk {
+  int64_t first, step, stop;
+};
+
+// Gives each block its slot. ``blocks`` must be in the order of cut_into_blocks.
+std::vector<Chunk> cut_into_chunks(const Parameters& parameters, std::vector<Piece>& blocks,
+                                   bool is_packed) {
+  std::vector<Chunk> result;
+  const int64_t count = static_cast<int64_t>(blocks.size());
+  for (int64_t first = 0; first < count;) {
+    const int64_t key_head = blocks[first].head / parameters.group;
+    int64_t stop = first;
+    while (stop < count && blocks[stop].batch == blocks[first].batch &&
+           blocks[stop].head / parameters.group == key_head) {
+      ++stop;
+    }
+    const int64_t row = is_packed ? 0 : blocks[first].batch * parameters.key_heads;
+    const int64_t chunks = std::min(parameters.chunks, stop - first);
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      for (int64_t block = first + chunk; block < stop; block += chunks) {
+        blocks[block].slot = (row + key_head) * parameters.chunks + chunk;
+      }
+      result.push_back({first + chunk, chunks, stop});
+    }
+    first = stop;
+  }
+  return result;
+}
+
+}  // namespace
+
+void set_options(Parameters& parameters, Extras& extras, const at::Tensor& query,
+                 const std::optional<at::Tensor>& alibi_slopes,
+                 const std::optional<at::Tensor>& sinks, const AttentionOptions& options,
+                 const std::optional<at::Tensor>& seed) {
+  const auto type = compute_type(query);
+  parameters.scale =
+      options.scale.value_or(1.0 / std::sqrt(static_cast<double>(parameters.head_dim)));
+  parameters.softcap = options.softcap;
+  if (alibi_slopes.has_value()) {
+    extras.alibi_slopes = alibi_slopes->to(type);
+    parameters.has_alibi_slopes = true;
+    parameters.alibi_slopes.data = extras.alibi_slopes.data_ptr();
+    const bool has_batch = extras.alibi_slopes.dim() == 2;
+    parameters.alibi_slopes.strides[0] = has_batch ? extras.alibi_slopes.stride(0) : 0;
+    parameters.alibi_slopes.strides[1] = extras.alibi_slopes.stride(-1);
+  }
+  if (sinks.has_value()) {
+    extras.sinks = sinks->to(type);
+    parameters.has_sinks = true;
+    parameters.sinks.data = extras.sinks.data_ptr();
+    parameters.sinks.strides[1] = extras.sinks.stride(0);
+  }
+  // A factor that is not positive would turn the largest product into the smallest score.
+  parameters.modifies = parameters.softcap > 0.0 || parameters.bias_kind != kNone ||
+                        parameters.has_alibi_slopes ||
+                        !(parameters.scale > 0.0 && std::isfinite(parameters.scale));
+  parameters.factor = parameters.modifies ? kLog2E : kLog2E * parameters.scale;
+  parameters.kept_scale = 1.0 / (1.0 - options.dropout_p);
+  if (options.dropout_p > 0.0) {
+    // A weight is kept if its 32 random bits are at least this.
+    const double threshold = std::round(options.dropout_p * 4294967296.0);
+    parameters.dropout_threshold =
+        std::clamp<int64_t>(static_cast<int64_t>(threshold), 1, (int64_t{1} << 32) - 1);
+    parameters.seed = *seed->const_data_ptr<int64_t>();
+  }
+}
+
+std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p) {
+  if (dropout_p <= 0.0) {
+    return std::nullopt;
+  }
+  return at::randint(std::numeric_limits<int64_t>::max(), {1}, query.options().dtype(at::kLong));
+}
+
+std::vector<Piece> cut_into_blocks(const Parameters& parameters,
+                                   const std::vector<Sequence>& sequences,
+                                   const AttentionOptions& options) {
+  std::vector<Piece> blocks;
+  for (const Sequence& sequence : sequences) {
+    add_blocks(blocks, parameters, sequence, options);
+  }
+  return blocks;
+}
+
+void run_forward(Parameters& parameters, const at::Tensor& query, std::vector<Piece> blocks) {
+  const auto type = compute_type(query);
+  const auto dtype = query.scalar_type();
+  const int64_t count = static_cast<int64_t>(blocks.size());
+  if (count == 0) {
+    return;
+  }
+  std::vector<Piece> pieces = split_keys(blocks, ceil_divide(kEnoughPieces, count));
+  std::vector<Piece> split = take_if(blocks, [](const Piece& piece) { return piece.parts > 1; });
+  at::Tensor partial_output, partial_logsumexp;
+  if (!split.empty()) {
+    int64_t slots = 0, rows = 0;
+    for (const Piece& piece : split) {
+      slots += piece.parts;
+      rows = std::max(rows, rows_of(piece));
+    }
+    const auto options = at::TensorOptions().dtype(type).device(at::kCPU);
+    partial_output = at::empty({slots, 1, rows, round_up_to_vector(parameters.value_dim)}, options);
+    partial_logsumexp = at::empty({slots, 1, rows}, options);
+    parameters.partial_output = Operand(partial_output);
+    parameters.partial_logsumexp = Operand(partial_logsumexp);
+  }
+  sort_by_work(pieces);
+  const std::vector<Piece> few =
+      take_if(pieces, [](const Piece& piece) { return rows_of(piece) <= kFewQueries; });
+  if (!few.empty()) {
+    run_pieces(parameters, type, decode_kernel().get<AttentionFunction>(dtype), few);
+  }
+  if (!pieces.empty()) {
+    run_pieces(parameters, type, forward_kernel().get<AttentionFunction>(dtype), pieces);
+  }
+  if (!split.empty()) {
+    run_pieces(parameters, type, merge_kernel().get<AttentionFunction>(dtype), split);
+  }
+}
+
+AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
+                                const at::Tensor& key, const at::Tensor& value,
+                                const std::optional<at::Tensor>& alibi_slopes,
+                                const std::optional<at::Tensor>& sinks, std::vector<Piece> blocks,
+                                bool is_packed) {
+  const auto type = compute_type(query);
+  const auto contiguous = [](const at::Tensor& tensor) {
+    return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous);
+  };
+  const at::Tensor grad_query = contiguous(query);
+  const at::Tensor all_grad_key = contiguous(key);
+  const at::Tensor all_grad_value = contiguous(value);
+  // Packed: (rows, heads, columns). Else (batch, heads, rows, columns).
+  const auto by_heads = [&](const at::Tensor& tensor) {
+    return is_packed ? tensor.transpose(0, 1) : tensor.flatten(0, 1);
+  };
+  const at::Tensor grad_key = by_heads(all_grad_key);
+  const at::Tensor grad_value = by_heads(all_grad_value);
+  const int64_t heads = grad_key.size(0);
+  int64_t most_blocks = 1;
+  for (const Piece& block : blocks) {
+    most_blocks = std::max(most_blocks, block.block + 1);
+  }
+  parameters.chunks =
+      std::max<int64_t>(1, std::min(most_blocks * parameters.group,
+                                    ceil_divide(kBackwardPieces, std::max<int64_t>(1, heads))));
+  const at::Tensor key_sums =
+      make_sums(heads * parameters.chunks, grad_key.size(1), parameters.head_dim, type);
+  const at::Tensor value_sums =
+      make_sums(heads * parameters.chunks, grad_value.size(1), parameters.value_dim, type);
+  const at::Tensor partial = at::zeros({2, parameters.batch, parameters.query_heads, most_blocks},
+                                       at::TensorOptions().dtype(type).device(at::kCPU));
+  parameters.grad_query = Operand(is_packed ? grad_query.transpose(0, 1).unsqueeze(0) : grad_query);
+  parameters.grad_query.strides[0] = is_packed ? 0 : parameters.grad_query.strides[0];
+  parameters.grad_key = Operand(key_sums);
+  parameters.grad_value = Operand(value_sums);
+  parameters.grad_alibi_slopes = Operand(partial[0]);
+  parameters.grad_sinks = Operand(partial[1]);
+
+  const std::vector<Chunk> chunks = cut_into_chunks(parameters, blocks, is_packed);
+  if (!chunks.empty()) {
+    auto* kernel = backward_kernel().get<AttentionFunction>(query.scalar_type());
+    run_jobs(parameters, type, kernel, static_cast<int64_t>(chunks.size()),
+             [&](int64_t job, const auto& call) {
+               for (int64_t i = chunks[job].first; i < chunks[job].stop; i += chunks[job].step) {
+                 call(blocks[i]);
+               }
+             });
+  }
+  sum_chunks(grad_key, key_sums, parameters.chunks, parameters.scale);
+  sum_chunks(grad_value, value_sums, parameters.chunks, 1.0);
+  const auto total = [&](const std::optional<at::Tensor>& tensor, const at::Tensor& sums) {
+    return tensor.has_value() ? sum_blocks(sums, *tensor) : at::empty({0}, query.options());
+  };
+  return {grad_query, all_grad_key, all_grad_value, total(alibi_slopes, partial[0]),
+          total(sinks, partial[1])};
+}
+
+}  // namespace foo

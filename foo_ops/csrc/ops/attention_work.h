@@ -1,0 +1,153 @@
+// What the kernels of attention get to know, and how the work is cut into pieces for them.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <atomic>
+#include <optional>
+#include <vector>
+
+#include "ops/attention.h"
+
+namespace foo {
+
+// As in foo_ops/kernels/attention.py.
+inline constexpr int64_t kLargestQueryBlock = 128;
+inline constexpr int64_t kKeyBlock = 64;
+inline constexpr int64_t kTileStride = kLargestQueryBlock + 16;
+inline constexpr int64_t kTile = (kKeyBlock + 1) * kTileStride;
+inline constexpr int64_t kWidestVector = 16;
+
+enum BiasKind : int64_t { kNone, kBool, kOfQueryDtype, kFloat32 };
+
+// A tensor of up to four dimensions: data, and strides in elements for batch, head, row, column.
+struct Operand {
+  void* data = nullptr;
+  int64_t strides[4] = {0, 0, 0, 0};
+
+  Operand() = default;
+  // Of shape (batch, heads, rows, columns), or without the last ones.
+  explicit Operand(const at::Tensor& tensor) : data(tensor.data_ptr()) {
+    for (int64_t i = 0; i < tensor.dim(); ++i) {
+      strides[i] = tensor.stride(i);
+    }
+  }
+};
+
+// _parameters in foo_ops/kernels/attention.py, field by field.
+struct Parameters {
+  double scale, factor, softcap, kept_scale;
+  int64_t head_dim, value_dim, query_heads, group, key_heads, batch;
+  int64_t modifies, bias_kind, bias_batch, bias_heads, bias_rows, bias_columns;
+  int64_t has_alibi_slopes, has_sinks, dropout_threshold, seed;
+  int64_t page_size, block_table_stride, query_length, key_length, chunks, blocks;
+  const int32_t* block_table;
+  Operand query, key, value, attn_bias, alibi_slopes, sinks, output, logsumexp;
+  Operand grad_output, grad_logsumexp, grad_query, grad_key, grad_value, grad_attn_bias;
+  Operand grad_alibi_slopes, grad_sinks, partial_output, partial_logsumexp;
+};
+
+// PIECE in foo_ops/kernels/attention.py, field by field: a block of queries and a range of keys.
+struct Piece {
+  // The queries query_start ... of a sequence, for ``heads`` heads from ``head`` on that share a
+  // key head.
+  int64_t batch, head, heads, query_start, query_count;
+  // Where the sequence begins among the rows of query and key.
+  int64_t query_offset, key_offset;
+  // The keys to visit. key_start is a multiple of 8.
+  int64_t key_start, key_stop;
+  // Query i sees the keys from i + first_visible to i + last_visible. It stands at the key
+  // i + alignment.
+  int64_t first_visible, last_visible, alignment;
+  // Where partial results go, or -1; which part of how many this is.
+  int64_t slot, part, parts;
+  // The number of the block among those of its sequence and head, and the bias's first column.
+  int64_t block, column;
+};
+
+using AttentionFunction = void(const Parameters*, const Piece*, void* scratch);
+
+// A row of the batch, or a packed sequence.
+struct Sequence {
+  int64_t batch, query_offset, query_length, key_offset, key_length;
+};
+
+inline int64_t ceil_divide(int64_t count, int64_t size) {
+  return (count + size - 1) / size;
+}
+
+inline int64_t round_up_to_vector(int64_t count) {
+  return ceil_divide(count, kWidestVector) * kWidestVector;
+}
+
+inline at::ScalarType compute_type(const at::Tensor& query) {
+  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Tensors in the compute type that parameters point to.
+struct Extras {
+  at::Tensor alibi_slopes, sinks;
+};
+
+// Everything that does not depend on how the sequences lie in memory.
+void set_options(Parameters& parameters, Extras& extras, const at::Tensor& query,
+                 const std::optional<at::Tensor>& alibi_slopes,
+                 const std::optional<at::Tensor>& sinks, const AttentionOptions& options,
+                 const std::optional<at::Tensor>& seed);
+
+// The seed of a call without one: drawn from the default generator if there is dropout.
+std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p);
+
+// All blocks of queries of all sequences and heads, with the keys that they see. The blocks of the
+// heads that share a key head follow one another.
+std::vector<Piece> cut_into_blocks(const Parameters& parameters,
+                                   const std::vector<Sequence>& sequences,
+                                   const AttentionOptions& options);
+
+// Runs the forward kernels on blocks, the keys split where there are few.
+void run_forward(Parameters& parameters, const at::Tensor& query, std::vector<Piece> blocks);
+
+// The gradients for query, key, value, alibi_slopes and sinks; of size 0 for what was not given.
+using AttentionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// Runs the backward kernel on blocks, which must be in the order of cut_into_blocks. Tensors are
+// (total, heads, dim) if they are packed, else (batch, heads, length, dim).
+AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
+                                const at::Tensor& key, const at::Tensor& value,
+                                const std::optional<at::Tensor>& alibi_slopes,
+                                const std::optional<at::Tensor>& sinks, std::vector<Piece> blocks,
+                                bool is_packed);
+
+// Calls work(job, call) for each job, in parallel, where call(piece) runs the kernel in the
+// thread's own scratch memory. Threads take the next job when they are done with one; which thread
+// runs it makes no difference to the result.
+template <class Work>
+void run_jobs(const Parameters& parameters, at::ScalarType scratch_type, AttentionFunction* kernel,
+              int64_t jobs, Work work) {
+  const int64_t head_width = round_up_to_vector(parameters.head_dim);
+  const int64_t value_width = round_up_to_vector(parameters.value_dim);
+  const int64_t width = std::max(head_width, value_width);
+  // The most that a kernel packs: see backward() in foo_ops/kernels/attention_backward.py.
+  const int64_t size = 5 * kTile + (9 + 10 * width) * kTileStride + 3 * kKeyBlock * width;
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
+  const at::Tensor scratch =
+      at::empty({threads, size}, at::TensorOptions().dtype(scratch_type).device(at::kCPU));
+  char* const memory = static_cast<char*>(scratch.data_ptr());
+  const int64_t bytes = size * scratch.element_size();
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) {
+      const auto call = [&](const Piece& piece) {
+        kernel(&parameters, &piece, memory + thread * bytes);
+      };
+      for (int64_t job = next++; job < jobs; job = next++) {
+        work(job, call);
+      }
+    }
+  });
+}
+
+}  // namespace foo

@@ -1,0 +1,308 @@
+"""A tile of scores: scale, soft cap, bias, ALiBi, and what a query does not see.
+
+    score = softcap * tanh(scale * k.q / softcap) + bias - slope * |distance|
+
+(soft cap: Gemma Team 2024, Gemma 2, section 2; ALiBi: Press et al. 2022, section 3). Query i sees
+the keys from i + first_visible to i + last_visible.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+from numba import njit
+
+from foo_ops.kernels.attention import (
+    BIAS_BOOL,
+    BIAS_NONE,
+    BIAS_OF_QUERY_DTYPE,
+    TILE_STRIDE,
+    compute_dtype,
+    factor_dtype,
+    factors_of,
+    fill_of,
+)
+from foo_ops.kernels.dropout import store_kept
+from foo_ops.kernels.functions import tanh
+from foo_ops.kernels.matmul import lanes_of, matmul_of
+from foo_ops.kernels.simd import (
+    ELEMENTS,
+    absolute,
+    address_of,
+    less,
+    load,
+    load_vector,
+    pointer_to,
+    select,
+    shift,
+    splat,
+    store,
+)
+from foo_ops.kernels.struct import row_of
+from foo_ops.kernels.tiles import transpose_square
+
+# What is known of each lane of a block, as rows of TILE_STRIDE elements: the query's place in the
+# block as a number of the compute type, its ALiBi slope, and as int32 query and head.
+POSITIONS, SLOPES, QUERIES, HEADS = (row * TILE_STRIDE for row in range(4))
+LANE_ROWS = 4
+
+
+@functools.cache
+def lanes_filler_of(dtype: str) -> Callable:
+    """``fill_lanes(parameters, piece, lanes)``, once for a block."""
+    fill = fill_of(compute_dtype(dtype))
+    as_int32 = pointer_to("int32")
+
+    @njit
+    def fill_lanes(parameters, piece, lanes):
+        fill(lanes, LANE_ROWS * TILE_STRIDE, 0.0)
+        queries = as_int32(address_of(shift(lanes, QUERIES)))
+        heads = as_int32(address_of(shift(lanes, HEADS)))
+        for index in range(piece.heads):
+            head = piece.head + index
+            slope = 0.0
+            if parameters.has_alibi_slopes:
+                slope = load(row_of(parameters, "alibi_slopes", piece.batch, head, 0), 0)
+            for row in range(piece.query_count):
+                lane = index * piece.query_count + row
+                store(lanes, POSITIONS + lane, row)
+                store(lanes, SLOPES + lane, slope)
+                store(queries, lane, piece.query_start + row)
+                store(heads, lane, piece.batch * parameters.query_heads + head)
+
+    return fill_lanes
+
+
+@functools.cache
+def transpose_of(dtype: str, source_dtype: str) -> Callable:
+    """``transpose(target, source, row_stride, column_stride, rows, columns)``, of any strides.
+
+    target[column * TILE_STRIDE + row] = source[row, column].
+    """
+    LANES = lanes_of(dtype)  # noqa: N806
+    in_squares = ELEMENTS[source_dtype].compute is ELEMENTS[dtype].compute
+
+    @njit
+    def one_by_one(
+        target, source, row_stride, column_stride, first_row, rows, first_column, columns
+    ):
+        for column in range(first_column, columns):
+            line = shift(target, column * TILE_STRIDE)
+            start = shift(source, column * column_stride)
+            for row in range(first_row, rows):
+                store(line, row, load(start, row * row_stride))
+
+    if not in_squares:
+
+        @njit
+        def transpose(target, source, row_stride, column_stride, rows, columns):
+            one_by_one(target, source, row_stride, column_stride, 0, rows, 0, columns)
+
+        return transpose
+
+    @njit
+    def transpose_by_squares(target, source, row_stride, column_stride, rows, columns):
+        whole_rows = rows // LANES * LANES if column_stride == 1 else 0
+        whole_columns = columns // LANES * LANES
+        for row in range(0, whole_rows, LANES):
+            for column in range(0, whole_columns, LANES):
+                transpose_square(
+                    shift(target, column * TILE_STRIDE + row), TILE_STRIDE,
+                    shift(source, row * row_stride + column), row_stride, LANES,
+                )  # fmt: skip
+        one_by_one(target, source, row_stride, column_stride, 0, whole_rows, whole_columns, columns)
+        one_by_one(target, source, row_stride, column_stride, whole_rows, rows, 0, columns)
+
+    return transpose_by_squares
+
+
+@functools.cache
+def bias_adder_of(dtype: str) -> Callable:
+    """``add_bias(parameters, piece, target, scratch, key_start, columns, count)``."""
+    compute = compute_dtype(dtype)
+    LANES = lanes_of(compute)  # noqa: N806
+    as_mask, as_own, as_float32 = pointer_to("mask"), pointer_to(dtype), pointer_to("float32")
+    fill = fill_of(compute)
+    transpose_mask, transpose_own, transpose_float32 = (
+        transpose_of(compute, source) for source in ("mask", dtype, "float32")
+    )
+
+    @njit
+    def load_bias(parameters, piece, target, key_start, count):
+        row_stride = parameters.attn_bias_row_stride
+        column_stride = parameters.attn_bias_column_stride
+        kind, address = parameters.bias_kind, address_of(parameters.attn_bias)
+        rows = piece.query_count
+        for index in range(piece.heads):
+            offset = (
+                piece.batch * parameters.attn_bias_batch_stride
+                + (piece.head + index) * parameters.attn_bias_head_stride
+                + piece.query_start * row_stride
+                + key_start * column_stride
+            )
+            place = shift(target, index * rows)
+            if kind == BIAS_BOOL:
+                mask = shift(as_mask(address), offset)
+                transpose_mask(place, mask, row_stride, column_stride, rows, count)
+            elif kind == BIAS_OF_QUERY_DTYPE:
+                own = shift(as_own(address), offset)
+                transpose_own(place, own, row_stride, column_stride, rows, count)
+            else:
+                wide = shift(as_float32(address), offset)
+                transpose_float32(place, wide, row_stride, column_stride, rows, count)
+
+    @njit
+    def add_bias(parameters, piece, target, scratch, key_start, columns, count):
+        used = piece.heads * piece.query_count
+        for key in range(count):
+            fill(shift(scratch, key * TILE_STRIDE + used), columns - used, 0.0)
+        load_bias(parameters, piece, scratch, key_start, count)
+        for key in range(count):
+            for column in range(0, columns, LANES):
+                index = key * TILE_STRIDE + column
+                sum_ = load_vector(target, index, LANES) + load_vector(scratch, index, LANES)
+                store(target, index, sum_)
+
+    return add_bias
+
+
+@functools.cache
+def modify_of(dtype: str) -> Callable:
+    """``modify(parameters, piece, lanes, target, scratch, slopes, key_start, columns, count)``.
+
+    From products k.q to scores, natural logarithms, but for what is not seen. If there is a soft
+    cap, its derivative 1 - tanh^2 is written to slopes (a tile, which may be scratch).
+    """
+    compute = ELEMENTS[dtype].compute
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    add_bias = bias_adder_of(dtype)
+
+    @njit
+    def multiply(target, factor, columns, count):
+        factors = splat(compute(factor), LANES)
+        for key in range(count):
+            for column in range(0, columns, LANES):
+                index = key * TILE_STRIDE + column
+                store(target, index, load_vector(target, index, LANES) * factors)
+
+    @njit
+    def cap(target, slopes, softcap, columns, count):
+        caps, inverse = splat(compute(softcap), LANES), splat(compute(1.0 / softcap), LANES)
+        one = splat(compute(1.0), LANES)
+        for key in range(count):
+            for column in range(0, columns, LANES):
+                index = key * TILE_STRIDE + column
+                share = tanh(load_vector(target, index, LANES) * inverse)
+                store(slopes, index, one - share * share)
+                store(target, index, caps * share)
+
+    @njit
+    def subtract_distances(lanes, target, first_distance, columns, count):
+        """first_distance: of the block's first query from the tile's first key."""
+        for key in range(count):
+            offset = splat(compute(first_distance - key), LANES)
+            for column in range(0, columns, LANES):
+                distance = absolute(load_vector(lanes, POSITIONS + column, LANES) + offset)
+                slope = load_vector(lanes, SLOPES + column, LANES)
+                index = key * TILE_STRIDE + column
+                store(target, index, load_vector(target, index, LANES) - slope * distance)
+
+    @njit
+    def modify(parameters, piece, lanes, target, scratch, slopes, key_start, columns, count):
+        multiply(target, parameters.scale, columns, count)
+        if parameters.softcap > 0.0:
+            cap(target, slopes, parameters.softcap, columns, count)
+        if parameters.bias_kind != BIAS_NONE:
+            add_bias(parameters, piece, target, scratch, key_start, columns, count)
+        if parameters.has_alibi_slopes:
+            first_distance = piece.query_start + piece.alignment - key_start
+            subtract_distances(lanes, target, first_distance, columns, count)
+
+    return modify
+
+
+@functools.cache
+def hide_of(dtype: str) -> Callable:
+    """``hide(piece, lanes, target, key_start, columns, count)``: -infinity for what is not seen."""
+    compute = ELEMENTS[dtype].compute
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+
+    @njit
+    def hide_outside(lanes, target, first, last, columns, count):
+        """first, last: the keys that the block's first query sees, from the tile's first key on."""
+        hidden = splat(compute(-math.inf), LANES)
+        for key in range(count):
+            smallest = splat(compute(key - last), LANES)
+            largest = splat(compute(key - first), LANES)
+            for column in range(0, columns, LANES):
+                index = key * TILE_STRIDE + column
+                position = load_vector(lanes, POSITIONS + column, LANES)
+                score = load_vector(target, index, LANES)
+                score = select(less(position, smallest), hidden, score)
+                store(target, index, select(less(largest, position), hidden, score))
+
+    @njit
+    def hide(piece, lanes, target, key_start, columns, count):
+        first = piece.query_start + piece.first_visible - key_start
+        last = piece.query_start + piece.last_visible - key_start
+        if last < count - 1 or first + piece.query_count - 1 > 0:
+            hide_outside(lanes, target, first, last, columns, count)
+
+    return hide
+
+
+@functools.cache
+def scores_of(dtype: str) -> Callable:
+    """``scores(parameters, piece, lanes, target, scratch, slopes, keys, key_stride, step_stride,
+    queries, key_start, columns, count)``.
+
+    target[key, query] is the score before it is multiplied by parameters.factor (which is log2(e)
+    and, unless the scores are modified, the scale), and -infinity where the query does not see the
+    key. ``scratch`` has room for a tile, and so has ``slopes``: see modify_of.
+    """
+    compute, factor = compute_dtype(dtype), factor_dtype(dtype)
+    matmul = matmul_of(compute, factor, factor)
+    step, _ = factors_of(dtype)
+    modify, hide = modify_of(dtype), hide_of(dtype)
+
+    @njit
+    def scores(
+        parameters, piece, lanes, target, scratch, slopes, keys, key_stride, step_stride,
+        queries, key_start, columns, count,
+    ):  # fmt: skip
+        matmul(
+            target, TILE_STRIDE, keys, key_stride, step_stride, queries, TILE_STRIDE,
+            count, columns, (parameters.head_dim + step - 1) // step, False,
+        )  # fmt: skip
+        if parameters.modifies:
+            modify(parameters, piece, lanes, target, scratch, slopes, key_start, columns, count)
+        hide(piece, lanes, target, key_start, columns, count)
+
+    return scores
+
+
+@functools.cache
+def kept_of(dtype: str) -> Callable:
+    """``load_kept(parameters, lanes, target, key_start, columns, count)``.
+
+    A tile of 1.0 where dropout keeps a weight and of 0.0 where it does not. key_start must be a
+    multiple of four.
+    """
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    as_int32 = pointer_to("int32")
+
+    @njit
+    def load_kept(parameters, lanes, target, key_start, columns, count):
+        queries = as_int32(address_of(shift(lanes, QUERIES)))
+        heads = as_int32(address_of(shift(lanes, HEADS)))
+        for key in range(0, count, 4):
+            for column in range(0, columns, LANES):
+                store_kept(
+                    shift(target, key * TILE_STRIDE + column), TILE_STRIDE,
+                    (key_start + key) // 4, shift(queries, column), shift(heads, column),
+                    parameters.seed, parameters.dropout_threshold, LANES,
+                )  # fmt: skip
+
+    return load_kept

@@ -1,0 +1,190 @@
+"""The online softmax, and what the two forward kernels write.
+
+With the maximum m and the sum l of 2^(score - m) so far, a tile with maximum m' turns l into
+l * 2^(m - max(m, m')) plus its own part, and the unnormalised output alike (Milakov and Gimelshein
+2018; Dao et al. 2022, algorithm 1). Scores and maxima are in units of log 2 here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+from numba import njit
+
+from foo_ops.kernels.attention import (
+    TILE_STRIDE,
+    compute_dtype,
+    copy_row_of,
+    fill_of,
+)
+from foo_ops.kernels.functions import exp2
+from foo_ops.kernels.matmul import lanes_of
+from foo_ops.kernels.simd import (
+    ELEMENTS,
+    address_of,
+    any_lane,
+    fma,
+    less,
+    load,
+    load_vector,
+    maximum,
+    pointer_to,
+    select,
+    shift,
+    splat,
+    store,
+)
+from foo_ops.kernels.struct import row_of
+from foo_ops.kernels.tiles import PAIRS, pack_pairs
+
+LOG2 = math.log(2.0)
+
+
+@functools.cache
+def softmax_start_of(dtype: str) -> Callable:
+    """``start_softmax(parameters, piece, largest, total)``: before the first tile of keys.
+
+    A sink is a score that has been seen already, by the first part of the keys.
+    """
+    fill = fill_of(compute_dtype(dtype))
+    compute = ELEMENTS[dtype].compute
+
+    @njit
+    def start_softmax(parameters, piece, largest, total):
+        fill(largest, TILE_STRIDE, -math.inf)
+        fill(total, TILE_STRIDE, 0.0)
+        if parameters.has_sinks and piece.part == 0:
+            for index in range(piece.heads):
+                sink = load(row_of(parameters, "sinks", 0, piece.head + index, 0), 0)
+                if sink != compute(-math.inf):
+                    first = index * piece.query_count
+                    fill(shift(largest, first), piece.query_count, sink / compute(LOG2))
+                    fill(shift(total, first), piece.query_count, 1.0)
+
+    return start_softmax
+
+
+@functools.cache
+def softmax_of(dtype: str, weights_dtype: str) -> Callable:
+    """``online_softmax(parameters, scores, kept, weights, largest, total, correction, columns,
+    count)``.
+
+    Turns a tile of scores into weights 2^(factor * score - largest), times kept if there is
+    dropout, with largest and total updated. Weights of dtype bfloat16x2 are pairs of neighbouring
+    keys. Returns whether a maximum grew, so that the output has to be multiplied by correction.
+    """
+    compute = ELEMENTS[dtype].compute
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    fill = fill_of(compute_dtype(dtype))
+    as_weights = pointer_to(weights_dtype)
+    packs = weights_dtype == PAIRS
+
+    @njit
+    def store_two(weights, key, column, first, second):
+        if packs:
+            index = key // 2 * TILE_STRIDE + column
+            store(as_weights(address_of(weights)), index, pack_pairs(first, second))
+        else:
+            store(weights, key * TILE_STRIDE + column, first)
+            store(weights, (key + 1) * TILE_STRIDE + column, second)
+
+    @njit
+    def largest_of_tile(scores, column, count):
+        first = splat(compute(-math.inf), LANES)
+        second = first
+        for key in range(0, count, 2):
+            index = key * TILE_STRIDE + column
+            first = maximum(load_vector(scores, index, LANES), first)
+            second = maximum(load_vector(scores, index + TILE_STRIDE, LANES), second)
+        return maximum(first, second)
+
+    @njit
+    def online_softmax(
+        parameters, scores, kept, weights, largest, total, correction, columns, count
+    ):
+        factor, has_dropout = (
+            splat(compute(parameters.factor), LANES),
+            parameters.dropout_threshold > 0,
+        )
+        zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
+        # Keys are taken in twos.
+        if count % 2 == 1:
+            fill(shift(scores, count * TILE_STRIDE), columns, -math.inf)
+        grew = False
+        for column in range(0, columns, LANES):
+            before = load_vector(largest, column, LANES)
+            after = maximum(largest_of_tile(scores, column, count) * factor, before)
+            # A query that has seen nothing yet has the maximum -infinity: any finite number does.
+            base = select(less(lowest, after), after, zero)
+            scaled = exp2(before - base)
+            first_sum, second_sum = load_vector(total, column, LANES) * scaled, zero
+            offset = zero - base
+            for key in range(0, count, 2):
+                index = key * TILE_STRIDE + column
+                first = exp2(fma(load_vector(scores, index, LANES), factor, offset))
+                second = exp2(fma(load_vector(scores, index + TILE_STRIDE, LANES), factor, offset))
+                first_sum, second_sum = first_sum + first, second_sum + second
+                if has_dropout:
+                    first = first * load_vector(kept, index, LANES)
+                    second = second * load_vector(kept, index + TILE_STRIDE, LANES)
+                store_two(weights, key, column, first, second)
+            store(largest, column, after)
+            store(total, column, first_sum + second_sum)
+            store(correction, column, scaled)
+            grew = grew or any_lane(less(before, after))
+        return grew
+
+    return online_softmax
+
+
+@functools.cache
+def factors_filler_of(dtype: str) -> Callable:
+    """``fill_factors(parameters, total, factors, columns)``: what the sums are multiplied by."""
+    compute = ELEMENTS[dtype].compute
+
+    @njit
+    def fill_factors(parameters, total, factors, columns):
+        for column in range(columns):
+            sum_ = load(total, column)
+            # The sum is zero for a query that sees nothing, and its output is zero.
+            factor = compute(parameters.kept_scale) / sum_ if sum_ != 0.0 else compute(0.0)
+            store(factors, column, factor)
+
+    return fill_factors
+
+
+@functools.cache
+def writer_of(dtype: str) -> Callable:
+    """``write(parameters, piece, rows, width, largest, total)``: a block's finished rows.
+
+    As output and logsumexp, or where the keys are split, as one part of these.
+    """
+    copy_row = copy_row_of(compute_dtype(dtype))
+
+    @njit
+    def logsumexp_of(largest, total):
+        # The sum is NaN for a score of +infinity, whose logsumexp is nevertheless +infinity.
+        return largest if largest == math.inf else largest * LOG2 + math.log(total)
+
+    @njit
+    def write(parameters, piece, rows, width, largest, total):
+        value_dim = parameters.value_dim
+        for index in range(piece.heads):
+            for row in range(piece.query_count):
+                lane = index * piece.query_count + row
+                result = logsumexp_of(load(largest, lane), load(total, lane))
+                source = shift(rows, lane * width)
+                if piece.slot >= 0:
+                    part = row_of(parameters, "partial_output", piece.slot, 0, lane)
+                    copy_row(part, source, 1, value_dim, value_dim)
+                    store(row_of(parameters, "partial_logsumexp", piece.slot, 0, lane), 0, result)
+                else:
+                    query, head = piece.query_offset + piece.query_start + row, piece.head + index
+                    target = row_of(parameters, "output", piece.batch, head, query)
+                    copy_row(target, source, 1, value_dim, value_dim)
+                    target = row_of(parameters, "logsumexp", piece.batch, head, query)
+                    store(target, 0, result)
+
+    return write

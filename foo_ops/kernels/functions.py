@@ -1,0 +1,139 @@
+"""exp2 and tanh on vectors and scalars.
+
+Both rest on 2^x = 2^n * 2^f with n = round(x) and f = x - n, and on 2^f = 1 + f * growth(f), where
+growth is a polynomial: so 2^0 is exactly 1, and 2^f - 1 keeps all its
+digits. LLVM's own intrinsics call libm lane by lane.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic
+from numpy.polynomial import Chebyshev, Polynomial
+
+from foo_ops.kernels.simd import (
+    DOUBLE,
+    FLOAT,
+    INT32,
+    INT64,
+    call_intrinsic,
+    constant_of,
+    emit_fma,
+    shaped,
+    suffix,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Format:
+    """A binary floating-point format, and the coefficients of growth, the highest power first."""
+
+    integer: ir.Type
+    mantissa_bits: int
+    exponent_bias: int
+    growth: tuple[float, ...]
+
+    @property
+    def magic(self) -> float:
+        """Adding it rounds to an integer n and leaves n + bias in the lower bits of the sum."""
+        return 1.5 * 2**self.mantissa_bits + self.exponent_bias
+
+
+def _growth(f: np.ndarray) -> np.ndarray:
+    """(2^f - 1) / f, and its limit where f is zero."""
+    safe = np.where(f == 0.0, 1.0, f)
+    return np.where(f == 0.0, math.log(2.0), np.expm1(safe * math.log(2.0)) / safe)
+
+
+def _interpolated(degree: int) -> tuple[float, ...]:
+    interpolant = Chebyshev.interpolate(_growth, degree, domain=[-0.5, 0.5])
+    return tuple(interpolant.convert(kind=Polynomial).coef[::-1])
+
+
+def _taylor(degree: int) -> tuple[float, ...]:
+    log2 = math.log(2.0)
+    return tuple(log2 ** (k + 1) / math.factorial(k + 1) for k in range(degree, -1, -1))
+
+
+# Interpolation saves float32 a degree. In float64 its own roundings would show.
+_FORMATS = {
+    FLOAT: _Format(INT32, 23, 127, _interpolated(5)),
+    DOUBLE: _Format(INT64, 52, 1023, _taylor(12)),
+}
+
+
+def _split(builder: ir.IRBuilder, x: ir.Value) -> tuple[_Format, ir.Value, ir.Value]:
+    """The format, f, and 2^n of x = n + f."""
+    format_ = _FORMATS[x.type.element if isinstance(x.type, ir.VectorType) else x.type]
+    magic = constant_of(x.type, format_.magic)
+    shifted = builder.fadd(x, magic)
+    fraction = builder.fsub(x, builder.fsub(shifted, magic))
+    integer = shaped(format_.integer, x.type)
+    bits = builder.shl(
+        builder.bitcast(shifted, integer), constant_of(integer, format_.mantissa_bits)
+    )
+    return format_, fraction, builder.bitcast(bits, x.type)
+
+
+def _emit_growth(builder: ir.IRBuilder, format_: _Format, f: ir.Value) -> ir.Value:
+    first, *others = format_.growth
+    result = constant_of(f.type, first)
+    for coefficient in others:
+        result = emit_fma(builder, result, f, constant_of(f.type, coefficient))
+    return result
+
+
+def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    format_, fraction, power = _split(builder, x)
+    growth = _emit_growth(builder, format_, fraction)
+    value = emit_fma(builder, fraction, growth, constant_of(x.type, 1.0))
+    # The multiplication, and not an addition to the exponent bits, is what keeps a NaN a NaN.
+    value = builder.fmul(value, power)
+    smallest = constant_of(x.type, 1.0 - format_.exponent_bias)
+    too_small = builder.fcmp_ordered("<", x, smallest)
+    return builder.select(too_small, constant_of(x.type, 0.0), value)
+
+
+@intrinsic
+def exp2(typing_context, x):
+    """2^x, within 1.5 units in the last place, for x below 128 (float64: 1024).
+
+    Zero where it would be subnormal, and so for -infinity; NaN for NaN.
+    """
+
+    def generate(context, builder, signature, args):
+        return _exp2(builder, args[0])
+
+    return x(x), generate
+
+
+def _tanh(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """(e^2|x| - 1) / (e^2|x| + 1) with the sign of x, where e^2|x| - 1 keeps all its digits."""
+
+    def constant(value: float) -> ir.Constant:
+        return constant_of(x.type, value)
+
+    magnitude = call_intrinsic(builder, f"llvm.fabs.{suffix(x.type)}", x.type, [x])
+    # tanh(20) is 1 in both formats.
+    is_large = builder.fcmp_ordered(">", magnitude, constant(20.0))
+    magnitude = builder.select(is_large, constant(20.0), magnitude)
+    doubled = builder.fmul(magnitude, constant(2.0 / math.log(2.0)))
+    format_, fraction, power = _split(builder, doubled)
+    growth = builder.fmul(fraction, _emit_growth(builder, format_, fraction))
+    above_one = emit_fma(builder, power, growth, builder.fsub(power, constant(1.0)))
+    result = builder.fdiv(above_one, builder.fadd(above_one, constant(2.0)))
+    return call_intrinsic(builder, f"llvm.copysign.{suffix(x.type)}", x.type, [result, x])
+
+
+@intrinsic
+def tanh(typing_context, x):
+    """Within 4 units in the last place; NaN for NaN."""
+
+    def generate(context, builder, signature, args):
+        return _tanh(builder, args[0])
+
+    return x(x), generate

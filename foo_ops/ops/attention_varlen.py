@@ -1,0 +1,342 @@
+"""foo::attention_varlen, attention for packed sequences and for keys in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops import _C, library
+from foo_ops.ops.attention import (
+    OUTPUTS,
+    RANDOM_TAGS,
+    TAGS,
+    composite,
+    compute_type,
+    differentiate,
+    draw_seed,
+    empty_gradient,
+)
+
+OPTIONS = (
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, float dropout_p=0.0, "
+    "int window_left=-1, int window_right=-1, float softcap=0.0"
+)
+INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "Tensor? seqused_k=None, Tensor? block_table=None, Tensor? alibi_slopes=None, "
+    "Tensor? sinks=None"
+)
+library.define("foo::attention_varlen", f"({INPUTS}, *, {OPTIONS}) -> {OUTPUTS}", tags=RANDOM_TAGS)
+library.define(
+    "foo::attention_varlen_seeded",
+    f"({INPUTS}, Tensor? seed=None, *, {OPTIONS}) -> {OUTPUTS}",
+    tags=TAGS,
+)
+library.define(
+    "foo::attention_varlen_backward",
+    "(Tensor grad_output, Tensor grad_logsumexp, Tensor query, Tensor key, Tensor value, "
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, Tensor? alibi_slopes, "
+    f"Tensor? sinks, Tensor output, Tensor logsumexp, Tensor? seed, *, {OPTIONS}) -> "
+    "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_alibi_slopes, "
+    "Tensor grad_sinks)",
+    tags=TAGS,
+)
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    return_logsumexp: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """foo_ops.attention for packed sequences, each with its own lengths, or with keys in pages.
+
+    Sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and the keys alike.
+
+    Args:
+        query: (total_q, Hq, D), float16, bfloat16, float32 or float64, D up to 256.
+        key: (total_k, Hkv, D); Hq must be a multiple of Hkv. With block_table
+            (num_blocks, block_size, Hkv, D).
+        value: (total_k, Hkv, Dv), or (num_blocks, block_size, Hkv, Dv).
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, from 0 to total_q and total_k.
+        seqused_k: (B,) int32, how many of its keys a sequence uses; by default all.
+        block_table: (B, max_blocks) int32: key j of sequence b lies in block
+            block_table[b, j // block_size], in its row j % block_size. How many keys there are is
+            told by seqused_k, or else by cu_seqlens_k.
+        alibi_slopes: (Hq,) or (B, Hq).
+        sinks: (Hq,).
+        max_seqlen_q, max_seqlen_k: no sequence may be longer.
+        scale, dropout_p, window_left, window_right, softcap, return_logsumexp: as in
+            foo_ops.attention; windows and ALiBi are aligned to each sequence's last keys.
+
+    Returns:
+        The output, (total_q, Hq, Dv), and if asked for the logsumexp, (Hq, total_q). Both can be
+        differentiated, as those of foo_ops.attention.
+
+    Raises:
+        ValueError: for shapes that do not fit together, options out of range, and for sequences
+            and blocks that are not inside the tensors.
+        TypeError: for dtypes.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 12, 8, 64).unbind()
+        >>> starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+        >>> foo_ops.attention_varlen(
+        ...     query, key, value, starts, starts, max_seqlen_q=7, max_seqlen_k=7, window_right=0
+        ... ).shape
+        torch.Size([12, 8, 64])
+    """
+    output, logsumexp = torch.ops.foo.attention_varlen.default(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        block_table,
+        alibi_slopes,
+        sinks,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        scale=scale,
+        dropout_p=dropout_p,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+    )
+    return (output, logsumexp) if return_logsumexp else output
+
+
+# ------------------------------------------------------------------------------------ fake kernels
+
+
+def _check(
+    *inputs: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+) -> None:
+    missing = (None,) * (9 - len(inputs))
+    _C.check_attention_varlen(*inputs, *missing, dropout_p, window_left, window_right, softcap)
+
+
+@library.register_fake("foo::attention_varlen")
+def fake(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    _check(*inputs, **options)
+    query, _, value = inputs[:3]
+    total, heads = query.shape[:2]
+    output = query.new_empty(total, heads, value.shape[-1])
+    return output, query.new_empty((heads, total), dtype=compute_type(query))
+
+
+@library.register_fake("foo::attention_varlen_seeded")
+def fake_seeded(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    outputs = fake(*inputs[:9], **options)
+    _C.check_attention_seed(inputs[9] if len(inputs) > 9 else None, options.get("dropout_p", 0.0))
+    return outputs
+
+
+@library.register_fake("foo::attention_varlen_backward")
+def fake_backward(
+    grad_output: Tensor, grad_logsumexp: Tensor, *saved: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    *inputs, alibi_slopes, sinks, output, logsumexp, seed = saved
+    query, key, value = inputs[:3]
+    _check(*inputs, None, alibi_slopes, sinks, **options)
+    _C.check_attention_results(grad_output, grad_logsumexp, query, value, output, logsumexp)
+    _C.check_attention_seed(seed, options.get("dropout_p", 0.0))
+    tensors = (query, key, value, alibi_slopes, sinks)
+    return tuple(empty_gradient(tensor, query) for tensor in tensors)
+
+
+# ---------------------------------------------------------------------------------------- autograd
+
+DIFFERENTIABLE = (0, 1, 2, 7, 8)
+
+
+def seeded(*inputs: Any, **options: Any) -> Any:
+    """Of foo::attention_varlen: its inputs may be fewer than nine, where the last are None."""
+    missing = (None,) * (9 - len(inputs))
+    seed = draw_seed(inputs[0], options.get("dropout_p", 0.0))
+    return torch.ops.foo.attention_varlen_seeded.default(*inputs, *missing, seed, **options)
+
+
+def setup_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.options = keyword_only_inputs
+
+
+def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
+    *inputs, seed, output, logsumexp = ctx.saved_tensors
+    needed = (*ctx.needs_input_grad, *(False,) * 10)[:9]
+    if torch.is_grad_enabled():
+        with torch.enable_grad():
+            outputs = composite_varlen(inputs, seed, **ctx.options)
+            grads = (grad_output, grad_logsumexp)
+            return (*differentiate(outputs, inputs, needed, grads), None)
+    gradients: list[Tensor | None] = [None] * 10
+    query, key, value, starts_q, starts_k, used, block_table, alibi_slopes, sinks = inputs
+    if block_table is not None:
+        key, value = gather_pages(key, block_table), gather_pages(value, block_table)
+        starts_k, used = allotted(inputs), used_keys(inputs)
+    found = torch.ops.foo.attention_varlen_backward(
+        *(grad_output, grad_logsumexp, query, key, value, starts_q, starts_k, used),
+        *(alibi_slopes, sinks, output, logsumexp, seed),
+        **ctx.options,
+    )
+    for position, gradient in zip(DIFFERENTIABLE, found):
+        if needed[position]:
+            is_page = block_table is not None and position in (1, 2)
+            gradients[position] = (
+                scatter_pages(gradient, inputs[position], block_table) if is_page else gradient
+            )
+    return tuple(gradients)
+
+
+def _page_numbers(pages: Tensor, block_table: Tensor) -> Tensor:
+    # Entries beyond the keys in use may be anything.
+    return block_table.clamp(0, pages.shape[0] - 1).flatten().long()
+
+
+def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
+    """(num_blocks, block_size, heads, dim) as (B * max_blocks * block_size, heads, dim)."""
+    return pages.index_select(0, _page_numbers(pages, block_table)).flatten(0, 1)
+
+
+def scatter_pages(gradient: Tensor, pages: Tensor, block_table: Tensor) -> Tensor:
+    """The gradient of gather_pages, summed in float32 where a block serves several sequences."""
+    compute = compute_type(gradient)
+    total = torch.zeros(pages.shape, dtype=compute, device=pages.device)
+    blocks = gradient.unflatten(0, (-1, pages.shape[1])).to(compute)
+    return total.index_add(0, _page_numbers(pages, block_table), blocks).to(gradient.dtype)
+
+
+def allotted(inputs: list[Any]) -> Tensor:
+    """cu_seqlens_k for gathered pages."""
+    key, block_table = inputs[1], inputs[6]
+    count, columns = block_table.shape
+    rows = columns * key.shape[1]
+    return torch.arange(count + 1, dtype=torch.int32, device=key.device) * rows
+
+
+def used_keys(inputs: list[Any]) -> Tensor:
+    starts_k, used = inputs[4:6]
+    return starts_k.diff() if used is None else used
+
+
+def composite_varlen(
+    inputs: list[Any], seed: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """foo::attention_varlen made of torch's own operators, a sequence at a time."""
+    query, key, value, starts_q, starts_k, _, block_table, alibi_slopes, sinks = inputs
+    lengths = used_keys(inputs).tolist()
+    if block_table is not None:
+        key, value = gather_pages(key, block_table), gather_pages(value, block_table)
+        starts_k = allotted(inputs)
+    kept_shape = (len(lengths), query.shape[1], options["max_seqlen_q"], options["max_seqlen_k"])
+    names = ("scale", "dropout_p", "window_left", "window_right", "softcap")
+    chosen = {name: options[name] for name in names}
+    kept = None
+    if seed is not None:
+        kept = torch.ops.foo.attention_kept(
+            seed, kept_shape, options["dropout_p"], dtype=compute_type(query)
+        )
+    parts = []
+    places = zip(starts_q.tolist(), starts_q.tolist()[1:], starts_k.tolist(), lengths)
+    for index, (first_query, end_query, first_key, count) in enumerate(places):
+        queries = query[first_query:end_query].transpose(0, 1).unsqueeze(0)
+        keys, values = (
+            tensor[first_key : first_key + count].transpose(0, 1).unsqueeze(0)
+            for tensor in (key, value)
+        )
+        slopes = alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[index]
+        mask = None
+        if kept is not None:
+            mask = kept[index : index + 1, :, : end_query - first_query, :count]
+        parts.append(composite(queries, keys, values, None, slopes, sinks, mask, **chosen))
+    if not parts:
+        return query.new_zeros(query.shape[:2] + value.shape[-1:]), query.new_zeros(
+            (query.shape[1], 0), dtype=compute_type(query)
+        )
+    output = torch.cat([part[0].squeeze(0).transpose(0, 1) for part in parts])
+    return output, torch.cat([part[1].squeeze(0) for part in parts], dim=-1)
+
+
+library.register_autograd("foo::attention_varlen_seeded", backward, setup_context=setup_context)
+library.register_autograd_instead("foo::attention_varlen", seeded)
+
+
+# -------------------------------------------------------------------------- vmap, autocast, FLOPs
+
+library.register_autocast("foo::attention_varlen")
+library.register_vmap_loop("foo::attention_varlen")
+library.register_vmap_loop("foo::attention_varlen_seeded")
+library.register_vmap_loop("foo::attention_varlen_backward")
+
+
+def _scores(starts_q: Tensor, starts_k: Tensor, used: Tensor | None, **options: Any) -> int:
+    """Number of pairs of a query and a key of its sequence; the most there can be, if fake."""
+    if starts_q.is_meta or isinstance(starts_q, torch._subclasses.FakeTensor):
+        return (starts_q.shape[0] - 1) * options["max_seqlen_q"] * options["max_seqlen_k"]
+    keys = starts_k.diff() if used is None else used
+    return int((starts_q.diff().long() * keys.long()).sum())
+
+
+@library.register_flops("foo::attention_varlen", "foo::attention_varlen_seeded", takes_tensors=True)
+def flops(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    used: Tensor | None = None,
+    *others: Any,
+    out_val: Any = None,
+    **options: Any,
+) -> int:
+    """2 * heads * (D + Dv) for each pair of a query and a key."""
+    pairs = _scores(starts_q, starts_k, used, **options)
+    return 2 * query.shape[1] * pairs * (query.shape[2] + value.shape[-1])
+
+
+@library.register_flops("foo::attention_varlen_backward", takes_tensors=True)
+def backward_flops(
+    grad_output: Tensor,
+    grad_logsumexp: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    used: Tensor | None = None,
+    *others: Any,
+    out_val: Any = None,
+    **options: Any,
+) -> int:
+    """Three products over the head dimension and two over the value's."""
+    pairs = _scores(starts_q, starts_k, used, **options)
+    return 2 * query.shape[1] * pairs * (3 * query.shape[2] + 2 * value.shape[-1])
