@@ -1,0 +1,264 @@
+"""foo::attention in the models of Hugging Face transformers: ``attn_implementation="foo"``.
+
+Importing this module is all that is needed:
+
+    >>> import foo_ops.integrations.transformers
+    >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="foo")
+
+transformers asks two functions of each implementation. One makes a mask, once for a forward pass.
+The other computes attention, once for a layer. That one learns nothing of the cache and of padding,
+so what it cannot tell from its arguments must be in the mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import foo_ops  # noqa: F401  (torch.ops.foo also without the entry point that loads it)
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+    from transformers.utils.import_utils import is_tracing
+except ImportError as error:
+    raise ImportError(
+        "foo_ops.integrations.transformers needs transformers: pip install foo_ops[transformers]"
+    ) from error
+
+NAME = "foo"
+
+UNSUPPORTED = {
+    "output_attentions": "must be False, since the weights are never in memory as a whole",
+    "cache": "must be None, since the pages of continuous batching are not supported",
+    "sinks": "must be None, since a sink is one logit for each head (s_aux)",
+}
+"""Options that would change the result if they went unheard, unlike most that models pass on."""
+
+
+def register() -> None:
+    """Make ``attn_implementation="foo"`` known to transformers; the import of this module does it.
+
+    A model whose implementation is unknown to the mask interface gets no mask, and no error.
+    """
+    AttentionInterface.register(NAME, foo_attention_forward)
+    AttentionMaskInterface.register(NAME, foo_mask)
+
+
+def foo_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as transformers calls it.
+
+    Args:
+        module: the layer; its attribute ``is_causal`` counts if the argument is None.
+        query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for the same queries in all of the batch.
+        key: (B, Hkv, Sk, D), Hq a multiple of Hkv. The queries are the last of the Sk positions.
+        value: (B, Hkv, Sk, Dv).
+        attention_mask: bool, True = take part, or added to the scores; broadcasts to
+            (B, Hq, Sq, Sk). It is complete: only without it do causality and window count.
+        dropout: probability that a weight becomes zero.
+        scaling: factor of the scores, by default 1 / sqrt(D).
+        is_causal: a query sees no key behind its own position.
+        sliding_window: a causal query sees so many keys at most, the last at its own position.
+        softcap: bound of the scores, by a tanh.
+        s_aux: (Hq,), the attention sinks: a logit of each head in the denominator only.
+        position_bias: added to the scores beside the mask; broadcasts to (B, Hq, Sq, Sk).
+        others: what transformers hands to every implementation. `UNSUPPORTED` is refused.
+
+    Returns:
+        The output, (B, Sq, Hq, Dv) and contiguous, and None in place of the weights.
+
+    Raises:
+        NotImplementedError: for what is in `UNSUPPORTED`.
+        ValueError, TypeError: as `foo_ops.attention`.
+    """
+    refuse_unsupported(others)
+    options: Mapping[str, Any]
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        options = lower_right(sliding_window) if causal else {}
+    else:
+        bounds = getattr(attention_mask, BOUNDS, UNBOUNDED)
+        options = bounds.options
+        attention_mask = None if bounds.exact else attention_mask
+    output, _ = torch.ops.foo.attention.default(
+        query.expand(key.shape[0], -1, -1, -1),
+        key,
+        value,
+        combine(position_bias, attention_mask),
+        sinks=s_aux,
+        scale=scaling,
+        dropout_p=dropout,
+        softcap=softcap or 0.0,
+        **options,
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def refuse_unsupported(options: Mapping[str, Any]) -> None:
+    for name, requirement in UNSUPPORTED.items():
+        value = options.get(name)
+        if value is not None and value is not False:
+            came = "True" if value is True else type(value).__name__
+            raise NotImplementedError(
+                f"attention of implementation 'foo': {name} {requirement}, got {came}"
+            )
+
+
+def combine(position_bias: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+    """One attn_bias that does what both do."""
+    if position_bias is None:
+        return attention_mask
+    if attention_mask is None:
+        return position_bias
+    if attention_mask.dtype == torch.bool:
+        return torch.where(attention_mask, position_bias, -math.inf)
+    return position_bias + attention_mask
+
+
+class Bounds(NamedTuple):
+    """What `foo_mask` knows of a mask, so that a kernel need not visit the keys that it hides.
+
+    Attributes:
+        options: arguments for `foo_ops.attention` that let through all that the mask does.
+        exact: they let through nothing else, so the mask need not be read.
+    """
+
+    options: Mapping[str, Any]
+    exact: bool
+
+
+BOUNDS = "_foo_bounds"
+"""The attribute of a mask. What a model makes of a mask (a slice, a sum) does not have it."""
+
+UNBOUNDED = Bounds({}, exact=False)
+
+
+def lower_right(window: int | None) -> dict[str, int]:
+    """The options of a causal pattern whose last query and last key have one position."""
+    return {"window_left": -1 if window is None else window - 1, "window_right": 0}
+
+
+PLAIN_CAUSAL = Bounds(lower_right(None), exact=True)
+
+
+def foo_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
+    **others: Any,
+) -> Tensor | None:
+    """The mask of a forward pass, as transformers asks for it; None where none is needed.
+
+    Args:
+        batch_size: B.
+        q_length: Sq; the queries have the positions from ``q_offset`` on.
+        kv_length: Sk; the keys have the positions from ``kv_offset`` on.
+        q_offset: how many positions the cache has seen; a tensor for a static cache.
+        kv_offset: how many positions a sliding cache has dropped.
+        attention_mask: (B, positions), bool: False for padding. Positions behind it are hidden.
+        local_size: length of the window or of the chunks that a query sees, if it does not see all.
+        allow_is_causal_skip: the pattern is causal, and the model takes None for it.
+        allow_is_bidirectional_skip: the pattern is not causal, and the model takes None for it.
+        config: of the model; tells windows and chunks apart.
+        others: for `transformers.masking_utils.sdpa_mask`, above all ``mask_function``.
+
+    Returns:
+        None, or bool of shape (B, 1, Sq, Sk), True = take part.
+    """
+    inputs = [each for each in (q_offset, attention_mask) if isinstance(each, Tensor)]
+    # A graph that is being traced must not depend on values.
+    readable = not any(is_tracing(each) for each in inputs)
+    bounds = UNBOUNDED
+    if readable and allow_is_bidirectional_skip:
+        end = kv_offset + kv_length
+        if reaches(local_size, end) and shows_all(attention_mask, kv_offset, end):
+            return None
+    elif readable and allow_is_causal_skip:
+        bounds = causal_bounds(
+            int(q_offset), q_length, kv_offset, kv_length, attention_mask, local_size, config
+        )
+        if bounds == PLAIN_CAUSAL:
+            return None
+    mask = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,  # type: ignore[arg-type]  # its annotation has forgotten the tensor
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        **others,
+    )
+    if not is_tracing(mask):
+        setattr(mask, BOUNDS, bounds)
+    return mask
+
+
+def causal_bounds(
+    q_offset: int,
+    q_length: int,
+    kv_offset: int,
+    kv_length: int,
+    attention_mask: Tensor | None,
+    local_size: int | None,
+    config: Any,
+) -> Bounds:
+    """What is known of a causal mask of these queries and keys; the arguments are `foo_mask`'s."""
+    end = q_offset + q_length
+    shown = shows_all(attention_mask, kv_offset, end)
+    if reaches(local_size, end):
+        local_size = None
+    if end == kv_offset + kv_length:
+        exact = shown and (local_size is None or is_window(local_size, config))
+        return Bounds(lower_right(local_size), exact)
+    if q_offset == kv_offset:
+        # The first tokens in a static cache. The keys behind them are its places still free.
+        return Bounds({"is_causal": True}, exact=shown and local_size is None)
+    return UNBOUNDED
+
+
+def reaches(local_size: int | None, end: int) -> bool:
+    """Whether a window or chunk of this length holds all positions before ``end``."""
+    return local_size is None or end <= local_size
+
+
+def is_window(local_size: int, config: Any) -> bool:
+    """Whether ``local_size`` is the length of a sliding window, and not of chunks."""
+    chunk_size = getattr(config, "attention_chunk_size", None)
+    return local_size == getattr(config, "sliding_window", None) and local_size != chunk_size
+
+
+def shows_all(attention_mask: Tensor | None, start: int, end: int) -> bool:
+    """Whether no position from ``start`` to ``end`` is padding."""
+    if attention_mask is None:
+        return True
+    seen = attention_mask[:, start:end]
+    return seen.shape[1] == end - start and bool(seen.all())
+
+
+register()
