@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CSRC := $(shell find foo_ops/csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test bench lint clean
+.PHONY: setup demo examples test bench lint clean
 
 setup: $(VENV)/.built
 
@@ -27,6 +27,10 @@ $(VENV)/.built: $(VENV)/.installed $(CSRC)
 demo: setup
 	$(BIN)/python -m foo_ops.demo
 
+examples: setup
+	$(BIN)/python examples/embeddings.py
+	$(BIN)/python examples/llama_decoding.py
+
 # Idle threads of one process must not keep the cores from another.
 test: setup
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4
@@ -42,4 +46,4 @@ lint: setup
 
 clean:
 	rm -rf $(VENV) build foo_ops.egg-info foo_ops/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find foo_ops tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find foo_ops tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -386,7 +386,7 @@ def test_kernels_get_no_mask_where_bounds_tell_all(name, calls):
 
 def test_changed_mask_loses_its_bounds():
     mask = integration.foo_mask(1, 5, 5, attention_mask=torch.tensor([[False] + [True] * 4]))
-    assert getattr(mask, integration.BOUNDS).options == {"window_left": -1, "window_right": 0}
+    assert getattr(mask, integration.BOUNDS).options == {"is_causal": True}
     wider = mask | torch.ones(5, 5, dtype=torch.bool)
     assert torch.equal(seen_keys(wider, 5, 5)[0], wider[0, 0])
 

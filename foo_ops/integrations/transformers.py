@@ -93,7 +93,7 @@ def foo_attention_forward(
     options: Mapping[str, Any]
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        options = lower_right(sliding_window) if causal else {}
+        options = lower_right(query.shape[2], key.shape[2], sliding_window) if causal else {}
     else:
         bounds = getattr(attention_mask, BOUNDS, UNBOUNDED)
         options = bounds.options
@@ -151,12 +151,13 @@ BOUNDS = "_foo_bounds"
 UNBOUNDED = Bounds({}, exact=False)
 
 
-def lower_right(window: int | None) -> dict[str, int]:
+def lower_right(q_length: int, kv_length: int, window: int | None) -> dict[str, Any]:
     """The options of a causal pattern whose last query and last key have one position."""
+    if window is None and q_length == kv_length:
+        return {"is_causal": True}
+    if window is None and q_length == 1:
+        return {}
     return {"window_left": -1 if window is None else window - 1, "window_right": 0}
-
-
-PLAIN_CAUSAL = Bounds(lower_right(None), exact=True)
 
 
 def foo_mask(
@@ -202,7 +203,7 @@ def foo_mask(
         bounds = causal_bounds(
             int(q_offset), q_length, kv_offset, kv_length, attention_mask, local_size, config
         )
-        if bounds == PLAIN_CAUSAL:
+        if bounds == Bounds(lower_right(q_length, kv_length, None), exact=True):
             return None
     mask = sdpa_mask(
         batch_size=batch_size,
@@ -235,7 +236,7 @@ def causal_bounds(
         local_size = None
     if end == kv_offset + kv_length:
         exact = shown and (local_size is None or is_window(local_size, config))
-        return Bounds(lower_right(local_size), exact)
+        return Bounds(lower_right(q_length, kv_length, local_size), exact)
     if q_offset == kv_offset:
         # The first tokens in a static cache. The keys behind them are its places still free.
         return Bounds({"is_causal": True}, exact=shown and local_size is None)
