@@ -174,9 +174,12 @@ def build(dtype: str) -> Kernel:
             products(scores, keys, key_stride, queries, head_width, rows, count)
             if parameters.modifies:
                 modify(parameters, piece, lanes, scores, kept, kept, key_start, columns, count)
-            hide(piece, lanes, scores, key_start, columns, count)
+            hide(
+                piece, lanes, scores, piece.query_start, piece.query_count,
+                key_start, columns, count,
+            )  # fmt: skip
             if parameters.dropout_threshold > 0:
-                load_kept(parameters, lanes, kept, key_start, columns, count)
+                load_kept(parameters, lanes, kept, key_start, 0, columns, count)
             if online_softmax(
                 parameters, scores, kept, scores, largest, total, correction, columns, count
             ):

@@ -33,13 +33,14 @@ from foo_ops.kernels.attention_softmax import (
     writer_of,
 )
 from foo_ops.kernels.jit import Kernel
-from foo_ops.kernels.matmul import lanes_of, matmul_of
+from foo_ops.kernels.matmul import lanes_of, matmul_of, panel_of
 from foo_ops.kernels.simd import address_of, load_vector, pointer_to, shift, store
 
 
 def build(dtype: str) -> Kernel:
     compute, factor = compute_dtype(dtype), factor_dtype(dtype)
     LANES = lanes_of(compute)  # noqa: N806
+    PANEL = panel_of(compute)  # noqa: N806
     matmul, fill, turn = matmul_of(compute, factor, factor), fill_of(compute), turn_of(compute)
     step, as_factors = factors_of(dtype)
     as_factor = pointer_to(factor)
@@ -59,6 +60,21 @@ def build(dtype: str) -> Kernel:
                     factors, column, LANES
                 )
                 store(accumulator, index, product)
+
+    @njit
+    def queries_of(piece, start, columns):
+        """The first query of a panel, and how many there are."""
+        if piece.heads > 1:
+            return piece.query_start, piece.query_count
+        return piece.query_start + start, min(columns, piece.query_count - start)
+
+    @njit
+    def seen_keys(piece, first_query, query_count, key_start, count):
+        """How many of a tile's keys, from its first on, a panel has to visit."""
+        if first_query + piece.first_visible >= key_start + count:
+            return 0
+        stop = first_query + query_count + piece.last_visible - key_start
+        return max(0, min(count, stop))
 
     def forward(parameters, piece, scratch):
         head_width = round_up(parameters.head_dim, LANES)
@@ -93,24 +109,37 @@ def build(dtype: str) -> Kernel:
             values, value_stride, value_step = value_tile(
                 parameters, piece, value_memory, key_start, count
             )
-            scores_tile(
-                parameters, piece, lanes, scores, kept, kept, keys, key_stride, key_step, queries,
-                key_start, columns, count,
-            )  # fmt: skip
-            if parameters.dropout_threshold > 0:
-                load_kept(parameters, lanes, kept, key_start, columns, count)
-            if online_softmax(
-                parameters, scores, kept, scores, largest, total, correction, columns, count
-            ):
-                rescale(accumulator, correction, parameters.value_dim, columns)
             turned_values, column_stride, step_stride = turned_tile(
                 turned_memory, values, value_stride, value_step, count, parameters.value_dim
             )
-            matmul(
-                accumulator, TILE_STRIDE, turned_values, column_stride, step_stride,
-                as_factor(address_of(scores)), TILE_STRIDE,
-                parameters.value_dim, columns, (count + step - 1) // step, True,
-            )  # fmt: skip
+            # Panel by panel, so that the scores stay in the nearest cache from their product to
+            # that with the values: 0.03 of the peak. A bias is loaded for the whole block.
+            width = columns if parameters.modifies else PANEL
+            for start in range(0, columns, width):
+                some = min(width, columns - start)
+                first_query, query_count = queries_of(piece, start, some)
+                seen = seen_keys(piece, first_query, query_count, key_start, count)
+                if seen == 0:
+                    continue
+                panel, panel_kept = shift(scores, start), shift(kept, start)
+                sums = shift(accumulator, start)
+                scores_tile(
+                    parameters, piece, shift(lanes, start), panel, panel_kept, panel_kept,
+                    keys, key_stride, key_step, shift(queries, start),
+                    first_query, query_count, key_start, some, seen,
+                )  # fmt: skip
+                if parameters.dropout_threshold > 0:
+                    load_kept(parameters, lanes, panel_kept, key_start, start, some, seen)
+                if online_softmax(
+                    parameters, panel, panel_kept, panel, shift(largest, start),
+                    shift(total, start), shift(correction, start), some, seen,
+                ):  # fmt: skip
+                    rescale(sums, shift(correction, start), parameters.value_dim, some)
+                matmul(
+                    sums, TILE_STRIDE, turned_values, column_stride, step_stride,
+                    as_factor(address_of(panel)), TILE_STRIDE,
+                    parameters.value_dim, some, (seen + step - 1) // step, True,
+                )  # fmt: skip
 
         fill_factors(parameters, total, correction, columns)
         rescale(accumulator, correction, parameters.value_dim, columns)

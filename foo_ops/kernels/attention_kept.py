@@ -28,7 +28,7 @@ def build(dtype: str) -> Kernel:
         fill_lanes(parameters, piece, lanes)
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
             count = min(KEY_BLOCK, piece.key_stop - key_start)
-            load_kept(parameters, lanes, kept, key_start, columns, count)
+            load_kept(parameters, lanes, kept, key_start, 0, columns, count)
             for row in range(piece.query_count):
                 query = piece.query_start + row
                 target = row_of(parameters, "partial_output", piece.batch, piece.head, query)

@@ -225,7 +225,10 @@ def modify_of(dtype: str) -> Callable:
 
 @functools.cache
 def hide_of(dtype: str) -> Callable:
-    """``hide(piece, lanes, target, key_start, columns, count)``: -infinity for what is not seen."""
+    """``hide(piece, lanes, target, first_query, queries, key_start, columns, count)``.
+
+    -infinity for what is not seen. The columns have ``queries`` queries from first_query on.
+    """
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
 
@@ -244,11 +247,12 @@ def hide_of(dtype: str) -> Callable:
                 store(target, index, select(less(largest, position), hidden, score))
 
     @njit
-    def hide(piece, lanes, target, key_start, columns, count):
-        first = piece.query_start + piece.first_visible - key_start
-        last = piece.query_start + piece.last_visible - key_start
-        if last < count - 1 or first + piece.query_count - 1 > 0:
-            hide_outside(lanes, target, first, last, columns, count)
+    def hide(piece, lanes, target, first_query, queries, key_start, columns, count):
+        first = piece.first_visible - key_start
+        last = piece.last_visible - key_start
+        if first_query + last < count - 1 or first_query + queries - 1 + first > 0:
+            start = piece.query_start
+            hide_outside(lanes, target, start + first, start + last, columns, count)
 
     return hide
 
@@ -256,7 +260,7 @@ def hide_of(dtype: str) -> Callable:
 @functools.cache
 def scores_of(dtype: str) -> Callable:
     """``scores(parameters, piece, lanes, target, scratch, slopes, keys, key_stride, step_stride,
-    queries, key_start, columns, count)``.
+    queries, first_query, query_count, key_start, columns, count)``.
 
     target[key, query] is the score before it is multiplied by parameters.factor (which is log2(e)
     and, unless the scores are modified, the scale), and -infinity where the query does not see the
@@ -270,7 +274,7 @@ def scores_of(dtype: str) -> Callable:
     @njit
     def scores(
         parameters, piece, lanes, target, scratch, slopes, keys, key_stride, step_stride,
-        queries, key_start, columns, count,
+        queries, first_query, query_count, key_start, columns, count,
     ):  # fmt: skip
         matmul(
             target, TILE_STRIDE, keys, key_stride, step_stride, queries, TILE_STRIDE,
@@ -278,14 +282,14 @@ def scores_of(dtype: str) -> Callable:
         )  # fmt: skip
         if parameters.modifies:
             modify(parameters, piece, lanes, target, scratch, slopes, key_start, columns, count)
-        hide(piece, lanes, target, key_start, columns, count)
+        hide(piece, lanes, target, first_query, query_count, key_start, columns, count)
 
     return scores
 
 
 @functools.cache
 def kept_of(dtype: str) -> Callable:
-    """``load_kept(parameters, lanes, target, key_start, columns, count)``.
+    """``load_kept(parameters, lanes, target, key_start, first_column, columns, count)``.
 
     A tile of 1.0 where dropout keeps a weight and of 0.0 where it does not. key_start must be a
     multiple of four.
@@ -294,9 +298,9 @@ def kept_of(dtype: str) -> Callable:
     as_int32 = pointer_to("int32")
 
     @njit
-    def load_kept(parameters, lanes, target, key_start, columns, count):
-        queries = as_int32(address_of(shift(lanes, QUERIES)))
-        heads = as_int32(address_of(shift(lanes, HEADS)))
+    def load_kept(parameters, lanes, target, key_start, first_column, columns, count):
+        queries = shift(as_int32(address_of(shift(lanes, QUERIES))), first_column)
+        heads = shift(as_int32(address_of(shift(lanes, HEADS))), first_column)
         for key in range(0, count, 4):
             for column in range(0, columns, LANES):
                 store_kept(

@@ -82,15 +82,6 @@ def softmax_of(dtype: str, weights_dtype: str) -> Callable:
     packs = weights_dtype == PAIRS
 
     @njit
-    def store_two(weights, key, column, first, second):
-        if packs:
-            index = key // 2 * TILE_STRIDE + column
-            store(as_weights(address_of(weights)), index, pack_pairs(first, second))
-        else:
-            store(weights, key * TILE_STRIDE + column, first)
-            store(weights, (key + 1) * TILE_STRIDE + column, second)
-
-    @njit
     def largest_of_tile(scores, column, count):
         first = splat(compute(-math.inf), LANES)
         second = first
@@ -101,39 +92,80 @@ def softmax_of(dtype: str, weights_dtype: str) -> Callable:
         return maximum(first, second)
 
     @njit
+    def grow(largest, total, correction, column, top):
+        """Make ``top`` count among the scores seen so far. Returns whether a maximum grew."""
+        zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
+        before = load_vector(largest, column, LANES)
+        after = maximum(top, before)
+        scaled = exp2(before - base_of(after, lowest, zero))
+        store(largest, column, after)
+        store(total, column, load_vector(total, column, LANES) * scaled)
+        store(correction, column, scaled)
+        return any_lane(less(before, after))
+
+    @njit
+    def base_of(largest, lowest, zero):
+        # A query that has seen nothing yet has the maximum -infinity: any finite number does.
+        return select(less(lowest, largest), largest, zero)
+
+    def exponentials_of(has_dropout: bool) -> Callable:
+        """A loop without a branch keeps more of its constants in registers."""
+
+        @njit
+        def exponential(scores, kept, index, factor, offset):
+            """The exponential, and what dropout leaves of it."""
+            value = exp2(fma(load_vector(scores, index, LANES), factor, offset))
+            if has_dropout:
+                return value, value * load_vector(kept, index, LANES)
+            return value, value
+
+        @njit
+        def exponentials(scores, kept, weights, largest, total, column, count, factor):
+            zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
+            offset = zero - base_of(load_vector(largest, column, LANES), lowest, zero)
+            sum_ = load_vector(total, column, LANES)
+            if packs:
+                pairs = as_weights(address_of(weights))
+                for key in range(0, count, 2):
+                    index = key * TILE_STRIDE + column
+                    first, left = exponential(scores, kept, index, factor, offset)
+                    index += TILE_STRIDE
+                    second, right = exponential(scores, kept, index, factor, offset)
+                    sum_ = sum_ + (first + second)
+                    store(pairs, key // 2 * TILE_STRIDE + column, pack_pairs(left, right))
+            else:
+                for key in range(count):
+                    index = key * TILE_STRIDE + column
+                    value, left = exponential(scores, kept, index, factor, offset)
+                    sum_ = sum_ + value
+                    store(weights, index, left)
+            store(total, column, sum_)
+
+        return exponentials
+
+    exponentials, exponentials_dropped = exponentials_of(False), exponentials_of(True)
+
+    @njit
     def online_softmax(
         parameters, scores, kept, weights, largest, total, correction, columns, count
     ):
-        factor, has_dropout = (
-            splat(compute(parameters.factor), LANES),
-            parameters.dropout_threshold > 0,
-        )
-        zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
-        # Keys are taken in twos.
+        factor = splat(compute(parameters.factor), LANES)
+        # Maxima, and pairs, are taken of two keys at a time.
         if count % 2 == 1:
             fill(shift(scores, count * TILE_STRIDE), columns, -math.inf)
+        # Three loops, since the processor then begins with a column's exponentials before it is
+        # done with those of the column before: 7 cycles a vector, and 10 in one loop.
+        for column in range(0, columns, LANES):
+            store(correction, column, largest_of_tile(scores, column, count) * factor)
         grew = False
         for column in range(0, columns, LANES):
-            before = load_vector(largest, column, LANES)
-            after = maximum(largest_of_tile(scores, column, count) * factor, before)
-            # A query that has seen nothing yet has the maximum -infinity: any finite number does.
-            base = select(less(lowest, after), after, zero)
-            scaled = exp2(before - base)
-            first_sum, second_sum = load_vector(total, column, LANES) * scaled, zero
-            offset = zero - base
-            for key in range(0, count, 2):
-                index = key * TILE_STRIDE + column
-                first = exp2(fma(load_vector(scores, index, LANES), factor, offset))
-                second = exp2(fma(load_vector(scores, index + TILE_STRIDE, LANES), factor, offset))
-                first_sum, second_sum = first_sum + first, second_sum + second
-                if has_dropout:
-                    first = first * load_vector(kept, index, LANES)
-                    second = second * load_vector(kept, index + TILE_STRIDE, LANES)
-                store_two(weights, key, column, first, second)
-            store(largest, column, after)
-            store(total, column, first_sum + second_sum)
-            store(correction, column, scaled)
-            grew = grew or any_lane(less(before, after))
+            top = load_vector(correction, column, LANES)
+            grew = grow(largest, total, correction, column, top) or grew
+        for column in range(0, columns, LANES):
+            if parameters.dropout_threshold > 0:
+                exponentials_dropped(scores, kept, weights, largest, total, column, count, factor)
+            else:
+                exponentials(scores, kept, weights, largest, total, column, count, factor)
         return grew
 
     return online_softmax

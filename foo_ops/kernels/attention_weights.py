@@ -137,7 +137,7 @@ def weights_of(dtype: str) -> Callable:
     ):  # fmt: skip
         scores_tile(
             parameters, piece, lanes, weights, kept, slopes, keys, key_stride, key_step,
-            queries, key_start, columns, count,
+            queries, piece.query_start, piece.query_count, key_start, columns, count,
         )  # fmt: skip
         matmul(
             grad_scores, TILE_STRIDE, values, value_stride, value_step,
@@ -147,7 +147,7 @@ def weights_of(dtype: str) -> Callable:
         exponentials(parameters, weights, logsumexp, columns, count)
         has_dropout = parameters.dropout_threshold > 0
         if has_dropout:
-            load_kept(parameters, lanes, kept, key_start, columns, count)
+            load_kept(parameters, lanes, kept, key_start, 0, columns, count)
             drop(parameters, weights, grad_scores, kept, columns, count)
         multiply_weights(weights, grad_scores, delta, columns, count)
         if has_dropout:

@@ -39,7 +39,7 @@ class _Format:
 
     @property
     def magic(self) -> float:
-        """Adding it rounds to an integer n and leaves n + bias in the lower bits of the sum."""
+        """Adding it to an integer n leaves n + bias in the lower bits of the sum."""
         return 1.5 * 2**self.mantissa_bits + self.exponent_bias
 
 
@@ -66,21 +66,25 @@ _FORMATS = {
 }
 
 
-def _split(builder: ir.IRBuilder, x: ir.Value) -> tuple[_Format, ir.Value, ir.Value]:
-    """The format, f, and 2^n of x = n + f."""
-    format_ = _FORMATS[x.type.element if isinstance(x.type, ir.VectorType) else x.type]
-    magic = constant_of(x.type, format_.magic)
-    shifted = builder.fadd(x, magic)
-    fraction = builder.fsub(x, builder.fsub(shifted, magic))
+def _format_of(x: ir.Value) -> _Format:
+    return _FORMATS[x.type.element if isinstance(x.type, ir.VectorType) else x.type]
+
+
+def _split(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """f and 2^n of x = n + f."""
+    format_ = _format_of(x)
+    name = f"llvm.roundeven.{suffix(x.type)}"
+    rounded = call_intrinsic(builder, name, x.type, [x])
     integer = shaped(format_.integer, x.type)
+    biased = builder.fadd(rounded, constant_of(x.type, format_.magic))
     bits = builder.shl(
-        builder.bitcast(shifted, integer), constant_of(integer, format_.mantissa_bits)
+        builder.bitcast(biased, integer), constant_of(integer, format_.mantissa_bits)
     )
-    return format_, fraction, builder.bitcast(bits, x.type)
+    return builder.fsub(x, rounded), builder.bitcast(bits, x.type)
 
 
-def _emit_growth(builder: ir.IRBuilder, format_: _Format, f: ir.Value) -> ir.Value:
-    first, *others = format_.growth
+def _emit_growth(builder: ir.IRBuilder, f: ir.Value) -> ir.Value:
+    first, *others = _format_of(f).growth
     result = constant_of(f.type, first)
     for coefficient in others:
         result = emit_fma(builder, result, f, constant_of(f.type, coefficient))
@@ -88,21 +92,20 @@ def _emit_growth(builder: ir.IRBuilder, format_: _Format, f: ir.Value) -> ir.Val
 
 
 def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    format_, fraction, power = _split(builder, x)
-    growth = _emit_growth(builder, format_, fraction)
-    value = emit_fma(builder, fraction, growth, constant_of(x.type, 1.0))
+    # From here on 2^n is the number whose exponent bits are all zero, which is zero.
+    smallest = constant_of(x.type, float(-_format_of(x).exponent_bias))
+    is_small = builder.fcmp_ordered(">", smallest, x)
+    fraction, power = _split(builder, builder.select(is_small, smallest, x))
+    value = emit_fma(builder, fraction, _emit_growth(builder, fraction), constant_of(x.type, 1.0))
     # The multiplication, and not an addition to the exponent bits, is what keeps a NaN a NaN.
-    value = builder.fmul(value, power)
-    smallest = constant_of(x.type, 1.0 - format_.exponent_bias)
-    too_small = builder.fcmp_ordered("<", x, smallest)
-    return builder.select(too_small, constant_of(x.type, 0.0), value)
+    return builder.fmul(value, power)
 
 
 @intrinsic
 def exp2(typing_context, x):
     """2^x, within 1.5 units in the last place, for x below 128 (float64: 1024).
 
-    Zero where it would be subnormal, and so for -infinity; NaN for NaN.
+    Zero below -126.5 (float64: -1022.5), and so for -infinity; NaN for NaN.
     """
 
     def generate(context, builder, signature, args):
@@ -122,8 +125,8 @@ def _tanh(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     is_large = builder.fcmp_ordered(">", magnitude, constant(20.0))
     magnitude = builder.select(is_large, constant(20.0), magnitude)
     doubled = builder.fmul(magnitude, constant(2.0 / math.log(2.0)))
-    format_, fraction, power = _split(builder, doubled)
-    growth = builder.fmul(fraction, _emit_growth(builder, format_, fraction))
+    fraction, power = _split(builder, doubled)
+    growth = builder.fmul(fraction, _emit_growth(builder, fraction))
     above_one = emit_fma(builder, power, growth, builder.fsub(power, constant(1.0)))
     result = builder.fdiv(above_one, builder.fadd(above_one, constant(2.0)))
     return call_intrinsic(builder, f"llvm.copysign.{suffix(x.type)}", x.type, [result, x])

@@ -18,6 +18,20 @@ def lanes_of(dtype: str) -> int:
     return vector_bits() // 8 // ELEMENTS[dtype].size
 
 
+def _shapes() -> tuple[tuple[int, int], ...]:
+    """Rows and vectors of the register tiles, the widest first."""
+    if vector_registers() == 16:
+        # 12 sums, 3 vectors of b and 1 element of a fill them all.
+        return (4, 3), (4, 2), (8, 1)
+    # 16 independent sums hide the latency of fma, and heads of 64 are 4 vectors of 16 lanes.
+    return (4, 4), (8, 2), (8, 1)
+
+
+def panel_of(dtype: str) -> int:
+    """Columns of the widest register tile."""
+    return _shapes()[0][1] * lanes_of(dtype)
+
+
 @functools.cache
 def matmul_of(c: str, a: str, b: str) -> Callable:
     """The matrix product for a compute dtype c, and dtypes a and b that load as it.
@@ -33,14 +47,8 @@ def matmul_of(c: str, a: str, b: str) -> Callable:
     """
     lanes = lanes_of(c)
     signature = _signature(c, a, b, sizes=3)
-    if vector_registers() == 16:
-        # 12 sums, 3 vectors of b and 1 element of a fill them all.
-        widest, shapes = 3, ((4, 3), (4, 2), (8, 1))
-    else:
-        # 16 independent sums hide the latency of fma, and heads of 64 are 4 vectors of 16 lanes.
-        widest, shapes = 4, ((4, 4), (8, 2), (8, 1))
-    panel, pair, single = (_panel((c, a, b), *shape) for shape in shapes)
-    panel_width, pair_width = widest * lanes, 2 * lanes
+    panel, pair, single = (_panel((c, a, b), *shape) for shape in _shapes())
+    panel_width, pair_width = panel_of(c), 2 * lanes
 
     @njit(signature)
     def matmul(c, c_stride, a, a_row, a_step, b, b_stride, rows, columns, steps, accumulate):
