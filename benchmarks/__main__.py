@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
-from benchmarks import report
-from benchmarks.cases import cases
+from benchmarks import cases, peaks, report
 from benchmarks.first_call import CALLS, REPOSITORY, measure_first_calls
-from benchmarks.measure import Result, measure
+from benchmarks.measure import Limits, Result, measure
+from benchmarks.plots import save_plots
 from foo_ops import info
 
 README = REPOSITORY / "README.md"
+IMAGES = REPOSITORY / "docs" / "images"
 RESULTS = Path("benchmarks/results/latest.json")
-ROUNDS, QUICK_ROUNDS = 9, 3
-PROCESS_ROUNDS, QUICK_PROCESS_ROUNDS = 3, 1
+WIDTH = 200
+"""Of the tables where the output is no terminal."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What is measured, how long, which first calls, and how often each."""
+
+    sizes: cases.Sizes
+    limits: Limits
+    first_calls: tuple[str, ...]
+    processes: int
+
+
+MODES = {
+    "default": Mode(cases.DEFAULT, Limits(rounds=9, turn=0.01, contender=0.5), tuple(CALLS), 3),
+    "full": Mode(cases.FULL, Limits(rounds=15, turn=0.02, contender=2.0), tuple(CALLS), 5),
+    "quick": Mode(cases.QUICK, Limits(rounds=3, turn=0.002, contender=0.02), tuple(CALLS)[:2], 1),
+}
 
 
 def main() -> None:
@@ -26,43 +45,54 @@ def main() -> None:
     if options.readme:
         write_readme(options.output)
         return
-    results = run(options.quick)
-    report.save(options.output, results, options.quick)
-    console = Console()
-    report.print_tables(console, report.load(options.output))
-    console.print(f"Results file: {options.output}", soft_wrap=True)
+    results = run(MODES[options.mode])
+    report.save(options.output, results, options.mode)
+    content = report.load(options.output)
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    report.print_tables(console, content)
+    plots = save_plots(content, options.output.parent)
+    for path in (options.output, *(options.output.parent / name for name in plots)):
+        console.print(f"Written: {path}", soft_wrap=True)
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measure foo_ops beside what a user would call instead.",
+        description="Measure foo_ops beside what a user would call instead. Takes a quarter of an "
+        "hour on two cores.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--quick", action="store_true", help="small sizes, few rounds: to see that it runs")
-    add("--output", type=Path, default=RESULTS, help="the results file")
-    add(
+    modes = parser.add_mutually_exclusive_group()
+    for name, text in (
+        ("quick", "small sizes, few rounds, two minutes: to see that it runs"),
+        ("full", "longer sequences and more rounds; takes an hour"),
+    ):
+        modes.add_argument(
+            f"--{name}", action="store_const", const=name, dest="mode", default="default", help=text
+        )
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the results file")
+    parser.add_argument(
         "--readme",
         action="store_true",
-        help="measure nothing: write the figures of the results file into README.md",
+        help="measure nothing: write the figures and plots of the results file for README.md",
     )
     return parser.parse_args()
 
 
-def run(quick: bool) -> list[Result]:
-    progress = Console(stderr=True)
-    rounds = QUICK_ROUNDS if quick else ROUNDS
-    process_rounds = QUICK_PROCESS_ROUNDS if quick else PROCESS_ROUNDS
-    todo = cases(quick, info.usable_processors())
-    results = [
-        measure(case, rounds) for case in track(todo, "Operators", console=progress, transient=True)
-    ]
-    results += [
-        measure_first_calls(name, process_rounds)
-        for name in track(CALLS, "First calls", console=progress, transient=True)
-    ]
+def run(mode: Mode) -> list[Result]:
+    todo = cases.cases(mode.sizes, info.usable_processors())
+    results = peaks.measure_peaks(info.usable_processors(), mode.limits.rounds)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(todo) + len(mode.first_calls))
+        for case in todo:
+            progress.update(task, description=f"{case.section}: {case.name}")
+            results += measure(case, mode.limits)
+            progress.advance(task)
+        for name in mode.first_calls:
+            progress.update(task, description=f"first call: {name}")
+            results.append(measure_first_calls(name, mode.processes))
+            progress.advance(task)
     return results
 
 
@@ -70,10 +100,13 @@ def write_readme(results_file: Path) -> None:
     if not results_file.is_file():
         sys.exit(f"{results_file} does not exist: run `make bench` first")
     content = report.load(results_file)
-    if content["quick"]:
+    if content.mode == "quick":
         sys.exit(f"{results_file} is from a quick run, whose figures are not worth publishing")
-    report.rewrite_readme(README, content)
-    print(f"{README.name} now has the figures of {results_file}")
+    plots = save_plots(content, IMAGES)
+    folder = IMAGES.relative_to(REPOSITORY)
+    images = {f"{folder}/{name}": description for name, description in plots.items()}
+    report.rewrite_readme(README, content, images)
+    print(f"{README.name} and {folder} now have the figures of {results_file}")
 
 
 if __name__ == "__main__":

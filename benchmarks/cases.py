@@ -2,37 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measure import Case, Contenders
-from foo_ops.ops.attention import attention
+from benchmarks import attention, peaks
+from benchmarks.measure import OURS, Case, Contenders, Local, Reference, calls_per_turn
+from benchmarks.targets import DECODING_LENGTH, FLOAT32, SHORT_LENGTH
+from benchmarks.workload import Workload
 
-BACKWARD_WORK = 2.5
-"""Of the forward pass's work: five products of matrices, where that has two."""
-
-HEADLINE_LENGTHS = (512, 2048)
+FEW_DTYPES = ("float32", "bfloat16")
+DIRECTIONS = ("forward", "backward")
+HEADLINE_LENGTH = 2048
 
 
-def cases(quick: bool, processors: int) -> list[Case]:
-    """All cases; with ``quick`` the small sizes only."""
-    threads = [count for count in (1, 2) if count <= processors]
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything.
+
+    Attributes:
+        elements: of abs.
+        dtypes: of attention.
+        lengths: of queries and keys.
+        head_dims: with all dtypes, directions and masks.
+        single_head: length with one head, for the scaling over threads.
+        shared: length with 32 heads that share 8 of key and value.
+        caches: lengths of key and value in decoding.
+    """
+
+    elements: tuple[int, ...] = (2**20, 2**25)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    lengths: tuple[int, ...] = (128, 512, 2048)
+    head_dims: tuple[int, ...] = (64, 128)
+    single_head: int = 2048
+    shared: int = 512
+    caches: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+
+
+DEFAULT = Sizes()
+FULL = replace(DEFAULT, lengths=(128, 512, 2048, 8192))
+QUICK = Sizes(
+    (2**16,), lengths=(128,), head_dims=(64,), single_head=256, shared=128, caches=(1024,)
+)
+
+
+def cases(sizes: Sizes, processors: int) -> list[Case]:
+    threads = (1, 2) if processors > 1 else (1,)
     return [
         *call_cases(),
-        *abs_cases([2**20] if quick else [2**20, 2**25], threads[-1]),
-        *attention_cases([128] if quick else [128, 512, 2048], threads),
+        *abs_cases(sizes.elements, threads[-1]),
+        *(attention_case(workload, threads) for workload in square_workloads(sizes)),
+        *(attention_case(workload, threads) for workload in single_head_workloads(sizes)),
+        *(attention_case(workload, threads) for workload in shared_workloads(sizes)),
+        *(decoding_case(workload, threads) for workload in decoding_workloads(sizes)),
     ]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ----------------------------------------------------------------------------------------- calls
@@ -52,13 +79,17 @@ def call_cases() -> Iterator[Case]:
 
 def prepare_calls(requires_grad: bool) -> Contenders:
     input = torch.randn(8, requires_grad=requires_grad)
-    return {"foo": partial(torch.ops.foo.abs.default, input), "torch": partial(torch.abs, input)}
+    return local_contenders(partial(torch.ops.foo.abs.default, input), partial(torch.abs, input))
+
+
+def local_contenders(ours: Callable[[], Any], theirs: Callable[[], Any]) -> Contenders:
+    return {OURS: partial(Local, ours), "torch": partial(Local, theirs)}
 
 
 # ------------------------------------------------------------------------------------------- abs
 
 
-def abs_cases(sizes: list[int], threads: int) -> Iterator[Case]:
+def abs_cases(sizes: Iterable[int], threads: int) -> Iterator[Case]:
     """The elementwise launcher, from and to memory; on foo against torch.abs on cpu."""
     for size in sizes:
         for dtype in (torch.float32, torch.bfloat16, torch.complex64):
@@ -68,84 +99,114 @@ def abs_cases(sizes: list[int], threads: int) -> Iterator[Case]:
                 ", out=": partial(prepare_abs_out, dtype, size),
                 ", on foo": partial(prepare_abs, dtype, size, "foo"),
             }.items():
-                name = f"abs, {dtype_name(dtype)}, 2^{size.bit_length() - 1} elements{form}"
+                dtype_name = str(dtype).removeprefix("torch.")
+                name = f"abs, {dtype_name}, 2^{size.bit_length() - 1} elements{form}"
                 headline = dtype is torch.float32 and size == max(sizes)
-                yield Case("abs", name, prepare, threads, work=moved, headline=headline)
+                yield Case("abs", name, prepare, (threads,), work=moved, headline=headline)
 
 
 def prepare_abs(dtype: torch.dtype, size: int, device: str) -> Contenders:
     input = torch.randn(size, dtype=dtype)
-    return {
-        "foo": partial(torch.ops.foo.abs.default, input.to(device)),
-        "torch": partial(torch.abs, input),
-    }
+    ours = partial(torch.ops.foo.abs.default, input.to(device))
+    return local_contenders(ours, partial(torch.abs, input))
 
 
 def prepare_abs_out(dtype: torch.dtype, size: int) -> Contenders:
     input = torch.randn(size, dtype=dtype)
     ours, theirs = (torch.empty(size, dtype=dtype.to_real()) for _ in range(2))
-    return {
-        "foo": partial(torch.ops.foo.abs.out, input, out=ours),
-        "torch": partial(torch.abs, input, out=theirs),
-    }
+    return local_contenders(
+        partial(torch.ops.foo.abs.out, input, out=ours), partial(torch.abs, input, out=theirs)
+    )
 
 
 # ------------------------------------------------------------------------------------- attention
 
 
-def attention_cases(lengths: list[int], threads: list[int]) -> Iterator[Case]:
-    """Forward and backward against torch's flash attention."""
-    batch, heads, head_dim = 1, 8, 64
-    for direction, prepare, share in (
-        ("forward", prepare_forward, 1.0),
-        ("backward", prepare_backward, BACKWARD_WORK),
-    ):
-        for dtype in (torch.float32, torch.bfloat16):
+def square_workloads(sizes: Sizes) -> Iterator[Workload]:
+    """As many queries as keys."""
+    for direction in DIRECTIONS:
+        for dtype in sizes.dtypes:
             for is_causal in (False, True):
-                for length in lengths:
-                    shape = (batch, heads, length, head_dim)
-                    work = 4.0 * batch * heads * length * length * head_dim * share
-                    mask = "causal" if is_causal else "dense"
-                    for count in threads:
-                        yield Case(
-                            f"attention {direction}",
-                            f"{dtype_name(dtype)}, {mask}, length {length}",
-                            partial(prepare, shape, dtype, is_causal),
-                            count,
-                            work / 2 if is_causal else work,
-                            partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION),
-                            headline=count == 1 and length in HEADLINE_LENGTHS,
-                        )
+                for head_dim in sizes.head_dims:
+                    for length in sizes.lengths:
+                        yield Workload(direction, dtype, is_causal, length, length, head_dim)
 
 
-def attention_inputs(
-    shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value."""
-    query, key, value = torch.randn(3, *shape, dtype=dtype).unbind()
-    return (
-        query.requires_grad_(requires_grad),
-        key.requires_grad_(requires_grad),
-        value.requires_grad_(requires_grad),
+def single_head_workloads(sizes: Sizes) -> Iterator[Workload]:
+    """Work for two threads with one head of one sequence."""
+    length = sizes.single_head
+    for direction in DIRECTIONS:
+        for dtype in FEW_DTYPES:
+            yield Workload(direction, dtype, False, length, length, 64, query_heads=1, key_heads=1)
+
+
+def shared_workloads(sizes: Sizes) -> Iterator[Workload]:
+    """32 heads of query share 8 of key and value."""
+    length = sizes.shared
+    for direction in DIRECTIONS:
+        for dtype in FEW_DTYPES:
+            yield Workload(direction, dtype, True, length, length, 128, query_heads=32)
+
+
+def decoding_workloads(sizes: Sizes) -> Iterator[Workload]:
+    """One query, and caches that lie in memory as those of a model's layers do."""
+    for dtype in FEW_DTYPES:
+        for length in sizes.caches:
+            workload = Workload("forward", dtype, False, 1, length, 128, query_heads=32)
+            copies = -(-4 * peaks.l3_bytes() // workload.cache_bytes())
+            yield replace(workload, copies=copies)
+
+
+def attention_case(workload: Workload, threads: tuple[int, ...]) -> Case:
+    references = peaks.references(peaks.compute_peak(workload.dtype))
+    if workload.dtype == "float16" and not workload.is_backward:
+        references[FLOAT32] = float32_rate(workload)
+    return Case(
+        f"attention {workload.direction}",
+        f"{workload.dtype}, {workload.mask}, {heads(workload)}, S {workload.query_length}",
+        partial(attention.contenders, workload),
+        threads,
+        workload.flops(),
+        references=references,
+        workload=workload,
+        headline=is_headline(workload),
     )
 
 
-def prepare_forward(shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool) -> Contenders:
-    inputs = attention_inputs(shape, dtype, requires_grad=False)
-    return {
-        "foo": partial(attention, *inputs, is_causal=is_causal),
-        "torch": partial(F.scaled_dot_product_attention, *inputs, is_causal=is_causal),
-    }
+def heads(workload: Workload) -> str:
+    """Heads and their dimension: ``8 x 64``, or ``32/8 x 128`` with shared keys and values."""
+    return f"{workload.heads} x {workload.head_dim}"
 
 
-def prepare_backward(shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool) -> Contenders:
-    inputs = attention_inputs(shape, dtype, requires_grad=True)
-    grad = torch.randn(shape, dtype=dtype)
-    outputs = {
-        "foo": attention(*inputs, is_causal=is_causal),
-        "torch": F.scaled_dot_product_attention(*inputs, is_causal=is_causal),
-    }
-    return {
-        name: partial(torch.autograd.grad, output, inputs, grad, retain_graph=True)
-        for name, output in outputs.items()
-    }
+def is_headline(workload: Workload) -> bool:
+    short = workload.query_length == SHORT_LENGTH and workload.head_dim == 64
+    small = short and not workload.is_backward and not workload.is_causal
+    return workload.query_length == HEADLINE_LENGTH or small or workload.query_heads == 32
+
+
+def decoding_case(workload: Workload, threads: tuple[int, ...]) -> Case:
+    return Case(
+        "attention decoding",
+        f"{workload.dtype}, {heads(workload)}, {workload.key_length} keys",
+        partial(attention.contenders, workload),
+        threads,
+        workload.cache_bytes(),
+        references=peaks.references(peaks.READ),
+        workload=workload,
+        headline=workload.key_length == DECODING_LENGTH,
+    )
+
+
+def float32_rate(workload: Workload) -> Reference:
+    """Our rate for the same workload in float32."""
+
+    @cache
+    def ready(threads: int) -> tuple[Local, int]:
+        contender = attention.ours(replace(workload, dtype="float32"))
+        return contender, calls_per_turn(contender, threads, peaks.SECONDS)[0]
+
+    def rate(threads: int) -> float:
+        contender, calls = ready(threads)
+        return workload.flops() * calls / contender.time(calls, threads)
+
+    return rate

@@ -29,14 +29,17 @@ def abs_call() -> Callable[[], Any]:
     return partial(abs, torch.randn(8))
 
 
-def attention_forward_call() -> Callable[[], Any]:
-    query, key, value = torch.randn(3, 1, 8, 128, 64).unbind()
+def attention_forward_call(dtype: torch.dtype, queries: int) -> Callable[[], Any]:
+    query = torch.randn(1, 8, queries, 64, dtype=dtype)
+    key, value = torch.randn(2, 1, 8, 128, 64, dtype=dtype).unbind()
     return partial(attention, query, key, value)
 
 
-def attention_backward_call() -> Callable[[], Any]:
+def attention_backward_call(dtype: torch.dtype) -> Callable[[], Any]:
     """The backward pass alone: the forward pass has had its own first call by then."""
-    inputs = tuple(tensor.requires_grad_() for tensor in torch.randn(3, 1, 8, 128, 64).unbind())
+    inputs = tuple(
+        tensor.requires_grad_() for tensor in torch.randn(3, 1, 8, 128, 64, dtype=dtype).unbind()
+    )
     # torch's own first backward pass imports sympy, which takes most of a second.
     torch.autograd.grad(inputs[0].abs(), inputs[0], torch.ones_like(inputs[0]))
     output = attention(*inputs)
@@ -44,10 +47,13 @@ def attention_backward_call() -> Callable[[], Any]:
     return partial(torch.autograd.grad, output, inputs, torch.randn_like(output))
 
 
-CALLS = {
-    "abs": abs_call,
-    "attention forward": attention_forward_call,
-    "attention backward": attention_backward_call,
+CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
+    "abs float32": abs_call,
+    "attention forward float32": partial(attention_forward_call, torch.float32, 128),
+    "attention forward bfloat16": partial(attention_forward_call, torch.bfloat16, 128),
+    "attention decoding bfloat16": partial(attention_forward_call, torch.bfloat16, 1),
+    "attention backward float32": partial(attention_backward_call, torch.float32),
+    "attention backward bfloat16": partial(attention_backward_call, torch.bfloat16),
 }
 
 
@@ -57,7 +63,7 @@ def measure_first_calls(name: str, rounds: int) -> Result:
         with tempfile.TemporaryDirectory() as cache:
             seconds["cold"].append(run_process(name, cache))
             seconds["warm"].append(run_process(name, cache))
-    return Result("first call", f"{name} float32", torch.get_num_threads(), 0.0, True, seconds)
+    return Result("first call", name, torch.get_num_threads(), 0.0, True, seconds)
 
 
 def run_process(name: str, cache: str) -> float:

@@ -2,74 +2,62 @@
 
 from __future__ import annotations
 
+import time
 import timeit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-Contenders = Mapping[str, Callable[[], Any]]
+from benchmarks.workload import Workload
 
-# torch.utils.benchmark.Timer calls a function at least twice before each time it takes, which
-# would triple the run: here the turns before serve as warm-up.
-SECONDS_PER_TURN = 0.01
-"""A turn calls its function as often as takes this long, and at least once."""
-
+OURS = "foo"
 LARGEST_DIFFERENCE = 0.02
 """Between two results, relative to their norm: bfloat16 stays below, another formula does not."""
+PAUSE = 0.002
+"""Before each turn, in seconds: idle threads of the contender before spin about half as long."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One line of the benchmark.
+class Contender(Protocol):
+    """One way to do the work of a case."""
 
-    Attributes:
-        section: the name of the table that the line stands in, a key of ``report.SECTIONS``.
-        name: says what is measured.
-        prepare: makes the functions to compare, by name, ours first. Called with the number of
-            threads and the context set.
-        threads: for torch.set_num_threads.
-        work: operations or bytes of a call, where the table shows a rate.
-        context: what all functions run in.
-        headline: whether the README shows the line.
-    """
+    def results(self) -> list[Tensor]:
+        """What the first call returns, in float32 and on the CPU."""
 
-    section: str
-    name: str
-    prepare: Callable[[], Contenders]
-    threads: int = 1
-    work: float = 0.0
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    headline: bool = False
+    def time(self, calls: int, threads: int) -> float:
+        """Seconds of so many calls in a row on so many threads."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """What was measured for a case: the seconds of a call for each contender and each round."""
-
-    section: str
-    name: str
-    threads: int
-    work: float
-    headline: bool
-    seconds: dict[str, list[float]] = field(default_factory=dict)
+Contenders = Mapping[str, Callable[[], Contender]]
+Reference = Callable[[int], float]
+"""From a number of threads to a rate, measured now: work per second."""
 
 
-def measure(case: Case, rounds: int) -> Result:
-    torch.manual_seed(0)
-    with torch_threads(case.threads), case.context():
-        contenders = case.prepare()
-        check_agreement(case, contenders)
-        timers = {name: timeit.Timer(function) for name, function in contenders.items()}
-        calls = {name: calls_per_turn(timer) for name, timer in timers.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in timers}
-        for _ in range(rounds):
-            for name, timer in timers.items():
-                seconds[name].append(timer.timeit(calls[name]) / calls[name])
-    return Result(case.section, case.name, case.threads, case.work, case.headline, seconds)
+class Local:
+    """A function of this process."""
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.function = function
+        self.context = context
+        self.timer = timeit.Timer(function)
+
+    def results(self) -> list[Tensor]:
+        with self.context():
+            result = self.function()
+        parts = (result,) if isinstance(result, Tensor) else result
+        # Copied, since an out= variant will overwrite them.
+        return [part.detach().cpu().float().clone() for part in parts]
+
+    def time(self, calls: int, threads: int) -> float:
+        with torch_threads(threads), self.context():
+            return self.timer.timeit(calls)
 
 
 @contextmanager
@@ -82,28 +70,178 @@ def torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def calls_per_turn(timer: timeit.Timer) -> int:
+@dataclass(frozen=True)
+class Case:
+    """What is measured together: one row of a table for each number of threads.
+
+    Attributes:
+        section: the name of the table that the rows stand in, a key of ``report.SECTIONS``.
+        name: says what is measured.
+        prepare: makes the functions to compare, by name, ours first.
+        threads: the numbers of threads, which take turns, too.
+        work: operations or bytes of a call, where the table shows a rate.
+        context: what all functions run in.
+        references: rates that the targets are fractions of, measured in every round.
+        workload: what attention works on, in its rows.
+        headline: whether the README shows the rows.
+    """
+
+    section: str
+    name: str
+    prepare: Callable[[], Contenders]
+    threads: tuple[int, ...] = (1,)
+    work: float = 0.0
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    references: Mapping[str, Reference] = field(default_factory=dict)
+    workload: Workload | None = None
+    headline: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row: what was measured for a case on a number of threads.
+
+    Attributes:
+        seconds: of a call, for each contender and each turn it took. The turns of round i are the
+            i-th of all contenders; a slow contender leaves after fewer rounds.
+        references: the rates of the case's references, round by round.
+        failures: why a contender has no seconds.
+    """
+
+    section: str
+    name: str
+    threads: int
+    work: float
+    headline: bool
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    references: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    workload: Workload | None = None
+
+    def rates(self, name: str) -> list[float]:
+        """Work per second of a contender, round by round."""
+        return [self.work / seconds for seconds in self.seconds[name]]
+
+    def peers(self) -> list[str]:
+        return [name for name in self.seconds if name != OURS]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to measure.
+
+    Attributes:
+        rounds: in each of which every contender takes a turn.
+        turn: a turn calls its function as often as takes so many seconds, and at least once.
+        contender: seconds after which a contender leaves, but not before ``fewest`` turns.
+        fewest: turns for a median and its spread.
+        long_call: a call that takes more seconds than this gets a single turn.
+    """
+
+    rounds: int
+    turn: float
+    contender: float
+    fewest: int = 3
+    long_call: float = 2.0
+
+
+class Turns:
+    """The turns of one contender on one number of threads."""
+
+    def __init__(self, contender: Contender, threads: int, limits: Limits) -> None:
+        self.contender = contender
+        self.threads = threads
+        self.limits = limits
+        self.seconds: list[float] = []
+        self.calls, estimate = calls_per_turn(contender, threads, limits.turn)
+        self.fewest = 1 if estimate > limits.long_call else limits.fewest
+        self.spent = 0.0
+
+    def take(self) -> None:
+        """One turn, unless the contender has had its time."""
+        if len(self.seconds) >= self.fewest and self.spent >= self.limits.contender:
+            return
+        time.sleep(PAUSE)
+        if self.calls > 1:
+            # A call that does not count: the caches are still those of another contender.
+            self.contender.time(1, self.threads)
+        seconds = self.contender.time(self.calls, self.threads)
+        self.seconds.append(seconds / self.calls)
+        self.spent += seconds
+
+
+def calls_per_turn(contender: Contender, threads: int, turn: float) -> tuple[int, float]:
+    """How many calls fill a turn, and about how many seconds one takes."""
+    # The first call on this number of threads may compile.
+    contender.time(1, threads)
     calls = 1
-    while (seconds := timer.timeit(calls)) < SECONDS_PER_TURN:
-        calls = max(2 * calls, int(calls * SECONDS_PER_TURN / seconds))
-    return calls
+    while (seconds := contender.time(calls, threads)) < turn:
+        calls = max(2 * calls, int(calls * turn / seconds))
+    return calls, seconds / calls
 
 
-def check_agreement(case: Case, contenders: Contenders) -> None:
-    """Call each function, which compiles what is compiled at first use, and compare the results."""
-    (ours, expected), *others = [
-        (name, tensors(function())) for name, function in contenders.items()
+def measure(case: Case, limits: Limits) -> list[Result]:
+    """One result for each number of threads."""
+    torch.manual_seed(0)
+    with case.context():
+        contenders, failures = prepare(case)
+        turns = {
+            threads: {name: Turns(it, threads, limits) for name, it in contenders.items()}
+            for threads in case.threads
+        }
+        references: dict[int, dict[str, list[float]]] = {
+            threads: {name: [] for name in case.references} for threads in case.threads
+        }
+        for _ in range(limits.rounds):
+            for threads in case.threads:
+                for contender in turns[threads].values():
+                    contender.take()
+                for name, rate in case.references.items():
+                    references[threads][name].append(rate(threads))
+    return [
+        Result(
+            case.section,
+            case.name,
+            threads,
+            case.work,
+            case.headline,
+            {name: it.seconds for name, it in turns[threads].items()},
+            references[threads],
+            failures,
+            case.workload,
+        )
+        for threads in case.threads
     ]
-    for name, results in others:
-        for mine, theirs in zip(expected, results, strict=True):
-            difference = (mine.cpu() - theirs.cpu()).norm() / theirs.norm().cpu()
-            if not difference <= LARGEST_DIFFERENCE:
-                raise ArithmeticError(
-                    f"{case.name}: {ours} and {name} must agree, but differ by {difference:.2g}"
-                )
 
 
-def tensors(result: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
-    """The results to compare. They are copied, since an out= variant will overwrite them."""
-    parts = (result,) if isinstance(result, Tensor) else result
-    return [part.detach().float().clone() for part in parts]
+def prepare(case: Case) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The contenders, whose results agree, and why others do not take part.
+
+    Raises:
+        ArithmeticError: if a contender's results differ from ours.
+    """
+    contenders: dict[str, Contender] = {}
+    results: dict[str, list[Tensor]] = {}
+    failures: dict[str, str] = {}
+    for name, make in case.prepare().items():
+        try:
+            contender = make()
+            results[name] = contender.results()
+        except Exception as error:
+            if name == OURS:
+                raise
+            failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        else:
+            contenders[name] = contender
+    for name in results.keys() - {OURS}:
+        check_agreement(case.name, name, results[OURS], results[name])
+    return contenders, failures
+
+
+def check_agreement(case: str, name: str, ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        difference = (mine - other).norm() / other.norm()
+        if not difference <= LARGEST_DIFFERENCE:
+            raise ArithmeticError(
+                f"{case}: {OURS} and {name} must agree, but differ by {difference:.2g}"
+            )

@@ -18,7 +18,21 @@ from rich.console import Console
 from rich.table import Table
 
 import foo_ops
-from benchmarks.measure import Result
+from benchmarks import peaks
+from benchmarks.measure import OURS, Result
+from benchmarks.targets import (
+    FIRST_CALL_SECONDS,
+    FLOAT32,
+    best_peer,
+    first_call_verdict,
+    fractions,
+    peak_of,
+    quartiles,
+    ratios,
+    requirements,
+    verdict,
+)
+from benchmarks.workload import Workload
 from foo_ops import info
 from foo_ops.kernels.target import vector_bits
 
@@ -33,21 +47,27 @@ class Section:
     unit: str
 
 
-# A ratio is that of the figures shown, so the titles say which way is better.
 SECTIONS = {
+    "peaks": Section("What the machine can do at most, GFLOP/s", "GFLOP/s"),
+    "bandwidth": Section("What the machine can read from memory, GB/s", "GB/s"),
     "calls": Section("A call with 8 floats, microseconds (less is better)", "us"),
     "abs": Section("Elementwise, GB/s of memory read and written (more is better)", "GB/s"),
     "attention forward": Section(
-        "Attention forward, 8 heads of 64, GFLOP/s (more is better)", "GFLOP/s"
+        "Attention forward, heads x head dimension, GFLOP/s of useful work (more is better)",
+        "GFLOP/s",
     ),
     "attention backward": Section(
-        "Attention backward, 8 heads of 64, GFLOP/s (more is better)", "GFLOP/s"
+        "Attention backward, heads x head dimension, GFLOP/s of useful work (more is better)",
+        "GFLOP/s",
     ),
-    "first call": Section(
-        "First call in a process, milliseconds: warm with the kernels on disk, cold without", "ms"
+    "attention decoding": Section(
+        "Attention of one query, heads x head dimension, GB/s of keys and values (more is better)",
+        "GB/s",
     ),
+    "first call": Section("First call in a process, milliseconds (less is better)", "ms"),
 }
 SECONDS_IN_UNIT = {"us": 1e-6, "ms": 1e-3}
+NONE = "-"
 
 
 # ---------------------------------------------------------------------------------- results file
@@ -61,68 +81,183 @@ def machine() -> dict[str, str]:
         "vector units": info.known(info.vector_units),
         "vector bits": str(vector_bits()),
         "processors": str(info.usable_processors()),
+        "caches": ", ".join(f"{name} {size >> 10} KiB" for name, size in peaks.caches().items()),
         "system": platform.platform(),
         "python": platform.python_version(),
         "foo_ops": foo_ops.__version__,
         "torch": torch.__version__,
         "numba": importlib.metadata.version("numba"),
         "llvmlite": importlib.metadata.version("llvmlite"),
+        "zentorch": version("zentorch"),
     }
 
 
-def save(path: Path, results: Sequence[Result], quick: bool) -> None:
-    content = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "quick": quick,
-        "machine": machine(),
-        "results": [dataclasses.asdict(result) for result in results],
-    }
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@dataclass(frozen=True)
+class Content:
+    """A results file."""
+
+    date: str
+    mode: str
+    machine: dict[str, str]
+    results: list[Result]
+
+    def one_thread(self, result: Result) -> Result | None:
+        """The row that a row of several threads is compared with."""
+        if result.threads == 1:
+            return None
+        key = (result.section, result.name, 1)
+        rows = [it for it in self.results if (it.section, it.name, it.threads) == key]
+        return rows[0] if rows else None
+
+    def by_section(self, headline: bool = False) -> dict[str, list[Result]]:
+        """The rows of each table; with ``headline`` those that the README shows."""
+        found: dict[str, list[Result]] = {}
+        for name in SECTIONS:
+            rows = [it for it in self.results if it.section == name and it.headline >= headline]
+            if rows:
+                found[name] = rows
+        return found
+
+    def failures(self) -> list[str]:
+        """Which contender was missing, why, and in how many rows."""
+        reasons = [
+            f"{name}: {reason}" for it in self.results for name, reason in it.failures.items()
+        ]
+        return [f"{reason} ({reasons.count(reason)} rows)" for reason in dict.fromkeys(reasons)]
+
+
+def save(path: Path, results: Sequence[Result], mode: str) -> None:
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    content = Content(date, mode, machine(), list(results))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(dataclasses.asdict(content), indent=1) + "\n")
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> Content:
     content = json.loads(path.read_text())
-    return {**content, "results": [Result(**result) for result in content["results"]]}
+    return Content(**{**content, "results": [result_of(row) for row in content["results"]]})
 
 
-def caption(content: dict[str, Any]) -> str:
+def result_of(row: dict[str, Any]) -> Result:
+    workload = row["workload"] and Workload(**row["workload"])
+    return Result(**{**row, "workload": workload})
+
+
+def caption(content: Content) -> str:
     """Say what the tables show, and where it was measured."""
-    machine = content["machine"]
+    machine = content.machine
     versions = ", ".join(
-        f"{name} {machine[name]}" for name in ("foo_ops", "torch", "numba", "llvmlite")
-    )
-    rounds = sorted(
-        {len(times) for result in content["results"] for times in result.seconds.values()}
+        f"{name} {machine[name]}" for name in ("foo_ops", "torch", "zentorch", "numba", "llvmlite")
     )
     return (
-        f"{machine['processor']}, vectors of {machine['vector bits']} bits, "
-        f"{machine['processors']} processors; {versions}; Python {machine['python']}; "
-        f"{content['date'][:10]}. Medians of {' or '.join(map(str, rounds))} rounds in which all "
-        "contenders take turns; the ratio is taken round by round, with its quartiles in brackets."
+        f"{machine['processor']} ({machine['llvm target'].partition(',')[0]}), vectors of "
+        f"{machine['vector bits']} bits, {machine['vector units']}, {machine['processors']} "
+        f"processors, caches: {machine['caches'] or 'unknown'}; {versions}; Python "
+        f"{machine['python']}; {content.date[:10]}. Medians of rounds in which all contenders take "
+        "turns; a ratio is taken round by round, with its quartiles in brackets."
     )
 
 
 # ---------------------------------------------------------------------------------------- tables
 
 
-def header(results: Sequence[Result]) -> list[str]:
-    ours, *peers = results[0].seconds
-    columns = ["case", "threads", ours]
-    for peer in peers:
-        columns += [peer, f"{ours} / {peer}"]
-    return columns
+def table_of(content: Content, section: str, results: Sequence[Result]) -> list[list[str]]:
+    """The header and the rows."""
+    if section in ("peaks", "bandwidth"):
+        return peak_table(results, SECTIONS[section].unit)
+    if section == "first call":
+        return first_call_table(results)
+    if results[0].workload is None:
+        return comparison_table(results, SECTIONS[section].unit)
+    return attention_table(content, results, SECTIONS[section].unit)
 
 
-def row(result: Result, unit: str) -> list[str]:
-    ours, *peers = [
-        [figure(seconds, result.work, unit) for seconds in times]
-        for times in result.seconds.values()
-    ]
-    cells = [result.name, str(result.threads), number(statistics.median(ours))]
-    for peer in peers:
-        cells += [number(statistics.median(peer)), ratio(ours, peer)]
-    return cells
+def peak_table(results: Sequence[Result], unit: str) -> list[list[str]]:
+    rows = [["case", "threads", "median", "quartiles"]]
+    for result in results:
+        if result.failures:
+            rows.append([result.name, str(result.threads), "absent", NONE])
+            continue
+        (times,) = result.seconds.values()
+        low, middle, high = quartiles([figure(seconds, result.work, unit) for seconds in times])
+        spread = f"{number(low)}-{number(high)}"
+        rows.append([result.name, str(result.threads), number(middle), spread])
+    return rows
+
+
+def comparison_table(results: Sequence[Result], unit: str) -> list[list[str]]:
+    """The ratio is that of the figures shown, so the title says which way is better."""
+    ours, other = results[0].seconds
+    rows = [["case", "threads", ours, other, f"{ours} / {other}"]]
+    for result in results:
+        mine, others = (
+            [figure(seconds, result.work, unit) for seconds in result.seconds[name]]
+            for name in (ours, other)
+        )
+        cells = [result.name, str(result.threads), median(mine), median(others)]
+        rows.append([*cells, spread(ratios(mine, others))])
+    return rows
+
+
+def first_call_table(results: Sequence[Result]) -> list[list[str]]:
+    rows = [["case", "threads", *FIRST_CALL_SECONDS, "verdict"]]
+    for result in results:
+        times = [
+            median([figure(seconds, 0.0, "ms") for seconds in result.seconds[name]])
+            for name in FIRST_CALL_SECONDS
+        ]
+        rows.append([result.name, str(result.threads), *times, first_call_verdict(result)])
+    return rows
+
+
+def attention_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
+    peers = list(dict.fromkeys(name for result in results for name in result.peers()))
+    header = ["case", "threads", OURS, "of peak", "needs", "of 1 thread"]
+    rows = [[*header, *peers, f"{OURS} / best peer", "verdict"]]
+    for result in results:
+        one_thread = content.one_thread(result)
+        peer = best_peer(result)
+        rows.append(
+            [
+                result.name,
+                str(result.threads),
+                median([figure(it, result.work, unit) for it in result.seconds[OURS]]),
+                spread(fractions(result, peak_of(result))),
+                needs(result),
+                median(ratios(result.rates(OURS), one_thread.rates(OURS))) if one_thread else NONE,
+                *(peer_cell(result, name, unit) for name in peers),
+                spread(ratios(result.rates(OURS), result.rates(peer))) if peer else NONE,
+                verdict(result, one_thread),
+            ]
+        )
+    return rows
+
+
+def needs(result: Result) -> str:
+    """The fraction of the peak that the row is to reach."""
+    peak = peak_of(result)
+    for requirement in requirements(result, None):
+        if requirement.reference == peak:
+            return f"{requirement.least:.2f}"
+        if requirement.reference == FLOAT32:
+            fraction = statistics.median(
+                ratios(result.references[FLOAT32], result.references[peak])
+            )
+            return f"{requirement.least * fraction:.2f}"
+    return NONE
+
+
+def peer_cell(result: Result, name: str, unit: str) -> str:
+    if name not in result.seconds:
+        return NONE
+    return median([figure(seconds, result.work, unit) for seconds in result.seconds[name]])
 
 
 def figure(seconds: float, work: float, unit: str) -> float:
@@ -131,62 +266,57 @@ def figure(seconds: float, work: float, unit: str) -> float:
     return work / seconds / 1e9
 
 
+def median(values: Sequence[float]) -> str:
+    return number(statistics.median(values))
+
+
 def number(value: float) -> str:
-    """Three significant digits: 1.23, 12.3, 123, 1234."""
+    """Three significant digits: 0.12, 1.23, 12.3, 123, 1234."""
     digits = max(0, 2 - (len(str(int(value))) - 1))
     return f"{value:.{digits}f}"
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    ratios = [mine / other for mine, other in zip(ours, theirs)]
-    if len(ratios) == 1:
-        return f"{ratios[0]:.2f}"
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+def spread(values: Sequence[float]) -> str:
+    """The median, and the quartiles where there is more than one value."""
+    low, middle, high = quartiles(values)
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})" if len(values) > 1 else f"{middle:.2f}"
 
 
-def by_section(results: Sequence[Result]) -> dict[str, list[Result]]:
-    return {
-        name: rows
-        for name in SECTIONS
-        if (rows := [result for result in results if result.section == name])
-    }
-
-
-def print_tables(console: Console, content: dict[str, Any]) -> None:
-    for name, results in by_section(content["results"]).items():
-        section = SECTIONS[name]
-        table = Table(title=section.title, title_justify="left", title_style="bold")
-        for column in header(results):
-            table.add_column(column, justify="left" if column == "case" else "right")
-        for result in results:
-            table.add_row(*row(result, section.unit))
+def print_tables(console: Console, content: Content) -> None:
+    for name, results in content.by_section().items():
+        header, *rows = table_of(content, name, results)
+        table = Table(title=SECTIONS[name].title, title_justify="left", title_style="bold")
+        for column in header:
+            is_text = column in ("case", "verdict")
+            table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
+        for row in rows:
+            table.add_row(*row)
         console.print(table)
     console.print(caption(content))
+    for failure in content.failures():
+        console.print(f"Not measured: {failure}", markup=False)
 
 
 # ---------------------------------------------------------------------------------------- README
 
 
-def markdown(content: dict[str, Any]) -> str:
-    """The headline rows as Markdown."""
+def markdown(content: Content, images: dict[str, str]) -> str:
+    """The headline rows as Markdown, and the plots: descriptions by path."""
     parts = []
-    headlines = [result for result in content["results"] if result.headline]
-    for name, results in by_section(headlines).items():
-        section = SECTIONS[name]
-        columns = header(results)
-        lines = [columns, ["---", *["---:"] * (len(columns) - 1)]]
-        lines += [row(result, section.unit) for result in results]
-        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-        parts.append(f"**{section.title}**\n\n{table}")
-    return "\n\n".join([*parts, caption(content)])
+    for name, results in content.by_section(headline=True).items():
+        header, *rows = table_of(content, name, results)
+        alignment = ["---" if column in ("case", "verdict") else "---:" for column in header]
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in (header, alignment, *rows))
+        parts.append(f"**{SECTIONS[name].title}**\n\n{table}")
+    plots = [f"![{description}]({path})" for path, description in images.items()]
+    return "\n\n".join([*parts, *plots, caption(content)])
 
 
-def rewrite_readme(path: Path, content: dict[str, Any]) -> None:
-    """Put the headline rows between the two marks."""
+def rewrite_readme(path: Path, content: Content, images: dict[str, str]) -> None:
+    """Put the headline rows and the plots between the two marks."""
     text = path.read_text()
     before, found_begin, rest = text.partition(BEGIN)
     _, found_end, after = rest.partition(END)
     if not (found_begin and found_end):
         raise ValueError(f"{path} must have the marks {BEGIN} and {END}")
-    path.write_text(f"{before}{BEGIN}\n\n{markdown(content)}\n\n{END}{after}")
+    path.write_text(f"{before}{BEGIN}\n\n{markdown(content, images)}\n\n{END}{after}")

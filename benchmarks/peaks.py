@@ -1,0 +1,246 @@
+"""What the machine can do at most: operations of its vector units, and reading of memory.
+
+The targets of attention are fractions of these rates, so they are measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from benchmarks.measure import Reference, Result
+from foo_ops.kernels import jit
+from foo_ops.kernels.simd import load_vector, pointer_to, splat, store
+from foo_ops.kernels.target import target, vector_bits
+
+FMA, BF16_DOT, READ = "FMA peak", "bf16 dot peak", "read bandwidth"
+
+CHAINS = 12
+"""Independent sums: two units with a latency of 4 need 8 of them, and 16 registers hold 14."""
+SECONDS = 0.01
+"""Of a measurement, about."""
+DEFAULT_L3 = 32 << 20
+
+
+# --------------------------------------------------------------------------------------- kernels
+
+
+def fma_kernel() -> jit.Kernel:
+    """(address of sum, a and b, each a float32 vector; iterations): sum = sum of all chains."""
+    lanes = vector_bits() // 32
+    vector = ir.VectorType(ir.FloatType(), lanes)
+    return chains_kernel(f"llvm.fma.v{lanes}f32", lanes, vector, lambda a, b, c: (a, b, c))
+
+
+def bf16_dot_kernel() -> jit.Kernel:
+    """As `fma_kernel`, where a and b are vectors of twice as many bfloat16."""
+    bits = vector_bits()
+    vector = ir.VectorType(_BFloat(), bits // 16)
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{bits}"
+    return chains_kernel(name, bits // 32, vector, lambda a, b, c: (c, a, b))
+
+
+class _BFloat(ir.Type):
+    """The type that llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+def chains_kernel(
+    instruction: str,
+    lanes: int,
+    operand: ir.VectorType,
+    arguments: Callable[[Any, Any, Any], tuple[Any, ...]],
+) -> jit.Kernel:
+    """A loop over ``CHAINS`` sums, each updated once by the instruction, all in registers."""
+    vector = ir.VectorType(ir.FloatType(), lanes)
+
+    @intrinsic
+    def chains(typing_context: Any, sum: Any, a: Any, b: Any, iterations: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            result, *places = [
+                builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:3]
+            ]
+            a, b = [
+                builder.load(builder.bitcast(place, operand.as_pointer()), align=4)
+                for place in places
+            ]
+            # Each starts at another number, or the compiler could find them all to be one.
+            starts = [ir.Constant(vector, [float(chain)] * lanes) for chain in range(CHAINS)]
+            sums = [cgutils.alloca_once_value(builder, start) for start in starts]
+            function_type = ir.FunctionType(vector, [it.type for it in arguments(a, b, starts[0])])
+            function = cgutils.get_or_insert_function(builder.module, function_type, instruction)
+            with cgutils.for_range(builder, args[3]):
+                for place in sums:
+                    builder.store(
+                        builder.call(function, arguments(a, b, builder.load(place))), place
+                    )
+            total = functools.reduce(builder.fadd, [builder.load(place) for place in sums])
+            builder.store(total, builder.bitcast(result, vector.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp, types.intp, types.intp), generate
+
+    def kernel(sum, a, b, iterations):  # type: ignore[no-untyped-def]
+        chains(sum, a, b, iterations)
+
+    return jit.Kernel(kernel, (types.intp,) * 4)
+
+
+def read_kernel() -> jit.Kernel:
+    """(address of sum, a float32 vector; address and number of float32): adds them up."""
+    LANES = vector_bits() // 32  # noqa: N806
+    floats = pointer_to("float32")
+
+    def kernel(sum, data, count):  # type: ignore[no-untyped-def]
+        source = floats(data)
+        zero = splat(types.float32(0.0), LANES)
+        first, second, third, fourth = zero, zero, zero, zero
+        for index in range(0, count, 4 * LANES):
+            first = first + load_vector(source, index, LANES)
+            second = second + load_vector(source, index + LANES, LANES)
+            third = third + load_vector(source, index + 2 * LANES, LANES)
+            fourth = fourth + load_vector(source, index + 3 * LANES, LANES)
+        store(floats(sum), 0, (first + second) + (third + fourth))
+
+    return jit.Kernel(kernel, (types.intp,) * 3)
+
+
+@functools.cache
+def compiled(build: Callable[[], jit.Kernel]) -> Callable[..., None]:
+    """The C function, which ctypes calls without the GIL."""
+    code = jit.compile_kernel(build)
+    address = jit._load(code, f"{build.__name__}-{vector_bits()}")
+    arguments = [ctypes.c_int64] * len(build().argument_types)
+    return ctypes.CFUNCTYPE(None, *arguments)(address)
+
+
+# ----------------------------------------------------------------------------------------- rates
+
+
+def has_bf16_dot() -> bool:
+    return "+avx512bf16" in target()[2].split(",")
+
+
+def compute_peak(dtype: str) -> str:
+    """The peak that attention in a dtype is measured against."""
+    return BF16_DOT if dtype == "bfloat16" and has_bf16_dot() else FMA
+
+
+def measure_peaks(processors: int, rounds: int) -> list[Result]:
+    """A row for each rate and number of threads."""
+    rows = []
+    for name in (FMA, BF16_DOT, READ):
+        section = "bandwidth" if name == READ else "peaks"
+        if name == BF16_DOT and not has_bf16_dot():
+            reason = f"this processor has no AVX512-BF16, so bfloat16 is compared with the {FMA}"
+            rows.append(Result(section, name, 1, 0.0, True, failures={name: reason}))
+            continue
+        (rate,) = references(name).values()
+        for threads in (1, 2) if processors > 1 else (1,):
+            seconds = {name: [1 / rate(threads) for _ in range(rounds)]}
+            rows.append(Result(section, name, threads, 1.0, True, seconds))
+    return rows
+
+
+def references(name: str) -> dict[str, Reference]:
+    return {name: {FMA: fma_rate, BF16_DOT: bf16_dot_rate, READ: read_rate}[name]}
+
+
+def fma_rate(threads: int) -> float:
+    """Operations per second of float32 fused multiply-adds."""
+    return _chains_rate(fma_kernel, torch.float32, threads)
+
+
+def bf16_dot_rate(threads: int) -> float:
+    """Operations per second of AVX512-BF16's dot products of pairs."""
+    return _chains_rate(bf16_dot_kernel, torch.bfloat16, threads)
+
+
+def _chains_rate(build: Callable[[], jit.Kernel], dtype: torch.dtype, threads: int) -> float:
+    kernel = compiled(build)
+    # A multiplication and an addition for each element of a.
+    operations = 2 * vector_bits() // (8 * dtype.itemsize)
+    # A product below one keeps the sums of fused multiply-adds finite.
+    a, b = torch.full((2, 32), 0.5, dtype=dtype)
+    sums = torch.zeros(threads, 16)
+
+    def run(thread: int, iterations: int) -> None:
+        kernel(sums[thread].data_ptr(), a.data_ptr(), b.data_ptr(), iterations)
+
+    iterations = _iterations(run)
+    seconds = timed(lambda thread: run(thread, iterations), threads)
+    return threads * iterations * CHAINS * operations / seconds
+
+
+def _iterations(run: Callable[[int, int], None]) -> int:
+    """How many take about `SECONDS`."""
+    probe = 100_000
+    start = time.perf_counter()
+    run(0, probe)
+    return max(1, int(probe * SECONDS / (time.perf_counter() - start)))
+
+
+def read_rate(threads: int) -> float:
+    """Bytes per second of reading memory, each thread a part of an array beyond the L3 cache."""
+    kernel = compiled(read_kernel)
+    data = _beyond_the_caches()
+    sums = torch.zeros(threads, 16)
+    count = data.numel() // threads
+
+    def run(thread: int) -> None:
+        kernel(sums[thread].data_ptr(), data[thread * count :].data_ptr(), count)
+
+    return data.nbytes / timed(run, threads)
+
+
+@functools.cache
+def _beyond_the_caches() -> torch.Tensor:
+    return torch.ones(max(256 << 20, 4 * l3_bytes()) // 4)
+
+
+def timed(run: Callable[[int], None], threads: int) -> float:
+    """Seconds that ``run(0)``, ``run(1)``, ... take, from the first start to the last end."""
+    barrier = Barrier(threads)
+
+    def work(thread: int) -> tuple[float, float]:
+        barrier.wait()
+        start = time.perf_counter()
+        run(thread)
+        return start, time.perf_counter()
+
+    with ThreadPoolExecutor(threads) as pool:
+        starts, ends = zip(*pool.map(work, range(threads)))
+    return max(ends) - min(starts)
+
+
+# ---------------------------------------------------------------------------------------- caches
+
+
+def caches() -> dict[str, int]:
+    """Bytes of the caches of the first processor by name: L1d, L1i, L2, L3. Empty if unknown."""
+    found = {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = [
+            (folder / name).read_text().strip() for name in ("level", "type", "size")
+        ]
+        name = f"L{level}{ {'Data': 'd', 'Instruction': 'i'}.get(kind, '') }"
+        found[name] = int(size.removesuffix("K")) * 1024
+    return found
+
+
+def l3_bytes() -> int:
+    return caches().get("L3", DEFAULT_L3)

@@ -1,0 +1,157 @@
+"""What attention is to reach, and what a row says about it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.measure import OURS, Result
+from benchmarks.peaks import FMA, READ
+
+PEAK_FRACTIONS = {
+    ("float32", "forward", "dense"): 0.82,
+    ("float32", "forward", "causal"): 0.75,
+    ("bfloat16", "forward", "dense"): 0.70,
+    ("bfloat16", "forward", "causal"): 0.62,
+    ("float32", "backward", "dense"): 0.75,
+    ("float32", "backward", "causal"): 0.65,
+    ("bfloat16", "backward", "dense"): 0.55,
+    ("bfloat16", "backward", "causal"): 0.48,
+}
+"""Of useful work, on one thread, from `SHORTEST` on and with these head dimensions."""
+SHORTEST = 512
+HEAD_DIMS = (64, 128)
+FLOAT32 = "our float32"
+FLOAT16_FRACTION = 0.9
+"""Of our own speed in float32, forward."""
+READ_FRACTION = 0.80
+"""Decoding, of the read bandwidth on the same number of threads, for `DECODING_LENGTH` keys."""
+DECODING_LENGTH = 8192
+SHORT_SPEEDUP = 1.5
+"""Over torch's flash attention, forward, for `SHORT_LENGTH` and a head dimension of 64."""
+SHORT_LENGTH = 128
+SCALING = 1.85
+"""Of two threads over one."""
+FIRST_CALL_SECONDS = {"warm": 0.05, "cold": 2.0}
+"""With the compiled kernel on disk, and without."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Our rate must be at least so many times another.
+
+    ``measured`` has the ratio for each round, of rates taken in that round.
+    """
+
+    reference: str
+    least: float
+    measured: list[float]
+
+    def shortfall(self) -> str:
+        """Empty if it is met, else by how much it is missed."""
+        middle = statistics.median(self.measured)
+        if middle >= self.least:
+            return ""
+        return f"short of {self.least:.2f} x {self.reference} by {1 - middle / self.least:.1%}"
+
+
+def requirements(result: Result, one_thread: Result | None) -> list[Requirement]:
+    """What the row has to reach beside its peers; ``one_thread`` is the row for a thread fewer."""
+    workload = result.workload
+    if workload is None:
+        return []
+    found = []
+    if workload.is_decoding:
+        if workload.key_length == DECODING_LENGTH and workload.dtype != "float16":
+            found.append(Requirement(READ, READ_FRACTION, fractions(result, READ)))
+        return found
+    if result.threads == 1:
+        found += one_thread_requirements(result)
+    elif one_thread is not None:
+        scaling = ratios(result.rates(OURS), one_thread.rates(OURS))
+        found.append(Requirement("one thread", SCALING, scaling))
+    return found
+
+
+def one_thread_requirements(result: Result) -> list[Requirement]:
+    workload = result.workload
+    assert workload is not None
+    found = []
+    long = workload.query_length >= SHORTEST and workload.head_dim in HEAD_DIMS
+    peak = peak_of(result)
+    # Without units for bfloat16 it is to be as fast as float32.
+    dtype = "float32" if peak == FMA and workload.dtype == "bfloat16" else workload.dtype
+    least = PEAK_FRACTIONS.get((dtype, workload.direction, workload.mask))
+    if long and least is not None and workload.dtype != "float16":
+        found.append(Requirement(peak, least, fractions(result, peak)))
+    if long and FLOAT32 in result.references:
+        measured = fractions(result, FLOAT32)
+        found.append(Requirement(FLOAT32, FLOAT16_FRACTION, measured))
+    short = (workload.query_length, workload.head_dim) == (SHORT_LENGTH, 64)
+    if short and not workload.is_backward and workload.dtype != "float16":
+        measured = ratios(result.rates(OURS), result.rates("flash"))
+        found.append(Requirement("flash", SHORT_SPEEDUP, measured))
+    return found
+
+
+def peak_of(result: Result) -> str:
+    """The reference that is a peak of the machine."""
+    return next(name for name in result.references if name != FLOAT32)
+
+
+def fractions(result: Result, reference: str) -> list[float]:
+    """Our rate as a fraction of a reference, round by round."""
+    return ratios(result.rates(OURS), result.references[reference])
+
+
+def ratios(ours: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Round by round, as long as both took part."""
+    return [mine / other for mine, other in zip(ours, others)]
+
+
+def best_peer(result: Result) -> str | None:
+    """The fastest by its median."""
+    return min(
+        result.peers(), key=lambda name: statistics.median(result.seconds[name]), default=None
+    )
+
+
+def against_peer(result: Result) -> str:
+    """Empty where no peer is faster than ours, else what is.
+
+    A peer that is faster in the median, but not in three rounds of four, is level with ours.
+    """
+    peer = best_peer(result)
+    if peer is None:
+        return ""
+    _, middle, high = quartiles(ratios(result.rates(OURS), result.rates(peer)))
+    if middle >= 1:
+        return ""
+    if high >= 1:
+        return f"level with {peer}"
+    return f"slower than {peer} by {1 - middle:.1%}"
+
+
+def verdict(result: Result, one_thread: Result | None) -> str:
+    """``reached``, or all that the row falls short of."""
+    parts = [it.shortfall() for it in requirements(result, one_thread)]
+    parts.append(against_peer(result))
+    return "; ".join(filter(None, parts)) or "reached"
+
+
+def first_call_verdict(result: Result) -> str:
+    """``reached``, or which first call takes too long."""
+    parts = [
+        f"{name} longer than {limit * 1000:.0f} ms"
+        for name, limit in FIRST_CALL_SECONDS.items()
+        if statistics.median(result.seconds[name]) > limit
+    ]
+    return "; ".join(parts) or "reached"
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high

@@ -1,0 +1,104 @@
+"""zentorch in a process of its own, so that its import changes nothing for the others.
+
+``python -m benchmarks.zentorch_process DESCRIPTOR`` serves a `Zentorch` through a connection.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import timeit
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.workload import Workload
+
+
+class Zentorch:
+    """A contender: zentorch's attention, called as its compiler does.
+
+    Raises what zentorch raises in its process, ModuleNotFoundError where it is not installed.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self.first = request("prepare", workload)
+
+    def results(self) -> list[Tensor]:
+        return [torch.from_numpy(self.first)]
+
+    def time(self, calls: int, threads: int) -> float:
+        return request("time", calls, threads)
+
+
+def request(name: str, *arguments: Any) -> Any:
+    connection = process()
+    try:
+        connection.send((name, arguments))
+        succeeded, value = connection.recv()
+    except (EOFError, OSError) as error:
+        raise RuntimeError("zentorch has ended its process") from error
+    if not succeeded:
+        raise value
+    return value
+
+
+@functools.cache
+def process() -> Connection:
+    """The connection to the one process. It ends when the connection does."""
+    here, there = Pipe()
+    subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.zentorch_process", str(there.fileno())],
+        pass_fds=[there.fileno()],
+        # zentorch beside torch as its users have it.
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )
+    there.close()
+    return here
+
+
+# ----------------------------------------------------------------------------- in that process
+
+
+class Server:
+    """One workload at a time."""
+
+    def __init__(self) -> None:
+        self.timer = timeit.Timer()
+
+    def prepare(self, workload: Workload) -> Any:
+        """Make the inputs ready, and return the output for the first of them."""
+        import zentorch  # noqa: F401
+
+        function = functools.partial(
+            torch.ops.zentorch.zentorch_sdpa.default, is_causal=workload.is_causal
+        )
+        call = workload.in_turn(function)
+        self.timer = timeit.Timer(call)
+        return call()[0].float().numpy()
+
+    def time(self, calls: int, threads: int) -> float:
+        torch.set_num_threads(threads)
+        return self.timer.timeit(calls)
+
+
+def serve(connection: Connection) -> None:
+    server = Server()
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, getattr(server, name)(*arguments)
+        except Exception as error:
+            answer = False, error
+        connection.send(answer)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))
