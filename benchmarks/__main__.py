@@ -34,7 +34,7 @@ class Mode:
 
 
 MODES = {
-    "default": Mode(cases.DEFAULT, Limits(rounds=9, turn=0.01, contender=0.5), tuple(CALLS), 3),
+    "default": Mode(cases.DEFAULT, Limits(rounds=9, turn=0.01, contender=0.4), tuple(CALLS), 3),
     "full": Mode(cases.FULL, Limits(rounds=15, turn=0.02, contender=2.0), tuple(CALLS), 5),
     "quick": Mode(cases.QUICK, Limits(rounds=3, turn=0.002, contender=0.02), tuple(CALLS)[:2], 1),
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.measure import OURS, Contenders, Local
+from benchmarks.measure import OURS, THREADS, Contenders, Local, torch_threads
 from benchmarks.workload import Workload
 from benchmarks.zentorch_process import Zentorch
 from foo_ops.ops.attention import attention
@@ -74,7 +74,12 @@ def flex(workload: Workload) -> Local:
         lengths = workload.query_length, workload.key_length
         block_mask = create_block_mask(upper_left, None, None, *lengths, device="cpu")
     enable_gqa = workload.query_heads != workload.key_heads
-    return local(workload, partial(compiled, block_mask=block_mask, enable_gqa=enable_gqa))
+    function = partial(compiled, block_mask=block_mask, enable_gqa=enable_gqa)
+    for threads in THREADS:
+        # Each number of threads is compiled for at its first call.
+        with torch_threads(threads):
+            function(*workload.inputs()[0])
+    return local(workload, function)
 
 
 def upper_left(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

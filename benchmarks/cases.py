@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks import attention, peaks
-from benchmarks.measure import OURS, Case, Contenders, Local, Reference, calls_per_turn
+from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, Reference, calls_per_turn
 from benchmarks.targets import DECODING_LENGTH, FLOAT32, SHORT_LENGTH
 from benchmarks.workload import Workload
 
@@ -51,7 +51,7 @@ QUICK = Sizes(
 
 
 def cases(sizes: Sizes, processors: int) -> list[Case]:
-    threads = (1, 2) if processors > 1 else (1,)
+    threads = tuple(count for count in THREADS if count <= processors)
     return [
         *call_cases(),
         *abs_cases(sizes.elements, threads[-1]),

@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from benchmarks.measure import Reference, Result
+from benchmarks.measure import THREADS, Reference, Result
 from foo_ops.kernels import jit
 from foo_ops.kernels.simd import load_vector, pointer_to, splat, store
 from foo_ops.kernels.target import target, vector_bits
@@ -150,7 +150,7 @@ def measure_peaks(processors: int, rounds: int) -> list[Result]:
             rows.append(Result(section, name, 1, 0.0, True, failures={name: reason}))
             continue
         (rate,) = references(name).values()
-        for threads in (1, 2) if processors > 1 else (1,):
+        for threads in (count for count in THREADS if count <= processors):
             seconds = {name: [1 / rate(threads) for _ in range(rounds)]}
             rows.append(Result(section, name, threads, 1.0, True, seconds))
     return rows

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from benchmarks.measure import OURS, Result
 from benchmarks.peaks import READ
 from benchmarks.report import Content
-from benchmarks.targets import peak_of, requirements
+from benchmarks.targets import peak_of, target
 from benchmarks.workload import Workload
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def speed_figure(results: list[Result], head_dim: int) -> Figure:
             peak_of(members[0]), (0.01, 1), xycoords=("axes fraction", "data"),
             va="bottom", fontsize=7, color=LIMIT,
         )  # fmt: skip
-    finish(figure, axes, f"Attention, 8 heads of {head_dim}, one thread; dotted: what foo needs")
+    finish(figure, axes, f"Attention, 8 heads of {head_dim}, one thread; dotted: foo's target")
     return figure
 
 
@@ -117,8 +117,11 @@ def decoding_figure(results: list[Result]) -> Figure:
             draw_reading(panel, members)
             panel.set_yscale("log")
             panel.set_title(f"{dtype}, {count} thread{'s' * (count > 1)}", fontsize=10)
-            panel.set_ylabel("milliseconds per token")
-            panel.set_xlabel("keys in the cache")
+            panel.yaxis.set_major_formatter("{x:g}")
+            if column == 0:
+                panel.set_ylabel("milliseconds per token")
+            if count == threads[-1]:
+                panel.set_xlabel("keys in the cache")
     workload = results[0].workload
     assert workload is not None
     finish(
@@ -163,22 +166,17 @@ def draw(
             )  # fmt: skip
     positions = [length(it) for it in results]
     panel.set_xscale("log", base=2)
-    panel.set_xticks(positions, [str(it) for it in positions])
+    panel.set_xticks(positions, [short(it) for it in positions])
     panel.minorticks_off()
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
 
 
 def draw_target(panel: Axes, results: list[Result]) -> None:
-    """What our line needs, where it needs a fraction of the peak."""
-    points = [
-        (length(result), needed.least)
-        for result in results
-        for needed in requirements(result, None)
-        if needed.reference == peak_of(result)
-    ]
+    """What our line is to reach."""
+    points = [(length(it), least) for it in results if (least := target(it)) is not None]
     if points:
-        panel.plot(*zip(*sorted(points)), color=COLORS[OURS], linestyle=":", marker="_")
+        panel.plot(*zip(*sorted(points)), color=COLORS[OURS], linestyle=":")
 
 
 def draw_reading(panel: Axes, results: list[Result]) -> None:
@@ -201,6 +199,11 @@ def finish(figure: Figure, axes: list[list[Axes]], title: str) -> None:
         [entries[name] for name in names], names, loc="outside lower center",
         ncols=len(names), frameon=False,
     )  # fmt: skip
+
+
+def short(count: int) -> str:
+    """``512``, ``2k``."""
+    return str(count) if count % 1024 else f"{count // 1024}k"
 
 
 def length(result: Result) -> int:

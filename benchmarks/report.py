@@ -22,14 +22,13 @@ from benchmarks import peaks
 from benchmarks.measure import OURS, Result
 from benchmarks.targets import (
     FIRST_CALL_SECONDS,
-    FLOAT32,
     best_peer,
     first_call_verdict,
     fractions,
     peak_of,
     quartiles,
     ratios,
-    requirements,
+    target,
     verdict,
 )
 from benchmarks.workload import Workload
@@ -219,18 +218,18 @@ def first_call_table(results: Sequence[Result]) -> list[list[str]]:
 
 def attention_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
     peers = list(dict.fromkeys(name for result in results for name in result.peers()))
-    header = ["case", "threads", OURS, "of peak", "needs", "of 1 thread"]
+    header = ["case", "threads", OURS, "of peak", "target", "x 1 thread"]
     rows = [[*header, *peers, f"{OURS} / best peer", "verdict"]]
     for result in results:
         one_thread = content.one_thread(result)
-        peer = best_peer(result)
+        peer, least = best_peer(result), target(result)
         rows.append(
             [
                 result.name,
                 str(result.threads),
                 median([figure(it, result.work, unit) for it in result.seconds[OURS]]),
                 spread(fractions(result, peak_of(result))),
-                needs(result),
+                f"{least:.2f}" if least is not None else NONE,
                 median(ratios(result.rates(OURS), one_thread.rates(OURS))) if one_thread else NONE,
                 *(peer_cell(result, name, unit) for name in peers),
                 spread(ratios(result.rates(OURS), result.rates(peer))) if peer else NONE,
@@ -238,20 +237,6 @@ def attention_table(content: Content, results: Sequence[Result], unit: str) -> l
             ]
         )
     return rows
-
-
-def needs(result: Result) -> str:
-    """The fraction of the peak that the row is to reach."""
-    peak = peak_of(result)
-    for requirement in requirements(result, None):
-        if requirement.reference == peak:
-            return f"{requirement.least:.2f}"
-        if requirement.reference == FLOAT32:
-            fraction = statistics.median(
-                ratios(result.references[FLOAT32], result.references[peak])
-            )
-            return f"{requirement.least * fraction:.2f}"
-    return NONE
 
 
 def peer_cell(result: Result, name: str, unit: str) -> str:

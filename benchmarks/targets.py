@@ -95,6 +95,18 @@ def one_thread_requirements(result: Result) -> list[Requirement]:
     return found
 
 
+def target(result: Result) -> float | None:
+    """The fraction of the peak that the row is to reach, if it is compared with that."""
+    peak = peak_of(result)
+    for requirement in requirements(result, None):
+        if requirement.reference == peak:
+            return requirement.least
+        if requirement.reference == FLOAT32:
+            float32 = ratios(result.references[FLOAT32], result.references[peak])
+            return requirement.least * statistics.median(float32)
+    return None
+
+
 def peak_of(result: Result) -> str:
     """The reference that is a peak of the machine."""
     return next(name for name in result.references if name != FLOAT32)
