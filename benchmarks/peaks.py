@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 from benchmarks.measure import THREADS, Reference, Result
 from foo_ops.kernels import jit
 from foo_ops.kernels.simd import load_vector, pointer_to, splat, store
-from foo_ops.kernels.target import target, vector_bits
+from foo_ops.kernels.target import has_bfloat16_dot, vector_bits
 
 FMA, BF16_DOT, READ = "FMA peak", "bf16 dot peak", "read bandwidth"
 
@@ -131,13 +131,9 @@ def compiled(build: Callable[[], jit.Kernel]) -> Callable[..., None]:
 # ----------------------------------------------------------------------------------------- rates
 
 
-def has_bf16_dot() -> bool:
-    return "+avx512bf16" in target()[2].split(",")
-
-
 def compute_peak(dtype: str) -> str:
     """The peak that attention in a dtype is measured against."""
-    return BF16_DOT if dtype == "bfloat16" and has_bf16_dot() else FMA
+    return BF16_DOT if dtype == "bfloat16" and has_bfloat16_dot() else FMA
 
 
 def measure_peaks(processors: int, rounds: int) -> list[Result]:
@@ -145,7 +141,7 @@ def measure_peaks(processors: int, rounds: int) -> list[Result]:
     rows = []
     for name in (FMA, BF16_DOT, READ):
         section = "bandwidth" if name == READ else "peaks"
-        if name == BF16_DOT and not has_bf16_dot():
+        if name == BF16_DOT and not has_bfloat16_dot():
             reason = f"this processor has no AVX512-BF16, so bfloat16 is compared with the {FMA}"
             rows.append(Result(section, name, 1, 0.0, True, failures={name: reason}))
             continue

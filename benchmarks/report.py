@@ -67,6 +67,12 @@ SECTIONS = {
 }
 SECONDS_IN_UNIT = {"us": 1e-6, "ms": 1e-3}
 NONE = "-"
+LEGEND = (
+    "Of peak: of the FMA peak, the bf16 dot peak for bfloat16 where the processor has one, or the "
+    "read bandwidth for one query, on as many threads; target: what that fraction is to be. "
+    "flash and math are PyTorch's backends, flex is compiled FlexAttention. Useful work: 4 x head "
+    "dimension operations for each pair of a query and a key that it sees, 2.5 times that backward."
+)
 
 
 # ---------------------------------------------------------------------------------- results file
@@ -277,6 +283,7 @@ def print_tables(console: Console, content: Content) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
+    console.print(LEGEND)
     console.print(caption(content))
     for failure in content.failures():
         console.print(f"Not measured: {failure}", markup=False)
@@ -294,7 +301,7 @@ def markdown(content: Content, images: dict[str, str]) -> str:
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in (header, alignment, *rows))
         parts.append(f"**{SECTIONS[name].title}**\n\n{table}")
     plots = [f"![{description}]({path})" for path, description in images.items()]
-    return "\n\n".join([*parts, *plots, caption(content)])
+    return "\n\n".join([*parts, *plots, LEGEND, caption(content)])
 
 
 def rewrite_readme(path: Path, content: Content, images: dict[str, str]) -> None:

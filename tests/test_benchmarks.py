@@ -17,6 +17,7 @@ from benchmarks import __main__ as command
 from benchmarks import attention, cases, peaks, plots, report, targets, zentorch_process
 from benchmarks.measure import Case, Limits, Local, Result, calls_per_turn, measure
 from benchmarks.workload import Workload
+from foo_ops.kernels.target import has_bfloat16_dot, vector_bits
 
 TINY = Limits(rounds=3, turn=1e-4, contender=1e-3)
 HAS_ZENTORCH = importlib.util.find_spec("zentorch") is not None
@@ -68,7 +69,7 @@ def test_kernel_of_the_peak_does_all_its_operations():
         np.zeros(16, np.float32),
     )
     peaks.compiled(peaks.fma_kernel)(total.ctypes.data, a.ctypes.data, b.ctypes.data, 5)
-    lanes = peaks.vector_bits() // 32
+    lanes = vector_bits() // 32
     starts = sum(range(peaks.CHAINS))
     assert total[:lanes].tolist() == [starts + 5 * peaks.CHAINS * 3 * 0.25] * lanes
 
@@ -97,9 +98,9 @@ def test_kernel_of_bfloat16_compiles_for_a_processor_that_has_it(monkeypatch):
     assert subprocess.run([sys.executable, "-c", COMPILE_BF16_DOT]).returncode == 0
 
 
-@pytest.mark.skipif(not peaks.has_bf16_dot(), reason="needs AVX512-BF16")
+@pytest.mark.skipif(not has_bfloat16_dot(), reason="needs AVX512-BF16")
 def test_kernel_of_bfloat16_does_all_its_operations():
-    lanes = peaks.vector_bits() // 32
+    lanes = vector_bits() // 32
     a, b = (
         torch.full((2 * lanes,), 3, dtype=torch.bfloat16),
         torch.full((2 * lanes,), 0.25).bfloat16(),
@@ -116,7 +117,7 @@ def test_every_peak_has_rows(monkeypatch):
     results = peaks.measure_peaks(processors=2, rounds=2)
     found = {(it.name, it.threads): it.seconds.get(it.name) for it in results}
     assert set(found) >= {(peaks.FMA, 1), (peaks.FMA, 2), (peaks.READ, 1), (peaks.READ, 2)}
-    if not peaks.has_bf16_dot():
+    if not has_bfloat16_dot():
         assert found.pop((peaks.BF16_DOT, 1)) is None
     # No machine does a million times more or less in a second.
     assert all(1e7 < 1 / second < 1e13 for seconds in found.values() for second in seconds)
