@@ -126,10 +126,13 @@ def _option_gradients_of(dtype: str) -> tuple[Callable, Callable, Callable]:
     return add_distances, write_slopes, write_sinks
 
 
-def build(dtype: str) -> Kernel:
-    """grad_key and grad_value are sums in the compute type, which a block adds to: those of the
+def build(dtype: str, plain: bool = False) -> Kernel:
+    """``plain``: without bias, soft cap, ALiBi and dropout.
+
+    grad_key and grad_value are sums in the compute type, which a block adds to: those of the
     piece's slot. Which blocks share a slot, and in which order, does not depend on the threads.
     """
+    has_options = not plain
     compute, factor = compute_dtype(dtype), factor_dtype(dtype)
     scalar = ELEMENTS[dtype].compute
     LANES = lanes_of(compute)  # noqa: N806
@@ -145,7 +148,7 @@ def build(dtype: str) -> Kernel:
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
     turned_tile = turned_tile_of(dtype)
     fill_lanes, load_statistics = lanes_filler_of(dtype), statistics_of(dtype)
-    weights_tile = weights_of(dtype)
+    weights_tile = weights_of(dtype, has_options)
     add_distances, write_slopes, write_sinks = _option_gradients_of(dtype)
 
     @njit
@@ -226,9 +229,9 @@ def build(dtype: str) -> Kernel:
                 keys, key_stride, key_step, values, value_stride, value_step,
                 queries, grad_outputs, logsumexp, delta, key_start, columns, count,
             )  # fmt: skip
-            if parameters.has_alibi_slopes:
+            if has_options and parameters.has_alibi_slopes:
                 add_distances(piece, lanes, grad_scores, distances, key_start, columns, count)
-            if parameters.softcap > 0.0:
+            if has_options and parameters.softcap > 0.0:
                 multiply(grad_scores, slopes, columns, count)
             place = piece.key_offset + key_start
             factors, stride = as_lane_factors(kept, weights, columns, count)
@@ -253,7 +256,7 @@ def build(dtype: str) -> Kernel:
 
         turn_back(block, grad_queries, head_width, columns)
         write_grad_query(parameters, piece, block, head_width)
-        if parameters.has_alibi_slopes:
+        if has_options and parameters.has_alibi_slopes:
             write_slopes(parameters, piece, distances)
         if parameters.has_sinks:
             write_sinks(parameters, piece, logsumexp, delta)

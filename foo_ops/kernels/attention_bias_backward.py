@@ -47,7 +47,7 @@ def build(dtype: str) -> Kernel:
     compute = ELEMENTS[dtype].compute
     compute_name = compute_dtype(dtype)
     LANES = lanes_of(compute_name)  # noqa: N806
-    weights_tile, load_statistics = weights_of(dtype), statistics_of(dtype)
+    weights_tile, load_statistics = weights_of(dtype, True), statistics_of(dtype)
     load_queries, load_grad_outputs = block_of(dtype, "query"), block_of(dtype, "grad_output")
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
     fill, turn, fill_lanes = fill_of(compute_name), turn_of(compute_name), lanes_filler_of(dtype)

@@ -124,7 +124,9 @@ def _products_of(dtype: str) -> Callable:
     return all_products
 
 
-def build(dtype: str) -> Kernel:
+def build(dtype: str, plain: bool = False) -> Kernel:
+    """``plain``: without bias, soft cap, ALiBi and dropout."""
+    has_options = not plain
     compute = compute_dtype(dtype)
     LANES = lanes_of(compute)  # noqa: N806
     matmul, fill = matmul_of(compute, compute, dtype), fill_of(compute)
@@ -132,7 +134,7 @@ def build(dtype: str) -> Kernel:
     key_rows, value_rows = _rows_of(dtype, "key"), _rows_of(dtype, "value")
     products, modify, hide = _products_of(dtype), modify_of(dtype), hide_of(dtype)
     load_kept = kept_of(dtype)
-    start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, compute)
+    start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, compute, has_options)
     fill_factors, write = factors_filler_of(dtype), writer_of(dtype)
     scalar = ELEMENTS[dtype].compute
 
@@ -172,13 +174,13 @@ def build(dtype: str) -> Kernel:
             keys, key_stride = key_rows(parameters, piece, key_memory, key_start, count)
             values, value_stride = value_rows(parameters, piece, value_memory, key_start, count)
             products(scores, keys, key_stride, queries, head_width, rows, count)
-            if parameters.modifies:
+            if has_options and parameters.modifies:
                 modify(parameters, piece, lanes, scores, kept, kept, key_start, columns, count)
             hide(
                 piece, lanes, scores, piece.query_start, piece.query_count,
                 key_start, columns, count,
             )  # fmt: skip
-            if parameters.dropout_threshold > 0:
+            if has_options and parameters.dropout_threshold > 0:
                 load_kept(parameters, lanes, kept, key_start, 0, columns, count)
             if online_softmax(
                 parameters, scores, kept, scores, largest, total, correction, columns, count

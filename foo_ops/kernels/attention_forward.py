@@ -37,7 +37,9 @@ from foo_ops.kernels.matmul import lanes_of, matmul_of, panel_of
 from foo_ops.kernels.simd import address_of, load_vector, pointer_to, shift, store
 
 
-def build(dtype: str) -> Kernel:
+def build(dtype: str, plain: bool = False) -> Kernel:
+    """``plain``: without bias, soft cap, ALiBi and dropout."""
+    has_options = not plain
     compute, factor = compute_dtype(dtype), factor_dtype(dtype)
     LANES = lanes_of(compute)  # noqa: N806
     PANEL = panel_of(compute)  # noqa: N806
@@ -47,8 +49,8 @@ def build(dtype: str) -> Kernel:
     load_block, fill_lanes = block_of(dtype, "query"), lanes_filler_of(dtype)
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
     turned_tile, turn_back = turned_tile_of(dtype), turn_back_of(compute)
-    scores_tile, load_kept = scores_of(dtype), kept_of(dtype)
-    start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, factor)
+    scores_tile, load_kept = scores_of(dtype, has_options), kept_of(dtype)
+    start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, factor, has_options)
     fill_factors, write = factors_filler_of(dtype), writer_of(dtype)
 
     @njit
@@ -128,7 +130,7 @@ def build(dtype: str) -> Kernel:
                     keys, key_stride, key_step, shift(queries, start),
                     first_query, query_count, key_start, some, seen,
                 )  # fmt: skip
-                if parameters.dropout_threshold > 0:
+                if has_options and parameters.dropout_threshold > 0:
                     load_kept(parameters, lanes, panel_kept, key_start, start, some, seen)
                 if online_softmax(
                     parameters, panel, panel_kept, panel, shift(largest, start),

@@ -258,7 +258,7 @@ def hide_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def scores_of(dtype: str) -> Callable:
+def scores_of(dtype: str, has_options: bool) -> Callable:
     """``scores(parameters, piece, lanes, target, scratch, slopes, keys, key_stride, step_stride,
     queries, first_query, query_count, key_start, columns, count)``.
 
@@ -280,7 +280,7 @@ def scores_of(dtype: str) -> Callable:
             target, TILE_STRIDE, keys, key_stride, step_stride, queries, TILE_STRIDE,
             count, columns, (parameters.head_dim + step - 1) // step, False,
         )  # fmt: skip
-        if parameters.modifies:
+        if has_options and parameters.modifies:
             modify(parameters, piece, lanes, target, scratch, slopes, key_start, columns, count)
         hide(piece, lanes, target, first_query, query_count, key_start, columns, count)
 

@@ -67,7 +67,7 @@ def softmax_start_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def softmax_of(dtype: str, weights_dtype: str) -> Callable:
+def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
     """``online_softmax(parameters, scores, kept, weights, largest, total, correction, columns,
     count)``.
 
@@ -162,7 +162,7 @@ def softmax_of(dtype: str, weights_dtype: str) -> Callable:
             top = load_vector(correction, column, LANES)
             grew = grow(largest, total, correction, column, top) or grew
         for column in range(0, columns, LANES):
-            if parameters.dropout_threshold > 0:
+            if has_options and parameters.dropout_threshold > 0:
                 exponentials_dropped(scores, kept, weights, largest, total, column, count, factor)
             else:
                 exponentials(scores, kept, weights, largest, total, column, count, factor)

@@ -77,7 +77,7 @@ def statistics_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def weights_of(dtype: str) -> Callable:
+def weights_of(dtype: str, has_options: bool) -> Callable:
     """``weights_tile(parameters, piece, lanes, weights, grad_scores, kept, slopes, keys,
     key_stride, key_step, values, value_stride, value_step, queries, grad_outputs, logsumexp, delta,
     key_start, columns, count)``.
@@ -90,7 +90,7 @@ def weights_of(dtype: str) -> Callable:
     compute, factor = compute_dtype(dtype), factor_dtype(dtype)
     scalar = ELEMENTS[dtype].compute
     LANES = lanes_of(compute)  # noqa: N806
-    matmul, scores_tile = matmul_of(compute, factor, factor), scores_of(dtype)
+    matmul, scores_tile = matmul_of(compute, factor, factor), scores_of(dtype, has_options)
     load_kept = kept_of(dtype)
     step, _ = factors_of(dtype)
 
@@ -145,12 +145,11 @@ def weights_of(dtype: str) -> Callable:
             (parameters.value_dim + step - 1) // step, False,
         )  # fmt: skip
         exponentials(parameters, weights, logsumexp, columns, count)
-        has_dropout = parameters.dropout_threshold > 0
-        if has_dropout:
+        if has_options and parameters.dropout_threshold > 0:
             load_kept(parameters, lanes, kept, key_start, 0, columns, count)
             drop(parameters, weights, grad_scores, kept, columns, count)
         multiply_weights(weights, grad_scores, delta, columns, count)
-        if has_dropout:
+        if has_options and parameters.dropout_threshold > 0:
             copy_tile(weights, kept, columns, count)
 
     return weights_tile

@@ -67,7 +67,7 @@ def elementwise(function: Callable, input_dtypes: tuple[str, ...], output_dtype:
             else:
                 contiguous(output, inputs, size0)
 
-    return Kernel(loop, ARGUMENT_TYPES)
+    return Kernel(loop, ARGUMENT_TYPES, vectorizes=True)
 
 
 @intrinsic(prefer_literal=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import importlib
 import importlib.metadata
@@ -25,15 +26,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
 
 from foo_ops.kernels.target import multiplies_pairs, target, vector_bits
-
-if TYPE_CHECKING:
-    from llvmlite import ir
 
 logger = logging.getLogger("foo_ops")
 
@@ -53,17 +51,21 @@ _libraries: list[Any] = []
 class Kernel:
     """A function to compile: Python source that Numba understands and its argument types.
 
-    The compiled C function takes these arguments and returns nothing.
+    The compiled C function takes these arguments and returns nothing. ``vectorizes``: loops over
+    scalars are to become loops over vectors, which those over explicit vectors are already.
     """
 
     function: Callable[..., None]
     argument_types: tuple[Any, ...]
+    vectorizes: bool = False
 
 
 def resolve(kernel: str, dtype: str) -> int:
     """Address of the C function for ``kernel`` in ``dtype``, compiled or loaded at the first call.
 
-    ``foo_ops.kernels.<kernel>`` must have a function ``build(dtype) -> Kernel``. Thread-safe.
+    ``foo_ops.kernels.<kernel>`` must have a function ``build(dtype) -> Kernel``. ``<kernel>.plain``
+    stands for ``build(dtype, plain=True)``: the kernel without its options, which is compiled in
+    half the time. Thread-safe.
     """
     with _lock:
         address = _addresses.get((kernel, dtype))
@@ -85,8 +87,10 @@ def _object_code(kernel: str, dtype: str) -> bytes:
     path = cache_directory() / f"{kernel}-{dtype}-{_key(kernel, dtype)}.o"
     code = _read(path)
     if code is None:
-        module = importlib.import_module(f"foo_ops.kernels.{kernel}")
-        code = compile_kernel(functools.partial(module.build, dtype))
+        module, _, variant = kernel.partition(".")
+        build = importlib.import_module(f"foo_ops.kernels.{module}").build
+        options = {variant: True} if variant else {}
+        code = compile_kernel(functools.partial(build, dtype, **options))
         _write(path, code)
     return code
 
@@ -141,82 +145,43 @@ def _write(path: Path, code: bytes) -> None:
 
 def compile_kernel(build: Callable[[], Kernel]) -> bytes:
     """Object code of the kernel that ``build`` makes, with the C function ``ENTRY``."""
-    from numba.core import compiler, types
-    from numba.core.compiler_lock import global_compiler_lock
-    from numba.core.registry import cpu_target
+    with _without_garbage_collection():
+        from numba.core.compiler_lock import global_compiler_lock
 
-    flags = compiler.Flags()
-    flags.no_compile = True
-    flags.no_cpython_wrapper = True
-    flags.no_cfunc_wrapper = True
-    # A division by zero gives infinity or NaN, as in NumPy: a kernel has nobody to raise to.
-    flags.error_model = "numpy"
-    with global_compiler_lock, _without_optimisation():
-        # Functions with an explicit signature are compiled while the kernel is built.
-        kernel = build()
-        result = compiler.compile_extra(
-            cpu_target.typing_context,
-            cpu_target.target_context,
-            kernel.function,
-            kernel.argument_types,
-            types.void,
-            flags,
-            {},
-        )
-        # Links the functions that the kernel calls.
-        result.library.finalize()
-        module = llvm.parse_assembly(result.library.get_llvm_str())
-        wrapper = _c_wrapper(result, kernel.argument_types)
-        module.link_in(llvm.parse_assembly(str(wrapper)))
-        return _emit(module)
+        from foo_ops.kernels.numba_target import compile_module
+
+        with global_compiler_lock:
+            kernel = build()
+            module = compile_module(kernel.function, kernel.argument_types, ENTRY)
+            return _emit(module, kernel.vectorizes)
 
 
 @contextlib.contextmanager
-def _without_optimisation() -> Iterator[None]:
-    """Keep Numba from optimising each function, and again each that calls it: `_emit` does it once.
-
-    Halves the time to compile the kernels of attention. To be used under the compiler's lock.
-    """
-    from numba.core import config
-
-    level = config.OPT
-    config.OPT = type(level)(0)
+def _without_garbage_collection() -> Iterator[None]:
+    """A compiler makes many objects that live on; to look through them is a fifth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        config.OPT = level
+        if was_enabled:
+            gc.enable()
 
 
-def _c_wrapper(result: Any, argument_types: tuple[Any, ...]) -> ir.Module:
-    """A C function around Numba's calling convention, which has a status and two pointers more.
-
-    A kernel cannot raise, so the status is dropped.
-    """
-    from llvmlite import ir
-
-    context = result.target_context
-    module = context.create_module("c_wrapper")
-    inner = context.declare_function(module, result.fndesc)
-    values = [context.get_value_type(type_) for type_ in argument_types]
-    entry = ir.Function(module, ir.FunctionType(ir.VoidType(), values), ENTRY)
-    builder = ir.IRBuilder(entry.append_basic_block())
-    context.call_conv.call_function(
-        builder, inner, result.fndesc.restype, argument_types, entry.args
-    )
-    builder.ret_void()
-    return module
-
-
-def _emit(module: llvm.ModuleRef) -> bytes:
+def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
     triple, name, features = target()
     for function in module.functions:
         if not function.is_declaration and function.name != ENTRY:
             function.linkage = "internal"
+    # Numba gives each function a variable for Python objects; here they are removed as unused.
+    for variable in module.global_variables:
+        if not variable.is_declaration:
+            variable.linkage = "internal"
     machine = llvm.Target.from_triple(triple).create_target_machine(
         cpu=name, features=features, opt=3, reloc="pic", codemodel="jitdefault"
     )
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    options.loop_vectorization = True
+    options = llvm.create_pipeline_tuning_options(speed_level=3 if vectorizes else 2)
+    options.loop_vectorization = vectorizes
     # Register tiles are as large as the registers allow: unrolled once more they spill (0.93 and
     # not 0.95 of the FMA peak), and compiling takes longer.
     options.loop_unrolling = False

@@ -6,9 +6,8 @@ import functools
 from collections.abc import Callable
 
 from numba import njit
-from numba.core import types
 
-from foo_ops.kernels.simd import ELEMENTS, Pointer, shift
+from foo_ops.kernels.simd import ELEMENTS, shift
 from foo_ops.kernels.target import vector_bits, vector_registers
 from foo_ops.kernels.tiles import tile_fma, tile_load, tile_store, tile_zero
 
@@ -46,11 +45,10 @@ def matmul_of(c: str, a: str, b: str) -> Callable:
     is a pair.
     """
     lanes = lanes_of(c)
-    signature = _signature(c, a, b, sizes=3)
     panel, pair, single = (_panel((c, a, b), *shape) for shape in _shapes())
     panel_width, pair_width = panel_of(c), 2 * lanes
 
-    @njit(signature)
+    @njit
     def matmul(c, c_stride, a, a_row, a_step, b, b_stride, rows, columns, steps, accumulate):
         start = 0
         while columns - start >= panel_width:
@@ -81,7 +79,7 @@ def _panel(dtypes: tuple[str, str, str], ROWS: int, COLUMNS: int) -> Callable:  
     """
     LANES = lanes_of(dtypes[0])  # noqa: N806
 
-    @njit(_signature(*dtypes, sizes=2))
+    @njit
     def panel(c, c_stride, a, a_row, a_step, b, b_stride, rows, steps, accumulate):
         row = 0
         while row + ROWS <= rows:
@@ -108,15 +106,3 @@ def _panel(dtypes: tuple[str, str, str], ROWS: int, COLUMNS: int) -> Callable:  
             row += 1
 
     return panel
-
-
-def _signature(c: str, a: str, b: str, sizes: int) -> types.Type:
-    """Of matmul and its panels. Without it Numba compiles them anew for each constant passed."""
-    size = types.int64
-    return types.void(
-        *(Pointer(c), size),
-        *(Pointer(a), size, size),
-        *(Pointer(b), size),
-        *(size,) * sizes,
-        types.boolean,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from llvmlite import ir
@@ -21,7 +22,10 @@ class Struct(types.Type):
 
     def __init__(self, name: str, fields: tuple[tuple[str, types.Type], ...]) -> None:
         self.fields = dict(fields)
-        super().__init__(f"{name}({', '.join(f'{field}: {type_}' for field, type_ in fields)})")
+        # The name tells types apart and is part of every symbol: spelt out, the fields of
+        # attention's parameters would take kilobytes of each.
+        digest = hashlib.sha256(repr([(field, str(type_)) for field, type_ in fields]).encode())
+        super().__init__(f"{name}_{digest.hexdigest()[:8]}")
 
 
 @register_model(Struct)

@@ -30,14 +30,21 @@ using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t
                          double factor);
 
 // Kernels live as long as the process: they are never destroyed.
-Kernel& forward_kernel() {
-  static auto* kernel = new Kernel("attention_forward");
-  return *kernel;
+// The plain kernels, without options, take half the time to compile, and most models need no other.
+bool is_plain(const Parameters& parameters) {
+  return parameters.modifies == 0 && parameters.dropout_threshold == 0;
 }
 
-Kernel& decode_kernel() {
+Kernel& forward_kernel(const Parameters& parameters) {
+  static auto* kernel = new Kernel("attention_forward");
+  static auto* plain = new Kernel("attention_forward.plain");
+  return is_plain(parameters) ? *plain : *kernel;
+}
+
+Kernel& decode_kernel(const Parameters& parameters) {
   static auto* kernel = new Kernel("attention_decode");
-  return *kernel;
+  static auto* plain = new Kernel("attention_decode.plain");
+  return is_plain(parameters) ? *plain : *kernel;
 }
 
 Kernel& merge_kernel() {
@@ -45,9 +52,10 @@ Kernel& merge_kernel() {
   return *kernel;
 }
 
-Kernel& backward_kernel() {
+Kernel& backward_kernel(const Parameters& parameters) {
   static auto* kernel = new Kernel("attention_backward");
-  return *kernel;
+  static auto* plain = new Kernel("attention_backward.plain");
+  return is_plain(parameters) ? *plain : *kernel;
 }
 
 Kernel& sum_chunks_kernel() {
@@ -329,10 +337,10 @@ void run_forward(Parameters& parameters, const at::Tensor& query, std::vector<Pi
   const std::vector<Piece> few =
       take_if(pieces, [](const Piece& piece) { return rows_of(piece) <= kFewQueries; });
   if (!few.empty()) {
-    run_pieces(parameters, type, decode_kernel().get<AttentionFunction>(dtype), few);
+    run_pieces(parameters, type, decode_kernel(parameters).get<AttentionFunction>(dtype), few);
   }
   if (!pieces.empty()) {
-    run_pieces(parameters, type, forward_kernel().get<AttentionFunction>(dtype), pieces);
+    run_pieces(parameters, type, forward_kernel(parameters).get<AttentionFunction>(dtype), pieces);
   }
   if (!split.empty()) {
     run_pieces(parameters, type, merge_kernel().get<AttentionFunction>(dtype), split);
@@ -380,7 +388,7 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
 
   const std::vector<Chunk> chunks = cut_into_chunks(parameters, blocks, is_packed);
   if (!chunks.empty()) {
-    auto* kernel = backward_kernel().get<AttentionFunction>(query.scalar_type());
+    auto* kernel = backward_kernel(parameters).get<AttentionFunction>(query.scalar_type());
     run_jobs(parameters, type, kernel, static_cast<int64_t>(chunks.size()),
              [&](int64_t job, const auto& call) {
                for (int64_t i = chunks[job].first; i < chunks[job].stop; i += chunks[job].step) {
