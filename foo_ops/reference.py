@@ -138,7 +138,7 @@ def attention_varlen(
     keep: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention within each of several sequences, which lie one after the other.
+    """Attention within each of several sequences (one at least), which lie one after the other.
 
     Args:
         query: (total_queries, heads, head_dim); sequence ``b`` has the rows from
@@ -157,8 +157,7 @@ def attention_varlen(
     Returns:
         (total_queries, heads, value_dim) and (heads, total_queries).
     """
-    outputs, logsumexps = [query.new_zeros(0, query.shape[1], value.shape[-1])], []
-    logsumexps.append(query.new_zeros(query.shape[1], 0))
+    outputs, logsumexps = [], []
     for sequence in sequences(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, key):
         assert len(sequence.queries) <= max_seqlen_q
         assert len(sequence.keys) <= max_seqlen_k

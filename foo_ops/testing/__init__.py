@@ -6,12 +6,14 @@ values, gradients, layouts, opcheck and compilation from there.
 
 from foo_ops.testing.abs import ABS
 from foo_ops.testing.attention import ATTENTION
+from foo_ops.testing.attention_varlen import ATTENTION_VARLEN
 from foo_ops.testing.layouts import LAYOUTS, copy_with_layout
 from foo_ops.testing.spec import OpSpec, Sample, check_gradients, check_outputs, cotangents_for
 
 __all__ = [
     "ABS",
     "ATTENTION",
+    "ATTENTION_VARLEN",
     "LAYOUTS",
     "OPERATORS",
     "OpSpec",
@@ -22,4 +24,4 @@ __all__ = [
     "cotangents_for",
 ]
 
-OPERATORS = (ABS, ATTENTION)
+OPERATORS = (ABS, ATTENTION, ATTENTION_VARLEN)

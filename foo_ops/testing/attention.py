@@ -97,6 +97,16 @@ def rising_scores(queries: int, keys: int) -> Callable[[torch.dtype], Sample]:
     return make
 
 
+def large_scores_with_softcap(dtype: torch.dtype) -> Sample:
+    return Sample(large_scores(dtype).inputs, {"softcap": 20.0})
+
+
+def large_scores_with_sinks(dtype: torch.dtype) -> Sample:
+    """The sink of the first head is in the midst of the scores, that of the second above all."""
+    *tensors, _ = large_scores(dtype).inputs
+    return Sample((*tensors, torch.tensor([100.0, 20_000.0]).to(dtype)))
+
+
 def mask_of_parts(keys: int) -> Maker:
     """A mask (2, 1, 1, keys): of one batch a run of keys is seen, of the other a single key."""
     mask = torch.zeros(2, 1, 1, keys, dtype=torch.bool)
@@ -205,18 +215,139 @@ PLAIN_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
     "mask 0-d, False": attention_sample(bias=lambda dtype: torch.tensor(False)),
 }
 
+# Every option at once, the mask apart, for grouped heads.
+ALL: dict[str, Any] = {
+    "heads": 4,
+    "key_heads": 2,
+    "slopes": random_slopes(2, 4),
+    "sinks": random_bias(4),
+    "softcap": 3.0,
+}
+# Queries, keys, to the left, to the right.
+WINDOWS = (
+    *((11, 11, 3, -1), (11, 11, -1, 2), (11, 11, 2, 1), (11, 11, 0, 0), (11, 11, 100, 100)),
+    *((7, 13, -1, 0), (13, 7, -1, 0), (7, 13, 2, 3), (13, 7, 2, 3), (13, 7, 0, -1), (3, 200, 5, 0)),
+    *((200, 260, -1, 0), (260, 200, -1, 0), (300, 300, 10, 10), (300, 300, 0, 0)),
+    *(
+        (200, 200, 63, 0),
+        (200, 200, 64, 0),
+        (200, 200, 65, 0),
+        (200, 200, 0, 63),
+        (200, 200, 0, 64),
+    ),
+    *((97, 330, 95, 1), (96, 320, 0, 96), (190, 70, 20, 40), (1, 400, 100, 0), (400, 1, 50, 50)),
+)
+
+# Windows, softcap, ALiBi slopes and sinks.
+OPTION_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
+    # Sizes of windows around those of tiles and blocks; whole tiles before and after are not seen.
+    **{
+        f"window {left}, {right} of {queries} queries, {keys} keys": attention_sample(
+            batch=1, queries=queries, keys=keys, window_left=left, window_right=right
+        )
+        for queries, keys, left, right in WINDOWS
+    },
+    **{
+        f"window of {queries} queries, {keys} keys, causal": attention_sample(
+            queries=queries, keys=keys, window_left=3, window_right=2, is_causal=True
+        )
+        for queries, keys in ((11, 11), (7, 13), (13, 7))
+    },
+    "window for grouped heads": attention_sample(
+        heads=6, key_heads=2, queries=70, keys=140, window_left=30, window_right=0
+    ),
+    "window, no keys": attention_sample(keys=0, window_right=0),
+    "window, bias": attention_sample(
+        queries=100, keys=230, bias=random_bias(2, 1, 100, 230), window_left=70, window_right=0
+    ),
+    "window, bias (1, H, 1, 1)": attention_sample(
+        queries=100, keys=230, bias=random_bias(1, 2, 1, 1), window_left=10, window_right=20
+    ),
+    "window, mask with rows that see nothing": attention_sample(
+        queries=100, keys=130, bias=random_mask(100, 130, blind=[0, 63, 99]), window_right=0
+    ),
+    "softcap": attention_sample(softcap=1.5),
+    "softcap, causal": attention_sample(queries=70, keys=70, softcap=30.0, is_causal=True),
+    "softcap, bias": attention_sample(bias=random_bias(2, 9, 11), softcap=1.0, scale=2.0),
+    "softcap, mask": attention_sample(bias=random_mask(9, 11, blind=[3]), softcap=0.5),
+    "softcap, large scores": large_scores_with_softcap,
+    "slopes (H)": attention_sample(slopes=random_slopes(2)),
+    "slopes (B, H)": attention_sample(slopes=random_slopes(2, 2)),
+    "slopes in float32": attention_sample(slopes=random_slopes(2, 2, float32=True)),
+    "slopes, more keys than queries, causal": attention_sample(
+        queries=70, keys=150, slopes=random_slopes(2), window_right=0
+    ),
+    "slopes, more queries than keys": attention_sample(
+        queries=150, keys=70, slopes=random_slopes(2, 2)
+    ),
+    "slopes for grouped heads": attention_sample(heads=6, key_heads=2, slopes=random_slopes(2, 6)),
+    "sinks": attention_sample(sinks=random_bias(2)),
+    "sinks in float32": attention_sample(sinks=random_bias(2, float32=True)),
+    "sinks above all scores": attention_sample(
+        sinks=lambda dtype: torch.full((2,), 90, dtype=dtype)
+    ),
+    "sinks below all scores": attention_sample(
+        sinks=lambda dtype: torch.full((2,), -math.inf, dtype=dtype)
+    ),
+    "sinks, no keys": attention_sample(keys=0, sinks=random_bias(2)),
+    "sinks, rows that see nothing": attention_sample(
+        bias=random_mask(2, 2, 9, 11, blind=[0, 4, 8]), sinks=random_bias(2)
+    ),
+    "sinks, rows before the first key": attention_sample(
+        queries=150, keys=20, sinks=random_bias(2), window_right=0
+    ),
+    "sinks, large scores": large_scores_with_sinks,
+    "all options, 1 query, 1025 keys": attention_sample(
+        **ALL, queries=1, keys=1025, bias=random_bias(4, 1, 1025), window_left=700, window_right=0
+    ),
+    "all options": attention_sample(
+        **ALL, bias=random_bias(4, 1, 11), is_causal=True, window_left=4, window_right=0
+    ),
+    "all options over several tiles": attention_sample(
+        **ALL,
+        queries=130,
+        keys=200,
+        head_dim=24,
+        value_dim=40,
+        bias=random_bias(2, 1, 130, 200),
+        window_left=90,
+        window_right=1,
+    ),
+    "all options over several tiles, causal": attention_sample(
+        **ALL, queries=200, keys=130, bias=random_bias(200, 130), is_causal=True, window_left=10
+    ),
+    "all options, mask": attention_sample(
+        **ALL, queries=100, keys=130, bias=random_mask(100, 130, blind=[0, 5]), window_left=70
+    ),
+    "small, all options": attention_sample(
+        **SMALL, **ALL, value_dim=2, bias=random_bias(4, 1, 5), window_left=2, window_right=0
+    ),
+    "small, all options, mask": attention_sample(
+        **(SMALL | {"queries": 6}),
+        **ALL,
+        bias=random_mask(2, 1, 6, 5, blind=[2]),
+        is_causal=True,
+        window_right=1,
+    ),
+}
+
 
 ATTENTION = OpSpec(
     operator=torch.ops.foo.attention.default,
     dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
-    samples=PLAIN_SAMPLES,
+    samples=PLAIN_SAMPLES | OPTION_SAMPLES,
     essential=(
         "small, grouped heads and bias",
         "small, mask with a row that sees nothing",
         "small, row of -inf",
+        "small, all options",
+        "small, all options, mask",
     ),
     in_layouts=(
         "small, grouped heads and bias",
+        "small, all options",
+        "all options over several tiles",
+        "all options, 1 query, 1025 keys",
         "head dim 37",
         "head dim 64",
         "4 heads on 2, causal",
@@ -225,17 +356,24 @@ ATTENTION = OpSpec(
         "mask with rows that see nothing, causal",
     ),
     sized=lambda dtype, size: attention_sample(
-        heads=4,
-        key_heads=2,
+        **ALL,
         queries=size,
         keys=size + 3,
         head_dim=8,
         value_dim=4,
         bias=random_bias(2, 1, 1, size + 3),
         is_causal=True,
+        window_left=7,
+        window_right=5,
     )(dtype),
     large=attention_sample(
-        heads=4, key_heads=2, queries=200, keys=230, bias=random_bias(2, 1, 200, 1), is_causal=True
+        **ALL,
+        queries=200,
+        keys=230,
+        bias=random_bias(2, 1, 200, 1),
+        is_causal=True,
+        window_left=150,
+        window_right=0,
     ),
     reference=reference.attention,
     output_budget=output_budget,

@@ -1,0 +1,287 @@
+"""foo::attention_varlen in the table of operators."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops import reference
+from foo_ops.testing.attention import Maker, random_bias, random_slopes
+from foo_ops.testing.attention_error import (
+    Rounding,
+    Sum,
+    gradient_sums,
+    output_budget,
+    stored_gradients,
+    tensor_at,
+)
+from foo_ops.testing.layouts import junk
+from foo_ops.testing.spec import Dtypes, OpSpec, Sample, Tensors, random
+
+# -------------------------------------------------------------------------------------- samples
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """Blocks of a cache, dealt out to sequences in a random order; the last two stay unused.
+
+    Attributes:
+        block_size: how many keys a block holds.
+        shared: all sequences have their first block in common.
+    """
+
+    block_size: int
+    shared: bool = False
+
+    def table(self, lengths: Sequence[int]) -> Tensor:
+        """The blocks of sequences of these lengths; -1 in the places that no key lies in."""
+        counts = [-(-length // self.block_size) for length in lengths]
+        generator = torch.Generator().manual_seed(sum(counts))
+        order = torch.randperm(sum(counts), generator=generator).to(torch.int32)
+        table = torch.full((len(lengths), max(counts)), -1, dtype=torch.int32)
+        for row, blocks in zip(table, order.split(counts)):
+            row[: len(blocks)] = blocks
+        if self.shared:
+            table[:, 0] = table[0, 0]
+        return table
+
+    def store(self, tensor: Tensor, table: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The cache (blocks, block_size, ...) with sequences that were packed; junk elsewhere."""
+        blocks = int((table >= 0).sum()) + 2
+        cache = junk(tensor, (blocks, self.block_size, *tensor.shape[1:]))
+        for row, sequence in zip(table, tensor.split(list(lengths))):
+            for block, part in zip(row, sequence.split(self.block_size)):
+                cache[block, : len(part)] = part
+        return cache
+
+
+def varlen_sample(
+    lengths: Sequence[tuple[int, int]],
+    *,
+    heads: int = 2,
+    key_heads: int | None = None,
+    head_dim: int = 16,
+    value_dim: int | None = None,
+    used: Sequence[int] | None = None,
+    pages: Pages | None = None,
+    slopes: Maker | None = None,
+    sinks: Maker | None = None,
+    **keywords: Any,
+) -> Callable[[torch.dtype], Sample]:
+    """The maker of a sample with random tokens.
+
+    Args:
+        lengths: of each sequence, how many queries and keys it has.
+        used: of each sequence, how many of its keys it uses; the others are junk.
+        pages: the keys lie in pages.
+    """
+    query_lengths, key_lengths = [queries for queries, _ in lengths], [keys for _, keys in lengths]
+    key_heads = heads if key_heads is None else key_heads
+    value_dim = head_dim if value_dim is None else value_dim
+    longest = {
+        "max_seqlen_q": max(query_lengths),
+        "max_seqlen_k": max(key_lengths if used is None else used),
+    }
+
+    def make(dtype: torch.dtype) -> Sample:
+        query, key, value = random(
+            f"attention_varlen {lengths} {heads} {key_heads} {head_dim} {value_dim}",
+            (sum(query_lengths), heads, head_dim),
+            (sum(key_lengths), key_heads, head_dim),
+            (sum(key_lengths), key_heads, value_dim),
+            dtype=dtype,
+        )
+        table = seqused = None
+        if used is not None:
+            seqused = torch.tensor(used, dtype=torch.int32)
+            for tensor in (key, value):
+                for sequence, count in zip(tensor.split(key_lengths), used):
+                    sequence[count:] = junk(sequence, sequence[count:].shape)
+        if pages is not None:
+            table = pages.table(key_lengths)
+            key, value = (pages.store(tensor, table, key_lengths) for tensor in (key, value))
+        cumulative = (cumulative_lengths(query_lengths), cumulative_lengths(key_lengths))
+        others = (None if make is None else make(dtype) for make in (slopes, sinks))
+        return Sample((query, key, value, *cumulative, seqused, table, *others), longest | keywords)
+
+    return make
+
+
+def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+MIXED = ((3, 5), (70, 66), (1, 130), (7, 2), (129, 64))
+WITH_EMPTY = ((0, 0), (4, 0), (5, 6), (0, 7), (3, 3), (0, 0))
+DECODING = ((1, 1), (1, 511), (1, 513), (1, 1300))
+SAME_PAGES = ((9, 20), (3, 30), (6, 17))
+SMALL = ((2, 3), (0, 2), (3, 4))
+BLOCK_SIZES = (1, 16, 64, 100)
+ALL: dict[str, Any] = {
+    "heads": 4,
+    "key_heads": 2,
+    "sinks": random_bias(4),
+    "softcap": 3.0,
+    "window_left": 50,
+    "window_right": 0,
+}
+
+SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
+    "one sequence": varlen_sample([(9, 11)]),
+    "one token": varlen_sample([(1, 1)]),
+    "several sequences": varlen_sample(MIXED),
+    "maxima above the lengths": varlen_sample(MIXED, max_seqlen_q=500, max_seqlen_k=1000),
+    "value dim 5 of 37": varlen_sample(MIXED, head_dim=37, value_dim=5),
+    "head dim 128": varlen_sample(MIXED[:3], head_dim=128),
+    "empty sequences": varlen_sample(WITH_EMPTY),
+    "empty sequences, sinks": varlen_sample(WITH_EMPTY, sinks=random_bias(2)),
+    "only empty sequences": varlen_sample([(0, 0), (0, 0)]),
+    "no queries": varlen_sample([(0, 5), (0, 3)]),
+    "no keys": varlen_sample([(3, 0), (5, 0)]),
+    "no heads": varlen_sample(MIXED, heads=0),
+    "grouped heads": varlen_sample(MIXED, heads=6, key_heads=2),
+    "window": varlen_sample(MIXED, window_left=20, window_right=3),
+    "window, causal": varlen_sample(MIXED, heads=4, key_heads=1, window_right=0),
+    "softcap": varlen_sample(MIXED, softcap=2.0, scale=0.5),
+    "slopes (H)": varlen_sample(MIXED, slopes=random_slopes(2)),
+    "slopes (B, H)": varlen_sample(MIXED, slopes=random_slopes(5, 2), window_right=0),
+    "sinks": varlen_sample(MIXED, sinks=random_bias(2, float32=True)),
+    "all options": varlen_sample(MIXED, **ALL, slopes=random_slopes(5, 4)),
+    "1 query, many keys": varlen_sample(DECODING, heads=4, key_heads=1),
+    "1 query, many keys, all options": varlen_sample(
+        DECODING, **(ALL | {"window_left": 600}), slopes=random_slopes(4)
+    ),
+    "seqused_k": varlen_sample(MIXED, used=(5, 40, 65, 0, 63)),
+    "seqused_k, all options": varlen_sample(
+        MIXED, **ALL, slopes=random_slopes(4), used=(5, 40, 129, 1, 64)
+    ),
+    **{
+        f"blocks of {size}": varlen_sample(MIXED, heads=4, key_heads=2, pages=Pages(size))
+        for size in BLOCK_SIZES
+    },
+    **{
+        f"blocks of {size}, seqused_k, all options": varlen_sample(
+            MIXED, **ALL, slopes=random_slopes(5, 4), used=(4, 66, 100, 0, 1), pages=Pages(size)
+        )
+        for size in BLOCK_SIZES
+    },
+    **{
+        f"blocks of {size}, 1 query, many keys": varlen_sample(
+            DECODING, heads=4, key_heads=2, pages=Pages(size), window_right=0
+        )
+        for size in (16, 100)
+    },
+    "blocks, empty sequences": varlen_sample(WITH_EMPTY, pages=Pages(4)),
+    "blocks, no keys": varlen_sample([(3, 0), (5, 0)], pages=Pages(4)),
+    "blocks that sequences share": varlen_sample(SAME_PAGES, pages=Pages(16, shared=True)),
+    "blocks of the same number": varlen_sample(
+        SAME_PAGES, **ALL, slopes=random_slopes(3, 4), used=(17, 25, 17), pages=Pages(16)
+    ),
+    "small, all options": varlen_sample(
+        SMALL, **(ALL | {"window_left": 2}), slopes=random_slopes(4), head_dim=3, value_dim=2
+    ),
+    "small, blocks": varlen_sample(
+        SMALL, heads=2, key_heads=1, head_dim=3, used=(3, 1, 2), pages=Pages(2), window_right=0
+    ),
+}
+
+
+# ---------------------------------------------------------------------------------------- error
+
+
+def parts(sample: Sample) -> Iterator[tuple[reference.Sequence, Sample]]:
+    """Each sequence, and the sample of foo::attention that it amounts to."""
+    *tensors, slopes, sinks = sample.inputs
+    query, key, value, cu_seqlens_q, cu_seqlens_k, seqused, table = tensors
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is not None
+    options = dict(sample.keywords)
+    del options["max_seqlen_q"], options["max_seqlen_k"]
+    keep = options.pop("keep", None)
+    for sequence in reference.sequences(cu_seqlens_q, cu_seqlens_k, seqused, table, key):
+        if keep is not None:
+            options["keep"] = keep[:, sequence.queries, : len(sequence.keys)].unsqueeze(0)
+        own = sequence.select(query, key, value)
+        yield sequence, Sample((*own, None, sequence.slopes(slopes), sinks), dict(options))
+
+
+def varlen_output_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
+    query, value = tensor_at(sample, 0), tensor_at(sample, 2)
+    output = query.new_zeros(*query.shape[:2], value.shape[-1])
+    logsumexp = query.new_zeros(query.shape[1], query.shape[0])
+    for sequence, part in parts(sample):
+        output_part, logsumexp_part = output_budget(part, dtype)
+        output[sequence.queries] = output_part.squeeze(0).transpose(0, 1)
+        logsumexp[:, sequence.queries] = logsumexp_part.squeeze(0)
+    return output, logsumexp
+
+
+def varlen_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
+    """Those of the sequences, added up where sequences have an input in common."""
+    dtype, (grad_output, grad_logsumexp) = dtypes[0], cotangents
+    assert dtype is not None
+    leaves = sample.requiring_grad()
+    with torch.enable_grad():
+        sequences = list(parts(leaves))
+    selected, sums = [], []
+    for sequence, part in sequences:
+        own = grad_output[sequence.queries].transpose(0, 1), grad_logsumexp[:, sequence.queries]
+        part_sums = gradient_sums(part, dtype, tuple(tensor.unsqueeze(0) for tensor in own))
+        for tensor, part_sum in zip(part.inputs, part_sums):
+            if tensor is not None and part_sum is not None:
+                selected.append(tensor)
+                sums.append(part_sum)
+
+    def added(terms: list[Tensor]) -> Tensors:
+        """What autograd makes of the parts' gradients, as the sequences were selected."""
+        return torch.autograd.grad(
+            selected, leaves.differentiable(), terms, retain_graph=True, materialize_grads=True
+        )
+
+    values, sizes, errors = (
+        added([getattr(sum_, name) for sum_ in sums]) for name in ("value", "size", "error")
+    )
+    adding = Rounding.of(dtype).summing(len(sequences))
+    totals = (
+        Sum(value, size, error + adding * size) for value, size, error in zip(values, sizes, errors)
+    )
+    return stored_gradients(
+        sample,
+        dtypes,
+        [
+            next(totals) if tensor is not None and tensor.requires_grad else None
+            for tensor in leaves.inputs
+        ],
+    )
+
+
+ATTENTION_VARLEN = OpSpec(
+    operator=torch.ops.foo.attention_varlen.default,
+    dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    samples=SAMPLES,
+    essential=("small, all options", "small, blocks"),
+    in_layouts=(
+        "small, all options",
+        "small, blocks",
+        "value dim 5 of 37",
+        "blocks of 16, seqused_k, all options",
+        "blocks of the same number",
+    ),
+    sized=lambda dtype, size: varlen_sample(
+        [(size, size + 3), (size // 2, size)], **ALL, slopes=random_slopes(2, 4), head_dim=8
+    )(dtype),
+    large=varlen_sample(
+        [(200, 230), (1, 700), (90, 90)], **ALL, slopes=random_slopes(4), pages=Pages(16)
+    ),
+    reference=reference.attention_varlen,
+    output_budget=varlen_output_budget,
+    gradient_budget=varlen_gradient_budget,
+)
