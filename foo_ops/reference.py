@@ -222,6 +222,8 @@ def sequences(
             keys = first_key + positions
         else:
             size = key.shape[1]
-            keys = block_table[index].long()[positions // size] * size + positions % size
+            blocks = block_table[index].long()[positions // size]
+            assert (blocks >= 0).all()
+            keys = blocks * size + positions % size
         queries = torch.arange(first_query, last_query)
         yield Sequence(index, queries, keys, paged=block_table is not None)

@@ -1,6 +1,7 @@
 """Bad input is refused word for word: argument, requirement, and what came; eager and fake."""
 
 import contextlib
+import math
 import re
 
 import pytest
@@ -132,39 +133,90 @@ def test_attention_bias_dtype(dtype, allowed, mode, device):
         attention(device, dtype=dtype, bias=((5, 7), torch.int64))
 
 
+PER_HEAD = {
+    "alibi_slopes": "[Hq] = [4] or [B, Hq] = [2, 4]",
+    "sinks": "[Hq] = [4]",
+}
+
+
 @pytest.mark.parametrize(
-    ("keyword", "value", "message"),
+    ("name", "shape", "printed"),
     [
-        ("softcap", 2.0, "softcap is not supported yet, it must be 0.0, got 2"),
-        ("dropout_p", 0.1, "dropout_p is not supported yet, it must be 0.0, got 0.1"),
-        ("window_left", 3, "window_left is not supported yet, it must be -1, got 3"),
-        ("window_right", 0, "window_right is not supported yet, it must be -1, got 0"),
+        ("alibi_slopes", (3,), "[3]"),
+        ("alibi_slopes", (3, 4), "[3, 4]"),
+        ("alibi_slopes", (1, 4), "[1, 4]"),
+        ("alibi_slopes", (4, 2), "[4, 2]"),
+        ("alibi_slopes", (2, 4, 1), "[2, 4, 1]"),
+        ("alibi_slopes", (), "[]"),
+        ("sinks", (1,), "[1]"),
+        ("sinks", (2, 4), "[2, 4]"),
+        ("sinks", (), "[]"),
     ],
 )
-def test_attention_options_to_come(keyword, value, message, mode, device):
-    with mode, raises(NotImplementedError, f"attention: {message}"):
-        attention(device, **{keyword: value})
+def test_attention_shapes_of_what_a_head_has(name, shape, printed, mode, device):
+    message = f"attention: {name} must have shape {PER_HEAD[name]}, got {printed}"
+    with mode, raises(ValueError, message):
+        attention(device, **{name: torch.zeros(shape, device=device)})
 
 
-@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
-def test_attention_tensors_to_come(name, mode, device):
-    with (
-        mode,
-        raises(NotImplementedError, f"attention: {name} is not supported yet, it must be None"),
-    ):
-        attention(device, **{name: torch.zeros(4, device=device)})
+@pytest.mark.parametrize(
+    ("dtype", "wrong", "allowed"),
+    [
+        (torch.float32, "float64", "float32"),
+        (torch.float32, "bfloat16", "float32"),
+        (torch.float64, "bfloat16", "float32 or float64 as query is"),
+        (torch.bfloat16, "int64", "float32 or bfloat16 as query is"),
+        (torch.float16, "bool", "float32 or float16 as query is"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", PER_HEAD)
+def test_attention_dtypes_of_what_a_head_has(name, dtype, wrong, allowed, mode, device):
+    with mode, raises(TypeError, f"attention: {name} must be {allowed}, got {wrong}"):
+        tensor = torch.zeros(4, dtype=getattr(torch, wrong), device=device)
+        attention(device, dtype=dtype, **{name: tensor})
 
 
-@pytest.mark.parametrize("name", ["key", "value", "attn_bias"])
-@pytest.mark.parametrize(("own", "other"), [("cpu", "foo:0"), ("foo:0", "cpu"), ("foo:0", "foo:1")])
+OPTIONS = [
+    *(
+        ("dropout_p", value, f"must be at least 0 and less than 1, got {printed}")
+        for value, printed in ((1.0, "1"), (1.5, "1.5"), (-0.1, "-0.1"), (math.nan, "nan"))
+    ),
+    *(
+        (name, value, f"must be at least 0, or -1 for no bound, got {value}")
+        for name in ("window_left", "window_right")
+        for value in (-2, -(2**40))
+    ),
+    *(
+        ("softcap", value, f"must be positive and finite, or 0 for none, got {value:g}")
+        for value in (-1.0, -0.5, math.inf, -math.inf, math.nan)
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), OPTIONS)
+def test_attention_options(name, value, message, mode, device):
+    with mode, raises(ValueError, f"attention: {name} {message}"):
+        attention(device, **{name: value})
+
+
+other_device = pytest.mark.parametrize(
+    ("own", "other"), [("cpu", "foo:0"), ("foo:0", "cpu"), ("foo:0", "foo:1")]
+)
+SHAPES = {
+    **dict.fromkeys(("query", "key", "value"), (2, 4, 7, 8)),
+    "attn_bias": (7, 7),
+    "alibi_slopes": (2, 4),
+    "sinks": (4,),
+}
+
+
+@pytest.mark.parametrize("name", list(SHAPES)[1:])
+@other_device
 def test_attention_mixed_devices(name, own, other):
     tensors = {
-        argument: torch.zeros(7, 7) if argument == "attn_bias" else torch.zeros(2, 4, 7, 8)
-        for argument in ("query", "key", "value", "attn_bias")
-    }
-    tensors = {
-        argument: tensor.to(other if argument == name else own)
-        for argument, tensor in tensors.items()
+        argument: torch.zeros(shape, device=other if argument == name else own)
+        for argument, shape in SHAPES.items()
     }
     with raises(ValueError, f"attention: {name} must be on {own} as query is, got {other}"):
         torch.ops.foo.attention(**tensors)
@@ -202,11 +254,301 @@ def test_attention_backward_reads_nothing_outside_its_tensors(name, backward, mo
             call(**tensors, is_causal=False, scale=None)
 
 
-def test_attention_gradients_cannot_be_differentiated(device):
-    x = torch.randn(1, 1, 3, 4, device=device, requires_grad=True)
-    (gradient,) = torch.autograd.grad(foo_ops.attention(x, x, x).sum(), x, create_graph=True)
-    with raises(NotImplementedError, "attention: its gradients cannot be differentiated again yet"):
-        gradient.sum().backward()
+# ------------------------------------------------------------------------------ attention_varlen
+
+
+def packed(device, **replaced):
+    """Arguments of attention_varlen: two sequences, with 4 and 5 queries, and 7 and 5 keys.
+
+    A tensor is given by its elements if these are integers, else by its shape.
+    """
+    arguments = {
+        "query": (9, 4, 8),
+        "key": (12, 4, 8),
+        "value": (12, 4, 8),
+        "cu_seqlens_q": [0, 4, 9],
+        "cu_seqlens_k": [0, 7, 12],
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 7,
+    }
+    return make(device, arguments | replaced)
+
+
+def paged(device, **replaced):
+    """The same with 7 blocks of 4 keys, of which each sequence has up to 3."""
+    blocks = {
+        "key": (7, 4, 4, 8),
+        "value": (7, 4, 4, 8),
+        "block_table": [[6, 0, -1], [3, 2, -1]],
+    }
+    return packed(device, **(blocks | replaced))
+
+
+def make(device, arguments):
+    def tensor(value):
+        if isinstance(value, tuple):
+            return torch.zeros(value, device=device)
+        return torch.tensor(value, dtype=torch.int32, device=device)
+
+    return {
+        name: tensor(value) if isinstance(value, (tuple, list)) else value
+        for name, value in arguments.items()
+    }
+
+
+def varlen(arguments):
+    torch.ops.foo.attention_varlen(**arguments)
+
+
+def test_varlen_arguments_are_good_unchanged(mode, device):
+    """What each test below changes one thing of."""
+    with mode:
+        varlen(packed(device))
+        varlen(packed(device, seqused_k=[0, 5]))
+        varlen(paged(device))
+        varlen(paged(device, seqused_k=[8, 0]))
+
+
+@pytest.mark.parametrize(
+    ("make", "replaced", "message"),
+    [
+        (
+            packed,
+            {"query": (1, 9, 4, 8)},
+            "query must have 3 dimensions (total, heads, head_dim), got 4",
+        ),
+        (
+            packed,
+            {"key": (7, 4, 4, 8)},
+            "key must have 3 dimensions (total, heads, head_dim), got 4",
+        ),
+        (
+            packed,
+            {"value": (12, 8)},
+            "value must have 3 dimensions (total, heads, head_dim), got 2",
+        ),
+        (
+            paged,
+            {"key": (12, 4, 8)},
+            "key must have 4 dimensions (num_blocks, block_size, heads, head_dim), got 3",
+        ),
+        (
+            paged,
+            {"value": (12, 4, 8)},
+            "value must have 4 dimensions (num_blocks, block_size, heads, head_dim), got 3",
+        ),
+        (
+            packed,
+            {"query": (9, 4, 300), "key": (12, 4, 300)},
+            "query must have a head dimension from 1 to 256, got 300",
+        ),
+        (
+            packed,
+            {"value": (12, 4, 0)},
+            "value must have a head dimension from 1 to 256, got 0",
+        ),
+        (packed, {"key": (12, 4, 9)}, "key must have head dimension 8 as query has, got 9"),
+        (paged, {"key": (7, 4, 4, 9)}, "key must have head dimension 8 as query has, got 9"),
+        (packed, {"value": (12, 2, 8)}, "value must have 4 heads as key has, got 2"),
+        (paged, {"value": (7, 4, 2, 8)}, "value must have 4 heads as key has, got 2"),
+        (packed, {"value": (11, 4, 8)}, "value must have length 12 as key has, got 11"),
+        (paged, {"value": (6, 4, 4, 8)}, "value must have 7 blocks as key has, got 6"),
+        (paged, {"value": (7, 8, 4, 8)}, "value must have block size 4 as key has, got 8"),
+        (
+            paged,
+            {"key": (7, 0, 4, 8), "value": (7, 0, 4, 8)},
+            "key must have a block size of at least 1, got 0",
+        ),
+        (packed, {"query": (9, 6, 8)}, "query must have a multiple of key's 4 heads, got 6"),
+        (
+            packed,
+            {"key": (12, 0, 8), "value": (12, 0, 8)},
+            "query must have 0 heads as key has, got 4",
+        ),
+        *(
+            (packed, {name: [[0, 4, 9]]}, f"{name} must have 1 dimension, got 2")
+            for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+        ),
+        (packed, {"cu_seqlens_q": []}, "cu_seqlens_q must have at least 1 element, got 0"),
+        (
+            packed,
+            {"cu_seqlens_k": [0, 7, 9, 12]},
+            "cu_seqlens_k must have 3 elements as cu_seqlens_q has, got 4",
+        ),
+        (
+            packed,
+            {"seqused_k": [1, 2, 3]},
+            "seqused_k must have 2 elements, one for each sequence, got 3",
+        ),
+        (
+            paged,
+            {"block_table": [0, 1]},
+            "block_table must have 2 dimensions (batch, max_blocks), got 1",
+        ),
+        (
+            paged,
+            {"block_table": [[0, 1]] * 3},
+            "block_table must have 2 rows, one for each sequence, got 3",
+        ),
+        (
+            packed,
+            {"alibi_slopes": (3, 4)},
+            "alibi_slopes must have shape [Hq] = [4] or [B, Hq] = [2, 4], got [3, 4]",
+        ),
+        (packed, {"sinks": (2, 4)}, "sinks must have shape [Hq] = [4], got [2, 4]"),
+        *((packed, {name: value}, f"{name} {message}") for name, value, message in OPTIONS),
+    ],
+)
+def test_varlen_shapes_and_options(make, replaced, message, mode, device):
+    with mode, raises(ValueError, f"attention_varlen: {message}"):
+        varlen(make(device, **replaced))
+
+
+FLOATING = "float16, bfloat16, float32 or float64"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("query", torch.int64, f"query must be {FLOATING}, got int64"),
+        ("key", torch.float64, "key must be float32 as query is, got float64"),
+        ("value", torch.bfloat16, "value must be float32 as query is, got bfloat16"),
+        *(
+            (name, torch.int64, f"{name} must be int32, got int64")
+            for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+        ),
+        ("alibi_slopes", torch.float64, "alibi_slopes must be float32, got float64"),
+        ("sinks", torch.bfloat16, "sinks must be float32, got bfloat16"),
+    ],
+)
+def test_varlen_dtypes(name, dtype, message, mode, device):
+    with mode, raises(TypeError, f"attention_varlen: {message}"):
+        arguments = paged(device, seqused_k=[1, 2], alibi_slopes=(4,), sinks=(4,))
+        varlen(arguments | {name: arguments[name].to(dtype)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("key", "value", "cu_seqlens_q", "cu_seqlens_k"),
+        *("seqused_k", "block_table", "alibi_slopes", "sinks"),
+    ],
+)
+@other_device
+def test_varlen_mixed_devices(name, own, other):
+    arguments = paged(own, seqused_k=[1, 2], alibi_slopes=(4,), sinks=(4,))
+    message = f"attention_varlen: {name} must be on {own} as query is, got {other}"
+    with raises(ValueError, message):
+        varlen(arguments | {name: arguments[name].to(other)})
+
+
+@pytest.mark.parametrize(
+    ("make", "replaced", "message"),
+    [
+        *(
+            (make, {name: [1, 4, 9]}, f"{name} must start at 0, got 1")
+            for make in (packed, paged)
+            for name in ("cu_seqlens_q", "cu_seqlens_k")
+        ),
+        (packed, {"cu_seqlens_q": [-1, 4, 9]}, "cu_seqlens_q must start at 0, got -1"),
+        *(
+            (make, replaced | {name: [0, 5, 3, 9]}, f"{name} must not decrease, got 3 after 5")
+            for make, replaced in (
+                (packed, {"cu_seqlens_q": [0, 1, 2, 9], "cu_seqlens_k": [0, 1, 2, 12]}),
+                (
+                    paged,
+                    {
+                        "cu_seqlens_q": [0, 1, 2, 9],
+                        "cu_seqlens_k": [0, 1, 2, 12],
+                        "block_table": [[0, 1, 2]] * 3,
+                    },
+                ),
+            )
+            for name in ("cu_seqlens_q", "cu_seqlens_k")
+        ),
+        (
+            packed,
+            {"cu_seqlens_q": [0, -(2**31), 9]},
+            f"cu_seqlens_q must not decrease, got {-(2**31)} after 0",
+        ),
+        (packed, {"cu_seqlens_q": [0, 4, 8]}, "cu_seqlens_q must end at 9 as query has, got 8"),
+        (packed, {"cu_seqlens_q": [0, 4, 10]}, "cu_seqlens_q must end at 9 as query has, got 10"),
+        (paged, {"cu_seqlens_q": [0, 4, 10]}, "cu_seqlens_q must end at 9 as query has, got 10"),
+        (packed, {"cu_seqlens_k": [0, 7, 11]}, "cu_seqlens_k must end at 12 as key has, got 11"),
+        (packed, {"cu_seqlens_k": [0, 7, 13]}, "cu_seqlens_k must end at 12 as key has, got 13"),
+        (
+            packed,
+            {"cu_seqlens_q": [0], "cu_seqlens_k": [0]},
+            "cu_seqlens_q must end at 9 as query has, got 0",
+        ),
+        (
+            packed,
+            {"seqused_k": [7, 6]},
+            "seqused_k must be from 0 to 5 for sequence 1, got 6",
+        ),
+        (
+            packed,
+            {"seqused_k": [-1, 5]},
+            "seqused_k must be from 0 to 7 for sequence 0, got -1",
+        ),
+        (
+            paged,
+            {"seqused_k": [8, 13], "max_seqlen_k": 13},
+            "seqused_k must be from 0 to 12 for sequence 1, got 13",
+        ),
+        (
+            paged,
+            {"cu_seqlens_k": [0, 7, 20], "max_seqlen_k": 13},
+            "cu_seqlens_k must give sequence 1 at most 12 keys as block_table holds, got 13",
+        ),
+        (
+            paged,
+            {"block_table": [[6, 0, -1], [3, 7, -1]]},
+            "block_table must have block numbers from 0 to 6, got 7 for sequence 1",
+        ),
+        (
+            paged,
+            {"block_table": [[6, -1, 0], [3, 2, 1]]},
+            "block_table must have block numbers from 0 to 6, got -1 for sequence 0",
+        ),
+        (
+            paged,
+            {"seqused_k": [4, 9], "max_seqlen_k": 9},
+            "block_table must have block numbers from 0 to 6, got -1 for sequence 1",
+        ),
+        (
+            paged,
+            {"block_table": [[6, 2**31 - 1, 0], [3, 2, 1]]},
+            f"block_table must have block numbers from 0 to 6, got {2**31 - 1} for sequence 0",
+        ),
+        *(
+            (
+                make,
+                {"max_seqlen_q": value},
+                f"max_seqlen_q must be at least 5 as the longest sequence has, got {value}",
+            )
+            for make in (packed, paged)
+            for value in (4, 0, -1)
+        ),
+        *(
+            (
+                make,
+                {"max_seqlen_k": 6},
+                "max_seqlen_k must be at least 7 as the longest sequence has, got 6",
+            )
+            for make in (packed, paged)
+        ),
+        (
+            packed,
+            {"seqused_k": [3, 5], "max_seqlen_k": 4},
+            "max_seqlen_k must be at least 5 as the longest sequence has, got 4",
+        ),
+    ],
+)
+def test_varlen_values(make, replaced, message, device):
+    """These are in the tensors' memory: only the operator itself can see them."""
+    with raises(ValueError, f"attention_varlen: {message}"):
+        varlen(make(device, **replaced))
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,6 @@ ATTENTION_VARLEN = OpSpec(
         "small, all options",
         "small, blocks",
         "value dim 5 of 37",
-        "blocks of 16, seqused_k, all options",
         "blocks of the same number",
     ),
     sized=lambda dtype, size: varlen_sample(

@@ -1,0 +1,390 @@
+"""foo::attention and foo::attention_varlen: autograd twice, vmap, autocast, FLOP counting."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import foo_ops
+from foo_ops import testing
+from foo_ops.testing import ATTENTION, ATTENTION_VARLEN
+from foo_ops.testing.attention import (
+    SMALL,
+    attention_sample,
+    random_bias,
+    random_mask,
+    random_slopes,
+)
+from foo_ops.testing.attention_varlen import Pages, varlen_sample
+from foo_ops.testing.spec import random
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+attention = torch.ops.foo.attention
+
+
+# -------------------------------------------------------------------------------- autograd twice
+
+ALL = {
+    "heads": 2,
+    "key_heads": 1,
+    "slopes": random_slopes(1, 2),
+    "sinks": random_bias(2),
+    "softcap": 2.0,
+    "window_right": 0,
+}
+TWICE = {
+    "plain": (ATTENTION, attention_sample(**SMALL, batch=1)),
+    "bias": (ATTENTION, attention_sample(**SMALL, batch=1, bias=random_bias(2, 1, 5), scale=0.7)),
+    "mask, a row that sees nothing": (
+        ATTENTION,
+        attention_sample(**SMALL, batch=1, bias=random_mask(3, 5, blind=[1]), is_causal=True),
+    ),
+    "all options": (ATTENTION, attention_sample(**SMALL, **ALL, batch=1, bias=random_bias(3, 5))),
+    "packed": (ATTENTION_VARLEN, varlen_sample([(2, 3), (1, 2)], **ALL, head_dim=2)),
+    "blocks": (ATTENTION_VARLEN, varlen_sample([(2, 3), (1, 2)], pages=Pages(2), head_dim=2)),
+}
+for_each_twice = pytest.mark.parametrize(("spec", "make"), TWICE.values(), ids=TWICE.keys())
+
+
+def finite(outputs):
+    return tuple(output.where(output.isfinite(), 0) for output in outputs)
+
+
+@for_each_twice
+def test_gradgradcheck(spec, make, device):
+    sample = make(torch.float64).to(device).requiring_grad()
+    tensors = sample.differentiable()
+
+    def function(*values):
+        replaced = dict(zip(map(id, tensors), values))
+        return finite(sample.map(lambda t: replaced.get(id(t), t)).call(spec.operator))
+
+    assert torch.autograd.gradgradcheck(function, tensors)
+
+
+def second_derivatives(sample, function, cotangents):
+    """Of the inputs and of the first cotangents."""
+    tensors = sample.differentiable()
+    outputs = sample.call(function)
+    cotangents = [tensor.to(outputs[0].device).requires_grad_() for tensor in cotangents]
+    first = torch.autograd.grad(outputs, tensors, cotangents, create_graph=True)
+    total = sum((index + 1) * grad.square().sum() for index, grad in enumerate(first))
+    return torch.autograd.grad(total, (*tensors, *cotangents))
+
+
+LARGER = [
+    ATTENTION.samples["4 heads on 2, causal"],
+    ATTENTION.samples["bias (B, 1, 1, Sk) over several tiles"],
+    ATTENTION.samples["all options over several tiles"],
+    ATTENTION.samples["sinks, rows that see nothing"],
+]
+
+
+@pytest.mark.parametrize("make", LARGER)
+def test_second_derivatives_over_several_tiles(make, device):
+    sample = make(torch.float64).to(device).requiring_grad()
+    exact = sample.map(lambda t: testing.spec.exact(t).detach().requires_grad_(t.requires_grad))
+    cotangents = testing.cotangents_for(exact.call(ATTENTION.reference))
+    expected = second_derivatives(exact, ATTENTION.reference, cotangents)
+    actual = second_derivatives(sample, ATTENTION.operator, cotangents)
+    for gradient, value in zip(actual, expected):
+        torch.testing.assert_close(
+            gradient.cpu(), value, rtol=0, atol=1e-11 * value.abs().max().item()
+        )
+
+
+def test_second_derivatives_only_where_they_are_needed(device):
+    """The gradient of a key that needs none is not asked for, in either pass."""
+    query, key, value = random("some", *[(1, 2, 5, 4)] * 3, dtype=torch.float64)
+    query = query.to(device).requires_grad_()
+    output = foo_ops.attention(query, key.to(device), value.to(device))
+    (gradient,) = torch.autograd.grad(output.sum(), query, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), query)
+    exact = query.detach().cpu().requires_grad_()
+    output, _ = ATTENTION.reference(exact, key, value)
+    (gradient,) = torch.autograd.grad(output.sum(), exact, create_graph=True)
+    (expected,) = torch.autograd.grad(gradient.square().sum(), exact)
+    torch.testing.assert_close(second.cpu(), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_third_derivatives(device):
+    query, key, value = random("thrice", *[(1, 1, 4, 3)] * 3, dtype=torch.float64)
+    results = []
+    for place, function in ((device, attention), ("cpu", ATTENTION.reference)):
+        x = query.to(place).requires_grad_()
+        total = function(x, key.to(place), value.to(place))[0].square().sum()
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(total, x, create_graph=True)
+            total = gradient.square().sum()
+        results.append(gradient.detach().cpu())
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9 * results[1].abs().max().item())
+
+
+# ----------------------------------------------------------------------------------------- vmap
+
+
+def loop(function, in_dims, *tensors):
+    """What vmap computes, call by call."""
+    sizes = {t.shape[dim] for t, dim in zip(tensors, in_dims) if dim is not None}
+    (size,) = sizes
+    calls = []
+    for index in range(size):
+        chosen = [t if dim is None else t.select(dim, index) for t, dim in zip(tensors, in_dims)]
+        calls.append(function(*chosen))
+    return tuple(map(torch.stack, zip(*calls)))
+
+
+def check_vmap(function, in_dims, *tensors):
+    """Values, and gradients that are recorded outside of it."""
+    leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
+    floating = [leaf for leaf in leaves if leaf.requires_grad]
+    results = []
+    for run in (torch.vmap(function, in_dims), functools.partial(loop, function, in_dims)):
+        outputs = run(*leaves)
+        cotangents = testing.cotangents_for(outputs)
+        results.append((*outputs, *torch.autograd.grad(outputs, floating, cotangents)))
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "in_dims",
+    [
+        *((0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0), (0, 0, None)),
+        *((1, 2, 3), (-1, 0, 4), (2, None, 1), (4, 4, 4)),
+    ],
+    ids=str,
+)
+def test_vmap(in_dims, device):
+    """Over 3 slices in any dimension, of any of the tensors."""
+    shapes = ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 6))
+    tensors = random("vmap", *((3, *shape) for shape in shapes), dtype=torch.float64)
+    moved = [
+        tensor[0] if dim is None else tensor.movedim(0, dim)
+        for tensor, dim in zip(tensors, in_dims)
+    ]
+    function = functools.partial(attention, is_causal=True, softcap=2.0, window_left=3)
+    check_vmap(function, in_dims, *(tensor.to(device) for tensor in moved))
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias_dim"),
+    [
+        *(((5, 7), dim) for dim in (None, 0, 1, 2)),
+        *(((), 0), ((7,), 1), ((4, 1, 7), 0), ((2, 1, 1, 7), 3), ((1, 4, 5, 1), 0)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("query_dim", [None, 0, 2])
+def test_vmap_of_biases(shape, bias_dim, query_dim, device):
+    """With and without a dimension of their own, and of fewer dimensions than the scores."""
+    if bias_dim is None and query_dim is None:
+        pytest.skip("nothing to map over")
+    query, bias = random("vmap bias", (3, 2, 4, 5, 8), (3, *shape), dtype=torch.float64)
+    key, value = random("vmap bias keys", *[(2, 2, 7, 8)] * 2, dtype=torch.float64)
+    query = query[0] if query_dim is None else query.movedim(0, query_dim)
+    bias = bias[0] if bias_dim is None else bias.movedim(0, bias_dim)
+    in_dims = (query_dim, None, None, bias_dim)
+    for mask in (bias, bias > 0):
+        tensors = (tensor.to(device) for tensor in (query, key, value, mask))
+        check_vmap(lambda *inputs: finite(attention(*inputs)), in_dims, *tensors)
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+@pytest.mark.parametrize(
+    ("query_dim", "slopes_dim", "sinks_dim"),
+    [(0, None, None), (None, 0, None), (None, None, 0), (0, 1, 0), (3, -1, 1)],
+)
+def test_vmap_of_slopes_and_sinks(query_dim, slopes_dim, sinks_dim, per_batch, device):
+    query, slopes, sinks = random(
+        "vmap heads",
+        *((3, 2, 4, 5, 8), (3, 2, 4) if per_batch else (3, 4), (3, 4)),
+        dtype=torch.float64,
+    )
+    key, value = random("vmap heads keys", *[(2, 2, 7, 8)] * 2, dtype=torch.float64)
+    dims = (query_dim, None, None, slopes_dim, sinks_dim)
+    tensors = [
+        tensor
+        if tensor is key or tensor is value
+        else tensor[0]
+        if dim is None
+        else tensor.movedim(0, dim)
+        for tensor, dim in zip((query, key, value, slopes, sinks), dims)
+    ]
+
+    def function(query, key, value, slopes, sinks):
+        return attention(query, key, value, None, slopes, sinks, window_right=0)
+
+    check_vmap(function, dims, *(tensor.to(device) for tensor in tensors))
+
+
+def test_vmap_within_vmap(device):
+    query, key, value = random(
+        "vmap twice", (2, 3, 1, 2, 5, 4), (3, 1, 2, 6, 4), (2, 1, 2, 6, 4), dtype=torch.float64
+    )
+    tensors = [tensor.to(device) for tensor in (query, key, value)]
+    inner = torch.vmap(attention, (0, 0, None))
+    outputs = torch.vmap(inner, (0, None, 0))(*tensors)
+    expected = loop(functools.partial(loop, attention, (0, 0, None)), (0, None, 0), *tensors)
+    for output, value in zip(outputs, expected):
+        torch.testing.assert_close(output, value, rtol=1e-12, atol=1e-12)
+
+
+def test_vmap_of_gradients(device):
+    """Gradients for each sample of a batch."""
+    tensors = random("per sample", *[(3, 1, 2, 5, 4)] * 3, dtype=torch.float64)
+    tensors = [tensor.to(device) for tensor in tensors]
+
+    def loss(query, key, value):
+        return attention(query, key, value, is_causal=True)[0].square().sum()
+
+    gradients = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*tensors)
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    total = sum(loss(*sample) for sample in zip(*leaves))
+    for gradient, expected in zip(gradients, torch.autograd.grad(total, leaves)):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, 2), (None, 0, None)], ids=str)
+def test_vmap_of_packed_sequences(in_dims, device):
+    """Over the tensors; the sequences are the same for all."""
+    sample = varlen_sample([(3, 5), (4, 2)], window_right=0)(torch.float64).to(device)
+    *_, starts_q, starts_k = sample.inputs[:5]
+    tensors = [
+        tensor if dim is None else torch.stack([tensor, tensor * 2, -tensor], dim)
+        for tensor, dim in zip(sample.inputs, in_dims)
+    ]
+
+    def function(query, key, value):
+        return finite(
+            torch.ops.foo.attention_varlen(query, key, value, starts_q, starts_k, **sample.keywords)
+        )
+
+    check_vmap(function, in_dims, *tensors)
+
+
+# ------------------------------------------------------------------------------------- autocast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype, device):
+    """float32 runs in the dtype of the region; gradients come back in float32."""
+    sample = attention_sample(heads=4, key_heads=2, queries=70, keys=80)(torch.float32)
+    leaves = sample.to(device).requiring_grad()
+    with torch.autocast(device, dtype):
+        output, logsumexp = leaves.call(ATTENTION.operator)
+    narrow = leaves.map(lambda tensor: tensor.detach().to(dtype)).requiring_grad()
+    expected = narrow.call(ATTENTION.operator)
+    assert output.dtype == dtype
+    assert torch.equal(output, expected[0])
+    assert torch.equal(logsumexp, expected[1])
+    output.sum().backward()
+    expected[0].sum().backward()
+    for leaf, expected_leaf in zip(leaves.differentiable(), narrow.differentiable()):
+        assert leaf.grad.dtype == torch.float32
+        assert torch.equal(leaf.grad, expected_leaf.grad.float())
+
+
+def test_autocast_leaves_what_is_added_to_the_scores(device):
+    """A bias, slopes and sinks keep their precision."""
+    sample = attention_sample(
+        heads=4,
+        key_heads=2,
+        bias=random_bias(4, 9, 11),
+        slopes=random_slopes(4),
+        sinks=random_bias(4),
+    )(torch.float32).to(device)
+    query, key, value, *others = sample.inputs
+    with torch.autocast(device, torch.bfloat16):
+        output, logsumexp = attention(query, key, value, *others)
+    expected = attention(*(tensor.bfloat16() for tensor in (query, key, value)), *others)
+    assert torch.equal(output, expected[0])
+    assert torch.equal(logsumexp, expected[1])
+
+
+def test_autocast_of_mixed_dtypes(device):
+    """As after a projection in bfloat16 beside a cache in float32."""
+    query, key, value = random("mixed", *[(1, 2, 5, 8)] * 3, dtype=torch.float32)
+    query, key, value = query.to(device), key.to(device).bfloat16(), value.to(device)
+    with torch.autocast(device, torch.bfloat16):
+        output, _ = attention(query, key, value)
+    expected, _ = attention(query.bfloat16(), key, value.bfloat16())
+    assert torch.equal(output, expected)
+
+
+def test_autocast_does_not_touch_float64(device):
+    tensors = random("double", *[(1, 2, 5, 8)] * 3, dtype=torch.float64)
+    tensors = [tensor.to(device) for tensor in tensors]
+    with torch.autocast(device, torch.bfloat16):
+        output, _ = attention(*tensors)
+    assert output.dtype == torch.float64
+    assert torch.equal(output, attention(*tensors)[0])
+
+
+def test_autocast_can_be_switched_off_inside(device):
+    tensors = [tensor.to(device) for tensor in torch.randn(3, 1, 2, 5, 8)]
+    with torch.autocast(device, torch.bfloat16), torch.autocast(device, enabled=False):
+        output, _ = attention(*tensors)
+    assert output.dtype == torch.float32
+
+
+def test_autocast_of_packed_sequences(device):
+    sample = varlen_sample([(3, 5), (70, 66)], slopes=random_slopes(2))(torch.float32).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        output, logsumexp = sample.call(ATTENTION_VARLEN.operator)
+    query, key, value, *others = sample.inputs
+    expected = torch.ops.foo.attention_varlen(
+        *(tensor.bfloat16() for tensor in (query, key, value)), *others, **sample.keywords
+    )
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, expected[0])
+    assert torch.equal(logsumexp, expected[1])
+
+
+# ---------------------------------------------------------------------------------------- FLOPs
+
+
+def flops(function):
+    with FlopCounterMode(display=False) as counter:
+        result = function()
+    return counter.get_total_flops(), result
+
+
+@pytest.mark.parametrize(
+    ("value_dim", "options"),
+    [(16, {}), (16, {"is_causal": True}), (16, {"window_left": 3, "softcap": 2.0}), (24, {})],
+    ids=str,
+)
+def test_flops(value_dim, options, device):
+    """Two products forward, five backward, of all queries with all keys, whatever is masked."""
+    sample = attention_sample(
+        heads=4, key_heads=2, queries=9, keys=11, value_dim=value_dim, **options
+    )(torch.float32)
+    sample = sample.to(device).requiring_grad()
+    pairs = 2 * 4 * 9 * 11
+    count, (output, _) = flops(lambda: sample.call(ATTENTION.operator))
+    assert count == 2 * pairs * (16 + value_dim)
+    count, _ = flops(lambda: output.sum().backward())
+    assert count == 2 * pairs * (3 * 16 + 2 * value_dim)
+
+
+def test_flops_without_gradients(device):
+    sample = attention_sample(queries=9, keys=11)(torch.float32).to(device)
+    with torch.no_grad():
+        count, _ = flops(lambda: sample.call(ATTENTION.operator))
+    assert count == 2 * (2 * 2 * 9 * 11) * (16 + 16)
+
+
+@pytest.mark.parametrize("pages", [None, Pages(4)], ids=["packed", "pages"])
+def test_flops_of_packed_sequences(pages, device):
+    """Of each sequence's queries with the keys that it uses."""
+    lengths, used = ((3, 5), (7, 9), (0, 4)), (5, 8, 3)
+    sample = varlen_sample(lengths, heads=4, key_heads=2, value_dim=8, used=used, pages=pages)
+    sample = sample(torch.float32).to(device).requiring_grad()
+    pairs = 4 * (3 * 5 + 7 * 8)
+    count, (output, _) = flops(lambda: sample.call(ATTENTION_VARLEN.operator))
+    assert count == 2 * pairs * (16 + 8)
+    count, _ = flops(lambda: output.sum().backward())
+    assert count == 2 * pairs * (3 * 16 + 2 * 8)
