@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import foo_ops
 from foo_ops import testing
 from foo_ops.testing import ATTENTION, Sample
-from foo_ops.testing.attention import attention_sample, random_bias
+from foo_ops.testing.attention import attention_sample, random_bias, random_slopes
 from foo_ops.testing.layouts import reversed_dimensions
 from foo_ops.testing.spec import random
 
@@ -26,12 +26,18 @@ def call(sample, device):
 
 def test_public_function(device):
     query, key, value = torch.randn(3, 2, 4, 6, 8).to(device)
-    bias = torch.randn(6, 6, device=device)
-    options = {"is_causal": True, "scale": 0.3}
-    expected = torch.ops.foo.attention(query, key, value, bias, **options)
-    output = foo_ops.attention(query, key, value, bias, **options)
+    others = [torch.randn(shape, device=device) for shape in ((6, 6), (2, 4), (4,))]
+    options = {
+        "is_causal": True,
+        "scale": 0.3,
+        "window_left": 3,
+        "window_right": 1,
+        "softcap": 2.0,
+    }
+    expected = torch.ops.foo.attention(query, key, value, *others, **options)
+    output = foo_ops.attention(query, key, value, *others, **options)
     assert torch.equal(output, expected[0])
-    both = foo_ops.attention(query, key, value, bias, return_logsumexp=True, **options)
+    both = foo_ops.attention(query, key, value, *others, return_logsumexp=True, **options)
     assert isinstance(both, tuple)
     assert all(map(torch.equal, both, expected))
 
@@ -58,6 +64,83 @@ def test_by_hand(device):
     output, logsumexp = foo_ops.attention(query, key, value, scale=1.0, return_logsumexp=True)
     assert output.item() == pytest.approx(7.0, rel=1e-6)
     assert logsumexp.item() == pytest.approx(math.log(4.0), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "window", "seen"),
+    [
+        # Query i of 2 stands at key i + 2 of 4.
+        (2, 4, (1, 0), [[1, 2], [2, 3]]),
+        (2, 4, (-1, 0), [[0, 1, 2], [0, 1, 2, 3]]),
+        (2, 4, (0, -1), [[2, 3], [3]]),
+        (2, 4, (0, 0), [[2], [3]]),
+        (2, 4, (1, 1), [[1, 2, 3], [2, 3]]),
+        # The first of more queries than keys stand before the first key.
+        (4, 2, (-1, 0), [[], [], [0], [0, 1]]),
+        (4, 2, (0, 1), [[], [0], [0, 1], [1]]),
+        (3, 3, (2**63 - 1, 0), [[0], [0, 1], [0, 1, 2]]),
+        (3, 3, (0, 2**63 - 1), [[0, 1, 2], [1, 2], [2]]),
+    ],
+)
+def test_windows_by_hand(queries, keys, window, seen, device):
+    """With equal scores and the unit matrix as value, the output shows which keys are seen."""
+    query, key = torch.zeros(1, 1, queries, 2), torch.zeros(1, 1, keys, 2)
+    output, logsumexp = torch.ops.foo.attention(
+        *(tensor.to(device) for tensor in (query, key, torch.eye(keys)[None, None])),
+        window_left=window[0],
+        window_right=window[1],
+    )
+    rows = [[1 / len(row) if key in row else 0.0 for key in range(keys)] for row in seen]
+    torch.testing.assert_close(output[0, 0].cpu(), torch.tensor(rows))
+    counts = torch.tensor([float(len(row)) for row in seen])
+    torch.testing.assert_close(logsumexp[0, 0].cpu(), counts.log())
+
+
+def test_causal_and_window_together(device):
+    """is_causal counts from the upper left, the window from the lower right: both must hold."""
+    query, key = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 4, 2)
+    output, _ = torch.ops.foo.attention(
+        *(tensor.to(device) for tensor in (query, key, torch.eye(4)[None, None])),
+        is_causal=True,
+        window_left=1,
+    )
+    assert output[0, 0].tolist() == [[0.0] * 4, [0.0] * 4]
+    output, _ = torch.ops.foo.attention(
+        *(tensor.to(device) for tensor in (query, key, torch.eye(4)[None, None])),
+        is_causal=True,
+        window_left=2,
+    )
+    assert output[0, 0].tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+
+
+def test_slopes_by_hand(device):
+    """The last of 2 queries stands at the last of 3 keys; later keys count by their distance."""
+    query, key = torch.zeros(1, 2, 2, 1, device=device), torch.zeros(1, 2, 3, 1, device=device)
+    slopes = torch.tensor([1.0, -0.5], device=device)
+    _, logsumexp = torch.ops.foo.attention(query, key, key, None, slopes)
+    for slope, rows in zip((1.0, -0.5), logsumexp[0].tolist()):
+        for distances, actual in zip(((1, 0, 1), (2, 1, 0)), rows):
+            expected = math.log(sum(math.exp(-slope * distance) for distance in distances))
+            assert actual == pytest.approx(expected, rel=1e-6)
+
+
+def test_sinks_by_hand(device):
+    """A key with score 0 beside a sink of ln 3 has the weight 1/4; alone, the sink has it all."""
+    query = torch.zeros(1, 1, 2, 1, device=device)
+    value = torch.tensor([[[[8.0]]]], device=device)
+    sinks = torch.tensor([math.log(3.0)], device=device)
+    mask = torch.tensor([[True], [False]], device=device)
+    output, logsumexp = torch.ops.foo.attention(query, value * 0, value, mask, None, sinks)
+    assert output.flatten().tolist() == pytest.approx([2.0, 0.0], rel=1e-6)
+    assert logsumexp.flatten().tolist() == pytest.approx([math.log(4.0), math.log(3.0)], rel=1e-6)
+
+
+def test_softcap_by_hand(device):
+    """It applies to the scaled product, before anything is added."""
+    one = torch.ones(1, 1, 1, 1, device=device)
+    bias = torch.tensor([10.0], device=device)
+    _, logsumexp = torch.ops.foo.attention(one, one, one, bias, scale=3.0, softcap=2.0)
+    assert logsumexp.item() == pytest.approx(2 * math.tanh(1.5) + 10, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -112,6 +195,30 @@ def test_nan_and_infinity_go_where_they_belong(dtype, position, value, device):
     else:
         assert output[1, 0, :, :3].isfinite().all()
         assert logsumexp.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("position", [4, 5], ids=["alibi_slopes", "sinks"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_infinity_in_what_a_head_has(dtype, position, value, device):
+    make = attention_sample(
+        queries=70, keys=70, slopes=random_slopes(2), sinks=random_bias(2), is_causal=True
+    )
+    sample = make(dtype)
+    sample.inputs[position][1] = value
+    outputs = call(sample, device)
+    testing.check_outputs(ATTENTION, sample, dtype, outputs)
+    assert all(output[:, 0].isfinite().all() for output in outputs)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("position", range(2), ids=["query", "key"])
+def test_softcap_makes_infinite_scores_finite(position, value, device):
+    sample = attention_sample(queries=70, keys=70, softcap=3.0)(torch.float32)
+    sample.inputs[position][1, 0, 66, 3] = value
+    outputs = call(sample, device)
+    testing.check_outputs(ATTENTION, sample, torch.float32, outputs)
+    assert outputs[0].isfinite().all() == math.isinf(value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -189,9 +296,69 @@ def test_gradient_of_a_bias_is_summed_over_what_it_was_broadcast_to(device):
         torch.testing.assert_close(gradients[0], expected, rtol=1e-10, atol=1e-12)
 
 
+# -------------------------------------------------------------------------------------- threads
+
+FEW = {"batch": 1, "heads": 1}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        attention_sample(**FEW, queries=1, keys=5000),
+        attention_sample(batch=1, heads=8, key_heads=2, queries=1, keys=1500, window_right=0),
+        attention_sample(**FEW, queries=3, keys=1030, bias=random_bias(1, 1030)),
+        attention_sample(**FEW, queries=500, keys=500, is_causal=True),
+        attention_sample(**FEW, queries=700, keys=20, bias=random_bias()),
+        attention_sample(
+            **FEW, queries=300, keys=400, sinks=random_bias(1), slopes=random_slopes(1)
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_same_bits_however_the_work_is_cut(make, dtype, device):
+    """Where one head's queries or keys are all that there is to share."""
+    sample = make(dtype).to(device).requiring_grad()
+    results = []
+    for threads in (1, 2, 3, 3, 1):
+        torch.set_num_threads(threads)
+        outputs = sample.call(ATTENTION.operator)
+        cotangents = testing.cotangents_for(outputs)
+        gradients = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
+        results.append((*outputs, *gradients))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
 # --------------------------------------------------------------------------------------- memory
 
 MEMORY = """
+import resource
+import torch
+
+def step(length):
+    query, key, value = (torch.randn(1, 1, length, 16).requires_grad_() for _ in range(3))
+    output, logsumexp = torch.ops.foo.attention(query, key, value, is_causal=True)
+    (output.sum() + logsumexp.sum()).backward()
+    assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))
+
+step(100)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(32768)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_grows_with_the_length():
+    """Forward and backward at length 32768, where a matrix of scores has 4 GiB.
+
+    Query, key, value, the output and all gradients have 2 MiB each: 14 MiB.
+    """
+    process = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) < 64 * 1024
+
+
+BIAS_MEMORY = """
 import resource
 import sys
 import torch
@@ -207,17 +374,19 @@ def step(length):
 step(100)
 with open("/proc/self/status") as status:
     (used,) = (int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
-resource.setrlimit(resource.RLIMIT_DATA, (used + 2**26, -1))
-step(8192)
+resource.setrlimit(resource.RLIMIT_DATA, (used + 2**25, -1))
+step(4096)
 try:
-    torch.empty(8192, 8192, device=sys.argv[1]).zero_()
+    torch.empty(4096, 4096, device=sys.argv[1]).zero_()
 except RuntimeError:
     print("the limit holds")
 """
 
 
-def test_memory_grows_with_the_length_and_not_with_its_square(device):
-    """8192 queries and keys in 64 MiB, where the scores alone would need 256 MiB."""
-    process = subprocess.run([sys.executable, "-c", MEMORY, device], capture_output=True, text=True)
+def test_memory_of_the_gradient_of_a_bias(device):
+    """4096 queries and keys in 32 MiB, where the scores alone would need 64 MiB."""
+    process = subprocess.run(
+        [sys.executable, "-c", BIAS_MEMORY, device], capture_output=True, text=True
+    )
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == "the limit holds"

@@ -1,7 +1,7 @@
 """Dropout in foo::attention and foo::attention_varlen.
 
-With the unit matrix as value the output is the matrix of probabilities after dropout, so that one
-sees which of them were kept.
+With a multiple of the unit matrix as value, the output is that of the matrix of probabilities after
+dropout, so that one sees which of them were kept.
 """
 
 import dataclasses
@@ -24,11 +24,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = ATTENTION.dtypes
 
 
+# Large, so that small probabilities do not become zero in float16.
+UNIT = 256.0
+
+
 def with_unit_value(sample):
-    """Every key's value is 1 in a column of its own."""
+    """Every key's value is UNIT in a column of its own."""
     query, key, value, *others = sample.inputs
-    unit = torch.eye(key.shape[2], dtype=value.dtype).expand(*key.shape[:2], -1, -1)
-    return dataclasses.replace(sample, inputs=(query, key, unit.clone(), *others))
+    unit = UNIT * torch.eye(key.shape[2], dtype=value.dtype).expand(*key.shape[:2], -1, -1)
+    return dataclasses.replace(sample, inputs=(query, key, unit, *others))
+
+
+def assert_zero_only_where_masked(plain, exact):
+    """Without dropout, so that with it a zero stands for what was dropped."""
+    assert torch.equal(plain.cpu() == 0, exact == 0)
 
 
 def with_dropout(sample, dropout_p):
@@ -159,10 +168,10 @@ SAMPLES = {
         queries=130,
         keys=140,
         bias=random_bias(2, 1, 130, 140),
-        slopes=random_slopes(2, 4),
+        slopes=lambda dtype: random_slopes(2, 4)(dtype) / 4,
         sinks=random_bias(4),
         softcap=3.0,
-        window_left=100,
+        window_left=40,
         window_right=0,
     ),
 }
@@ -174,12 +183,12 @@ def test_values_and_gradients(name, dtype, device):
     """Backward uses the mask of forward, which is read off the output."""
     sample = with_unit_value(SAMPLES[name](dtype))
     plain, _ = call(sample, device)
+    assert_zero_only_where_masked(plain, sample.exact().call(ATTENTION.reference)[0])
     leaves = with_dropout(sample, 0.25).to(device).requiring_grad()
     outputs = call(leaves, device)
-    keep = outputs[0].cpu() != 0
-    assert 0 < keep.sum() < (plain != 0).sum()
-    # A weight that is zero without dropout is zero with it, too: either says nothing about it.
-    keep |= plain.cpu() == 0
+    dropped = (outputs[0] == 0) & (plain != 0)
+    assert 0 < dropped.sum() < (plain != 0).sum()
+    keep = ~dropped.cpu()
     known = dataclasses.replace(leaves, keywords={**leaves.keywords, "keep": keep})
     testing.check_outputs(ATTENTION, known, dtype, outputs)
     cotangents = testing.cotangents_for(outputs)
@@ -321,8 +330,8 @@ def test_compiled(device):
     outputs = [function(query, key, value) for _ in range(2)]
     assert not torch.equal(*outputs)
     (gradient,) = torch.autograd.grad(outputs[0].sum(), value)
-    # The unit matrix gives the probabilities, and the gradient of the sum is their sum.
-    expected = outputs[0].sum(2).unsqueeze(-1).expand_as(value)
+    # A column is 2 * UNIT times the weights of a key; the gradient is twice their sum.
+    expected = outputs[0].sum(2).unsqueeze(-1).expand_as(value) / UNIT
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -340,7 +349,7 @@ def test_compiled(device):
             key_heads=2,
             used=(5, 77, 100),
             pages=Pages(16),
-            slopes=random_slopes(4),
+            sinks=random_bias(4),
             window_right=0,
         ),
     ],
@@ -353,14 +362,15 @@ def test_varlen(make, dtype, device):
     longest = sample.keywords["max_seqlen_k"]
     value = torch.full((*value.shape[:-1], longest), math.nan, dtype=dtype)
     for sequence in reference.sequences(*sample.inputs[3:7], key):
-        rows = torch.eye(longest, dtype=dtype)[: len(sequence.keys)]
+        rows = UNIT * torch.eye(longest, dtype=dtype)[: len(sequence.keys)]
         value.flatten(0, -3)[sequence.keys] = rows.unsqueeze(1).expand(-1, value.shape[-2], -1)
     sample = dataclasses.replace(sample, inputs=(query, key, value, *sample.inputs[3:]))
-    plain = sample.to(device).call(ATTENTION_VARLEN.operator)[0].cpu()
+    plain, _ = sample.to(device).call(ATTENTION_VARLEN.operator)
+    assert_zero_only_where_masked(plain, sample.exact().call(ATTENTION_VARLEN.reference)[0])
     leaves = with_dropout(sample, 0.25).to(device).requiring_grad()
     torch.manual_seed(0)
     outputs = leaves.call(ATTENTION_VARLEN.operator)
-    dropped = (outputs[0].cpu() == 0) & (plain != 0)
+    dropped = ((outputs[0] == 0) & (plain != 0)).cpu()
     assert abs(dropped.sum() / (plain != 0).sum() - 0.25) < 0.02
     keep = ~dropped.transpose(0, 1)
     known = dataclasses.replace(leaves, keywords={**leaves.keywords, "keep": keep})

@@ -29,7 +29,7 @@ attention = torch.ops.foo.attention
 ALL = {
     "heads": 2,
     "key_heads": 1,
-    "slopes": random_slopes(1, 2),
+    "slopes": random_slopes(2),
     "sinks": random_bias(2),
     "softcap": 2.0,
     "window_right": 0,

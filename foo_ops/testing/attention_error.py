@@ -124,7 +124,8 @@ class Scores:
         if softcap > 0:
             # The quotient is rounded twice; tanh errs by 4 units and the product by 2.
             capped = softcap * torch.tanh(size / softcap)
-            lower = softcap * torch.tanh((size - error - 2 * unit * size) / softcap)
+            argument_error = (error + 2 * unit * size).where(size.isfinite(), 0)
+            lower = softcap * torch.tanh((size - argument_error) / softcap)
             error = capped - lower + 6 * unit * capped
             derivative = 1 - (capped / softcap).square()
             derivative_error = 2 * capped * error / softcap**2 + 4 * unit
