@@ -232,19 +232,29 @@ def test_vmap_within_vmap(device):
         torch.testing.assert_close(output, value, rtol=1e-12, atol=1e-12)
 
 
-def test_vmap_of_gradients(device):
-    """Gradients for each sample of a batch."""
-    tensors = random("per sample", *[(3, 1, 2, 5, 4)] * 3, dtype=torch.float64)
-    tensors = [tensor.to(device) for tensor in tensors]
+BATCHED = {
+    "attention": (ATTENTION, attention_sample(**ALL, bias=random_bias(2, 1, 9, 11))),
+    "packed": (ATTENTION_VARLEN, varlen_sample([(2, 3), (1, 2)], **ALL)),
+    "blocks": (ATTENTION_VARLEN, varlen_sample([(2, 3), (1, 2)], **ALL, pages=Pages(2))),
+}
 
-    def loss(query, key, value):
-        return attention(query, key, value, is_causal=True)[0].square().sum()
 
-    gradients = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*tensors)
-    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    total = sum(loss(*sample) for sample in zip(*leaves))
-    for gradient, expected in zip(gradients, torch.autograd.grad(total, leaves)):
-        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(("spec", "make"), BATCHED.values(), ids=BATCHED.keys())
+def test_vmap_of_gradients(spec, make, device):
+    """Several gradients of the outputs at once, as for a row-by-row Jacobian."""
+    sample = make(torch.float64).to(device).requiring_grad()
+    outputs = sample.call(spec.operator)
+    several = [
+        torch.stack([tensor, tensor * 2, -tensor]) for tensor in testing.cotangents_for(outputs)
+    ]
+
+    def gradients(cotangents, **keywords):
+        tensors = sample.differentiable()
+        return torch.autograd.grad(outputs, tensors, cotangents, retain_graph=True, **keywords)
+
+    batched = gradients(several, is_grads_batched=True)
+    for gradient, expected in zip(batched, zip(*map(gradients, zip(*several)))):
+        torch.testing.assert_close(gradient, torch.stack(expected), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, 2), (None, 0, None)], ids=str)
@@ -287,8 +297,8 @@ def test_autocast(dtype, device):
         assert torch.equal(leaf.grad, expected_leaf.grad.float())
 
 
-def test_autocast_leaves_what_is_added_to_the_scores(device):
-    """A bias, slopes and sinks keep their precision."""
+def test_autocast_of_what_is_added_to_the_scores(device):
+    """A bias, slopes and sinks are cast, too, as torch casts a mask."""
     sample = attention_sample(
         heads=4,
         key_heads=2,
@@ -296,10 +306,9 @@ def test_autocast_leaves_what_is_added_to_the_scores(device):
         slopes=random_slopes(4),
         sinks=random_bias(4),
     )(torch.float32).to(device)
-    query, key, value, *others = sample.inputs
     with torch.autocast(device, torch.bfloat16):
-        output, logsumexp = attention(query, key, value, *others)
-    expected = attention(*(tensor.bfloat16() for tensor in (query, key, value)), *others)
+        output, logsumexp = attention(*sample.inputs)
+    expected = attention(*(tensor.bfloat16() for tensor in sample.inputs))
     assert torch.equal(output, expected[0])
     assert torch.equal(logsumexp, expected[1])
 
@@ -334,10 +343,8 @@ def test_autocast_of_packed_sequences(device):
     sample = varlen_sample([(3, 5), (70, 66)], slopes=random_slopes(2))(torch.float32).to(device)
     with torch.autocast(device, torch.bfloat16):
         output, logsumexp = sample.call(ATTENTION_VARLEN.operator)
-    query, key, value, *others = sample.inputs
-    expected = torch.ops.foo.attention_varlen(
-        *(tensor.bfloat16() for tensor in (query, key, value)), *others, **sample.keywords
-    )
+    narrow = sample.map(lambda t: t.bfloat16() if t.is_floating_point() else t)
+    expected = narrow.call(ATTENTION_VARLEN.operator)
     assert output.dtype == torch.bfloat16
     assert torch.equal(output, expected[0])
     assert torch.equal(logsumexp, expected[1])

@@ -31,11 +31,18 @@ def minus_twice_build(dtype):
     return elementwise(minus_twice, (dtype, dtype), dtype)
 
 
-def exp_build(dtype):
+def exp2_build(dtype):
     from foo_ops.kernels.elementwise import elementwise
-    from foo_ops.kernels.simd import exp
+    from foo_ops.kernels.functions import exp2
 
-    return elementwise(lambda x: exp(x), (dtype,), dtype)
+    return elementwise(lambda x: exp2(x), (dtype,), dtype)
+
+
+def tanh_build(dtype):
+    from foo_ops.kernels.elementwise import elementwise
+    from foo_ops.kernels.functions import tanh
+
+    return elementwise(lambda x: tanh(x), (dtype,), dtype)
 
 
 def gamma_build(dtype):
@@ -55,7 +62,8 @@ def operators(tmp_path_factory):
     the key of the cache does not know their source: they get a cache of their own."""
     for kernel, build in {
         "test_minus_twice": minus_twice_build,
-        "test_exp": exp_build,
+        "test_exp2": exp2_build,
+        "test_tanh": tanh_build,
         "test_gamma": gamma_build,
     }.items():
         module = types.ModuleType(f"foo_ops.kernels.{kernel}")
@@ -70,7 +78,8 @@ def operators(tmp_path_factory):
         "minus_twice": "(Tensor a, Tensor b) -> Tensor",
         "minus_twice_": "(Tensor(a!) a, Tensor b) -> Tensor(a!)",
         "minus_twice.out": "(Tensor a, Tensor b, *, Tensor(a!) out) -> Tensor(a!)",
-        "exp": "(Tensor input) -> Tensor",
+        "exp2": "(Tensor input) -> Tensor",
+        "tanh": "(Tensor input) -> Tensor",
         "gamma": "(Tensor input) -> Tensor",
     }.items():
         library.define(f"foo_test::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
@@ -229,21 +238,44 @@ def test_compiled_for_dynamic_shapes(device):
         torch.testing.assert_close(graph(a, b), function(a, b), rtol=0, atol=0, check_stride=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_exponential_is_within_two_units_in_the_last_place(dtype):
-    """Of the vocabulary of kernels; below twice the smallest normal number it may give zero."""
-    info = torch.finfo(dtype)
-    lowest, highest = math.log(2 * info.smallest_normal), math.log(info.max)
+for_each_compute_type = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+def units_in_the_last_place(actual, expected, dtype):
+    """How far off results are. In float64 what they are compared with errs by half a unit, too."""
+    last_place = torch.finfo(dtype).eps * torch.exp2(expected.abs().log2().floor())
+    errors = (actual.double() - expected).abs() / last_place
+    return errors.max().item() - (0.5 if dtype == torch.float64 else 0)
+
+
+@for_each_compute_type
+def test_exp2(dtype):
+    """Of the vocabulary of kernels: within 1.5 units, and zero where that is no normal number."""
+    lowest, highest = (-126, 127) if dtype == torch.float32 else (-1022, 1023)
     x = torch.linspace(lowest, highest, 300_001, dtype=torch.float64).to(dtype)
-    x = x[(x.double() > lowest) & (x.double() < highest)]
-    expected = x.to(torch.float64).exp()
-    error = (torch.ops.foo_test.exp(x).double() - expected).abs() / expected
-    # For float64 the reference errs by half a unit itself.
-    assert error.max() <= (2 if dtype == torch.float32 else 2.5) * info.eps
-    special = torch.tensor([-math.inf, lowest - 40, 0.0, highest + 1, math.inf, math.nan])
-    result = torch.ops.foo_test.exp(special.to(dtype))
-    assert result[:5].tolist() == [0, 0, 1, math.inf, math.inf]
-    assert result[5].isnan()
+    actual = torch.ops.foo_test.exp2(x)
+    assert units_in_the_last_place(actual, torch.exp2(x.double()), dtype) <= 1.5
+    whole = torch.arange(lowest, highest, dtype=dtype)
+    assert torch.equal(torch.ops.foo_test.exp2(whole), torch.exp2(whole.double()).to(dtype))
+    special = torch.tensor([-math.inf, -1e30, lowest - 1.0, 0.0, math.nan], dtype=dtype)
+    result = torch.ops.foo_test.exp2(special)
+    assert result[:4].tolist() == [0, 0, 0, 1]
+    assert result[4].isnan()
+
+
+@for_each_compute_type
+def test_tanh(dtype):
+    """Within 4 units, of small numbers too."""
+    smallest = math.log2(torch.finfo(dtype).smallest_normal) + 1
+    magnitudes = torch.exp2(torch.linspace(smallest, 6, 300_001, dtype=torch.float64)).to(dtype)
+    x = torch.cat((magnitudes, -magnitudes))
+    actual = torch.ops.foo_test.tanh(x)
+    assert units_in_the_last_place(actual, torch.tanh(x.double()), dtype) <= 4
+    special = torch.tensor([-math.inf, -1e30, -0.0, 0.0, 1e30, math.inf, math.nan], dtype=dtype)
+    result = torch.ops.foo_test.tanh(special)
+    assert result[:6].tolist() == [-1, -1, 0, 0, 1, 1]
+    assert result[2:4].signbit().tolist() == [True, False]
+    assert result[6].isnan()
 
 
 def test_kernel_that_calls_what_may_not_be_there_is_refused():

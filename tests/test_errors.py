@@ -1,6 +1,7 @@
 """Bad input is refused word for word: argument, requirement, and what came; eager and fake."""
 
 import contextlib
+import functools
 import math
 import re
 
@@ -238,20 +239,23 @@ def test_attention_backward_reads_nothing_outside_its_tensors(name, backward, mo
             "key": torch.zeros(KEY, device=device),
             "value": torch.zeros(KEY, device=device),
             "attn_bias": torch.zeros(5, 7, device=device),
+            "alibi_slopes": torch.zeros(4, device=device),
+            "sinks": torch.zeros(4, device=device),
             "output": columns,
             "logsumexp": rows,
+            "seed": torch.zeros(1, dtype=torch.int64, device=device),
         }
-        call = getattr(torch.ops.foo, backward)
-        call(**tensors, is_causal=False, scale=None)
+        call = functools.partial(getattr(torch.ops.foo, backward), dropout_p=0.5)
+        call(**tensors)
         good = tensors[name]
         tensors[name] = good[:, :, :4]
         wanted, got = list(good.shape), list(tensors[name].shape)
         message = f"attention_backward: {name} must have shape {wanted}, got {got}"
         with raises(ValueError, message):
-            call(**tensors, is_causal=False, scale=None)
+            call(**tensors)
         tensors[name] = good.double()
         with raises(TypeError, f"attention_backward: {name} must be float32, got float64"):
-            call(**tensors, is_causal=False, scale=None)
+            call(**tensors)
 
 
 # ------------------------------------------------------------------------------ attention_varlen
@@ -306,7 +310,7 @@ def test_varlen_arguments_are_good_unchanged(mode, device):
         varlen(packed(device))
         varlen(packed(device, seqused_k=[0, 5]))
         varlen(paged(device))
-        varlen(paged(device, seqused_k=[8, 0]))
+        varlen(paged(device, seqused_k=[8, 0], max_seqlen_k=8))
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,16 @@ def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Ten
     gradients: list[Tensor | None] = [None] * 10
     query, key, value, starts_q, starts_k, used, block_table, alibi_slopes, sinks = inputs
     if block_table is not None:
+        # In the compute type, so that the gradients of a block that serves several sequences are
+        # rounded once they are summed.
+        compute = compute_type(query)
         key, value = gather_pages(key, block_table), gather_pages(value, block_table)
+        grad_output, query, key, value, output = (
+            tensor.to(compute) for tensor in (grad_output, query, key, value, output)
+        )
+        alibi_slopes, sinks = (
+            None if tensor is None else tensor.to(compute) for tensor in (alibi_slopes, sinks)
+        )
         starts_k, used = allotted(inputs), used_keys(inputs)
     found = torch.ops.foo.attention_varlen_backward(
         *(grad_output, grad_logsumexp, query, key, value, starts_q, starts_k, used),
@@ -208,10 +217,9 @@ def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Ten
     )
     for position, gradient in zip(DIFFERENTIABLE, found):
         if needed[position]:
-            is_page = block_table is not None and position in (1, 2)
-            gradients[position] = (
-                scatter_pages(gradient, inputs[position], block_table) if is_page else gradient
-            )
+            if block_table is not None and position in (1, 2):
+                gradient = scatter_pages(gradient, inputs[position], block_table)
+            gradients[position] = gradient.to(inputs[position].dtype)
     return tuple(gradients)
 
 
@@ -226,11 +234,10 @@ def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
 
 
 def scatter_pages(gradient: Tensor, pages: Tensor, block_table: Tensor) -> Tensor:
-    """The gradient of gather_pages, summed in float32 where a block serves several sequences."""
-    compute = compute_type(gradient)
-    total = torch.zeros(pages.shape, dtype=compute, device=pages.device)
-    blocks = gradient.unflatten(0, (-1, pages.shape[1])).to(compute)
-    return total.index_add(0, _page_numbers(pages, block_table), blocks).to(gradient.dtype)
+    """The gradient of gather_pages, summed where a block serves several sequences."""
+    total = torch.zeros(pages.shape, dtype=gradient.dtype, device=pages.device)
+    blocks = gradient.unflatten(0, (-1, pages.shape[1]))
+    return total.index_add(0, _page_numbers(pages, block_table), blocks)
 
 
 def allotted(inputs: list[Any]) -> Tensor:
