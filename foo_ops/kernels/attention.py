@@ -194,19 +194,20 @@ def block_of(dtype: str, operand: str) -> Callable:
 
 @functools.cache
 def turn_of(dtype: str) -> Callable:
-    """``turn(target, block, rows, width)``: the block of the compute type ``dtype``, transposed.
+    """``turn(target, block, stride, rows, width)``: the block of the compute type ``dtype``,
+    transposed.
 
     To rows of TILE_STRIDE elements. rows and width must be multiples of the lanes.
     """
     LANES = lanes_of(dtype)  # noqa: N806
 
     @njit
-    def turn(target, block, rows, width):
+    def turn(target, block, stride, rows, width):
         for row in range(0, rows, LANES):
             for column in range(0, width, LANES):
                 transpose_square(
                     shift(target, column * TILE_STRIDE + row), TILE_STRIDE,
-                    shift(block, row * width + column), width, LANES,
+                    shift(block, row * stride + column), stride, LANES,
                 )  # fmt: skip
 
     return turn
@@ -262,6 +263,23 @@ def factors_of(dtype: str) -> tuple[int, Callable]:
         return pairs
 
     return 2, as_pairs_of_rows
+
+
+@njit
+def queries_of(piece, start, columns):
+    """The first query of a panel, and how many there are."""
+    if piece.heads > 1:
+        return piece.query_start, piece.query_count
+    return piece.query_start + start, min(columns, piece.query_count - start)
+
+
+@njit
+def seen_keys(piece, first_query, query_count, key_start, count):
+    """How many of a tile's keys, from its first on, a panel has to visit."""
+    if first_query + piece.first_visible >= key_start + count:
+        return 0
+    stop = first_query + query_count + piece.last_visible - key_start
+    return max(0, min(count, stop))
 
 
 @functools.cache

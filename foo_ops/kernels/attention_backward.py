@@ -27,7 +27,9 @@ from foo_ops.kernels.attention import (
     factor_dtype,
     factors_of,
     fill_of,
+    queries_of,
     round_up,
+    seen_keys,
     tile_of,
     turn_back_of,
     turn_of,
@@ -37,7 +39,7 @@ from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
 from foo_ops.kernels.attention_weights import LOG2, statistics_of, weights_of
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.jit import Kernel
-from foo_ops.kernels.matmul import lanes_of, matmul_of
+from foo_ops.kernels.matmul import lanes_of, matmul_of, next_panel_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     absolute,
@@ -52,6 +54,13 @@ from foo_ops.kernels.simd import (
 )
 from foo_ops.kernels.struct import row_of
 from foo_ops.kernels.tiles import PAIRS
+
+# Keys whose sums over the queries are computed together: the more, the more products with weights
+# of zero beside the diagonal, the fewer, the more calls.
+ROW_GROUP = 16
+# Elements between the rows of a block: without them rows of 128 elements share few sets of the
+# cache.
+PADDING = 16
 
 
 @functools.cache
@@ -136,6 +145,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     compute, factor = compute_dtype(dtype), factor_dtype(dtype)
     scalar = ELEMENTS[dtype].compute
     LANES = lanes_of(compute)  # noqa: N806
+    next_panel = next_panel_of(compute)
     matmul, fill, copy_row = (
         matmul_of(compute, factor, factor),
         fill_of(compute),
@@ -150,6 +160,33 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     fill_lanes, load_statistics = lanes_filler_of(dtype), statistics_of(dtype)
     weights_tile = weights_of(dtype, has_options)
     add_distances, write_slopes, write_sinks = _option_gradients_of(dtype)
+
+    @njit
+    def seen_rows(piece, start, columns, key_start, count):
+        """How many rows of a tile a panel needs: whole groups, as `add_products` reads them."""
+        first_query, query_count = queries_of(piece, start, columns)
+        seen = seen_keys(piece, first_query, query_count, key_start, count)
+        return min(count, round_up(seen, ROW_GROUP))
+
+    @njit
+    def add_products(
+        piece, sums, width, factors, factor_stride, block, block_stride, rows, key_start, count
+    ):
+        """sums[key] += the sum over the queries that see the key of factor * row of the block."""
+        for key in range(0, count, ROW_GROUP):
+            group = min(ROW_GROUP, count - key)
+            first, stop = 0, rows
+            if piece.heads == 1:
+                place = key_start + key - piece.query_start
+                first = max(0, place - piece.last_visible) // step * step
+                stop = min(rows, place + group - piece.first_visible)
+            if first < stop:
+                matmul(
+                    shift(sums, key * width), width,
+                    shift(factors, key * factor_stride + first // step), factor_stride, 1,
+                    shift(block, first // step * block_stride), block_stride,
+                    group, width, (stop - first + step - 1) // step, True,
+                )  # fmt: skip
 
     @njit
     def multiply(target, factors, columns, count):
@@ -175,7 +212,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         head_dim, value_dim = parameters.head_dim, parameters.value_dim
         # The sums' rows are whole vectors, and so are those of the blocks they are computed from.
         head_width, value_width = parameters.grad_key_row_stride, parameters.grad_value_row_stride
-        width = max(head_width, value_width)
+        query_row, value_row = head_width + PADDING, value_width + PADDING
+        width = max(query_row, value_row)
         rows = piece.heads * piece.query_count
         columns = round_up(rows, LANES)
 
@@ -201,10 +239,10 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         turned_memory = shift(value_memory, KEY_BLOCK * value_width)
 
         fill_lanes(parameters, piece, lanes)
-        load_queries(parameters, piece, block, head_dim, columns, head_width)
-        load_grad_outputs(parameters, piece, grad_block, value_dim, columns, value_width)
-        turn(turned, block, columns, head_width)
-        turn(grad_turned, grad_block, columns, value_width)
+        load_queries(parameters, piece, block, head_dim, columns, query_row)
+        load_grad_outputs(parameters, piece, grad_block, value_dim, columns, value_row)
+        turn(turned, block, query_row, columns, head_width)
+        turn(grad_turned, grad_block, value_row, columns, value_width)
         fill(shift(turned, head_width * TILE_STRIDE), columns, 0.0)
         fill(shift(grad_turned, value_width * TILE_STRIDE), columns, 0.0)
         load_statistics(
@@ -212,9 +250,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         )
         queries = as_factors(packed, turned, TILE_STRIDE, head_dim, columns)
         grad_outputs = as_factors(grad_packed, grad_turned, TILE_STRIDE, value_dim, columns)
-        query_rows = as_factors(row_pairs, block, head_width, columns, head_width)
-        grad_rows = as_factors(grad_row_pairs, grad_block, value_width, columns, value_width)
-        row_steps = (rows + step - 1) // step
+        query_rows = as_factors(row_pairs, block, query_row, columns, head_width)
+        grad_rows = as_factors(grad_row_pairs, grad_block, value_row, columns, value_width)
         fill(grad_queries, head_width * TILE_STRIDE, 0.0)
         fill(distances, TILE_STRIDE, 0.0)
 
@@ -224,34 +261,44 @@ def build(dtype: str, plain: bool = False) -> Kernel:
             values, value_stride, value_step = value_tile(
                 parameters, piece, value_memory, key_start, count
             )
-            weights_tile(
-                parameters, piece, lanes, weights, grad_scores, kept, slopes,
-                keys, key_stride, key_step, values, value_stride, value_step,
-                queries, grad_outputs, logsumexp, delta, key_start, columns, count,
-            )  # fmt: skip
-            if has_options and parameters.has_alibi_slopes:
-                add_distances(piece, lanes, grad_scores, distances, key_start, columns, count)
-            if has_options and parameters.softcap > 0.0:
-                multiply(grad_scores, slopes, columns, count)
-            place = piece.key_offset + key_start
-            factors, stride = as_lane_factors(kept, weights, columns, count)
-            matmul(
-                row_of(parameters, "grad_value", piece.slot, 0, place), value_width,
-                factors, stride, 1, grad_rows, value_width, count, value_width, row_steps, True,
-            )  # fmt: skip
-            factors, stride = as_lane_factors(kept, grad_scores, columns, count)
-            matmul(
-                row_of(parameters, "grad_key", piece.slot, 0, place), head_width,
-                factors, stride, 1, query_rows, head_width, count, head_width, row_steps, True,
-            )  # fmt: skip
-            fill(shift(grad_scores, count * TILE_STRIDE), columns, 0.0)
-            factors = as_factors(kept, grad_scores, TILE_STRIDE, count, columns)
             turned_keys, column_stride, step_stride = turned_tile(
                 turned_memory, keys, key_stride, key_step, count, head_dim
             )
-            matmul(
-                grad_queries, TILE_STRIDE, turned_keys, column_stride, step_stride,
-                factors, TILE_STRIDE, head_dim, columns, (count + step - 1) // step, True,
+            stop = 0
+            while stop < columns:
+                start = stop
+                some = columns if parameters.modifies else next_panel(columns - start)
+                stop += some
+                seen = seen_rows(piece, start, some, key_start, count)
+                if seen == 0:
+                    continue
+                weights_tile(
+                    parameters, piece, lanes, weights, grad_scores, kept, slopes,
+                    keys, key_stride, key_step, values, value_stride, value_step,
+                    queries, grad_outputs, logsumexp, delta, key_start, start, some, seen,
+                )  # fmt: skip
+                panel, panel_kept = shift(grad_scores, start), shift(kept, start)
+                if has_options and parameters.has_alibi_slopes:
+                    add_distances(piece, lanes, panel, distances, key_start, some, seen)
+                if has_options and parameters.softcap > 0.0:
+                    multiply(panel, shift(slopes, start), some, seen)
+                fill(shift(panel, seen * TILE_STRIDE), some, 0.0)
+                factors = as_factors(panel_kept, panel, TILE_STRIDE, seen, some)
+                matmul(
+                    shift(grad_queries, start), TILE_STRIDE, turned_keys, column_stride,
+                    step_stride, factors, TILE_STRIDE, head_dim, some, (seen + step - 1) // step,
+                    True,
+                )  # fmt: skip
+            place = piece.key_offset + key_start
+            factors, stride = as_lane_factors(kept, weights, columns, count)
+            add_products(
+                piece, row_of(parameters, "grad_value", piece.slot, 0, place), value_width,
+                factors, stride, grad_rows, value_row, rows, key_start, count,
+            )  # fmt: skip
+            factors, stride = as_lane_factors(kept, grad_scores, columns, count)
+            add_products(
+                piece, row_of(parameters, "grad_key", piece.slot, 0, place), head_width,
+                factors, stride, query_rows, query_row, rows, key_start, count,
             )  # fmt: skip
 
         turn_back(block, grad_queries, head_width, columns)

@@ -133,9 +133,9 @@ def build(dtype: str) -> Kernel:
 
         fill_lanes(parameters, piece, lanes)
         load_queries(parameters, piece, block, parameters.head_dim, columns, head_width)
-        turn(turned, block, columns, head_width)
+        turn(turned, block, head_width, columns, head_width)
         load_grad_outputs(parameters, piece, block, parameters.value_dim, columns, value_width)
-        turn(grad_turned, block, columns, value_width)
+        turn(grad_turned, block, value_width, columns, value_width)
         fill(shift(turned, head_width * TILE_STRIDE), columns, 0.0)
         fill(shift(grad_turned, value_width * TILE_STRIDE), columns, 0.0)
         load_statistics(
@@ -154,7 +154,7 @@ def build(dtype: str) -> Kernel:
             weights_tile(
                 parameters, piece, lanes, weights, grad_scores, kept, slopes,
                 keys, key_stride, key_step, values, value_stride, value_step,
-                queries, grad_outputs, logsumexp, delta, key_start, columns, count,
+                queries, grad_outputs, logsumexp, delta, key_start, 0, columns, count,
             )  # fmt: skip
             place = shift(total, (key_start - piece.column) * TILE_STRIDE)
             add(total if parameters.bias_columns == 1 else place, grad_scores, columns, count)

@@ -14,7 +14,9 @@ from foo_ops.kernels.attention import (
     factor_dtype,
     factors_of,
     fill_of,
+    queries_of,
     round_up,
+    seen_keys,
     tile_of,
     turn_back_of,
     turn_of,
@@ -33,7 +35,7 @@ from foo_ops.kernels.attention_softmax import (
     writer_of,
 )
 from foo_ops.kernels.jit import Kernel
-from foo_ops.kernels.matmul import lanes_of, matmul_of, panel_of
+from foo_ops.kernels.matmul import lanes_of, matmul_of, next_panel_of
 from foo_ops.kernels.simd import address_of, load_vector, pointer_to, shift, store
 
 
@@ -42,7 +44,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     has_options = not plain
     compute, factor = compute_dtype(dtype), factor_dtype(dtype)
     LANES = lanes_of(compute)  # noqa: N806
-    PANEL = panel_of(compute)  # noqa: N806
+    next_panel = next_panel_of(compute)
     matmul, fill, turn = matmul_of(compute, factor, factor), fill_of(compute), turn_of(compute)
     step, as_factors = factors_of(dtype)
     as_factor = pointer_to(factor)
@@ -62,21 +64,6 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                     factors, column, LANES
                 )
                 store(accumulator, index, product)
-
-    @njit
-    def queries_of(piece, start, columns):
-        """The first query of a panel, and how many there are."""
-        if piece.heads > 1:
-            return piece.query_start, piece.query_count
-        return piece.query_start + start, min(columns, piece.query_count - start)
-
-    @njit
-    def seen_keys(piece, first_query, query_count, key_start, count):
-        """How many of a tile's keys, from its first on, a panel has to visit."""
-        if first_query + piece.first_visible >= key_start + count:
-            return 0
-        stop = first_query + query_count + piece.last_visible - key_start
-        return max(0, min(count, stop))
 
     def forward(parameters, piece, scratch):
         head_width = round_up(parameters.head_dim, LANES)
@@ -99,7 +86,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
 
         fill_lanes(parameters, piece, lanes)
         load_block(parameters, piece, block, parameters.head_dim, columns, head_width)
-        turn(turned, block, columns, head_width)
+        turn(turned, block, head_width, columns, head_width)
         fill(shift(turned, head_width * TILE_STRIDE), columns, 0.0)
         queries = as_factors(queries_memory, turned, TILE_STRIDE, parameters.head_dim, columns)
         start_softmax(parameters, piece, largest, total)
@@ -116,9 +103,11 @@ def build(dtype: str, plain: bool = False) -> Kernel:
             )
             # Panel by panel, so that the scores stay in the nearest cache from their product to
             # that with the values: 0.03 of the peak. A bias is loaded for the whole block.
-            width = columns if parameters.modifies else PANEL
-            for start in range(0, columns, width):
-                some = min(width, columns - start)
+            start, stop = 0, 0
+            while stop < columns:
+                start = stop
+                some = columns if parameters.modifies else next_panel(columns - start)
+                stop += some
                 first_query, query_count = queries_of(piece, start, some)
                 seen = seen_keys(piece, first_query, query_count, key_start, count)
                 if seen == 0:

@@ -15,6 +15,7 @@ from foo_ops.kernels.attention import (
     factor_dtype,
     factors_of,
     fill_of,
+    queries_of,
     turn_of,
 )
 from foo_ops.kernels.attention_scores import kept_of, scores_of
@@ -50,7 +51,7 @@ def statistics_of(dtype: str) -> Callable:
     def load_statistics(parameters, piece, grad_outputs, scratch, logsumexp, delta, columns, width):
         turned = shift(scratch, TILE_STRIDE * width)
         load_block(parameters, piece, scratch, parameters.value_dim, columns, width)
-        turn(turned, scratch, columns, width)
+        turn(turned, scratch, width, columns, width)
         # Unused lanes keep a logsumexp of infinity, and so weights of zero.
         fill(logsumexp, columns, math.inf)
         fill(delta, columns, 0.0)
@@ -80,7 +81,7 @@ def statistics_of(dtype: str) -> Callable:
 def weights_of(dtype: str, has_options: bool) -> Callable:
     """``weights_tile(parameters, piece, lanes, weights, grad_scores, kept, slopes, keys,
     key_stride, key_step, values, value_stride, value_step, queries, grad_outputs, logsumexp, delta,
-    key_start, columns, count)``.
+    key_start, first_column, columns, count)``, for the columns from first_column on.
 
     Recomputes a tile's weights P = exp(S - logsumexp) and the gradient of its scores
     dS = P * (V dO - delta), where S is the score with bias and masks; both are zero for unused
@@ -133,22 +134,26 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
     def weights_tile(
         parameters, piece, lanes, weights, grad_scores, kept, slopes,
         keys, key_stride, key_step, values, value_stride, value_step,
-        queries, grad_outputs, logsumexp, delta, key_start, columns, count,
+        queries, grad_outputs, logsumexp, delta, key_start, first_column, columns, count,
     ):  # fmt: skip
+        first_query, query_count = queries_of(piece, first_column, columns)
+        weights, grad_scores = shift(weights, first_column), shift(grad_scores, first_column)
+        kept, slopes = shift(kept, first_column), shift(slopes, first_column)
         scores_tile(
-            parameters, piece, lanes, weights, kept, slopes, keys, key_stride, key_step,
-            queries, piece.query_start, piece.query_count, key_start, columns, count,
+            parameters, piece, shift(lanes, first_column), weights, kept, slopes,
+            keys, key_stride, key_step, shift(queries, first_column),
+            first_query, query_count, key_start, columns, count,
         )  # fmt: skip
         matmul(
             grad_scores, TILE_STRIDE, values, value_stride, value_step,
-            grad_outputs, TILE_STRIDE, count, columns,
+            shift(grad_outputs, first_column), TILE_STRIDE, count, columns,
             (parameters.value_dim + step - 1) // step, False,
         )  # fmt: skip
-        exponentials(parameters, weights, logsumexp, columns, count)
+        exponentials(parameters, weights, shift(logsumexp, first_column), columns, count)
         if has_options and parameters.dropout_threshold > 0:
-            load_kept(parameters, lanes, kept, key_start, 0, columns, count)
+            load_kept(parameters, lanes, kept, key_start, first_column, columns, count)
             drop(parameters, weights, grad_scores, kept, columns, count)
-        multiply_weights(weights, grad_scores, delta, columns, count)
+        multiply_weights(weights, grad_scores, shift(delta, first_column), columns, count)
         if has_options and parameters.dropout_threshold > 0:
             copy_tile(weights, kept, columns, count)
 

@@ -26,9 +26,21 @@ def _shapes() -> tuple[tuple[int, int], ...]:
     return (4, 4), (8, 2), (8, 1)
 
 
-def panel_of(dtype: str) -> int:
-    """Columns of the widest register tile."""
-    return _shapes()[0][1] * lanes_of(dtype)
+@functools.cache
+def next_panel_of(dtype: str) -> Callable:
+    """``next_panel(columns)``: how many of these columns one register tile takes."""
+    lanes = lanes_of(dtype)
+    widest, pair, _ = (vectors * lanes for _, vectors in _shapes())
+    # Two tiles of two vectors are quicker than one of three and one of one.
+    halved = 2 * pair if 2 * pair == widest + lanes else widest
+
+    @njit
+    def next_panel(columns):
+        if columns >= widest and columns != halved:
+            return widest
+        return pair if columns >= pair else lanes
+
+    return next_panel
 
 
 @functools.cache
@@ -46,28 +58,21 @@ def matmul_of(c: str, a: str, b: str) -> Callable:
     """
     lanes = lanes_of(c)
     panel, pair, single = (_panel((c, a, b), *shape) for shape in _shapes())
-    panel_width, pair_width = panel_of(c), 2 * lanes
+    next_panel = next_panel_of(c)
 
     @njit
     def matmul(c, c_stride, a, a_row, a_step, b, b_stride, rows, columns, steps, accumulate):
         start = 0
-        while columns - start >= panel_width:
-            panel(
-                shift(c, start), c_stride, a, a_row, a_step,
-                shift(b, start), b_stride, rows, steps, accumulate,
-            )  # fmt: skip
-            start += panel_width
-        while columns - start >= pair_width:
-            pair(
-                shift(c, start), c_stride, a, a_row, a_step,
-                shift(b, start), b_stride, rows, steps, accumulate,
-            )  # fmt: skip
-            start += pair_width
-        if start < columns:
-            single(
-                shift(c, start), c_stride, a, a_row, a_step,
-                shift(b, start), b_stride, rows, steps, accumulate,
-            )  # fmt: skip
+        while start < columns:
+            width = next_panel(columns - start)
+            sums, vectors = shift(c, start), shift(b, start)
+            if width == lanes:
+                single(sums, c_stride, a, a_row, a_step, vectors, b_stride, rows, steps, accumulate)
+            elif width == 2 * lanes:
+                pair(sums, c_stride, a, a_row, a_step, vectors, b_stride, rows, steps, accumulate)
+            else:
+                panel(sums, c_stride, a, a_row, a_step, vectors, b_stride, rows, steps, accumulate)
+            start += width
 
     return matmul
 

@@ -18,6 +18,8 @@ namespace foo {
 inline constexpr int64_t kLargestQueryBlock = 128;
 inline constexpr int64_t kKeyBlock = 64;
 inline constexpr int64_t kTileStride = kLargestQueryBlock + 16;
+// PADDING in foo_ops/kernels/attention_backward.py.
+inline constexpr int64_t kPadding = 16;
 inline constexpr int64_t kTile = (kKeyBlock + 1) * kTileStride;
 inline constexpr int64_t kWidestVector = 16;
 
@@ -129,7 +131,7 @@ void run_jobs(const Parameters& parameters, at::ScalarType scratch_type, Attenti
               int64_t jobs, Work work) {
   const int64_t head_width = round_up_to_vector(parameters.head_dim);
   const int64_t value_width = round_up_to_vector(parameters.value_dim);
-  const int64_t width = std::max(head_width, value_width);
+  const int64_t width = std::max(head_width, value_width) + kPadding;
   // The most that a kernel packs: see backward() in foo_ops/kernels/attention_backward.py.
   const int64_t size = 5 * kTile + (9 + 10 * width) * kTileStride + 3 * kKeyBlock * width;
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
