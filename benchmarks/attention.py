@@ -65,10 +65,7 @@ def flex(workload: Workload) -> Local:
     A cache that grows would be compiled anew at every step, so decoding takes dynamic shapes.
     """
     torch.compiler.reset()
-    # Without the option the number of threads would be that of the time of compilation.
-    compiled = torch.compile(
-        flex_attention, dynamic=workload.is_decoding, options={"cpp.dynamic_threads": True}
-    )
+    compiled = torch.compile(flex_attention, dynamic=workload.is_decoding)
     block_mask = None
     if workload.is_causal:
         lengths = workload.query_length, workload.key_length
@@ -76,7 +73,7 @@ def flex(workload: Workload) -> Local:
     enable_gqa = workload.query_heads != workload.key_heads
     function = partial(compiled, block_mask=block_mask, enable_gqa=enable_gqa)
     for threads in THREADS:
-        # Each number of threads is compiled for at its first call.
+        # Compiled at the first call on each number of threads, which the code has as a constant.
         with torch_threads(threads):
             function(*workload.inputs()[0])
     return local(workload, function)
