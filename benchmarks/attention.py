@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,20 +19,30 @@ from benchmarks.measure import OURS, THREADS, Contenders, Local, torch_threads
 from benchmarks.workload import Workload
 from benchmarks.zentorch_process import Zentorch
 from foo_ops.ops.attention import attention
-
-Attention = Callable[[Tensor, Tensor, Tensor], Any]
+from foo_ops.ops.attention_varlen import attention_varlen
 
 LARGEST_SCORES = 1 << 30
 """Bytes of the matrix of scores for which the math backend, which keeps several, takes part."""
+FLEX_SHORTEST = 512
+"""Queries of FlexAttention: up to its block of 128 it needs a compilation of its own."""
 
 
 def contenders(workload: Workload) -> Contenders:
-    makers: dict[str, Callable[[Workload], Any]] = {OURS: ours, "flash": flash}
+    makers: dict[str, Callable[[Workload], Any]] = {OURS: ours}
+    if has_fused_kernel(workload):
+        makers["flash"] = flash
     if score_bytes(workload) <= LARGEST_SCORES:
         makers["math"] = math
-    if not workload.is_backward:
-        makers |= {"flex": flex, "zentorch": Zentorch}
+    if flex_takes_part(workload):
+        makers["flex"] = flex
+    if not (workload.is_backward or workload.has_bias):
+        makers["zentorch"] = Zentorch
     return {name: partial(make, workload) for name, make in makers.items()}
+
+
+def has_fused_kernel(workload: Workload) -> bool:
+    """Whether PyTorch has one; it takes a mask that needs no gradient."""
+    return not (workload.has_bias or workload.dropout_p or workload.value_dim)
 
 
 def score_bytes(workload: Workload) -> int:
@@ -38,8 +50,45 @@ def score_bytes(workload: Workload) -> int:
     return 4 * workload.batch * workload.query_heads * pairs
 
 
+def flex_takes_part(workload: Workload) -> bool:
+    """Whether FlexAttention can do it on CPUs, where it is worth the time to compile it.
+
+    That takes 7 s for each row and number of threads, unless the row before differs in the length
+    alone. So it does without float16, in which it is slowest, and without other numbers of heads.
+    """
+    if workload.is_backward or workload.has_bias or workload.dropout_p or workload.value_dim:
+        return False
+    is_long = workload.query_length >= FLEX_SHORTEST and workload.query_heads == 8
+    return workload.dtype != "float16" and (is_long or workload.is_decoding)
+
+
+# ------------------------------------------------------------------------------------ contenders
+
+
 def ours(workload: Workload) -> Local:
-    return local(workload, partial(attention, is_causal=workload.is_causal))
+    return local(workload, packed(workload) if workload.is_packed else padded(workload))
+
+
+def padded(workload: Workload) -> Callable[..., Any]:
+    return partial(
+        attention,
+        is_causal=workload.is_causal,
+        dropout_p=workload.dropout_p,
+        window_left=workload.window - 1,
+    )
+
+
+def packed(workload: Workload) -> Callable[..., Any]:
+    lengths = workload.sequence_lengths()
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    return partial(
+        attention_varlen,
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
+        max_seqlen_q=max(lengths),
+        max_seqlen_k=max(lengths),
+        window_right=0 if workload.is_causal else -1,
+    )
 
 
 def flash(workload: Workload) -> Local:
@@ -53,46 +102,76 @@ def math(workload: Workload) -> Local:
 def scaled_dot_product_attention(workload: Workload, backend: SDPBackend) -> Local:
     function = partial(
         F.scaled_dot_product_attention,
-        is_causal=workload.is_causal,
+        dropout_p=workload.dropout_p,
         enable_gqa=workload.query_heads != workload.key_heads,
+        **workload.mask_arguments(),
     )
-    return local(workload, function, partial(sdpa_kernel, backend))
+    return local(workload, workload.one_by_one(function), partial(sdpa_kernel, backend))
 
 
 def flex(workload: Workload) -> Local:
-    """Compiled FlexAttention, which has no backward pass on CPUs.
-
-    A cache that grows would be compiled anew at every step, so decoding takes dynamic shapes.
-    """
-    torch.compiler.reset()
-    compiled = torch.compile(flex_attention, dynamic=workload.is_decoding)
+    """Compiled FlexAttention, which has no backward pass on CPUs."""
     block_mask = None
     if workload.is_causal:
         lengths = workload.query_length, workload.key_length
-        block_mask = create_block_mask(upper_left, None, None, *lengths, device="cpu")
-    enable_gqa = workload.query_heads != workload.key_heads
-    function = partial(compiled, block_mask=block_mask, enable_gqa=enable_gqa)
+        block_mask = create_block_mask(mask_mod(workload), None, None, *lengths, device="cpu")
+    function: Callable[..., Any] = partial(
+        compiled_flex(dataclasses.replace(workload, query_length=0, key_length=0, copies=0)),
+        block_mask=block_mask,
+        enable_gqa=workload.query_heads != workload.key_heads,
+    )
+    if workload.is_packed:
+        function = with_batch(function)
+    inputs = dataclasses.replace(workload, copies=1).inputs()[0]
     for threads in THREADS:
         # Compiled at the first call on each number of threads, which the code has as a constant.
         with torch_threads(threads):
-            function(*workload.inputs()[0])
+            function(*inputs)
     return local(workload, function)
+
+
+@lru_cache(maxsize=1)
+def compiled_flex(any_length: Workload) -> Callable[..., Any]:
+    """For all workloads that differ in lengths alone: it is as fast as for one length."""
+    torch.compiler.reset()
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def mask_mod(workload: Workload) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """FlexAttention's form of what a query sees."""
+    if workload.is_packed:
+        lengths = torch.tensor(workload.sequence_lengths())
+        sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+        return lambda batch, head, query, key: (query >= key) & (sequence[query] == sequence[key])
+    if workload.window:
+        return lambda batch, head, query, key: (query >= key) & (query - key < workload.window)
+    return upper_left
 
 
 def upper_left(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
+def with_batch(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """For packed sequences the function of one batch, whose heads come first."""
+
+    def call(*inputs: Tensor) -> Tensor:
+        return function(*(tensor.transpose(0, 1)[None] for tensor in inputs))[0].transpose(0, 1)
+
+    return call
+
+
 def local(
     workload: Workload,
-    function: Attention,
+    function: Callable[..., Any],
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Local:
     if not workload.is_backward:
-        return Local(workload.in_turn(function), context)
+        return Local(workload.in_turn(function), context, workload.comparable)
     (inputs,) = workload.inputs()
     with context():
         output = function(*inputs)
-    return Local(
-        partial(torch.autograd.grad, output, inputs, workload.grad_output(), retain_graph=True)
+    gradients = partial(
+        torch.autograd.grad, output, inputs, workload.grad_output(), retain_graph=True
     )
+    return Local(gradients, compared=workload.comparable)

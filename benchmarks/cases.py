@@ -17,7 +17,15 @@ from benchmarks.workload import Workload
 
 FEW_DTYPES = ("float32", "bfloat16")
 DIRECTIONS = ("forward", "backward")
-HEADLINE_LENGTH = 2048
+HEADLINE_LENGTH, HEADLINE_HEAD_DIM = 2048, 64
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"is_causal": True, "head_dim": 192, "value_dim": 128},
+    {"has_bias": True},
+    {"dropout_p": 0.1},
+    {"is_causal": True, "window": 128},
+    {"is_causal": True, "is_packed": True},
+)
+"""What PyTorch has no fused kernel for, or computes in full: the first are those of DeepSeek."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class Sizes:
         head_dims: with all dtypes, directions and masks.
         single_head: length with one head, for the scaling over threads.
         shared: length with 32 heads that share 8 of key and value.
+        options: length with each of `OPTIONS`.
         caches: lengths of key and value in decoding.
     """
 
@@ -40,13 +49,20 @@ class Sizes:
     head_dims: tuple[int, ...] = (64, 128)
     single_head: int = 2048
     shared: int = 512
+    options: int = 1024
     caches: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
 
 
 DEFAULT = Sizes()
 FULL = replace(DEFAULT, lengths=(128, 512, 2048, 8192))
 QUICK = Sizes(
-    (2**16,), lengths=(128,), head_dims=(64,), single_head=256, shared=128, caches=(1024,)
+    elements=(2**16,),
+    lengths=(128,),
+    head_dims=(64,),
+    single_head=256,
+    shared=128,
+    options=256,
+    caches=(1024,),
 )
 
 
@@ -58,6 +74,7 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
         *(attention_case(workload, threads) for workload in square_workloads(sizes)),
         *(attention_case(workload, threads) for workload in single_head_workloads(sizes)),
         *(attention_case(workload, threads) for workload in shared_workloads(sizes)),
+        *(attention_case(workload, threads) for workload in option_workloads(sizes)),
         *(decoding_case(workload, threads) for workload in decoding_workloads(sizes)),
     ]
 
@@ -148,6 +165,16 @@ def shared_workloads(sizes: Sizes) -> Iterator[Workload]:
             yield Workload(direction, dtype, True, length, length, 128, query_heads=32)
 
 
+def option_workloads(sizes: Sizes) -> Iterator[Workload]:
+    """Each of `OPTIONS`."""
+    length = sizes.options
+    for options in OPTIONS:
+        for direction in DIRECTIONS:
+            for dtype in FEW_DTYPES:
+                plain = Workload(direction, dtype, False, length, length, HEADLINE_HEAD_DIM)
+                yield replace(plain, **options)
+
+
 def decoding_workloads(sizes: Sizes) -> Iterator[Workload]:
     """One query, and caches that lie in memory as those of a model's layers do."""
     for dtype in FEW_DTYPES:
@@ -161,9 +188,14 @@ def attention_case(workload: Workload, threads: tuple[int, ...]) -> Case:
     references = peaks.references(peaks.compute_peak(workload.dtype))
     if workload.dtype == "float16" and not workload.is_backward:
         references[FLOAT32] = float32_rate(workload)
+    parts = [workload.dtype, workload.mask, heads(workload), f"S {workload.query_length}"]
+    section = f"attention {workload.direction}"
+    if not workload.is_plain:
+        parts = [workload.option, workload.direction, *parts]
+        section = "attention options"
     return Case(
-        f"attention {workload.direction}",
-        f"{workload.dtype}, {workload.mask}, {heads(workload)}, S {workload.query_length}",
+        section,
+        ", ".join(parts),
         partial(attention.contenders, workload),
         threads,
         workload.flops(),
@@ -175,13 +207,18 @@ def attention_case(workload: Workload, threads: tuple[int, ...]) -> Case:
 
 def heads(workload: Workload) -> str:
     """Heads and their dimension: ``8 x 64``, or ``32/8 x 128`` with shared keys and values."""
-    return f"{workload.heads} x {workload.head_dim}"
+    return f"{workload.heads} x {workload.head_dims}"
 
 
 def is_headline(workload: Workload) -> bool:
-    short = workload.query_length == SHORT_LENGTH and workload.head_dim == 64
-    small = short and not workload.is_backward and not workload.is_causal
-    return workload.query_length == HEADLINE_LENGTH or small or workload.query_heads == 32
+    if not workload.is_plain:
+        return workload.dtype == "bfloat16"
+    if workload.query_heads == 32:
+        return True
+    small = workload.query_length == SHORT_LENGTH and not workload.is_causal
+    is_long = workload.query_length == HEADLINE_LENGTH
+    shown = is_long or (small and not workload.is_backward)
+    return shown and workload.head_dim == HEADLINE_HEAD_DIM
 
 
 def decoding_case(workload: Workload, threads: tuple[int, ...]) -> Case:

@@ -27,7 +27,7 @@ class Contender(Protocol):
     """One way to do the work of a case."""
 
     def results(self) -> list[Tensor]:
-        """What the first call returns, in float32 and on the CPU."""
+        """What the first call returns, as far as it is compared, in float32 and on the CPU."""
 
     def time(self, calls: int, threads: int) -> float:
         """Seconds of so many calls in a row on so many threads."""
@@ -45,17 +45,19 @@ class Local:
         self,
         function: Callable[[], Any],
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        compared: Callable[[Tensor], Tensor] = torch.clone,
     ) -> None:
         self.function = function
         self.context = context
+        self.compared = compared
         self.timer = timeit.Timer(function)
 
     def results(self) -> list[Tensor]:
         with self.context():
             result = self.function()
         parts = (result,) if isinstance(result, Tensor) else result
-        # Copied, since an out= variant will overwrite them.
-        return [part.detach().cpu().float().clone() for part in parts]
+        # Cloned, since an out= variant will overwrite them.
+        return [self.compared(part.detach().cpu().float()) for part in parts]
 
     def time(self, calls: int, threads: int) -> float:
         with torch_threads(threads), self.context():
@@ -137,7 +139,8 @@ class Limits:
         turn: a turn calls its function as often as takes so many seconds, and at least once.
         contender: seconds after which a contender leaves, but not before ``fewest`` turns.
         fewest: turns for a median and its spread.
-        long_call: a call that takes more seconds than this gets a single turn.
+        long_call: a call that takes more seconds than this gets a single turn, the one that has
+            shown how long it takes.
     """
 
     rounds: int
@@ -156,8 +159,11 @@ class Turns:
         self.limits = limits
         self.seconds: list[float] = []
         self.calls, estimate = calls_per_turn(contender, threads, limits.turn)
-        self.fewest = 1 if estimate > limits.long_call else limits.fewest
+        self.fewest = limits.fewest
         self.spent = 0.0
+        if estimate > limits.long_call:
+            self.fewest = 1
+            self.add(estimate)
 
     def take(self) -> None:
         """One turn, unless the contender has had its time."""
@@ -167,7 +173,9 @@ class Turns:
         if self.calls > 1:
             # A call that does not count: the caches are still those of another contender.
             self.contender.time(1, self.threads)
-        seconds = self.contender.time(self.calls, self.threads)
+        self.add(self.contender.time(self.calls, self.threads))
+
+    def add(self, seconds: float) -> None:
         self.seconds.append(seconds / self.calls)
         self.spent += seconds
 

@@ -56,6 +56,7 @@ def is_square(workload: Workload | None, head_dim: int) -> bool:
     """Of the rows that have all dtypes, directions, masks and lengths."""
     return (
         workload is not None
+        and workload.is_plain
         and workload.query_heads == workload.key_heads == 8
         and workload.head_dim == head_dim
     )

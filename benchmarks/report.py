@@ -22,6 +22,7 @@ from benchmarks import peaks
 from benchmarks.measure import OURS, Result
 from benchmarks.targets import (
     FIRST_CALL_SECONDS,
+    against_peer,
     best_peer,
     first_call_verdict,
     fractions,
@@ -59,6 +60,11 @@ SECTIONS = {
         "Attention backward, heads x head dimension, GFLOP/s of useful work (more is better)",
         "GFLOP/s",
     ),
+    "attention options": Section(
+        "Attention with options that PyTorch has no fused kernel for, heads x head dimension, "
+        "GFLOP/s of useful work (more is better)",
+        "GFLOP/s",
+    ),
     "attention decoding": Section(
         "Attention of one query, heads x head dimension, GB/s of keys and values (more is better)",
         "GB/s",
@@ -69,9 +75,10 @@ SECONDS_IN_UNIT = {"us": 1e-6, "ms": 1e-3}
 NONE = "-"
 LEGEND = (
     "Of peak: of the FMA peak, the bf16 dot peak for bfloat16 where the processor has one, or the "
-    "read bandwidth for one query, on as many threads; target: what that fraction is to be. "
-    "flash and math are PyTorch's backends, flex is compiled FlexAttention. Useful work: 4 x head "
-    "dimension operations for each pair of a query and a key that it sees, 2.5 times that backward."
+    "read bandwidth for one query, on as many threads; target: what that fraction is to be. Two "
+    "threads are to be 1.85 times one. flash and math are PyTorch's backends, flex is compiled "
+    "FlexAttention. Useful work: of the matrix products (two forward, five backward) for each pair "
+    "of a query and a key that it sees."
 )
 
 
@@ -115,9 +122,11 @@ class Content:
 
     def one_thread(self, result: Result) -> Result | None:
         """The row that a row of several threads is compared with."""
-        if result.threads == 1:
-            return None
-        key = (result.section, result.name, 1)
+        return None if result.threads == 1 else self.on_threads(result, 1)
+
+    def on_threads(self, result: Result, threads: int) -> Result | None:
+        """The row of the same case on so many threads."""
+        key = (result.section, result.name, threads)
         rows = [it for it in self.results if (it.section, it.name, it.threads) == key]
         return rows[0] if rows else None
 
@@ -224,7 +233,7 @@ def first_call_table(results: Sequence[Result]) -> list[list[str]]:
 
 def attention_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
     peers = list(dict.fromkeys(name for result in results for name in result.peers()))
-    header = ["case", "threads", OURS, "of peak", "target", "x 1 thread"]
+    header = ["case", "threads", OURS, "of peak", "target", "one thread"]
     rows = [[*header, *peers, f"{OURS} / best peer", "verdict"]]
     for result in results:
         one_thread = content.one_thread(result)
@@ -236,13 +245,48 @@ def attention_table(content: Content, results: Sequence[Result], unit: str) -> l
                 median([figure(it, result.work, unit) for it in result.seconds[OURS]]),
                 spread(fractions(result, peak_of(result))),
                 f"{least:.2f}" if least is not None else NONE,
-                median(ratios(result.rates(OURS), one_thread.rates(OURS))) if one_thread else NONE,
+                scaling(result, one_thread) if one_thread else NONE,
                 *(peer_cell(result, name, unit) for name in peers),
                 spread(ratios(result.rates(OURS), result.rates(peer))) if peer else NONE,
                 verdict(result, one_thread),
             ]
         )
     return rows
+
+
+def digest_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
+    """A row for each case, on one thread, with two in a column, and of the peers the fastest."""
+    rows = [["case", OURS, "of peak", "target", "2 threads", "best peer", f"{OURS} / best peer"]]
+    for result in (it for it in results if it.threads == 1):
+        two_threads = content.on_threads(result, 2)
+        peer, least = best_peer(result), target(result)
+        rows.append(
+            [
+                result.name,
+                median([figure(it, result.work, unit) for it in result.seconds[OURS]]),
+                f"{statistics.median(fractions(result, peak_of(result))):.2f}",
+                f"{least:.2f}" if least is not None else NONE,
+                scaling(two_threads, result) if two_threads else NONE,
+                f"{peer} {peer_cell(result, peer, unit)}" if peer else NONE,
+                spread(ratios(result.rates(OURS), result.rates(peer))) if peer else NONE,
+            ]
+        )
+    return rows
+
+
+def scaling(result: Result, one_thread: Result) -> str:
+    return f"{statistics.median(ratios(result.rates(OURS), one_thread.rates(OURS))):.2f} x"
+
+
+def tally(content: Content) -> str:
+    """How many rows of attention reach all that is asked of them, and where a peer is faster."""
+    rows = [it for it in content.results if it.workload]
+    verdicts = [verdict(it, content.one_thread(it)) for it in rows]
+    slower = [against_peer(it) for it in rows]
+    return (
+        f"Of {len(rows)} rows of attention, {verdicts.count('reached')} reach all that is asked of "
+        f"them; in {sum('slower' in it for it in slower)} a peer is faster."
+    )
 
 
 def peer_cell(result: Result, name: str, unit: str) -> str:
@@ -283,8 +327,8 @@ def print_tables(console: Console, content: Content) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    console.print(LEGEND)
-    console.print(caption(content))
+    for text in (tally(content), LEGEND, caption(content)):
+        console.print(text, markup=False)
     for failure in content.failures():
         console.print(f"Not measured: {failure}", markup=False)
 
@@ -293,15 +337,18 @@ def print_tables(console: Console, content: Content) -> None:
 
 
 def markdown(content: Content, images: dict[str, str]) -> str:
-    """The headline rows as Markdown, and the plots: descriptions by path."""
+    """The headline rows as Markdown, in short, and the plots: descriptions by path."""
     parts = []
     for name, results in content.by_section(headline=True).items():
-        header, *rows = table_of(content, name, results)
+        if results[0].workload is None:
+            header, *rows = table_of(content, name, results)
+        else:
+            header, *rows = digest_table(content, results, SECTIONS[name].unit)
         alignment = ["---" if column in ("case", "verdict") else "---:" for column in header]
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in (header, alignment, *rows))
         parts.append(f"**{SECTIONS[name].title}**\n\n{table}")
     plots = [f"![{description}]({path})" for path, description in images.items()]
-    return "\n\n".join([*parts, *plots, LEGEND, caption(content)])
+    return "\n\n".join([*parts, *plots, tally(content), LEGEND, caption(content)])
 
 
 def rewrite_readme(path: Path, content: Content, images: dict[str, str]) -> None:

@@ -19,7 +19,7 @@ PEAK_FRACTIONS = {
     ("bfloat16", "backward", "dense"): 0.55,
     ("bfloat16", "backward", "causal"): 0.48,
 }
-"""Of useful work, on one thread, from `SHORTEST` on and with these head dimensions."""
+"""Of useful work, on one thread, from `SHORTEST` on, with these head dimensions, no options."""
 SHORTEST = 512
 HEAD_DIMS = (64, 128)
 FLOAT32 = "our float32"
@@ -67,7 +67,8 @@ def requirements(result: Result, one_thread: Result | None) -> list[Requirement]
             found.append(Requirement(READ, READ_FRACTION, fractions(result, READ)))
         return found
     if result.threads == 1:
-        found += one_thread_requirements(result)
+        if workload.is_plain:
+            found += one_thread_requirements(result)
     elif one_thread is not None:
         scaling = ratios(result.rates(OURS), one_thread.rates(OURS))
         found.append(Requirement("one thread", SCALING, scaling))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BACKWARD_WORK = 2.5
-"""Of the forward pass's work: five products of matrices, where that has two."""
+PACKED_TENTHS = (1, 2, 3, 4)
+"""Lengths of packed sequences, in tenths of all: as unequal as those of real text."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,11 @@ class Workload:
         dtype: by its name: float32, bfloat16 or float16.
         copies: so many sets of inputs are used in turn. The caches of a model's layers follow each
             other in the same way, and are not in the processor's cache.
+        value_dim: the head dimension of value, where it is not that of query and key.
+        has_bias: whether a bias for each head, query and key is added, which takes a gradient.
+        dropout_p: as in `attention`.
+        window: so many keys, up to its own, are seen by a query.
+        is_packed: whether sequences of different lengths follow each other, without padding.
     """
 
     direction: str
@@ -35,6 +41,18 @@ class Workload:
     query_heads: int = 8
     key_heads: int = 8
     copies: int = 1
+    value_dim: int = 0
+    has_bias: bool = False
+    dropout_p: float = 0.0
+    window: int = 0
+    is_packed: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether dense or causal is all there is to say."""
+        return not (
+            self.value_dim or self.has_bias or self.dropout_p or self.window or self.is_packed
+        )
 
     @property
     def is_backward(self) -> bool:
@@ -52,49 +70,119 @@ class Workload:
         return f"{self.query_heads}/{self.key_heads}"
 
     @property
+    def head_dims(self) -> str:
+        """``64``, or ``192/128`` where value has another dimension."""
+        return f"{self.head_dim}/{self.value_dim}" if self.value_dim else str(self.head_dim)
+
+    @property
     def mask(self) -> str:
         return "causal" if self.is_causal else "dense"
 
+    @property
+    def option(self) -> str:
+        """What there is beside dense or causal, in words."""
+        parts = {
+            "value of another dimension": self.value_dim,
+            "bias with gradient": self.has_bias,
+            f"dropout {self.dropout_p}": self.dropout_p,
+            f"window {self.window}": self.window,
+            f"{len(PACKED_TENTHS)} packed sequences": self.is_packed,
+        }
+        return ", ".join(text for text, is_there in parts.items() if is_there)
+
+    def sequence_lengths(self) -> list[int]:
+        """Of the packed sequences; the last takes what is left over."""
+        lengths = [self.key_length * tenths // 10 for tenths in PACKED_TENTHS[:-1]]
+        return [*lengths, self.key_length - sum(lengths)]
+
     def visible_pairs(self) -> int:
         """Pairs of a query and a key that it sees, for each head."""
+        if self.is_packed:
+            alone = (
+                dataclasses.replace(self, is_packed=False, query_length=length, key_length=length)
+                for length in self.sequence_lengths()
+            )
+            return sum(workload.visible_pairs() for workload in alone)
         if not self.is_causal:
             return self.query_length * self.key_length
-        return sum(min(query + 1, self.key_length) for query in range(self.query_length))
+        most = self.window or self.key_length
+        return sum(min(query + 1, most) for query in range(self.query_length))
 
     def flops(self) -> float:
-        """Useful operations: two products of matrices, each 2 * D for a visible pair.
+        """Useful operations: 2 * D for a visible pair and a product of matrices.
+
+        These are the scores and the output; backward the scores again, the gradient of the weights
+        and those of query, key and value.
 
         >>> Workload("forward", "float32", False, 512, 512, 64).flops() == 4 * 8 * 512 * 512 * 64
         True
         """
-        forward = 4.0 * self.batch * self.query_heads * self.visible_pairs() * self.head_dim
-        return forward * (BACKWARD_WORK if self.is_backward else 1.0)
+        value_dim = self.value_dim or self.head_dim
+        dims = 3 * self.head_dim + 2 * value_dim if self.is_backward else self.head_dim + value_dim
+        return 2.0 * dims * self.batch * self.query_heads * self.visible_pairs()
 
     def cache_bytes(self) -> int:
         """Bytes of the keys and values."""
         itemsize = getattr(torch, self.dtype).itemsize
         return 2 * self.batch * self.key_heads * self.key_length * self.head_dim * itemsize
 
-    def inputs(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """``copies`` sets of query, key and value, the same in every process."""
+    def inputs(self) -> list[tuple[Tensor, ...]]:
+        """``copies`` sets of query, key, value and the bias, if any; the same in every process."""
         generator = torch.Generator().manual_seed(0)
-        query_shape = (self.batch, self.query_heads, self.query_length, self.head_dim)
-        key_shape = (self.batch, self.key_heads, self.key_length, self.head_dim)
 
         def tensor(shape: tuple[int, ...]) -> Tensor:
             values = torch.randn(shape, generator=generator).to(getattr(torch, self.dtype))
-            return values.requires_grad_(self.is_backward)
+            return values.requires_grad_(self.is_backward or self.has_bias)
 
+        return [tuple(tensor(shape) for shape in self.shapes()) for _ in range(self.copies)]
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the inputs. Packed sequences have no dimension of the batch, and heads come second."""
+        sizes = (
+            (self.query_heads, self.query_length, self.head_dim),
+            (self.key_heads, self.key_length, self.head_dim),
+            (self.key_heads, self.key_length, self.value_dim or self.head_dim),
+        )
+        if self.is_packed:
+            return [(length, heads, dim) for heads, length, dim in sizes]
+        bias = (self.query_heads, self.query_length, self.key_length)
         return [
-            (tensor(query_shape), tensor(key_shape), tensor(key_shape)) for _ in range(self.copies)
+            *((self.batch, *size) for size in sizes),
+            *([(1, *bias)] if self.has_bias else []),
         ]
 
-    def in_turn(self, function: Callable[[Tensor, Tensor, Tensor], Any]) -> Callable[[], Any]:
+    def in_turn(self, function: Callable[..., Any]) -> Callable[[], Any]:
         """The function of no arguments that takes the next set of inputs with each call."""
         sets = itertools.cycle(self.inputs())
         return lambda: function(*next(sets))
 
     def grad_output(self) -> Tensor:
         generator = torch.Generator().manual_seed(1)
-        shape = (self.batch, self.query_heads, self.query_length, self.head_dim)
+        query, _, value, *_ = self.shapes()
+        shape = (*query[:-1], value[-1])
         return torch.randn(shape, generator=generator).to(getattr(torch, self.dtype))
+
+    # ------------------------------------------------------------------ for those who lack options
+
+    def mask_arguments(self) -> dict[str, Any]:
+        """What a query sees, for functions that know no window."""
+        if not self.window:
+            return {"is_causal": self.is_causal}
+        distance = torch.arange(self.query_length)[:, None] - torch.arange(self.key_length)
+        return {"attn_mask": (distance >= 0) & (distance < self.window)}
+
+    def one_by_one(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The function itself, or for packed sequences a loop over them."""
+        if not self.is_packed:
+            return function
+        lengths = self.sequence_lengths()
+
+        def call(*inputs: Tensor) -> Tensor:
+            sequences = zip(*(tensor.transpose(0, 1)[None].split(lengths, 2) for tensor in inputs))
+            return torch.cat([function(*it)[0].transpose(0, 1) for it in sequences])
+
+        return call
+
+    def comparable(self, result: Tensor) -> Tensor:
+        """What contenders must agree on: the norm, if each drops weights of its own."""
+        return torch.linalg.vector_norm(result) if self.dropout_p else result

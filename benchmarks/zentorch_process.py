@@ -26,10 +26,11 @@ class Zentorch:
     """
 
     def __init__(self, workload: Workload) -> None:
+        self.workload = workload
         self.first = request("prepare", workload)
 
     def results(self) -> list[Tensor]:
-        return [torch.from_numpy(self.first)]
+        return [self.workload.comparable(torch.from_numpy(self.first))]
 
     def time(self, calls: int, threads: int) -> float:
         return request("time", calls, threads)
@@ -74,12 +75,20 @@ class Server:
         """Make the inputs ready, and return the output for the first of them."""
         import zentorch  # noqa: F401
 
-        function = functools.partial(
-            torch.ops.zentorch.zentorch_sdpa.default, is_causal=workload.is_causal
-        )
-        call = workload.in_turn(function)
+        arguments = {"dropout_p": workload.dropout_p, **workload.mask_arguments()}
+        if "attn_mask" in arguments:
+            # It takes none of bool.
+            seen = arguments["attn_mask"]
+            hidden = torch.full(seen.shape, -torch.inf, dtype=getattr(torch, workload.dtype))
+            arguments["attn_mask"] = hidden.masked_fill(seen, 0.0)
+
+        def function(*inputs: Tensor) -> Tensor:
+            output, _ = torch.ops.zentorch.zentorch_sdpa.default(*inputs, **arguments)
+            return output
+
+        call = workload.in_turn(workload.one_by_one(function))
         self.timer = timeit.Timer(call)
-        return call()[0].float().numpy()
+        return call().float().numpy()
 
     def time(self, calls: int, threads: int) -> float:
         torch.set_num_threads(threads)
