@@ -121,7 +121,7 @@ def transpose_of(dtype: str, source_dtype: str) -> Callable:
 @functools.cache
 def bias_adder_of(dtype: str) -> Callable:
     """``add_bias(parameters, piece, target, scratch, key_start, columns, count)``."""
-    compute = compute_dtype(dtype)
+    compute, scalar = compute_dtype(dtype), ELEMENTS[dtype].compute
     LANES = lanes_of(compute)  # noqa: N806
     as_mask, as_own, as_float32 = pointer_to("mask"), pointer_to(dtype), pointer_to("float32")
     fill = fill_of(compute)
@@ -159,11 +159,13 @@ def bias_adder_of(dtype: str) -> Callable:
         for key in range(count):
             fill(shift(scratch, key * TILE_STRIDE + used), columns - used, 0.0)
         load_bias(parameters, piece, scratch, key_start, count)
+        # Where a mask is False, it hides even a NaN, which a sum would keep.
+        limit = splat(scalar(0.0 if parameters.bias_kind == BIAS_BOOL else -math.inf), LANES)
         for key in range(count):
             for column in range(0, columns, LANES):
                 index = key * TILE_STRIDE + column
-                sum_ = load_vector(target, index, LANES) + load_vector(scratch, index, LANES)
-                store(target, index, sum_)
+                score, bias = load_vector(target, index, LANES), load_vector(scratch, index, LANES)
+                store(target, index, select(less(bias, limit), bias, score + bias))
 
     return add_bias
 

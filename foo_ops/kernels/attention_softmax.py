@@ -97,7 +97,9 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
         zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
         before = load_vector(largest, column, LANES)
         after = maximum(top, before)
-        scaled = exp2(before - base_of(after, lowest, zero))
+        # Of an infinite maximum that stays the difference would be NaN.
+        grown = select(less(before, after), before - base_of(after, lowest, zero), zero)
+        scaled = exp2(grown)
         store(largest, column, after)
         store(total, column, load_vector(total, column, LANES) * scaled)
         store(correction, column, scaled)

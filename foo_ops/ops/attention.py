@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -245,72 +246,83 @@ def draw_seed(query: Tensor, dropout_p: float) -> Tensor | None:
     return torch.randint(torch.iinfo(torch.int64).max, (1,), device=query.device)
 
 
-def seeded(*inputs: Tensor | None, **options: Any) -> Any:
-    """Of foo::attention: its inputs may be fewer than six, where the last are None."""
-    query = inputs[0]
-    assert query is not None
-    missing = (None,) * (6 - len(inputs))
-    seed = draw_seed(query, options.get("dropout_p", 0.0))
-    return torch.ops.foo.attention_seeded.default(*inputs, *missing, seed, **options)
-
-
 def setup_context(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
 ) -> None:
-    ctx.save_for_backward(*inputs, *output)
+    ctx.save_for_backward(*inputs)
+    ctx.set_materialize_grads(False)
     ctx.options = keyword_only_inputs
 
 
-def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
-    *inputs, seed, output, logsumexp = ctx.saved_tensors
-    # The dispatcher drops arguments at the end that have their default value.
-    needed = (*ctx.needs_input_grad, *(False,) * 7)[:6]
-    grads = (grad_output, grad_logsumexp)
-    if torch.is_grad_enabled():
-        return (*composite_gradients(inputs, seed, needed, grads, **ctx.options), None)
-    saved = (*grads, *inputs, output, logsumexp, seed)
-    gradients: list[Tensor | None] = [None] * 6
-    if needed[3]:
-        gradients[3] = torch.ops.foo.attention_bias_backward(*saved, **ctx.options)
-    if any(needed[:3] + needed[4:]):
-        others = torch.ops.foo.attention_backward(*saved, **ctx.options)
-        for position, gradient in zip((0, 1, 2, 4, 5), others):
-            gradients[position] = gradient if needed[position] else None
-    return (*gradients, None)
+def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of foo::attention_backward: the second derivative."""
+    return second_derivative(ctx, (0, 1, 2, 4, 5), grads)
 
 
-def composite_gradients(
-    inputs: list[Any],
-    seed: Tensor | None,
-    needed: tuple[bool, ...],
-    grads: tuple[Tensor, Tensor],
-    **options: Any,
-) -> list[Tensor | None]:
-    """The gradients in a form that can be differentiated again."""
-    query, key = inputs[:2]
+def bias_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of foo::attention_bias_backward: the second derivative."""
+    return second_derivative(ctx, (3,), (grad,))
+
+
+def second_derivative(
+    ctx: Any, positions: tuple[int, ...], grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """From the gradients of the gradients of some inputs, with the matrix of scores in memory.
+
+    Output and logsumexp are functions of the inputs here, so that they get no gradient themselves.
+    """
+    seed = ctx.saved_tensors[10]
+    needed = ctx.needs_input_grad[:8]
     with torch.enable_grad():
-        kept = None
-        if seed is not None:
-            shape = (*query.shape[:3], key.shape[2])
-            kept = torch.ops.foo.attention_kept(
-                seed, shape, options["dropout_p"], dtype=compute_type(query)
-            )
-        outputs = composite(*(*inputs, kept), **options)
-        return differentiate(outputs, inputs, needed, grads)
+        tensors: list[Any] = list(map(distinct, ctx.saved_tensors[:8]))
+        inputs = tensors[2:]
+        given = [
+            (inputs[position], grad)
+            for position, grad in zip(positions, grads)
+            if grad is not None and inputs[position] is not None
+        ]
+        if not given:
+            return (None,) * 11
+        chosen, grads = zip(*given)
+        outputs = composite(*inputs, kept_weights(inputs, seed, ctx.options), **ctx.options)
+        first = torch.autograd.grad(outputs, chosen, tensors[:2], create_graph=True)
+    second = differentiate(first, tensors, needed, grads, create_graph=torch.is_grad_enabled())
+    return (*second, None, None, None)
+
+
+def distinct(tensor: Tensor | None) -> Tensor | None:
+    """The tensor, to be differentiated for by itself: one tensor may be two of the inputs."""
+    if tensor is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
 def differentiate(
-    outputs: tuple[Tensor, Tensor],
-    inputs: list[Any],
-    needed: tuple[bool, ...],
-    grads: tuple[Tensor, Tensor],
+    outputs: tuple[Tensor, ...],
+    inputs: Sequence[Any],
+    needed: Sequence[bool],
+    grads: Sequence[Any],
+    *,
+    create_graph: bool = True,
 ) -> list[Tensor | None]:
-    """The gradient for each input that needs one, to be differentiated again."""
+    """The gradient for each input that needs one."""
     wanted = [tensor for tensor, need in zip(inputs, needed) if need]
     found = iter(
-        torch.autograd.grad(outputs, wanted, grads, create_graph=True, materialize_grads=True)
+        torch.autograd.grad(
+            outputs, wanted, grads, create_graph=create_graph, materialize_grads=True
+        )
     )
     return [next(found) if need else None for need in needed]
+
+
+def kept_weights(inputs: list[Any], seed: Tensor | None, options: dict[str, Any]) -> Tensor | None:
+    """What dropout keeps: a factor for each weight, or None."""
+    if seed is None:
+        return None
+    query, key = inputs[:2]
+    shape = (*query.shape[:3], key.shape[2])
+    dtype = compute_type(query)
+    return torch.ops.foo.attention_kept(seed, shape, options["dropout_p"], dtype=dtype)
 
 
 def composite(
@@ -387,8 +399,12 @@ def visible(scores: Tensor, is_causal: bool, window_left: int, window_right: int
     return sees
 
 
-library.register_autograd("foo::attention_seeded", backward, setup_context=setup_context)
-library.register_autograd_instead("foo::attention", seeded)
+# The first derivative is in csrc/ops/attention_autograd.cpp: through Python, a call with 8 floats
+# would take 200 us and not 12.
+library.register_autograd("foo::attention_backward", backward, setup_context=setup_context)
+library.register_autograd(
+    "foo::attention_bias_backward", bias_backward, setup_context=setup_context
+)
 
 
 # -------------------------------------------------------------------------- vmap, autocast, FLOPs

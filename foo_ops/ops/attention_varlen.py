@@ -15,6 +15,7 @@ from foo_ops.ops.attention import (
     composite,
     compute_type,
     differentiate,
+    distinct,
     draw_seed,
     empty_gradient,
 )
@@ -193,6 +194,7 @@ def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Ten
     needed = (*ctx.needs_input_grad, *(False,) * 10)[:9]
     if torch.is_grad_enabled():
         with torch.enable_grad():
+            inputs = list(map(distinct, inputs))
             outputs = composite_varlen(inputs, seed, **ctx.options)
             grads = (grad_output, grad_logsumexp)
             return (*differentiate(outputs, inputs, needed, grads), None)
