@@ -284,7 +284,8 @@ def second_derivative(
         if not given:
             return (None,) * 11
         chosen, grads = zip(*given)
-        outputs = composite(*inputs, kept_weights(inputs, seed, ctx.options), **ctx.options)
+        kept = kept_weights(inputs, seed, ctx.options)
+        outputs = composite(*(*inputs, kept), **ctx.options)
         first = torch.autograd.grad(outputs, chosen, tensors[:2], create_graph=True)
     second = differentiate(first, tensors, needed, grads, create_graph=torch.is_grad_enabled())
     return (*second, None, None, None)
