@@ -6,6 +6,7 @@ keys and values are then read as they are, once, at the speed of memory.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from numba import njit
@@ -18,6 +19,7 @@ from foo_ops.kernels.attention import (
     block_of,
     compute_dtype,
     copy_row_of,
+    factor_dtype,
     fill_of,
     key_row_of,
     lie_together,
@@ -37,19 +39,42 @@ from foo_ops.kernels.attention_softmax import (
     writer_of,
 )
 from foo_ops.kernels.jit import Kernel
-from foo_ops.kernels.matmul import lanes_of, matmul_of
+from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     address_of,
     load,
     load_vector,
     pointer_to,
+    prefetch,
     shift,
     splat,
     store,
 )
 from foo_ops.kernels.struct import field
-from foo_ops.kernels.tiles import tile_dot, tile_store_sums, tile_zero
+from foo_ops.kernels.tiles import (
+    PAIRS,
+    tile_dot,
+    tile_load,
+    tile_outer,
+    tile_splat,
+    tile_store,
+    tile_store_sums,
+    tile_zero,
+)
+
+# kFewQueries in csrc/ops/attention_work.cpp.
+MOST_ROWS = 8
+# Queries that are computed together.
+GROUP = 4
+# Rows that are prefetched before they are used, whole and in the order of memory, which the
+# processor then follows by itself: 0.8 of the bandwidth, and half of it without.
+AHEAD = 4
+
+
+def _key_step_of(dtype: str) -> int:
+    """Elements of a key that are multiplied together."""
+    return 2 if factor_dtype(dtype) == PAIRS else 1
 
 
 def _rows_of(dtype: str, operand: str) -> Callable:
@@ -58,7 +83,8 @@ def _rows_of(dtype: str, operand: str) -> Callable:
     Of the tensor itself where its rows are whole vectors of adjacent elements, else of a copy whose
     rows are filled up with zeros.
     """
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    step = _key_step_of(dtype)
+    vector = lanes_of(compute_dtype(dtype)) * step
     as_stored = pointer_to(dtype)
     copy_row, key_row = copy_row_of(compute_dtype(dtype)), key_row_of(operand)
     row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
@@ -68,10 +94,11 @@ def _rows_of(dtype: str, operand: str) -> Callable:
     def rows(parameters, piece, scratch, key_start, count):
         columns = field(parameters, size_name)
         column_stride = field(parameters, column_stride_name)
-        whole = column_stride == 1 and columns % LANES == 0
+        row_stride = field(parameters, row_stride_name)
+        whole = column_stride == 1 and columns % vector == 0 and row_stride % step == 0
         if whole and lie_together(parameters, key_start, count):
-            return key_row(parameters, piece, key_start), field(parameters, row_stride_name)
-        width = round_up(columns, LANES)
+            return key_row(parameters, piece, key_start), row_stride
+        width = round_up(columns, vector)
         target = as_stored(address_of(scratch))
         for row in range(count):
             source = key_row(parameters, piece, key_start + row)
@@ -81,14 +108,34 @@ def _rows_of(dtype: str, operand: str) -> Callable:
     return rows
 
 
+@functools.cache
+def _row_prefetcher_of(dtype: str) -> Callable:
+    """``prefetch_row(row, width)``: all of a row of elements of a dtype."""
+    LINE = 64 // ELEMENTS[dtype].size  # noqa: N806
+
+    @njit
+    def prefetch_row(row, width):
+        for column in range(0, width, LINE):
+            prefetch(row, column)
+
+    return prefetch_row
+
+
 def _products_of(dtype: str) -> Callable:
-    """``products(target, keys, key_stride, queries, width, rows, count)``: k.q, transposed."""
+    """``products(target, keys, key_stride, queries, width, rows, count)``: k.q, transposed.
+
+    keys and queries are both of dtype bfloat16x2 if the factors are, else as they are stored and
+    in the compute type.
+    """
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    prefetch_row = _row_prefetcher_of(PAIRS if factor_dtype(dtype) == PAIRS else dtype)
 
     def panel(KEYS: int, QUERIES: int) -> Callable:  # noqa: N803
         @njit
         def tile(target, keys, key_stride, queries, width):
             sums = tile_zero(target, KEYS, QUERIES, LANES)
+            for key in range(AHEAD, AHEAD + KEYS):
+                prefetch_row(shift(keys, key * key_stride), width)
             for column in range(0, width, LANES):
                 sums = tile_dot(
                     sums, shift(keys, column), key_stride, shift(queries, column), width
@@ -106,8 +153,8 @@ def _products_of(dtype: str) -> Callable:
 
         return products
 
-    GROUP = min(4, LANES)  # noqa: N806
-    for_groups, for_group = panel(LANES // GROUP, GROUP), panel(1, GROUP)
+    QUERIES = min(GROUP, LANES)  # noqa: N806
+    for_groups, for_group = panel(LANES // QUERIES, QUERIES), panel(1, QUERIES)
     for_singles, for_single = panel(LANES, 1), panel(1, 1)
 
     @njit
@@ -116,7 +163,7 @@ def _products_of(dtype: str) -> Callable:
             key = for_singles(target, keys, key_stride, queries, width, 0, count)
             for_single(target, keys, key_stride, queries, width, key, count)
         else:
-            for row in range(0, rows, GROUP):
+            for row in range(0, rows, QUERIES):
                 place, some = shift(target, row), shift(queries, row * width)
                 key = for_groups(place, keys, key_stride, some, width, 0, count)
                 for_group(place, keys, key_stride, some, width, key, count)
@@ -124,16 +171,86 @@ def _products_of(dtype: str) -> Callable:
     return all_products
 
 
+def _query_factors_of(dtype: str) -> Callable:
+    """``as_queries(target, block, count)``: the block as a factor, in pairs if those are."""
+    if factor_dtype(dtype) != PAIRS:
+
+        @njit
+        def themselves(target, block, count):
+            return block
+
+        return themselves
+
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    as_elements, as_pairs = pointer_to(dtype), pointer_to(PAIRS)
+
+    @njit
+    def rounded(target, block, count):
+        elements = as_elements(address_of(target))
+        for index in range(0, count, LANES):
+            store(elements, index, load_vector(block, index, LANES))
+        return as_pairs(address_of(target))
+
+    return rounded
+
+
+def _weighted_sums_of(dtype: str) -> Callable:
+    """``weighted_sums(sums, width, weights, values, value_stride, rows, count)``.
+
+    sums[row] += the sum over the keys of weights[key, row] * values[key]. ``weights`` is a tile,
+    whose row after the last is overwritten; sums and weights must have room for whole groups of
+    rows. Two keys at a time, so that values are read in the order in which they lie in memory: as
+    a product of matrices, column by column, they come at two thirds of its speed.
+    """
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    prefetch_row, fill = _row_prefetcher_of(dtype), fill_of(compute_dtype(dtype))
+
+    def group_of(ROWS: int) -> Callable:  # noqa: N803
+        @njit
+        def add_two(sums, width, weights, first, second):
+            left = tile_splat(weights, 1, ROWS, LANES)
+            right = tile_splat(shift(weights, TILE_STRIDE), 1, ROWS, LANES)
+            for column in range(0, width, LANES):
+                place = shift(sums, column)
+                group = tile_load(place, width, ROWS, 1, LANES)
+                group = tile_outer(group, left, load_vector(first, column, LANES))
+                group = tile_outer(group, right, load_vector(second, column, LANES))
+                tile_store(group, place, width)
+
+        return add_two
+
+    add_single, add_group = group_of(1), group_of(GROUP)
+
+    @njit
+    def weighted_sums(sums, width, weights, values, value_stride, rows, count):
+        if count % 2 == 1:
+            fill(shift(weights, count * TILE_STRIDE), GROUP * LANES, 0.0)
+        for key in range(0, count, 2):
+            factors, first = shift(weights, key * TILE_STRIDE), shift(values, key * value_stride)
+            second = shift(first, value_stride if key + 1 < count else 0)
+            for row in range(AHEAD, AHEAD + 2):
+                prefetch_row(shift(first, row * value_stride), width)
+            if rows == 1:
+                add_single(sums, width, factors, first, second)
+            else:
+                for row in range(0, rows, GROUP):
+                    add_group(shift(sums, row * width), width, shift(factors, row), first, second)
+
+    return weighted_sums
+
+
 def build(dtype: str, plain: bool = False) -> Kernel:
     """``plain``: without bias, soft cap, ALiBi and dropout."""
     has_options = not plain
     compute = compute_dtype(dtype)
     LANES = lanes_of(compute)  # noqa: N806
-    matmul, fill = matmul_of(compute, compute, dtype), fill_of(compute)
+    fill, weighted_sums = fill_of(compute), _weighted_sums_of(dtype)
     load_block, fill_lanes = block_of(dtype, "query"), lanes_filler_of(dtype)
     key_rows, value_rows = _rows_of(dtype, "key"), _rows_of(dtype, "value")
     products, modify, hide = _products_of(dtype), modify_of(dtype), hide_of(dtype)
-    load_kept = kept_of(dtype)
+    load_kept, key_step = kept_of(dtype), _key_step_of(dtype)
+    as_queries = _query_factors_of(dtype)
+    as_keys = pointer_to(PAIRS if key_step == 2 else dtype)
     start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, compute, has_options)
     fill_factors, write = factors_filler_of(dtype), writer_of(dtype)
     scalar = ELEMENTS[dtype].compute
@@ -147,8 +264,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 store(accumulator, index, load_vector(accumulator, index, LANES) * factor)
 
     def decode(parameters, piece, scratch):
-        head_width = round_up(parameters.head_dim, LANES)
-        value_width = round_up(parameters.value_dim, LANES)
+        head_width = round_up(parameters.head_dim, LANES * key_step)
+        value_width = round_up(parameters.value_dim, LANES * key_step)
         rows = piece.heads * piece.query_count
         columns = round_up(rows, LANES)
 
@@ -158,22 +275,27 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         total = shift(largest, TILE_STRIDE)
         correction = shift(total, TILE_STRIDE)
         lanes = shift(correction, TILE_STRIDE)
-        queries = shift(lanes, LANE_ROWS * TILE_STRIDE)
-        accumulator = shift(queries, TILE_STRIDE * head_width)
-        key_memory = shift(accumulator, TILE_STRIDE * value_width)
+        block = shift(lanes, LANE_ROWS * TILE_STRIDE)
+        query_memory = shift(block, MOST_ROWS * head_width)
+        accumulator = shift(query_memory, MOST_ROWS * head_width)
+        key_memory = shift(accumulator, MOST_ROWS * value_width)
         value_memory = shift(key_memory, KEY_BLOCK * head_width)
 
         fill_lanes(parameters, piece, lanes)
-        load_block(parameters, piece, queries, parameters.head_dim, round_up(rows, 4), head_width)
+        load_block(parameters, piece, block, parameters.head_dim, MOST_ROWS, head_width)
+        queries = as_queries(query_memory, block, MOST_ROWS * head_width)
         start_softmax(parameters, piece, largest, total)
-        fill(accumulator, rows * value_width, 0.0)
+        fill(accumulator, MOST_ROWS * value_width, 0.0)
         fill(scores, TILE, 0.0)
 
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
             count = min(KEY_BLOCK, piece.key_stop - key_start)
             keys, key_stride = key_rows(parameters, piece, key_memory, key_start, count)
             values, value_stride = value_rows(parameters, piece, value_memory, key_start, count)
-            products(scores, keys, key_stride, queries, head_width, rows, count)
+            products(
+                scores, as_keys(address_of(keys)), key_stride // key_step,
+                queries, head_width // key_step, rows, count,
+            )  # fmt: skip
             if has_options and parameters.modifies:
                 modify(parameters, piece, lanes, scores, kept, kept, key_start, columns, count)
             hide(
@@ -186,10 +308,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 parameters, scores, kept, scores, largest, total, correction, columns, count
             ):
                 rescale(accumulator, correction, rows, value_width)
-            matmul(
-                accumulator, value_width, scores, 1, TILE_STRIDE, values, value_stride,
-                rows, value_width, count, True,
-            )  # fmt: skip
+            weighted_sums(accumulator, value_width, scores, values, value_stride, rows, count)
 
         fill_factors(parameters, total, correction, columns)
         rescale(accumulator, correction, rows, value_width)

@@ -11,6 +11,7 @@ and bfloat16, the dtype itself for all others. A load widens, a store rounds to 
     load(pointer, index)                    one element
     load_vector(pointer, index, LANES)      LANES adjacent elements
     store(pointer, index, value)            a scalar or a vector
+    prefetch(pointer, index)                begin to load the line of the cache around an element
     splat(scalar, LANES)                    a vector with the scalar in every lane
     a + b, a - b, a * b, a / b              lane by lane
     fma(a, b, c)                            a * b + c, rounded once
@@ -305,6 +306,23 @@ def _store_complex(context, builder, dtype, address, type_, value) -> None:
     for position, part in enumerate((parts.real, parts.imag)):
         place = cgutils.gep_inbounds(builder, address, 0, position)
         builder.store(narrow(builder, COMPLEX_PARTS[dtype], part), place)
+
+
+@intrinsic
+def prefetch(typing_context, pointer, index):
+    """The element need not exist."""
+
+    def generate(context, builder, signature, args):
+        address = builder.bitcast(builder.gep(args[0], [args[1]]), INT8.as_pointer())
+        types_ = [address.type, INT32, INT32, INT32]
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), types_), "llvm.prefetch.p0"
+        )
+        # To be read, and to be kept in all caches.
+        builder.call(function, [address, INT32(0), INT32(3), INT32(1)])
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp), generate
 
 
 @intrinsic(prefer_literal=True)

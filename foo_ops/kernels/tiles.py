@@ -4,14 +4,16 @@
     tile_load(pointer, stride, ROWS, COLUMNS, LANES)
     tile_store(tile, pointer, stride)
     tile_fma(tile, a, a_stride, b)          tile[i, j] += a[i * a_stride] * b[j-th vector]
+    tile_splat(pointer, stride, ROWS, LANES)    tile[i, 0] = pointer[i * stride] in every lane
+    tile_outer(tile, factors, vector)       tile[i, 0] += factors[i, 0] * vector
     tile_dot(tile, a, a_stride, b, b_stride)    tile[i, j] += a[i-th row] * b[j-th row], vectors
     tile_store_sums(tile, pointer, stride)  pointer[i * stride + j] = sum of the lanes of tile[i, j]
     transpose_square(target, target_stride, source, source_stride, LANES)
     pack_pairs(a, b)                        a vector of bfloat16x2, each pair a lane of a and of b
 
 ROWS, COLUMNS and LANES are constants of the kernel, so that every tile unrolls into registers.
-Where a and b are of dtype bfloat16x2, tile_fma adds both products of a pair: in one instruction
-if the processor has it (AVX512-BF16).
+Where a and b are of dtype bfloat16x2, tile_fma and tile_dot add both products of a pair: in one
+instruction if the processor has it (AVX512-BF16).
 """
 
 from __future__ import annotations
@@ -132,6 +134,35 @@ def tile_fma(typing_context, tile, a, a_stride, b):
     return tile(tile, a, types.intp, b), generate
 
 
+@intrinsic(prefer_literal=True)
+def tile_splat(typing_context, pointer, stride, rows, lanes):
+    vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
+    tile = Tile(rows.literal_value, 1, vector)
+
+    def generate(context, builder, signature, args):
+        result = ir.Constant(context.get_value_type(tile), ir.Undefined)
+        for row in range(tile.rows):
+            address = builder.gep(args[0], [builder.mul(args[1], INT64(row))])
+            scalar = widen(builder, pointer.dtype, builder.load(address))
+            result = builder.insert_value(result, emit_splat(builder, scalar, vector.lanes), row)
+        return result
+
+    return tile(pointer, types.intp, rows, lanes), generate
+
+
+@intrinsic
+def tile_outer(typing_context, tile, factors, vector):
+    def generate(context, builder, signature, args):
+        result = args[0]
+        for row in range(tile.rows):
+            factor, total = (builder.extract_value(value, row) for value in (args[1], result))
+            value = emit_fma(builder, factor, args[2], total)
+            result = builder.insert_value(result, value, row)
+        return result
+
+    return tile(tile, factors, vector), generate
+
+
 def _pair_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
     """total + a[0] * b[0] + a[1] * b[1] for vectors of pairs."""
     lanes = total.type.count
@@ -181,6 +212,7 @@ def _pack_natively(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 @intrinsic
 def tile_dot(typing_context, tile, a, a_stride, b, b_stride):
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
+    multiply_add = _pair_fma if a.dtype == PAIRS else emit_fma
 
     def generate(context, builder, signature, args):
         result, a_pointer, a_step, b_pointer, b_step = args
@@ -194,7 +226,7 @@ def tile_dot(typing_context, tile, a, a_stride, b, b_stride):
             for column in range(columns):
                 position = row * columns + column
                 total = builder.extract_value(result, position)
-                value = emit_fma(builder, factor, vectors[column], total)
+                value = multiply_add(builder, factor, vectors[column], total)
                 result = builder.insert_value(result, value, position)
         return result
 
