@@ -50,7 +50,7 @@ class Sizes:
     single_head: int = 2048
     shared: int = 512
     options: int = 1024
-    caches: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+    caches: tuple[int, ...] = (512, 2048, 8192, 32768)
 
 
 DEFAULT = Sizes()

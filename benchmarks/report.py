@@ -61,8 +61,7 @@ SECTIONS = {
         "GFLOP/s",
     ),
     "attention options": Section(
-        "Attention with options that PyTorch has no fused kernel for, heads x head dimension, "
-        "GFLOP/s of useful work (more is better)",
+        "Attention with options, heads x head dimension, GFLOP/s of useful work (more is better)",
         "GFLOP/s",
     ),
     "attention decoding": Section(
