@@ -224,6 +224,115 @@ def test_second_derivatives_use_the_same_mask(device):
         torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=1e-11 * size)
 
 
+SEED = 2**62 + 12345
+
+
+def seeded(operator, inputs, **keywords):
+    """The operator with a seed of its own, and dropout of a quarter."""
+    seed = torch.tensor([SEED], device=inputs[0].device)
+    return operator(*inputs, seed, dropout_p=0.25, **keywords)
+
+
+def kept_by_seed(shape, dtype, device):
+    seed = torch.tensor([SEED], device=device)
+    result = torch.ops.foo.attention_kept(seed, shape, 0.25, dtype=dtype)
+    assert (result.shape, result.dtype, result.device.type) == (shape, dtype, device)
+    assert ((result == 0) | (result == 1)).all()
+    return result.cpu() == 1
+
+
+# The first are computed a query at a time, the others in blocks of several panels. From 1025 keys
+# on few queries see them in parts.
+KEPT_SIZES = (*((queries, 131) for queries in (1, 2, 3, 5, 8, 9, 33, 140)), (1, 1100), (12, 2100))
+
+
+@pytest.mark.parametrize(("queries", "keys"), KEPT_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_kernels_keep_the_same(queries, keys, dtype, device):
+    """Forward, backward, and the formula for second derivatives: the mask is read off each.
+
+    With equal scores, and gradients of the outputs that are unit vectors, the gradient of value is
+    the transposed matrix of weights. A value has no more than 256 columns: it is cut into slices.
+    """
+    heads = 2
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    keep = kept_by_seed((2, heads, queries, keys), wide, device)
+    query, key = random("kept", (2, heads, queries, 8), (2, heads, keys, 8), dtype=dtype)
+    forward, backward = [], []
+    for columns in (UNIT * torch.eye(keys, dtype=dtype)).split(200, -1):
+        value = columns.expand(2, heads, -1, -1).to(device).requires_grad_()
+        inputs = (query.to(device), key.to(device), value, None, None, None)
+        output, _ = seeded(torch.ops.foo.attention_seeded, inputs, scale=0.0)
+        forward.append(output.detach().cpu() != 0)
+        unit = UNIT * torch.eye(queries, columns.shape[1], dtype=dtype, device=device)
+        (gradient,) = torch.autograd.grad(output, value, unit.expand(2, heads, -1, -1))
+        backward.append(gradient.cpu() != 0)
+    assert torch.equal(torch.cat(forward, -1), keep)
+    seen = min(queries, 200)
+    for mask in backward:
+        columns = min(seen, mask.shape[-1])
+        assert torch.equal(mask[..., :columns].mT, keep[:, :, :columns])
+
+
+@pytest.mark.parametrize("pages", [None, Pages(16)], ids=["packed", "pages"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_sequences_keep_the_same(dtype, pages, device):
+    """A query and a key have the numbers of their places in their sequence."""
+    lengths = [(1, 30), (8, 7), (0, 3), (40, 150), (3, 1)]
+    longest = 150
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    keep = kept_by_seed((len(lengths), 2, 40, longest), wide, device)
+    sample = varlen_sample(lengths, scale=0.0, pages=pages)(dtype)
+    _, key, value, *_ = sample.inputs
+    value = torch.zeros(*value.shape[:-1], longest, dtype=dtype)
+    for sequence in reference.sequences(*sample.inputs[3:7], key):
+        rows = UNIT * torch.eye(longest, dtype=dtype)[: len(sequence.keys)]
+        value.flatten(0, -3)[sequence.keys] = rows.unsqueeze(1).expand(-1, 2, -1)
+    sample = dataclasses.replace(sample, inputs=(*sample.inputs[:2], value, *sample.inputs[3:]))
+    sample = sample.to(device)
+    output, _ = seeded(torch.ops.foo.attention_varlen_seeded, sample.inputs, **sample.keywords)
+    for index, rows in enumerate(output.cpu().split([queries for queries, _ in lengths])):
+        queries, keys = lengths[index]
+        expected = keep[index, :, :queries, :keys].transpose(0, 1)
+        assert torch.equal(rows[..., :keys] != 0, expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "make"),
+    [
+        (ATTENTION, SAMPLES["all options"]),
+        (ATTENTION, SAMPLES["1 query"]),
+        (
+            ATTENTION_VARLEN,
+            varlen_sample(
+                [(3, 5), (70, 80), (0, 4), (1, 130)],
+                heads=4,
+                key_heads=2,
+                slopes=lambda dtype: random_slopes(4, 4)(dtype) / 4,
+                sinks=random_bias(4),
+                used=(5, 77, 0, 100),
+                pages=Pages(16),
+                window_right=0,
+            ),
+        ),
+    ],
+    ids=["attention", "1 query", "blocks"],
+)
+def test_gradients_that_can_be_differentiated_are_the_same(spec, make, device):
+    """They come from another formula, with the same mask."""
+    sample = with_dropout(make(torch.float64), 0.25).to(device).requiring_grad()
+    torch.manual_seed(0)
+    outputs = sample.call(spec.operator)
+    cotangents = testing.cotangents_for(outputs)
+    tensors = sample.differentiable()
+    expected = torch.autograd.grad(outputs, tensors, cotangents, retain_graph=True)
+    actual = torch.autograd.grad(outputs, tensors, cotangents, create_graph=True)
+    for gradient, value in zip(actual, expected):
+        assert gradient.requires_grad
+        size = value.abs().max().item()
+        torch.testing.assert_close(gradient, value, rtol=0, atol=1e-12 * size)
+
+
 # ------------------------------------------------------------------------------------ generators
 
 
@@ -338,7 +447,7 @@ def test_compiled(device):
 # ------------------------------------------------------------------------------------ varlen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "make",
     [

@@ -258,6 +258,46 @@ def test_attention_backward_reads_nothing_outside_its_tensors(name, backward, mo
             call(**tensors)
 
 
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_varlen_backward_reads_nothing_outside_its_tensors(name, mode, device):
+    with mode:
+        arguments = packed(device)
+        rows, columns = torch.zeros(4, 9, device=device), torch.zeros(9, 4, 8, device=device)
+        arguments |= {"grad_output": columns, "output": columns}
+        arguments |= {"grad_logsumexp": rows, "logsumexp": rows}
+        nothing = dict.fromkeys(("seqused_k", "alibi_slopes", "sinks", "seed"))
+        call = functools.partial(torch.ops.foo.attention_varlen_backward, **nothing)
+        call(**arguments)
+        good = arguments[name]
+        arguments[name] = good[:3]
+        wanted, got = list(good.shape), list(arguments[name].shape)
+        message = f"attention_backward: {name} must have shape {wanted}, got {got}"
+        with raises(ValueError, message):
+            call(**arguments)
+        arguments[name] = good.double()
+        with raises(TypeError, f"attention_backward: {name} must be float32, got float64"):
+            call(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("seed", "dropout_p", "error", "message"),
+    [
+        (None, 0.5, ValueError, "must be given if dropout_p is not 0, and only then"),
+        ([1], 0.0, ValueError, "must be given if dropout_p is not 0, and only then"),
+        ([1.0], 0.5, TypeError, "must be int64, got float32"),
+        ([1, 2], 0.5, ValueError, "must have 1 element, got 2"),
+    ],
+)
+def test_attention_seed(seed, dropout_p, error, message, mode, device):
+    with mode:
+        seed = None if seed is None else torch.tensor(seed, device=device)
+        query, key = torch.zeros(QUERY, device=device), torch.zeros(KEY, device=device)
+        with raises(error, f"attention: seed {message}"):
+            torch.ops.foo.attention_seeded(query, key, key, seed=seed, dropout_p=dropout_p)
+        with raises(error, f"attention: seed {message}"):
+            torch.ops.foo.attention_varlen_seeded(**packed(device), seed=seed, dropout_p=dropout_p)
+
+
 # ------------------------------------------------------------------------------ attention_varlen
 
 

@@ -33,9 +33,9 @@ print(len(compiled), "numba" in sys.modules)
 COMPILED, LOADED = f"{len(DTYPES)} True", "0 False"
 
 
-def start(program, cache, **environment):
+def start(program, cache, *arguments, **environment):
     return subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *arguments],
         env=os.environ | {"FOO_CACHE_DIR": str(cache)} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -50,8 +50,8 @@ def finish(process):
     return printed.strip(), logged.strip()
 
 
-def run(program, cache, **environment):
-    return finish(start(program, cache, **environment))
+def run(program, cache, *arguments, **environment):
+    return finish(start(program, cache, *arguments, **environment))
 
 
 def contents(cache):
@@ -214,14 +214,15 @@ def test_same_address_every_time():
     assert jit.resolve("abs", "float32") != jit.resolve("abs", "float64")
 
 
-# The whole path at a vector width: values and gradients of all small samples.
-WIDTH = """
+# The whole path on another processor: values and gradients. Argument: the dtype.
+PROCESSOR = """
+import sys
 import torch
 from foo_ops import testing
 
+dtype = getattr(torch, sys.argv[1])
 for spec in testing.OPERATORS:
-    for name in spec.in_layouts:
-        dtype = spec.dtypes[0]
+    for name in spec.samples:
         sample = spec.samples[name](dtype).requiring_grad()
         outputs = sample.call(spec.operator)
         testing.check_outputs(spec, sample, dtype, outputs)
@@ -233,13 +234,21 @@ print("right")
 
 
 @pytest.mark.parametrize(
-    "environment",
-    [{"FOO_VECTOR_BITS": "256"}, {"NUMBA_CPU_NAME": "generic"}],
+    ("dtype", "environment"),
+    [
+        ("float32", {"FOO_VECTOR_BITS": "256"}),
+        ("float16", {"FOO_VECTOR_BITS": "128"}),
+        ("float32", {"NUMBA_CPU_NAME": "generic"}),
+        # As with AVX512-BF16, whose instructions are put together from others.
+        ("bfloat16", {"FOO_BFLOAT16_PAIRS": "1", "FOO_VECTOR_BITS": "512"}),
+        ("bfloat16", {"FOO_BFLOAT16_PAIRS": "1", "FOO_VECTOR_BITS": "256"}),
+        ("bfloat16", {"FOO_BFLOAT16_PAIRS": "0"}),
+    ],
     ids=str,
 )
-def test_kernels_for_other_processors(environment):
+def test_kernels_for_other_processors(dtype, environment):
     """In the user's own cache, so that only the first run compiles."""
-    assert run(WIDTH, jit.cache_directory(), **environment) == ("right", "")
+    assert run(PROCESSOR, jit.cache_directory(), dtype, **environment) == ("right", "")
 
 
 def test_vector_width_must_be_one_that_exists(tmp_path):
@@ -247,3 +256,11 @@ def test_vector_width_must_be_one_that_exists(tmp_path):
     _, logged = process.communicate()
     assert process.returncode == 1
     assert "FOO_VECTOR_BITS must be 128, 256 or 512, got 9" in logged
+
+
+def test_choice_of_pairs_must_be_one_that_exists(tmp_path):
+    program = "import torch; torch.ops.foo.attention(*torch.ones(3, 1, 1, 2, 4).bfloat16())"
+    process = start(program, tmp_path, FOO_BFLOAT16_PAIRS="yes")
+    _, logged = process.communicate()
+    assert process.returncode == 1
+    assert "FOO_BFLOAT16_PAIRS must be 0 or 1, got yes" in logged

@@ -238,7 +238,8 @@ def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
 def scatter_pages(gradient: Tensor, pages: Tensor, block_table: Tensor) -> Tensor:
     """The gradient of gather_pages, summed where a block serves several sequences."""
     total = torch.zeros(pages.shape, dtype=gradient.dtype, device=pages.device)
-    blocks = gradient.unflatten(0, (-1, pages.shape[1]))
+    # Not unflatten, which vmap does not know.
+    blocks = gradient.reshape(-1, *pages.shape[1:])
     return total.index_add(0, _page_numbers(pages, block_table), blocks)
 
 

@@ -297,8 +297,9 @@ OPTION_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
         queries=150, keys=20, sinks=random_bias(2), window_right=0
     ),
     "sinks, large scores": large_scores_with_sinks,
-    "all options, 1 query, 1025 keys": attention_sample(
-        **ALL, queries=1, keys=1025, bias=random_bias(4, 1, 1025), window_left=700, window_right=0
+    # Two parts of the keys.
+    "all options, 1 query, 2100 keys": attention_sample(
+        **ALL, queries=1, keys=2100, bias=random_bias(4, 1, 2100), window_left=1900, window_right=0
     ),
     "all options": attention_sample(
         **ALL, bias=random_bias(4, 1, 11), is_causal=True, window_left=4, window_right=0
@@ -347,7 +348,7 @@ ATTENTION = OpSpec(
         "small, grouped heads and bias",
         "small, all options",
         "all options over several tiles",
-        "all options, 1 query, 1025 keys",
+        "all options, 1 query, 2100 keys",
         "head dim 37",
         "head dim 64",
         "4 heads on 2, causal",

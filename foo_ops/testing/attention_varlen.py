@@ -118,7 +118,7 @@ def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
 
 MIXED = ((3, 5), (70, 66), (1, 130), (7, 2), (129, 64))
 WITH_EMPTY = ((0, 0), (4, 0), (5, 6), (0, 7), (3, 3), (0, 0))
-DECODING = ((1, 1), (1, 511), (1, 513), (1, 1300))
+DECODING = ((1, 1), (1, 511), (1, 513), (1, 1300), (2, 2100))
 SAME_PAGES = ((9, 20), (3, 30), (6, 17))
 SMALL = ((2, 3), (0, 2), (3, 4))
 BLOCK_SIZES = (1, 16, 64, 100)
@@ -154,7 +154,7 @@ SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
     "all options": varlen_sample(MIXED, **ALL, slopes=random_slopes(5, 4)),
     "1 query, many keys": varlen_sample(DECODING, heads=4, key_heads=1),
     "1 query, many keys, all options": varlen_sample(
-        DECODING, **(ALL | {"window_left": 600}), slopes=random_slopes(4)
+        DECODING, **(ALL | {"window_left": 1900}), slopes=random_slopes(4)
     ),
     "seqused_k": varlen_sample(MIXED, used=(5, 40, 65, 0, 63)),
     "seqused_k, all options": varlen_sample(

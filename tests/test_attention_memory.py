@@ -1,0 +1,143 @@
+"""What attention reads, and how much memory it takes."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# Tensors end right before a page that must not be touched, or begin right after one: the process
+# ends with a segmentation fault at the first read outside. Arguments: the name of a dtype.
+FENCED = """
+import ctypes
+import mmap
+import sys
+import torch
+from foo_ops import testing
+from foo_ops.testing import ATTENTION, ATTENTION_VARLEN, LAYOUTS
+
+PAGE = mmap.PAGESIZE
+PROT_NONE = 0
+protect = ctypes.CDLL(None, use_errno=True).mprotect
+
+
+def fence(memory, offset):
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + offset
+    assert protect(ctypes.c_void_p(address), ctypes.c_size_t(PAGE), PROT_NONE) == 0
+
+
+def fenced(tensor, at_end):
+    if tensor.numel() == 0:
+        return tensor
+    steps = zip(tensor.shape, tensor.stride())
+    count = 1 + sum((size - 1) * stride for size, stride in steps)
+    size = count * tensor.element_size()
+    room = -(-size // PAGE) * PAGE
+    memory = mmap.mmap(-1, room + 2 * PAGE)
+    offset = PAGE + (room - size if at_end else 0)
+    elements = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset)
+    elements.copy_(tensor.as_strided((count,), (1,)))
+    fence(memory, 0)
+    fence(memory, PAGE + room)
+    return elements.as_strided(tensor.shape, tensor.stride())
+
+
+def run(spec, sample, at_end):
+    sample = sample.map(lambda tensor: fenced(tensor, at_end)).requiring_grad()
+    outputs = sample.call(spec.operator)
+    cotangents = tuple(fenced(tensor, at_end) for tensor in testing.cotangents_for(outputs))
+    torch.autograd.grad(outputs, sample.differentiable(), cotangents)
+
+
+if sys.argv[1:] == ["cross the fence"]:
+    tensor = fenced(torch.ones(1000), True)
+    ctypes.string_at(tensor.data_ptr(), tensor.nbytes + 1)
+torch.set_num_threads(1)
+dtype = getattr(torch, sys.argv[1])
+for spec in (ATTENTION, ATTENTION_VARLEN):
+    for name, make in spec.samples.items():
+        sample = make(dtype)
+        run(spec, sample, True)
+        if name in spec.in_layouts:
+            run(spec, sample, False)
+            for layout in LAYOUTS:
+                run(spec, sample.map(layout), True)
+                run(spec, sample.map(layout), False)
+print("inside")
+"""
+
+
+def run(program, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_nothing_outside_of_the_tensors_is_read(dtype):
+    process = run(FENCED, dtype)
+    assert (process.returncode, process.stdout.strip()) == (0, "inside"), process.stderr
+
+
+def test_a_read_outside_would_be_noticed():
+    assert run(FENCED, "cross the fence").returncode == -signal.SIGSEGV
+
+
+MEMORY = """
+import resource
+import torch
+
+def step(length):
+    query, key, value = (torch.randn(1, 1, length, 16).requires_grad_() for _ in range(3))
+    output, logsumexp = torch.ops.foo.attention(query, key, value, is_causal=True)
+    (output.sum() + logsumexp.sum()).backward()
+    assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))
+
+step(100)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(32768)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_grows_with_the_length():
+    """Forward and backward at length 32768, where a matrix of scores has 4 GiB.
+
+    Query, key, value, the output and all gradients have 2 MiB each: 14 MiB.
+    """
+    process = run(MEMORY)
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) < 64 * 1024
+
+
+BIAS_MEMORY = """
+import resource
+import sys
+import torch
+
+def step(length):
+    tensors = torch.randn(3, 1, 1, length, 16).to(sys.argv[1]).unbind()
+    query, key, value = (tensor.clone().requires_grad_() for tensor in tensors)
+    bias = torch.zeros(1, 1, 1, length, device=sys.argv[1], requires_grad=True)
+    output, logsumexp = torch.ops.foo.attention(query, key, value, bias)
+    (output.sum() + logsumexp.sum()).backward()
+    assert bias.grad.isfinite().all()
+
+# Compiles all kernels: the keys of few queries are split into parts from 1025 on.
+step(1100)
+with open("/proc/self/status") as status:
+    (used,) = (int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (used + 2**25, -1))
+step(4096)
+try:
+    torch.empty(4096, 4096, device=sys.argv[1]).zero_()
+except RuntimeError:
+    print("the limit holds")
+"""
+
+
+def test_memory_of_the_gradient_of_a_bias(device):
+    """4096 queries and keys in 32 MiB, where the scores alone would need 64 MiB."""
+    process = run(BIAS_MEMORY, device)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "the limit holds"
