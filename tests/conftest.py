@@ -23,6 +23,15 @@ def fresh_compiler():
 
 
 @pytest.fixture
+def poisoned_memory():
+    """Memory that is allocated and not initialised is full of NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def one_thread():
     """For many small tensors: on a busy machine threads mostly wait for each other.
 

@@ -65,6 +65,7 @@ def test_values(spec, dtype, name, device):
     testing.check_outputs(spec, sample, dtype, outputs)
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @every_sample
 def test_gradients(spec, dtype, name, device):
     sample = spec.samples[name](dtype).to(device).requiring_grad()
@@ -77,6 +78,7 @@ def test_gradients(spec, dtype, name, device):
     testing.check_gradients(spec, sample, gradients, cotangents)
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 @cases(lambda spec: spec.in_layouts)
 def test_layouts(spec, dtype, name, layout, device):

@@ -256,6 +256,20 @@ OPTION_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
     "window for grouped heads": attention_sample(
         heads=6, key_heads=2, queries=70, keys=140, window_left=30, window_right=0
     ),
+    # With heads side by side in a block, one of whose tiles of keys no query sees.
+    **{
+        f"window {left} of {queries} queries, {keys} keys for grouped heads, causal": (
+            attention_sample(
+                heads=heads,
+                key_heads=2,
+                queries=queries,
+                keys=keys,
+                is_causal=True,
+                window_left=left,
+            )
+        )
+        for heads, queries, keys, left in ((8, 12, 25, 3), (8, 9, 75, 60))
+    },
     "window, no keys": attention_sample(keys=0, window_right=0),
     "window, bias": attention_sample(
         queries=100, keys=230, bias=random_bias(2, 1, 100, 230), window_left=70, window_right=0
