@@ -15,6 +15,7 @@ two along the dimension that is summed over), else as float32. float16 enters as
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ from foo_ops.kernels.struct import Struct, field, row_of
 from foo_ops.kernels.target import multiplies_pairs
 from foo_ops.kernels.tiles import PAIRS, pack_pairs, transpose_square
 
-# As in csrc/ops/attention_parameters.h, which cuts the work and allocates the scratch memory.
+# As in csrc/ops/attention_work.h, which cuts the work and allocates the scratch memory.
 QUERY_BLOCK = 128
 KEY_BLOCK = 64
 # Elements from a row of a tile to the next. A power of two would put the rows of a panel on few
@@ -53,7 +54,7 @@ SIZES = (
     *("head_dim", "value_dim", "query_heads", "group", "key_heads", "batch"),
     *("modifies", "bias_kind", "bias_batch", "bias_heads", "bias_rows", "bias_columns"),
     *("has_alibi_slopes", "has_sinks", "dropout_threshold", "seed"),
-    *("page_size", "block_table_stride", "query_length", "key_length", "chunks", "blocks"),
+    *("page_size", "block_table_stride", "query_length", "key_length", "chunks"),
 )
 OPERANDS = (
     *("query", "key", "value", "attn_bias", "alibi_slopes", "sinks", "output", "logsumexp"),
@@ -65,26 +66,15 @@ IN_COMPUTE_TYPE = (
     *("grad_alibi_slopes", "grad_sinks", "partial_output", "partial_logsumexp"),
 )
 
-PIECE = Struct(
-    "AttentionPiece",
-    tuple(
-        (name, types.int64)
-        for name in (
-            *("batch", "head", "heads", "query_start", "query_count"),
-            *("query_offset", "key_offset", "key_start", "key_stop"),
-            *(
-                "first_visible",
-                "last_visible",
-                "alignment",
-                "slot",
-                "part",
-                "parts",
-                "block",
-                "column",
-            ),
-        )
-    ),
+PIECE_FIELDS = (
+    *("batch", "head", "heads", "query_start", "query_count", "query_offset", "key_offset"),
+    *("key_start", "key_stop", "first_visible", "last_visible", "alignment"),
+    *("slot", "part", "parts", "block", "column"),
 )
+PIECE = Struct("AttentionPiece", tuple((name, types.int64) for name in PIECE_FIELDS))
+
+# Scores and maxima are in units of this: exp(x) = 2^(x / LOG2).
+LOG2 = math.log(2.0)
 
 
 def compute_dtype(dtype: str) -> str:
@@ -102,7 +92,7 @@ def argument_types(dtype: str) -> tuple[Any, ...]:
 
 
 def _parameters(dtype: str) -> Struct:
-    """The struct Parameters of csrc/ops/attention_parameters.h.
+    """The struct Parameters of csrc/ops/attention_work.h.
 
     An operand is a pointer with its strides, in elements, for batch, head, row and column.
     grad_key and grad_value are sums in the compute type, which a last kernel rounds.
@@ -317,8 +307,7 @@ def tile_of(dtype: str, operand: str) -> Callable:
     stored = pointer_to(dtype if factor_dtype(dtype) == PAIRS else compute_dtype(dtype))
     factor = pointer_to(factor_dtype(dtype))
     step = 2 if factor_dtype(dtype) == PAIRS else 1
-    may_stay = dtype in (factor_dtype(dtype), "bfloat16") and factor_dtype(dtype) != "float32"
-    may_stay = may_stay or dtype == "float32"
+    may_stay = factor_dtype(dtype) in (dtype, PAIRS)
     copy_row, key_row = copy_row_of(compute_dtype(dtype)), key_row_of(operand)
     row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
     size_name = "head_dim" if operand == "key" else "value_dim"

@@ -18,6 +18,7 @@ from numba import njit
 
 from foo_ops.kernels.attention import (
     KEY_BLOCK,
+    LOG2,
     TILE,
     TILE_STRIDE,
     argument_types,
@@ -36,7 +37,7 @@ from foo_ops.kernels.attention import (
     turned_tile_of,
 )
 from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
-from foo_ops.kernels.attention_weights import LOG2, statistics_of, weights_of
+from foo_ops.kernels.attention_weights import statistics_of, weights_of
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of, matmul_of, next_panel_of

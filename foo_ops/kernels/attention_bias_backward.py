@@ -1,4 +1,4 @@
-"""Attention: the gradient of the bias, a tile of it at a time.
+"""Attention: the gradient of the bias, some columns of it at a time.
 
 It is the gradient of the scores, summed over all that the bias was broadcast to. The blocks of
 queries that add to a tile come one after the other, in the same scratch memory, and recompute the
@@ -38,11 +38,15 @@ from foo_ops.kernels.simd import (
     shift,
     store,
 )
+from foo_ops.kernels.tiles import transpose_square
+
+# The more, the fewer times a block is prepared; sums of so many stay in the second cache.
+BIAS_COLUMNS = 512
 
 
 def build(dtype: str) -> Kernel:
-    """Piece of work: a block of queries, as part ``part`` of the ``parts`` of a tile of the bias,
-    which begins at ``column``.
+    """Piece of work: a block of queries, as part ``part`` of the ``parts`` of BIAS_COLUMNS columns
+    of the bias, from ``column`` on.
     """
     compute = ELEMENTS[dtype].compute
     compute_name = compute_dtype(dtype)
@@ -55,6 +59,10 @@ def build(dtype: str) -> Kernel:
     own_dtype, as_float32 = pointer_to(dtype), pointer_to("float32")
 
     @njit
+    def columns_of(parameters, piece):
+        return min(BIAS_COLUMNS, parameters.bias_columns - piece.column)
+
+    @njit
     def add(total, tile, columns, count):
         for key in range(count):
             for column in range(0, columns, LANES):
@@ -63,9 +71,9 @@ def build(dtype: str) -> Kernel:
                 store(total, index, sum_)
 
     @njit
-    def sum_columns(total):
+    def sum_columns(total, columns):
         """Move the sum of each key's scores to its first query."""
-        for key in range(KEY_BLOCK):
+        for key in range(columns):
             sum_ = compute(0.0)
             for row in range(QUERY_BLOCK):
                 sum_ += load(total, key * TILE_STRIDE + row)
@@ -73,7 +81,7 @@ def build(dtype: str) -> Kernel:
 
     @njit
     def sum_rows(total):
-        """Move the sum of each query's scores to its first key."""
+        """Move the sum of each query's scores to its first key. One column has one tile."""
         for row in range(QUERY_BLOCK):
             sum_ = compute(0.0)
             for key in range(KEY_BLOCK):
@@ -81,18 +89,31 @@ def build(dtype: str) -> Kernel:
             store(total, row, sum_)
 
     @njit
-    def write(target, row_stride, column_stride, total, rows, columns):
-        for row in range(rows):
-            for key in range(columns):
+    def write_one_by_one(target, row_stride, column_stride, total, first_row, rows, first, columns):
+        for row in range(first_row, rows):
+            for key in range(first, columns):
                 value = load(total, key * TILE_STRIDE + row)
                 store(target, row * row_stride + key * column_stride, value)
+
+    @njit
+    def write(target, row_stride, column_stride, total, rows, columns):
+        whole_rows = rows // LANES * LANES if column_stride == 1 else 0
+        whole = columns // LANES * LANES
+        for row in range(0, whole_rows, LANES):
+            for key in range(0, whole, LANES):
+                transpose_square(
+                    shift(target, row * row_stride + key), row_stride,
+                    shift(total, key * TILE_STRIDE + row), TILE_STRIDE, LANES,
+                )  # fmt: skip
+        write_one_by_one(target, row_stride, column_stride, total, 0, whole_rows, whole, columns)
+        write_one_by_one(target, row_stride, column_stride, total, whole_rows, rows, 0, columns)
 
     @njit
     def write_gradient(parameters, piece, total):
         row_stride = parameters.grad_attn_bias_row_stride
         column_stride = parameters.grad_attn_bias_column_stride
         rows = 1 if parameters.bias_rows == 1 else piece.query_count
-        columns = min(KEY_BLOCK, parameters.bias_columns - piece.column)
+        columns = columns_of(parameters, piece)
         # The strides of what the bias was broadcast along are zero.
         offset = (
             piece.batch * parameters.grad_attn_bias_batch_stride
@@ -160,14 +181,14 @@ def build(dtype: str) -> Kernel:
             add(total if parameters.bias_columns == 1 else place, grad_scores, columns, count)
 
     def bias_backward(parameters, piece, scratch):
-        total = scratch
+        total, columns = scratch, columns_of(parameters, piece)
         if piece.part == 0:
-            fill(total, TILE, 0.0)
+            fill(total, max(KEY_BLOCK, columns) * TILE_STRIDE, 0.0)
         if piece.key_start < piece.key_stop:
-            add_block(parameters, piece, shift(scratch, TILE), total)
+            add_block(parameters, piece, shift(scratch, BIAS_COLUMNS * TILE_STRIDE), total)
         if piece.part == piece.parts - 1:
             if parameters.bias_rows == 1:
-                sum_columns(total)
+                sum_columns(total, max(KEY_BLOCK, columns))
             if parameters.bias_columns == 1:
                 sum_rows(total)
             write_gradient(parameters, piece, total)

@@ -10,14 +10,19 @@ import math
 
 from numba import njit
 
-from foo_ops.kernels.attention import argument_types, compute_dtype, copy_row_of, fill_of, round_up
+from foo_ops.kernels.attention import (
+    LOG2,
+    argument_types,
+    compute_dtype,
+    copy_row_of,
+    fill_of,
+    round_up,
+)
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import ELEMENTS, fma, load, load_vector, splat, store
 from foo_ops.kernels.struct import row_of
-
-LOG2 = math.log(2.0)
 
 
 def build(dtype: str) -> Kernel:
@@ -49,7 +54,9 @@ def build(dtype: str) -> Kernel:
             value = load(row_of(parameters, "partial_logsumexp", piece.slot + part, 0, lane), 0)
             if value == -math.inf:
                 continue
-            weight = splat(compute(exp2((value - logsumexp) / compute(LOG2))), LANES)
+            # Equal infinities, of a sink, have no difference.
+            exponent = value - logsumexp if value != logsumexp else compute(0.0)
+            weight = splat(compute(exp2(exponent / compute(LOG2))), LANES)
             source = row_of(parameters, "partial_output", piece.slot + part, 0, lane)
             for column in range(0, width, LANES):
                 sum_ = load_vector(total, column, LANES)

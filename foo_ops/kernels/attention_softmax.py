@@ -14,10 +14,12 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.attention import (
+    LOG2,
     TILE_STRIDE,
     compute_dtype,
     copy_row_of,
     fill_of,
+    round_up,
 )
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.matmul import lanes_of
@@ -39,8 +41,6 @@ from foo_ops.kernels.simd import (
 from foo_ops.kernels.struct import row_of
 from foo_ops.kernels.tiles import PAIRS, pack_pairs
 
-LOG2 = math.log(2.0)
-
 
 @functools.cache
 def softmax_start_of(dtype: str) -> Callable:
@@ -61,7 +61,8 @@ def softmax_start_of(dtype: str) -> Callable:
                 if sink != compute(-math.inf):
                     first = index * piece.query_count
                     fill(shift(largest, first), piece.query_count, sink / compute(LOG2))
-                    fill(shift(total, first), piece.query_count, 1.0)
+                    # No number is less or more than NaN, so that the sum has to carry it.
+                    fill(shift(total, first), piece.query_count, 1.0 if sink == sink else sink)
 
     return start_softmax
 
@@ -195,6 +196,7 @@ def writer_of(dtype: str) -> Callable:
 
     As output and logsumexp, or where the keys are split, as one part of these.
     """
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
     copy_row = copy_row_of(compute_dtype(dtype))
 
     @njit
@@ -205,6 +207,7 @@ def writer_of(dtype: str) -> Callable:
     @njit
     def write(parameters, piece, rows, width, largest, total):
         value_dim = parameters.value_dim
+        whole = round_up(value_dim, LANES)
         for index in range(piece.heads):
             for row in range(piece.query_count):
                 lane = index * piece.query_count + row
@@ -212,7 +215,7 @@ def writer_of(dtype: str) -> Callable:
                 source = shift(rows, lane * width)
                 if piece.slot >= 0:
                     part = row_of(parameters, "partial_output", piece.slot, 0, lane)
-                    copy_row(part, source, 1, value_dim, value_dim)
+                    copy_row(part, source, 1, whole, whole)
                     store(row_of(parameters, "partial_logsumexp", piece.slot, 0, lane), 0, result)
                 else:
                     query, head = piece.query_offset + piece.query_start + row, piece.head + index

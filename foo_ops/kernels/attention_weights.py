@@ -9,6 +9,7 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.attention import (
+    LOG2,
     TILE_STRIDE,
     block_of,
     compute_dtype,
@@ -31,8 +32,6 @@ from foo_ops.kernels.simd import (
     store,
 )
 from foo_ops.kernels.struct import row_of
-
-LOG2 = math.log(2.0)
 
 
 @functools.cache

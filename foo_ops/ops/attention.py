@@ -190,7 +190,7 @@ def fake_seeded(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     outputs = fake(query, key, value, attn_bias, alibi_slopes, sinks, **options)
-    _C.check_attention_seed(seed, options.get("dropout_p", 0.0))
+    _C.check_attention_seed(query, seed, options.get("dropout_p", 0.0))
     return outputs
 
 
@@ -210,7 +210,7 @@ def _check_saved(
 ) -> None:
     _check(query, key, value, attn_bias, alibi_slopes, sinks, **options)
     _C.check_attention_results(grad_output, grad_logsumexp, query, value, output, logsumexp)
-    _C.check_attention_seed(seed, options.get("dropout_p", 0.0))
+    _C.check_attention_seed(query, seed, options.get("dropout_p", 0.0))
 
 
 def empty_gradient(tensor: Tensor | None, query: Tensor) -> Tensor:

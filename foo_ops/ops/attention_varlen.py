@@ -153,7 +153,8 @@ def fake(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
 @library.register_fake("foo::attention_varlen_seeded")
 def fake_seeded(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
     outputs = fake(*inputs[:9], **options)
-    _C.check_attention_seed(inputs[9] if len(inputs) > 9 else None, options.get("dropout_p", 0.0))
+    seed = inputs[9] if len(inputs) > 9 else None
+    _C.check_attention_seed(inputs[0], seed, options.get("dropout_p", 0.0))
     return outputs
 
 
@@ -165,7 +166,7 @@ def fake_backward(
     query, key, value = inputs[:3]
     _check(*inputs, None, alibi_slopes, sinks, **options)
     _C.check_attention_results(grad_output, grad_logsumexp, query, value, output, logsumexp)
-    _C.check_attention_seed(seed, options.get("dropout_p", 0.0))
+    _C.check_attention_seed(query, seed, options.get("dropout_p", 0.0))
     tensors = (query, key, value, alibi_slopes, sinks)
     return tuple(empty_gradient(tensor, query) for tensor in tensors)
 

@@ -97,7 +97,7 @@ Outputs attention_seeded(const at::Tensor& query, const at::Tensor& key, const a
   const AttentionInputs inputs{query, key, value, attn_bias, alibi_slopes, sinks};
   const AttentionOptions options{is_causal, scale, dropout_p, window_left, window_right, softcap};
   check_attention(inputs, options);
-  check_attention_seed(seed, dropout_p);
+  check_attention_seed(query, seed, dropout_p);
   return attend(inputs, options, seed);
 }
 
@@ -124,7 +124,7 @@ struct Saved {
     check_attention(inputs, options);
     check_attention_results(grad_output, grad_logsumexp, inputs.query, inputs.value, output,
                             logsumexp);
-    check_attention_seed(seed, options.dropout_p);
+    check_attention_seed(inputs.query, seed, options.dropout_p);
     parameters = make_parameters(inputs);
     set_options(parameters, extras, inputs.query, inputs.alibi_slopes, inputs.sinks, options, seed);
     parameters.output = Operand(output);
@@ -149,13 +149,17 @@ AttentionGradients attention_backward(
                       cut_into_blocks(parameters, sequences_of(parameters), options), false);
 }
 
-// The blocks that add to a tile of the bias's gradient, one after the other.
+// Columns of the bias's gradient that are summed together: BIAS_COLUMNS in
+// foo_ops/kernels/attention_bias_backward.py.
+constexpr int64_t kBiasColumns = 512;
+
+// The blocks that add to some columns of the bias's gradient, one after the other.
 template <class Call>
-void add_to_bias_tile(const Parameters& parameters, const std::vector<const Piece*>& contributors,
-                      int64_t column, Call call) {
+void add_to_bias(const Parameters& parameters, const std::vector<const Piece*>& contributors,
+                 int64_t column, Call call) {
   const int64_t stop = parameters.bias_columns == 1
                            ? parameters.key_length
-                           : std::min(parameters.key_length, column + kKeyBlock);
+                           : std::min(parameters.key_length, column + kBiasColumns);
   const int64_t parts = static_cast<int64_t>(contributors.size());
   for (int64_t part = 0; part < parts; ++part) {
     Piece piece = *contributors[part];
@@ -220,13 +224,14 @@ at::Tensor attention_bias_backward(const at::Tensor& grad_output, const at::Tens
     return grad_bias;
   }
   const auto groups = group_by_bias(parameters, blocks);
-  const int64_t column_tiles = ceil_divide(parameters.bias_columns, kKeyBlock);
+  const int64_t parts = ceil_divide(parameters.bias_columns, kBiasColumns);
   auto* kernel = bias_backward_kernel().get<AttentionFunction>(query.scalar_type());
-  run_jobs(parameters, compute_type(query), kernel,
-           static_cast<int64_t>(groups.size()) * column_tiles, [&](int64_t job, const auto& call) {
-             add_to_bias_tile(parameters, groups[job / column_tiles],
-                              job % column_tiles * kKeyBlock, call);
-           });
+  run_jobs(
+      parameters, compute_type(query), kernel, static_cast<int64_t>(groups.size()) * parts,
+      [&](int64_t job, const auto& call) {
+        add_to_bias(parameters, groups[job / parts], job % parts * kBiasColumns, call);
+      },
+      kBiasColumns * kTileStride);
   return grad_bias;
 }
 
@@ -245,7 +250,7 @@ at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double 
   parameters.key_length = shape[3];
   AttentionOptions options;
   options.dropout_p = dropout_p;
-  check_attention_seed(seed, dropout_p);
+  check_attention_seed(seed, seed, dropout_p);
   Extras extras;
   set_options(parameters, extras, kept, std::nullopt, std::nullopt, options, seed);
   parameters.partial_output = Operand(kept);

@@ -52,6 +52,7 @@ void check_attention_results(const at::Tensor& grad_output, const at::Tensor& gr
                              const at::Tensor& output, const at::Tensor& logsumexp);
 
 // Dropout needs a seed, and nothing else does.
-void check_attention_seed(const std::optional<at::Tensor>& seed, double dropout_p);
+void check_attention_seed(const at::Tensor& query, const std::optional<at::Tensor>& seed,
+                          double dropout_p);
 
 }  // namespace foo

@@ -262,10 +262,13 @@ void check_attention_results(const at::Tensor& grad_output, const at::Tensor& gr
   check("logsumexp", logsumexp, compute, rows);
 }
 
-void check_attention_seed(const std::optional<at::Tensor>& seed, double dropout_p) {
+void check_attention_seed(const at::Tensor& query, const std::optional<at::Tensor>& seed,
+                          double dropout_p) {
   TORCH_CHECK_VALUE(seed.has_value() == (dropout_p > 0.0),
                     "attention: seed must be given if dropout_p is not 0, and only then");
   if (seed.has_value()) {
+    TORCH_CHECK_VALUE(seed->device() == query.device(), "attention: seed must be on ",
+                      query.device(), " as query is, got ", seed->device());
     TORCH_CHECK_TYPE(seed->scalar_type() == at::kLong, "attention: seed must be int64, got ",
                      dtype_name(seed->scalar_type()));
     TORCH_CHECK_VALUE(seed->sym_numel() == 1, "attention: seed must have 1 element, got ",

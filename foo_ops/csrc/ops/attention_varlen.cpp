@@ -1,5 +1,7 @@
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "kernel_table.h"
 #include "ops/attention.h"
 #include "ops/attention_work.h"
@@ -200,7 +202,7 @@ Outputs attention_varlen_seeded(
                             seqused_k, block_table, alibi_slopes, sinks};
   const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
   check_attention_varlen(inputs, options);
-  check_attention_seed(seed, dropout_p);
+  check_attention_seed(query, seed, dropout_p);
   return attend(inputs, options, seed, max_seqlen_q.expect_int(), max_seqlen_k.expect_int());
 }
 
@@ -218,7 +220,7 @@ AttentionGradients attention_varlen_backward(
   const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
   check_attention_varlen(inputs, options);
   check_attention_results(grad_output, grad_logsumexp, query, value, output, logsumexp);
-  check_attention_seed(seed, dropout_p);
+  check_attention_seed(query, seed, dropout_p);
   Call call(inputs, options, seed, max_seqlen_q.expect_int(), max_seqlen_k.expect_int());
   auto& parameters = call.parameters;
   parameters.output = packed(output);

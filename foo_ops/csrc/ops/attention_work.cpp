@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "kernel_table.h"
 
@@ -29,12 +30,12 @@ using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t
                          int64_t width, int64_t rows, int64_t columns, int64_t chunks,
                          double factor);
 
-// Kernels live as long as the process: they are never destroyed.
 // The plain kernels, without options, take half the time to compile, and most models need no other.
 bool is_plain(const Parameters& parameters) {
   return parameters.modifies == 0 && parameters.dropout_threshold == 0;
 }
 
+// Kernels live as long as the process: they are never destroyed.
 Kernel& forward_kernel(const Parameters& parameters) {
   static auto* kernel = new Kernel("attention_forward");
   static auto* plain = new Kernel("attention_forward.plain");
@@ -64,7 +65,7 @@ Kernel& sum_chunks_kernel() {
 }
 
 // Queries in a block: whole panels of the matrix product, which are 3 vectors of 8 wide with 16
-// registers, and 4 of 16 with 32.
+// registers, and 4 of 16 with 32. Kernels for another processor than this compute the same, slower.
 int64_t query_block() {
 #if defined(__x86_64__)
   static const int64_t block = __builtin_cpu_supports("avx512f") ? kLargestQueryBlock : 96;
@@ -98,13 +99,13 @@ void set_keys(Piece& piece, const Sequence& sequence) {
   const int64_t first = std::max<int64_t>(0, piece.query_start + piece.first_visible);
   const int64_t stop = std::min(sequence.key_length, last_query + piece.last_visible + 1);
   piece.key_start = first / 8 * 8;
-  piece.key_stop = std::max(piece.key_start, stop);
+  piece.key_stop = stop > first ? stop : piece.key_start;
 }
 
 void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const Sequence& sequence,
                 const AttentionOptions& options) {
   const int64_t length = sequence.query_length;
-  if (length == 0) {
+  if (length == 0 || parameters.group == 0) {
     return;
   }
   const int64_t heads = std::clamp<int64_t>(query_block() / length, 1, parameters.group);

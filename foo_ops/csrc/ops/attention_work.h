@@ -6,8 +6,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "ops/attention.h"
@@ -32,7 +34,9 @@ struct Operand {
 
   Operand() = default;
   // Of shape (batch, heads, rows, columns), or without the last ones.
-  explicit Operand(const at::Tensor& tensor) : data(tensor.data_ptr()) {
+  // An input must not be asked for a pointer to write to: that would copy one that shares its
+  // memory until it is written to. Outputs are new, and share it with nobody.
+  explicit Operand(const at::Tensor& tensor) : data(const_cast<void*>(tensor.const_data_ptr())) {
     for (int64_t i = 0; i < tensor.dim(); ++i) {
       strides[i] = tensor.stride(i);
     }
@@ -45,7 +49,7 @@ struct Parameters {
   int64_t head_dim, value_dim, query_heads, group, key_heads, batch;
   int64_t modifies, bias_kind, bias_batch, bias_heads, bias_rows, bias_columns;
   int64_t has_alibi_slopes, has_sinks, dropout_threshold, seed;
-  int64_t page_size, block_table_stride, query_length, key_length, chunks, blocks;
+  int64_t page_size, block_table_stride, query_length, key_length, chunks;
   const int32_t* block_table;
   Operand query, key, value, attn_bias, alibi_slopes, sinks, output, logsumexp;
   Operand grad_output, grad_logsumexp, grad_query, grad_key, grad_value, grad_attn_bias;
@@ -125,15 +129,16 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
 
 // Calls work(job, call) for each job, in parallel, where call(piece) runs the kernel in the
 // thread's own scratch memory. Threads take the next job when they are done with one; which thread
-// runs it makes no difference to the result.
+// runs it makes no difference to the result. ``more``: elements of scratch memory beside those of
+// all kernels.
 template <class Work>
 void run_jobs(const Parameters& parameters, at::ScalarType scratch_type, AttentionFunction* kernel,
-              int64_t jobs, Work work) {
+              int64_t jobs, Work work, int64_t more = 0) {
   const int64_t head_width = round_up_to_vector(parameters.head_dim);
   const int64_t value_width = round_up_to_vector(parameters.value_dim);
   const int64_t width = std::max(head_width, value_width) + kPadding;
   // The most that a kernel packs: see backward() in foo_ops/kernels/attention_backward.py.
-  const int64_t size = 5 * kTile + (9 + 10 * width) * kTileStride + 3 * kKeyBlock * width;
+  const int64_t size = 5 * kTile + (9 + 10 * width) * kTileStride + 3 * kKeyBlock * width + more;
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
   const at::Tensor scratch =
       at::empty({threads, size}, at::TensorOptions().dtype(scratch_type).device(at::kCPU));
