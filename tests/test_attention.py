@@ -161,13 +161,26 @@ def test_softcap_by_hand(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_results_are_contiguous_and_fresh(dtype, device):
-    sample = ATTENTION.samples["plain"](dtype).map(reversed_dimensions)
-    output, logsumexp = call(sample, device)
-    assert output.is_contiguous()
-    assert logsumexp.is_contiguous()
-    assert output.dtype == dtype
-    assert logsumexp.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+def test_results_are_dense(dtype, device):
+    sample = ATTENTION.samples["plain"](dtype)
+    for given in (sample, sample.map(reversed_dimensions)):
+        output, logsumexp = call(given, device)
+        assert output.is_contiguous() or output.transpose(1, 2).is_contiguous()
+        assert logsumexp.is_contiguous()
+        assert output.dtype == dtype
+        assert logsumexp.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_heads_and_rows_lie_in_memory_as_those_of_query(device):
+    """A model that transposed the heads to the front can transpose them back and view."""
+    query, key, value = (torch.randn(2, 9, 4, 8).to(device).transpose(1, 2) for _ in range(3))
+    output = foo_ops.attention(query, key, value)
+    assert output.stride() == query.stride()
+    assert output.transpose(1, 2).view(2, 9, 32).data_ptr() == output.data_ptr()
+    inputs = (tensor.contiguous() for tensor in (query, key, value))
+    contiguous = foo_ops.attention(*inputs)
+    assert contiguous.is_contiguous()
+    assert torch.equal(output, contiguous)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

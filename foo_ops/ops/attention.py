@@ -94,7 +94,8 @@ def attention(
         return_logsumexp: return the logarithm of the softmax's denominator, too.
 
     Returns:
-        The output, (B, Hq, Sq, Dv) in query's dtype, and if asked for the natural logsumexp,
+        The output, (B, Hq, Sq, Dv) in query's dtype with heads and rows in memory as query has
+        them, and if asked for the natural logsumexp,
         (B, Hq, Sq) in float32 (float64 for float64), which dropout does not change. A query that
         sees no key has output 0 and logsumexp -inf, or the sink. float16 and bfloat16 are
         accumulated in float32. Both results can be differentiated, twice, for query, key, value,
@@ -173,9 +174,12 @@ def fake(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     _check(query, key, value, attn_bias, alibi_slopes, sinks, **options)
-    shape = query.shape[:3]
-    output = query.new_empty(*shape, value.shape[3])
-    return output, query.new_empty(shape, dtype=compute_type(query))
+    batch, heads, rows, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        output = query.new_empty(batch, rows, heads, value.shape[3]).transpose(1, 2)
+    else:
+        output = query.new_empty(batch, heads, rows, value.shape[3])
+    return output, query.new_empty(batch, heads, rows, dtype=compute_type(query))
 
 
 @library.register_fake("foo::attention_seeded")

@@ -71,11 +71,20 @@ std::vector<Sequence> sequences_of(const Parameters& parameters) {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor>;
 
+// Heads and rows lie in memory as query's do, so that a model which transposed them for attention
+// can transpose them back and view the result.
+at::Tensor make_output(const at::Tensor& query, int64_t value_dim) {
+  const auto batch = query.size(0), heads = query.size(1), rows = query.size(2);
+  if (query.stride(1) < query.stride(2)) {
+    return at::empty({batch, rows, heads, value_dim}, query.options()).transpose(1, 2);
+  }
+  return at::empty({batch, heads, rows, value_dim}, query.options());
+}
+
 Outputs attend(const AttentionInputs& inputs, const AttentionOptions& options,
                const std::optional<at::Tensor>& seed) {
   const auto& query = inputs.query;
-  const at::Tensor output = at::empty(
-      {query.size(0), query.size(1), query.size(2), inputs.value.size(3)}, query.options());
+  const at::Tensor output = make_output(query, inputs.value.size(3));
   const at::Tensor logsumexp = at::empty({query.size(0), query.size(1), query.size(2)},
                                          query.options().dtype(compute_type(query)));
   Extras extras;
