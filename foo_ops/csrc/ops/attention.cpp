@@ -250,6 +250,9 @@ at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double 
                     shape.size());
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble,
                    "attention_kept: dtype must be float32 or float64, got ", dtype_name(dtype));
+  TORCH_CHECK_VALUE(dropout_p >= 0.0 && dropout_p < 1.0,
+                    "attention_kept: dropout_p must be at least 0 and less than 1, got ",
+                    dropout_p);
   const at::Tensor kept = at::empty(shape, seed.options().dtype(dtype));
   Parameters parameters{};
   parameters.batch = shape[0];

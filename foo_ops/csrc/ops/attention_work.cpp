@@ -25,6 +25,7 @@ constexpr int64_t kFewQueries = 8;
 constexpr int64_t kEnoughPieces = 64;
 constexpr int64_t kPartLength = 1024;
 constexpr int64_t kBackwardPieces = 8;
+constexpr int64_t kRowsOfPart = 256;
 
 using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t chunk_stride,
                          int64_t width, int64_t rows, int64_t columns, int64_t chunks,
@@ -198,11 +199,17 @@ void sum_chunks(const at::Tensor& gradient, const at::Tensor& sums, int64_t chun
   auto* kernel = sum_chunks_kernel().get<SumFunction>(gradient.scalar_type());
   char* const target = static_cast<char*>(gradient.data_ptr());
   char* const source = static_cast<char*>(sums.data_ptr());
-  at::parallel_for(0, gradient.size(0), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t head = begin; head < end; ++head) {
-      kernel(target + head * gradient.stride(0) * gradient.element_size(), gradient.stride(1),
-             source + head * chunks * sums.stride(0) * sums.element_size(), sums.stride(0),
-             sums.size(3), gradient.size(1), gradient.size(2), chunks, factor);
+  // A head's rows in parts, so that there is work for all threads if there is one head.
+  const int64_t parts = ceil_divide(gradient.size(1), kRowsOfPart);
+  at::parallel_for(0, gradient.size(0) * parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t job = begin; job < end; ++job) {
+      const int64_t head = job / parts, row = job % parts * kRowsOfPart;
+      const int64_t rows = std::min(kRowsOfPart, gradient.size(1) - row);
+      const int64_t place = head * gradient.stride(0) + row * gradient.stride(1);
+      const int64_t first = head * chunks * sums.stride(0) + row * sums.stride(2);
+      kernel(target + place * gradient.element_size(), gradient.stride(1),
+             source + first * sums.element_size(), sums.stride(0), sums.size(3), rows,
+             gradient.size(2), chunks, factor);
     }
   });
 }
