@@ -241,7 +241,6 @@ print("right")
         ("float32", {"NUMBA_CPU_NAME": "generic"}),
         # As with AVX512-BF16, whose instructions are put together from others.
         ("bfloat16", {"FOO_BFLOAT16_PAIRS": "1", "FOO_VECTOR_BITS": "512"}),
-        ("bfloat16", {"FOO_BFLOAT16_PAIRS": "1", "FOO_VECTOR_BITS": "256"}),
         ("bfloat16", {"FOO_BFLOAT16_PAIRS": "0"}),
     ],
     ids=str,
