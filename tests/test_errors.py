@@ -298,6 +298,14 @@ def test_attention_seed(seed, dropout_p, error, message, mode, device):
             torch.ops.foo.attention_varlen_seeded(**packed(device), seed=seed, dropout_p=dropout_p)
 
 
+@other_device
+def test_attention_seed_on_another_device(own, other):
+    query, key = torch.zeros(QUERY, device=own), torch.zeros(KEY, device=own)
+    seed = torch.zeros(1, dtype=torch.int64, device=other)
+    with raises(ValueError, f"attention: seed must be on {own} as query is, got {other}"):
+        torch.ops.foo.attention_seeded(query, key, key, seed=seed, dropout_p=0.5)
+
+
 # ------------------------------------------------------------------------------ attention_varlen
 
 

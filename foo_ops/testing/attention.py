@@ -268,7 +268,7 @@ OPTION_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
                 window_left=left,
             )
         )
-        for heads, queries, keys, left in ((8, 12, 25, 3), (8, 9, 75, 60))
+        for heads, queries, keys, left in ((4, 12, 25, 0), (8, 12, 25, 3), (8, 9, 75, 60))
     },
     "window, no keys": attention_sample(keys=0, window_right=0),
     "window, bias": attention_sample(
