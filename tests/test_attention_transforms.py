@@ -192,6 +192,13 @@ def test_vmap_of_biases(shape, bias_dim, query_dim, device):
         check_vmap(lambda *inputs: finite(attention(*inputs)), in_dims, *tensors)
 
 
+def test_vmap_over_a_single_slice(device):
+    """A dimension of size 1 that is mapped is not one that is broadcast."""
+    shapes = (*[(1, 2, 4, 5, 8)] * 3, (1, 2, 1, 5, 5))
+    tensors = random("single", *shapes, dtype=torch.float64)
+    check_vmap(attention, (0,) * 4, *(tensor.to(device) for tensor in tensors))
+
+
 @pytest.mark.parametrize("per_batch", [False, True])
 @pytest.mark.parametrize(
     ("query_dim", "slopes_dim", "sinks_dim"),
