@@ -203,7 +203,7 @@ def _weighted_sums_of(dtype: str) -> Callable:
     a product of matrices, column by column, they come at two thirds of its speed.
     """
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    prefetch_row, fill = _row_prefetcher_of(dtype), fill_of(compute_dtype(dtype))
+    prefetch_row, scalar = _row_prefetcher_of(dtype), ELEMENTS[dtype].compute
 
     def group_of(ROWS: int) -> Callable:  # noqa: N803
         @njit
@@ -224,7 +224,12 @@ def _weighted_sums_of(dtype: str) -> Callable:
     @njit
     def weighted_sums(sums, width, weights, values, value_stride, rows, count):
         if count % 2 == 1:
-            fill(shift(weights, count * TILE_STRIDE), GROUP * LANES, 0.0)
+            # The last key is taken twice, by halves: an infinite value times 0 would be NaN.
+            last = shift(weights, (count - 1) * TILE_STRIDE)
+            for row in range(0, MOST_ROWS, LANES):
+                halves = load_vector(last, row, LANES) * splat(scalar(0.5), LANES)
+                store(last, row, halves)
+                store(last, TILE_STRIDE + row, halves)
         for key in range(0, count, 2):
             factors, first = shift(weights, key * TILE_STRIDE), shift(values, key * value_stride)
             second = shift(first, value_stride if key + 1 < count else 0)
