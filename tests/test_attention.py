@@ -229,12 +229,12 @@ def test_nan_and_infinity_go_where_they_belong(dtype, position, value, device):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("position", range(4), ids=["query", "key", "value", "attn_bias"])
-@pytest.mark.parametrize("keys", [20, 1500])
+@pytest.mark.parametrize("keys", [20, 21, 1501])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_and_infinity_with_few_queries(dtype, keys, position, value, device):
-    """Where keys are in two parts, one of the parts has them."""
+    """In the last key, which may be half of a pair; where keys are in two parts, in one of them."""
     sample = attention_sample(queries=2, keys=keys, bias=random_bias(2, 2, 2, keys))(dtype)
-    row = 1 if position in (0, 3) else keys - 3
+    row = 1 if position in (0, 3) else keys - 1
     sample.inputs[position][1, 0, row, 3] = value
     outputs = call(sample, device)
     testing.check_outputs(ATTENTION, sample, dtype, outputs)
