@@ -60,13 +60,61 @@ def test_module_is_torch_foo():
     run("import torch.foo, foo_ops.device\nassert torch.foo is foo_ops.device")
 
 
-def test_fork():
+def test_forked_child_cannot_use_a_device_that_its_parent_used():
     program = """
 import os, torch
 tensor = torch.ones(1000, device="foo")
 child = os.fork()
 if child == 0:
-    os._exit(0 if (tensor + torch.ones(1000, device="foo")).sum().item() == 2000 else 1)
+    assert torch.foo._is_in_bad_fork() and not torch.foo.is_initialized()
+    message = (
+        "Cannot re-initialize foo in forked subprocess. To use foo with multiprocessing, you must"
+        " use the 'spawn' start method"
+    )
+    for use in (
+        lambda: torch.ones(1, device="foo"),
+        lambda: tensor + 1,
+        lambda: tensor.cpu(),
+        lambda: torch.foo.set_device(0),
+        torch.foo.init,
+    ):
+        try:
+            use()
+        except RuntimeError as error:
+            assert str(error).splitlines()[0] == message, error
+        else:
+            raise AssertionError("no error")
+    # What makes no use of the device goes on.
+    torch.manual_seed(0)
+    assert torch.rand(3).sum() > 0
+    del tensor
+    os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
+assert tensor.sum().item() == 1000
+"""
+    run(program)
+
+
+def test_forked_child_can_use_a_device_that_its_parent_did_not():
+    program = """
+import os, torch
+assert not torch.foo.is_initialized()
+child = os.fork()
+if child == 0:
+    assert torch.ones(3, device="foo").sum().item() == 3
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    run(program)
+
+
+def test_initialization():
+    program = """
+import torch
+assert torch.foo.is_available() and torch.foo.device_count() == 2
+assert not torch.foo.is_initialized() and not torch.foo._initialized
+assert torch.foo.memory_allocated() == 0
+torch.foo.init()
+assert torch.foo.is_initialized() and torch.foo._initialized
 """
     run(program)

@@ -2,8 +2,12 @@
 
 #include <torch/extension.h>
 
+#include "device/allocator.h"
+#include "device/backend_meta.h"
 #include "device/device.h"
 #include "device/generator.h"
+#include "device/guard.h"
+#include "device/process.h"
 #include "kernel_table.h"
 #include "ops/attention.h"
 #include "ops/elementwise.h"
@@ -69,6 +73,59 @@ void bind_operators(py::module_& module) {
              py::arg("operator_name"));
 }
 
+py::list describe_blocks(const c10::CachingDeviceAllocator::SegmentInfo& segment) {
+  py::list blocks;
+  size_t address = segment.address + foo::device::kBlockHeaderBytes;
+  for (const auto& block : segment.blocks) {
+    py::dict description;
+    description["address"] = address;
+    description["size"] = block.size;
+    description["requested_size"] = block.requested_size;
+    description["state"] = block.allocated ? "active_allocated" : "inactive";
+    blocks.append(description);
+    address += block.size + foo::device::kBlockHeaderBytes;
+  }
+  return blocks;
+}
+
+// As torch.cuda.memory_snapshot describes its segments.
+py::list memory_snapshot() {
+  py::list segments;
+  for (const auto& segment : foo::device::memory_snapshot()) {
+    py::dict description;
+    description["device"] = int{segment.device};
+    description["address"] = segment.address;
+    description["total_size"] = segment.total_size;
+    description["allocated_size"] = segment.allocated_size;
+    description["active_size"] = segment.active_size;
+    description["requested_size"] = segment.requested_size;
+    description["stream"] = 0;
+    description["segment_type"] = segment.is_large ? "large" : "small";
+    description["blocks"] = describe_blocks(segment);
+    segments.append(description);
+  }
+  return segments;
+}
+
+uintptr_t allocate(size_t bytes, int64_t index) {
+  foo::device::check_device_index(index);
+  const foo::device::DeviceGuard guard(
+      c10::Device(foo::device::kFoo, static_cast<c10::DeviceIndex>(index)));
+  return reinterpret_cast<uintptr_t>(foo::device::allocator().raw_allocate(bytes));
+}
+
+void deallocate(uintptr_t address) {
+  foo::device::allocator().raw_deallocate(reinterpret_cast<void*>(address));
+}
+
+void bind_memory(py::module_& device) {
+  device.def("memory_snapshot", &memory_snapshot);
+  device.def("set_memory_fraction", &foo::device::set_memory_fraction);
+  device.def("memory_fraction", &foo::device::memory_fraction);
+  device.def("allocate", &allocate);
+  device.def("deallocate", &deallocate);
+}
+
 // The device: what torch's own Python functions for accelerators do not already give.
 void bind_device(py::module_& module) {
   using namespace foo::device;
@@ -77,6 +134,12 @@ void bind_device(py::module_& module) {
   device.def("set_device", &set_current_device);
   device.def("check_device_index", &check_device_index);
   device.def("default_generator", &default_generator);
+  device.def("initialize", &initialize);
+  device.def("is_initialized", &is_initialized);
+  device.def("is_in_bad_fork", &is_in_bad_fork);
+  device.def("set_backend_meta", torch::wrap_pybind_function(&set_backend_meta));
+  device.def("get_backend_meta", torch::wrap_pybind_function(&get_backend_meta));
+  bind_memory(device);
 }
 
 }  // namespace

@@ -4,13 +4,15 @@ The names, and what they do, are those of ``torch.cuda``.
 """
 
 import sys
+from typing import Any
 
+from foo_ops._C.device import get_backend_meta, set_backend_meta
 from foo_ops.device import _registration, _utils, memory, random, streams
 from foo_ops.device.devices import (
     DeviceProperties,
     _exchange_device,
-    _initialized,
     _is_in_bad_fork,
+    _lazy_init,
     _maybe_exchange_device,
     current_device,
     device,
@@ -27,15 +29,21 @@ from foo_ops.device.devices import (
     synchronize,
 )
 from foo_ops.device.memory import (
+    caching_allocator_alloc,
+    caching_allocator_delete,
     empty_cache,
+    get_per_process_memory_fraction,
     max_memory_allocated,
     max_memory_reserved,
     mem_get_info,
     memory_allocated,
     memory_reserved,
+    memory_snapshot,
     memory_stats,
+    memory_summary,
     reset_accumulated_memory_stats,
     reset_peak_memory_stats,
+    set_per_process_memory_fraction,
 )
 from foo_ops.device.random import (
     default_generators,
@@ -66,8 +74,11 @@ __all__ = [
     "_exchange_device",
     "_initialized",
     "_is_in_bad_fork",
+    "_lazy_init",
     "_maybe_exchange_device",
     "_utils",
+    "caching_allocator_alloc",
+    "caching_allocator_delete",
     "current_device",
     "current_stream",
     "default_generators",
@@ -77,8 +88,10 @@ __all__ = [
     "device_of",
     "empty_cache",
     "get_amp_supported_dtype",
+    "get_backend_meta",
     "get_device_name",
     "get_device_properties",
+    "get_per_process_memory_fraction",
     "get_rng_state",
     "get_rng_state_all",
     "init",
@@ -94,13 +107,17 @@ __all__ = [
     "memory",
     "memory_allocated",
     "memory_reserved",
+    "memory_snapshot",
     "memory_stats",
+    "memory_summary",
     "random",
     "reset_accumulated_memory_stats",
     "reset_peak_memory_stats",
     "seed",
     "seed_all",
+    "set_backend_meta",
     "set_device",
+    "set_per_process_memory_fraction",
     "set_rng_state",
     "set_rng_state_all",
     "set_stream",
@@ -108,5 +125,13 @@ __all__ = [
     "streams",
     "synchronize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # torch.utils.checkpoint reads it, and it changes.
+    if name == "_initialized":
+        return is_initialized()
+    raise AttributeError(f"module 'torch.foo' has no attribute {name!r}")
+
 
 _registration.register(sys.modules[__name__])

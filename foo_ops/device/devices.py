@@ -22,16 +22,19 @@ class DeviceProperties:
 
 _DEVICE_COUNT: int = _C.device_count()
 
-# Host memory is always there: nothing is left to initialise when the module is imported.
-_initialized = True
-
 
 def init() -> None:
-    """Nothing to do; there for code that calls it on every accelerator."""
+    """Initialize the device, as its first use does. Raises in a forked child, see there."""
+    _C.initialize()
+
+
+# torch calls it by this name before it makes the first tensor on the device.
+_lazy_init = init
 
 
 def is_initialized() -> bool:
-    return _initialized
+    """Whether this process has used the device."""
+    return _C.is_initialized()
 
 
 def is_available() -> bool:
@@ -39,8 +42,11 @@ def is_available() -> bool:
 
 
 def _is_in_bad_fork() -> bool:
-    """Never: a forked child has its own copy of the host memory and can go on."""
-    return False
+    """Whether this process is a forked child of one that had used the device.
+
+    Such a child cannot use it, as with CUDA: locks and memory of the device may be in any state.
+    """
+    return _C.is_in_bad_fork()
 
 
 def device_count() -> int:

@@ -1,45 +1,146 @@
-"""Memory figures, exact to the byte: what is allocated now on a device, and at most so far."""
+"""Memory figures, exact to the byte, and the cache of freed blocks."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from foo_ops._C import device as _C
 from foo_ops.device._utils import _get_device_index
 
 
+def _index(device: Any) -> int:
+    index = _get_device_index(device, optional=True)
+    _C.check_device_index(index)
+    return index
+
+
 def memory_stats(device: Any = None) -> "OrderedDict[str, Any]":
-    return torch.accelerator.memory_stats(_get_device_index(device, optional=True))
+    """The figures of the allocator, under the names that ``torch.cuda.memory_stats`` gives them.
+
+    ``allocated_bytes`` counts what tensors asked for, rounded up to 64 bytes; ``active_bytes`` the
+    blocks that they got; ``reserved_bytes`` what the device holds of the system's memory. Empty
+    until the device is first used.
+    """
+    return torch.accelerator.memory_stats(_index(device))
 
 
 def memory_allocated(device: Any = None) -> int:
-    return memory_stats(device)["allocated_bytes.all.current"]
+    """Bytes that tensors hold now."""
+    return torch.accelerator.memory_allocated(_index(device))
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    return memory_stats(device)["allocated_bytes.all.peak"]
+    """The most bytes that tensors held since the start or :func:`reset_peak_memory_stats`."""
+    return torch.accelerator.max_memory_allocated(_index(device))
 
 
 def memory_reserved(device: Any = None) -> int:
-    return memory_stats(device)["reserved_bytes.all.current"]
+    """Bytes that the device holds now, for tensors and in its cache."""
+    return torch.accelerator.memory_reserved(_index(device))
 
 
 def max_memory_reserved(device: Any = None) -> int:
-    return memory_stats(device)["reserved_bytes.all.peak"]
+    """The most bytes that the device held since the start or :func:`reset_peak_memory_stats`."""
+    return torch.accelerator.max_memory_reserved(_index(device))
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    torch.accelerator.reset_peak_memory_stats(_get_device_index(device, optional=True))
+    """Let the peaks begin again at what is held now."""
+    torch.accelerator.reset_peak_memory_stats(_index(device))
 
 
 def reset_accumulated_memory_stats(device: Any = None) -> None:
-    torch.accelerator.reset_accumulated_memory_stats(_get_device_index(device, optional=True))
+    """Let the sums of all that was allocated and freed begin again at zero."""
+    torch.accelerator.reset_accumulated_memory_stats(_index(device))
 
 
 def empty_cache() -> None:
+    """Return all memory to the system that no tensor holds, of all devices."""
     torch.accelerator.empty_cache()
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Free and total memory of the host in bytes: the devices share it."""
-    return torch.accelerator.get_memory_info(_get_device_index(device, optional=True))
+    """Bytes that the device can still reserve, and bytes that it has in all.
+
+    The devices share the memory of the host unless FOO_MEMORY_LIMIT gives each its own.
+    """
+    return torch.accelerator.get_memory_info(_index(device))
+
+
+def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
+    """Limit what a device may reserve to a part, from 0 to 1, of its total memory.
+
+    Beyond it, and after the cache was emptied, ``torch.OutOfMemoryError`` is raised.
+    """
+    if not isinstance(fraction, float):
+        raise TypeError(f"fraction must be a float, got {type(fraction).__name__}")
+    _C.set_memory_fraction(fraction, _index(device))
+
+
+def get_per_process_memory_fraction(device: Any = None) -> float:
+    return _C.memory_fraction(_index(device))
+
+
+def caching_allocator_alloc(size: int, device: Any = None) -> int:
+    """The address of a block of memory, for code that shares memory with the allocator."""
+    return _C.allocate(size, _index(device))
+
+
+def caching_allocator_delete(mem_ptr: int) -> None:
+    """Free a block that :func:`caching_allocator_alloc` gave."""
+    _C.deallocate(mem_ptr)
+
+
+def memory_snapshot() -> list[dict[str, Any]]:
+    """Every segment of every device, with its blocks, as ``torch.cuda.memory_snapshot``."""
+    return _C.memory_snapshot()
+
+
+def _format_bytes(count: int) -> str:
+    if count < 1024:
+        return f"{count} B"
+    exponent = min((count.bit_length() - 1) // 10, 4)
+    unit = ("KiB", "MiB", "GiB", "TiB")[exponent - 1]
+    return f"{count / 1024**exponent:,.2f} {unit}"
+
+
+_SUMMARY_ROWS: tuple[tuple[str, str, Callable[[int], str]], ...] = (
+    ("allocated_bytes", "Allocated memory", _format_bytes),
+    ("requested_bytes", "Requested memory", _format_bytes),
+    ("active_bytes", "Active memory", _format_bytes),
+    ("reserved_bytes", "Reserved memory", _format_bytes),
+    ("inactive_split_bytes", "Non-releasable memory", _format_bytes),
+    ("allocation", "Allocations", str),
+    ("segment", "Reserved segments", str),
+    ("inactive_split", "Non-releasable blocks", str),
+)
+_SUMMARY_COLUMNS = {
+    "current": "Current",
+    "peak": "Peak",
+    "allocated": "Total alloc",
+    "freed": "Total freed",
+}
+
+
+def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+    """A table of :func:`memory_stats` to print. ``abbreviated`` leaves out the two pools."""
+    index = _index(device)
+    _C.initialize()
+    stats = memory_stats(index)
+    pools = {"all": "", "large_pool": "  large blocks", "small_pool": "  small blocks"}
+    if abbreviated:
+        pools = {"all": ""}
+    lines = [
+        f"Memory of device foo:{index}",
+        f"out of memory: {stats['num_ooms']}, cache emptied to allocate: "
+        f"{stats['num_alloc_retries']}",
+        "",
+        " | ".join([f"{'':24}"] + [f"{title:>12}" for title in _SUMMARY_COLUMNS.values()]),
+    ]
+    for key, title, form in _SUMMARY_ROWS:
+        for pool, name in pools.items():
+            cells = [form(stats[f"{key}.{pool}.{column}"]) for column in _SUMMARY_COLUMNS]
+            lines.append(" | ".join([f"{name or title:24}"] + [f"{cell:>12}" for cell in cells]))
+    return "\n".join(lines) + "\n"

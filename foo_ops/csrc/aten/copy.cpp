@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "aten/host_call.h"
+#include "device/backend_meta.h"
 #include "device/device.h"
 
 namespace foo::aten {
@@ -23,6 +24,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bo
   at::Tensor host_destination = call.to_host(destination);
   at::_ops::copy_::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), host_destination,
                               call.to_host(source), non_blocking);
+  device::copy_backend_meta(source, destination);
   return destination;
 }
 

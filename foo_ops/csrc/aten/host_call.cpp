@@ -9,6 +9,7 @@
 
 #include "device/allocator.h"
 #include "device/device.h"
+#include "device/storage.h"
 
 namespace foo::aten {
 namespace {
@@ -105,7 +106,10 @@ void copy_layout(const at::Tensor& source, const at::Tensor& destination) {
 }  // namespace
 
 HostCall::HostCall(c10::Device device)
-    : device_(device), device_guard_(device), below_autograd_(kExcludedKeys) {}
+    : device_(device),
+      device_guard_(device),
+      host_tensors_in_device_memory_(device.index()),
+      below_autograd_(kExcludedKeys) {}
 
 c10::Storage HostCall::storage_to_host(const c10::Storage& foo) {
   for (const auto& pair : storages_) {
@@ -122,10 +126,7 @@ c10::Storage HostCall::storage_to_foo(const c10::Storage& host) {
   for (const auto& pair : storages_) {
     if (pair.host.is_alias_of(host)) return pair.foo;
   }
-  const auto bytes = static_cast<int64_t>(host.nbytes());
-  c10::Storage foo(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
-                                                         to_foo_memory(host, device_),
-                                                         &device::allocator(), true));
+  c10::Storage foo = device::make_storage(to_foo_memory(host, device_), host.nbytes());
   storages_.push_back({foo, host});
   return foo;
 }

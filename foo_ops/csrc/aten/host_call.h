@@ -9,6 +9,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
+#include "device/allocator.h"
 #include "device/guard.h"
 
 namespace foo::aten {
@@ -44,6 +45,7 @@ class HostCall {
 
   c10::Device device_;
   device::DeviceGuard device_guard_;
+  device::HostTensorsInDeviceMemory host_tensors_in_device_memory_;
   // Autograd has run, and autocast for cpu is not asked for by a call on foo.
   c10::impl::ExcludeDispatchKeyGuard below_autograd_;
   c10::SmallVector<StoragePair, 4> storages_;

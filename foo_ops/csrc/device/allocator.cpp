@@ -1,30 +1,47 @@
 #include "device/allocator.h"
 
+#include <c10/core/CPUAllocator.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
-#include <cstdlib>
+#include <map>
+#include <memory>
 #include <mutex>
-#include <new>
 #include <utility>
 
 #include "device/device.h"
+#include "device/heap.h"
+#include "device/process.h"
 
 namespace foo::device {
 namespace {
 
+using c10::CachingAllocator::format_size;
+using c10::CachingAllocator::Stat;
 using c10::CachingAllocator::StatArray;
 using c10::CachingAllocator::StatType;
+using c10::CachingDeviceAllocator::BlockInfo;
 using c10::CachingDeviceAllocator::DeviceStats;
+using c10::CachingDeviceAllocator::SegmentInfo;
 
-// Stands before each block, so that the context of a block is its own address: that is what
-// raw_deleter and copy-on-write storages ask for.
-struct alignas(kAlignment) Header {
-  size_t requested_bytes;
-  size_t block_bytes;
-  c10::DeviceIndex device;
-};
-static_assert(sizeof(Header) == kAlignment);
+// A huge page of the processor. Segments are aligned to it.
+constexpr size_t kHugePage = size_t{2} << 20;
+
+// Larger blocks have segments of their own, so that small ones do not cut them up.
+constexpr size_t kLargestSmallBlock = size_t{1} << 20;
+constexpr size_t kSmallSegment = kHugePage;
+constexpr size_t kLargeSegment = 10 * kHugePage;
+constexpr size_t kSmallestSmallRest = kAlignment;
+constexpr size_t kSmallestLargeRest = kLargestSmallBlock;
+
+// Beyond it, sums of sizes and headers could overflow.
+constexpr size_t kLargestRequest = size_t{1} << 62;
+
+static_assert(kBlockHeaderBytes == sizeof(Block));
+
+constexpr c10::DeviceIndex kNoDevice = -1;
 
 struct AdoptedMemory {
   c10::Storage host;
@@ -32,48 +49,154 @@ struct AdoptedMemory {
   c10::DeviceIndex device;
 };
 
-auto& aggregate(StatArray& statistic) {
-  return statistic[static_cast<size_t>(StatType::AGGREGATE)];
+size_t physical_memory() {
+  return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
 
-// A view over the figures of DeviceStats that apply where every block is a segment of its own.
+size_t available_memory() {
+  return static_cast<size_t>(sysconf(_SC_AVPHYS_PAGES)) *
+         static_cast<size_t>(sysconf(_SC_PAGESIZE));
+}
+
+// Aligned memory from the system, or null. Transparent huge pages take fewer faults to touch.
+char* map_memory(size_t bytes) {
+  void* mapped = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  char* begin = static_cast<char*>(mapped);
+  const size_t before =
+      round_up(reinterpret_cast<uintptr_t>(begin), kHugePage) - reinterpret_cast<uintptr_t>(begin);
+  char* aligned = begin + before;
+  if (before > 0) munmap(begin, before);
+  if (before < kHugePage) munmap(aligned + bytes, kHugePage - before);
+  madvise(aligned, bytes, MADV_HUGEPAGE);
+  return aligned;
+}
+
+// Which segments lie where, over all devices.
+class SegmentMap {
+ public:
+  void add(const char* begin, size_t bytes, c10::DeviceIndex device) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    segments_[begin] = {begin + bytes, device};
+  }
+  void remove(const char* begin) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    segments_.erase(begin);
+  }
+  std::optional<c10::DeviceIndex> find(const void* address) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto* position = static_cast<const char*>(address);
+    auto after = segments_.upper_bound(position);
+    if (after == segments_.begin()) return std::nullopt;
+    const auto& [end, device] = std::prev(after)->second;
+    return position < end ? std::optional(device) : std::nullopt;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<const char*, std::pair<const char*, c10::DeviceIndex>> segments_;
+};
+
+// Never destroyed, here and below: storages may be freed after the static objects of this library.
+SegmentMap& segment_map() {
+  static auto* map = new SegmentMap();
+  return *map;
+}
+
+// The figures of one pool and of all, changed together.
+class PoolStat {
+ public:
+  PoolStat(StatArray& stat, StatType pool) : stat_(stat), pool_(static_cast<size_t>(pool)) {}
+  void increase(size_t amount) {
+    stat_[kAll].increase(amount);
+    stat_[pool_].increase(amount);
+  }
+  void decrease(size_t amount) {
+    stat_[kAll].decrease(amount);
+    stat_[pool_].decrease(amount);
+  }
+  void change(int64_t amount) { amount >= 0 ? increase(amount) : decrease(-amount); }
+
+ private:
+  static constexpr auto kAll = static_cast<size_t>(StatType::AGGREGATE);
+  StatArray& stat_;
+  size_t pool_;
+};
+
 template <typename Function>
 void for_each_figure(DeviceStats& statistics, Function function) {
   for (StatArray* statistic :
        {&statistics.allocation, &statistics.segment, &statistics.active, &statistics.inactive_split,
         &statistics.allocated_bytes, &statistics.reserved_bytes, &statistics.active_bytes,
         &statistics.inactive_split_bytes, &statistics.requested_bytes}) {
-    for (auto& figure : *statistic) function(figure);
+    for (Stat& figure : *statistic) function(figure);
   }
-  function(statistics.oversize_allocations);
-  function(statistics.oversize_segments);
 }
 
-class Account {
+int64_t current_of(const StatArray& statistic) {
+  return statistic[static_cast<size_t>(StatType::AGGREGATE)].current;
+}
+
+class DeviceMemory {
  public:
-  void record_allocation(void* address, size_t requested_bytes, size_t block_bytes,
-                         c10::Device device) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (StatArray* count : counts()) aggregate(*count).increase(1);
-    for (StatArray* bytes : byte_counts()) aggregate(*bytes).increase(block_bytes);
-    aggregate(statistics_.requested_bytes).increase(requested_bytes);
-    ++statistics_.num_device_alloc;
-    report(address, static_cast<int64_t>(block_bytes), device);
+  void set_index(c10::DeviceIndex index) { index_ = index; }
+
+  void* allocate(size_t bytes) {
+    const size_t rounded = round_up(std::min(bytes, kLargestRequest), kAlignment);
+    Pool& pool = rounded <= kLargestSmallBlock ? small_ : large_;
+    Block* block = nullptr;
+    Totals totals;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      block = take(pool, rounded);
+      if (block != nullptr) {
+        block->requested_bytes = bytes;
+        count_allocation(pool, *block);
+        totals = current_totals();
+      }
+    }
+    TORCH_CHECK_WITH(OutOfMemoryError, block != nullptr, out_of_memory(bytes));
+    report(block->memory(), static_cast<int64_t>(rounded), totals);
+    return block->memory();
   }
 
-  void record_free(void* address, size_t requested_bytes, size_t block_bytes, c10::Device device) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (StatArray* count : counts()) aggregate(*count).decrease(1);
-    for (StatArray* bytes : byte_counts()) aggregate(*bytes).decrease(block_bytes);
-    aggregate(statistics_.requested_bytes).decrease(requested_bytes);
-    ++statistics_.num_device_free;
-    report(address, -static_cast<int64_t>(block_bytes), device);
+  void free(Block* block) {
+    void* memory = block->memory();
+    const size_t rounded = round_up(block->requested_bytes, kAlignment);
+    Totals totals;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      Pool& pool = pool_of(*block);
+      count_free(pool, *block);
+      pool.heap.give_back(block);
+      count_splits(pool);
+      totals = current_totals();
+    }
+    report(memory, -static_cast<int64_t>(rounded), totals);
   }
 
-  size_t record_out_of_memory() {
+  void count_adopted(AdoptedMemory* memory, int64_t sign) {
+    Totals totals;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      Pool& pool = memory->bytes <= kLargestSmallBlock ? small_ : large_;
+      for (StatArray* count :
+           {&statistics_.allocation, &statistics_.active, &statistics_.segment}) {
+        PoolStat(*count, pool.type).change(sign);
+      }
+      for (StatArray* bytes : {&statistics_.allocated_bytes, &statistics_.active_bytes,
+                               &statistics_.requested_bytes, &statistics_.reserved_bytes}) {
+        PoolStat(*bytes, pool.type).change(sign * static_cast<int64_t>(memory->bytes));
+      }
+      totals = current_totals();
+    }
+    report(memory, sign * static_cast<int64_t>(memory->bytes), totals);
+  }
+
+  void empty_cache() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    ++statistics_.num_ooms;
-    return aggregate(statistics_.allocated_bytes).current;
+    release_unused_segments();
   }
 
   DeviceStats statistics() {
@@ -83,7 +206,7 @@ class Account {
 
   void reset_accumulated() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for_each_figure(statistics_, [](auto& figure) { figure.reset_accumulated(); });
+    for_each_figure(statistics_, [](Stat& figure) { figure.reset_accumulated(); });
     statistics_.num_alloc_retries = 0;
     statistics_.num_ooms = 0;
     statistics_.num_device_alloc = 0;
@@ -92,72 +215,221 @@ class Account {
 
   void reset_peak() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for_each_figure(statistics_, [](auto& figure) { figure.reset_peak(); });
+    for_each_figure(statistics_, [](Stat& figure) { figure.reset_peak(); });
+  }
+
+  std::pair<size_t, size_t> free_and_total() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const size_t allowed = allowed_bytes();
+    const size_t reserved = reserved_bytes();
+    const size_t left = reserved < allowed ? allowed - reserved : 0;
+    return {std::min(left, available_memory()), total_memory()};
+  }
+
+  void set_fraction(double fraction) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    fraction_ = fraction;
+  }
+
+  double fraction() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return fraction_;
+  }
+
+  void append_snapshot(std::vector<SegmentInfo>& segments) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (Pool* pool : {&small_, &large_}) {
+      for (Segment* each = pool->heap.first_segment(); each != nullptr; each = each->next) {
+        segments.push_back(describe(*each, pool->type == StatType::LARGE_POOL));
+      }
+    }
   }
 
  private:
-  std::array<StatArray*, 3> counts() {
-    return {&statistics_.allocation, &statistics_.segment, &statistics_.active};
+  struct Pool {
+    Heap heap;
+    StatType type;
+    size_t segment_bytes;
+    // The last figures of the heap that went into the statistics.
+    SplitFigures counted;
+  };
+
+  // What torch's profiler wants to know of the device after each change.
+  struct Totals {
+    int64_t allocated = 0;
+    int64_t reserved = 0;
+  };
+
+  Pool& pool_of(const Block& block) {
+    return block.segment->heap == &small_.heap ? small_ : large_;
   }
-  std::array<StatArray*, 3> byte_counts() {
-    return {&statistics_.allocated_bytes, &statistics_.reserved_bytes, &statistics_.active_bytes};
+
+  size_t total_memory() const {
+    static const size_t physical = physical_memory();
+    return memory_limit().value_or(physical);
   }
-  void report(void* address, int64_t bytes, c10::Device device) {
-    c10::reportMemoryUsageToProfiler(address, bytes, aggregate(statistics_.allocated_bytes).current,
-                                     aggregate(statistics_.reserved_bytes).current, device);
+
+  size_t allowed_bytes() const {
+    return static_cast<size_t>(fraction_ * static_cast<double>(total_memory()));
+  }
+
+  size_t reserved_bytes() const {
+    return static_cast<size_t>(current_of(statistics_.reserved_bytes));
+  }
+
+  Totals current_totals() const {
+    return {current_of(statistics_.allocated_bytes), current_of(statistics_.reserved_bytes)};
+  }
+
+  void report(void* address, int64_t bytes, const Totals& totals) const {
+    c10::reportMemoryUsageToProfiler(address, bytes, totals.allocated, totals.reserved,
+                                     {kFoo, index_});
+  }
+
+  // From the free blocks, else from the system, else from the system after all that is cached
+  // went back to it.
+  Block* take(Pool& pool, size_t bytes) {
+    Block* block = pool.heap.take(bytes);
+    if (block == nullptr && reserve(pool, bytes)) block = pool.heap.take(bytes);
+    if (block == nullptr) {
+      ++statistics_.num_alloc_retries;
+      release_unused_segments();
+      if (reserve(pool, bytes)) block = pool.heap.take(bytes);
+    }
+    count_splits(pool);
+    if (block == nullptr) ++statistics_.num_ooms;
+    return block;
+  }
+
+  // A segment of the pool's usual size, or where the limit forbids it, one that just suffices.
+  bool reserve(Pool& pool, size_t bytes) {
+    const size_t needed = round_up(bytes + sizeof(Block), kHugePage);
+    return reserve_segment(pool, std::max(needed, pool.segment_bytes)) ||
+           (needed < pool.segment_bytes && reserve_segment(pool, needed));
+  }
+
+  bool reserve_segment(Pool& pool, size_t bytes) {
+    if (reserved_bytes() + bytes > allowed_bytes()) return false;
+    char* begin = map_memory(bytes);
+    if (begin == nullptr) return false;
+    pool.heap.add(begin, bytes, index_);
+    segment_map().add(begin, bytes, index_);
+    PoolStat(statistics_.segment, pool.type).increase(1);
+    PoolStat(statistics_.reserved_bytes, pool.type).increase(bytes);
+    ++statistics_.num_device_alloc;
+    return true;
+  }
+
+  void release_unused_segments() {
+    for (Pool* pool : {&small_, &large_}) {
+      while (Segment* segment = pool->heap.remove_unused_segment()) {
+        segment_map().remove(segment->begin);
+        munmap(segment->begin, segment->bytes);
+        PoolStat(statistics_.segment, pool->type).decrease(1);
+        PoolStat(statistics_.reserved_bytes, pool->type).decrease(segment->bytes);
+        ++statistics_.num_device_free;
+        delete segment;
+      }
+    }
+  }
+
+  void count_allocation(Pool& pool, const Block& block) {
+    PoolStat(statistics_.allocation, pool.type).increase(1);
+    PoolStat(statistics_.active, pool.type).increase(1);
+    PoolStat(statistics_.allocated_bytes, pool.type)
+        .increase(round_up(block.requested_bytes, kAlignment));
+    PoolStat(statistics_.active_bytes, pool.type).increase(block.bytes);
+    PoolStat(statistics_.requested_bytes, pool.type).increase(block.requested_bytes);
+  }
+
+  void count_free(Pool& pool, const Block& block) {
+    PoolStat(statistics_.allocation, pool.type).decrease(1);
+    PoolStat(statistics_.active, pool.type).decrease(1);
+    PoolStat(statistics_.allocated_bytes, pool.type)
+        .decrease(round_up(block.requested_bytes, kAlignment));
+    PoolStat(statistics_.active_bytes, pool.type).decrease(block.bytes);
+    PoolStat(statistics_.requested_bytes, pool.type).decrease(block.requested_bytes);
+  }
+
+  void count_splits(Pool& pool) {
+    const SplitFigures& now = pool.heap.split_figures();
+    PoolStat(statistics_.inactive_split, pool.type).change(now.blocks - pool.counted.blocks);
+    PoolStat(statistics_.inactive_split_bytes, pool.type).change(now.bytes - pool.counted.bytes);
+    pool.counted = now;
+  }
+
+  std::string out_of_memory(size_t bytes) {
+    const auto [free_bytes, total] = free_and_total();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Totals totals = current_totals();
+    const std::string limit =
+        fraction_ < 1 ? c10::str(" This process may use ", format_size(allowed_bytes()), ".") : "";
+    return c10::str(
+        "foo out of memory. Tried to allocate ", format_size(bytes), ". Device foo:", int{index_},
+        " has a total capacity of ", format_size(total), " of which ", format_size(free_bytes),
+        " is free.", limit, " ", format_size(totals.allocated), " is allocated, and ",
+        format_size(totals.reserved - totals.allocated), " is reserved but not allocated.");
+  }
+
+  SegmentInfo describe(const Segment& segment, bool is_large) const {
+    SegmentInfo info;
+    info.device = index_;
+    info.address = reinterpret_cast<size_t>(segment.begin);
+    info.total_size = segment.bytes;
+    info.is_large = is_large;
+    for (Block* block = segment.first_block(); block != nullptr; block = block->next()) {
+      BlockInfo each;
+      each.size = block->bytes;
+      each.requested_size = block->is_free ? 0 : block->requested_bytes;
+      each.allocated = each.active = !block->is_free;
+      info.requested_size += each.requested_size;
+      info.allocated_size += round_up(each.requested_size, kAlignment);
+      info.active_size += block->is_free ? 0 : block->bytes;
+      info.blocks.push_back(std::move(each));
+    }
+    return info;
   }
 
   std::mutex mutex_;
+  c10::DeviceIndex index_ = 0;
+  double fraction_ = 1;
   DeviceStats statistics_;
+  Pool small_{Heap(kSmallestSmallRest), StatType::SMALL_POOL, kSmallSegment, {}};
+  Pool large_{Heap(kSmallestLargeRest), StatType::LARGE_POOL, kLargeSegment, {}};
 };
 
-// Never destroyed: storages may be freed after the static objects of this library.
-Account& account(c10::DeviceIndex index) {
-  static auto* accounts = new std::array<Account, kMaxDevices>();
-  return (*accounts)[index];
-}
-
-size_t round_up_to_alignment(size_t bytes) {
-  return (bytes + kAlignment - 1) & ~(kAlignment - 1);
+DeviceMemory& memory_of(c10::DeviceIndex index) {
+  static auto* devices = [] {
+    auto* memories = new std::array<DeviceMemory, kMaxDevices>();
+    for (c10::DeviceIndex each = 0; each < kMaxDevices; ++each) (*memories)[each].set_index(each);
+    return memories;
+  }();
+  return (*devices)[index];
 }
 
 void free_block(void* data) {
-  if (data == nullptr) return;
-  Header* header = static_cast<Header*>(data) - 1;
-  account(header->device)
-      .record_free(data, header->requested_bytes, header->block_bytes, {kFoo, header->device});
-  std::free(header);
+  // The lock may be one that nobody will ever release; and the memory goes with the process.
+  if (data == nullptr || is_in_bad_fork()) return;
+  Block* block = Block::of(data);
+  memory_of(block->segment->device).free(block);
 }
 
 void free_adopted(void* context) {
   const std::unique_ptr<AdoptedMemory> memory(static_cast<AdoptedMemory*>(context));
-  account(memory->device)
-      .record_free(context, memory->bytes, memory->bytes, {kFoo, memory->device});
+  if (!is_in_bad_fork()) memory_of(memory->device).count_adopted(memory.get(), -1);
 }
 
-void* allocate_block(size_t bytes, c10::DeviceIndex index) {
-  const size_t block_bytes = round_up_to_alignment(bytes);
-  void* block = nullptr;
-  const bool overflows = block_bytes < bytes || block_bytes + sizeof(Header) < block_bytes;
-  if (overflows || posix_memalign(&block, kAlignment, sizeof(Header) + block_bytes) != 0) {
-    const size_t allocated = account(index).record_out_of_memory();
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "foo out of memory: cannot allocate ", bytes,
-                     " bytes on device foo:", int{index}, " beside the ", allocated,
-                     " bytes allocated there");
-  }
-  auto* header = new (block) Header{bytes, block_bytes, index};
-  void* data = header + 1;
-  account(index).record_allocation(data, bytes, block_bytes, {kFoo, index});
-  return data;
+c10::DataPtr allocate_on(c10::DeviceIndex index, size_t bytes, c10::Device label) {
+  initialize();
+  void* data = bytes == 0 ? nullptr : memory_of(index).allocate(bytes);
+  return {data, data, &free_block, label};
 }
 
 class Allocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    const c10::Device device(kFoo, current_device());
-    if (bytes == 0) return {nullptr, nullptr, &free_block, device};
-    void* data = allocate_block(bytes, device.index());
-    return {data, data, &free_block, device};
+    const c10::DeviceIndex index = current_device();
+    return allocate_on(index, bytes, {kFoo, index});
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
@@ -166,34 +438,35 @@ class Allocator final : public c10::DeviceAllocator {
     default_copy_data(destination, source, bytes);
   }
 
-  bool initialized() override { return true; }
+  bool initialized() override { return is_initialized(); }
 
-  // Nothing is cached: a block goes back to the system when it is freed.
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override {
+    for (c10::DeviceIndex index = 0; index < device_count(); ++index) {
+      memory_of(index).empty_cache();
+    }
+  }
 
   // Every operator is done when it returns, so no stream can still use a freed block.
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
 
   DeviceStats getDeviceStats(c10::DeviceIndex index) override {
     check_device_index(index);
-    return account(index).statistics();
+    return memory_of(index).statistics();
   }
 
   void resetAccumulatedStats(c10::DeviceIndex index) override {
     check_device_index(index);
-    account(index).reset_accumulated();
+    memory_of(index).reset_accumulated();
   }
 
   void resetPeakStats(c10::DeviceIndex index) override {
     check_device_index(index);
-    account(index).reset_peak();
+    memory_of(index).reset_peak();
   }
 
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
     check_device_index(index);
-    const auto page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    return {static_cast<size_t>(sysconf(_SC_AVPHYS_PAGES)) * page_bytes,
-            static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes};
+    return memory_of(index).free_and_total();
   }
 };
 
@@ -203,6 +476,43 @@ Allocator& instance() {
 }
 
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &instance());
+
+// Where the results of CPU kernels that this thread runs for foo are to lie.
+thread_local c10::DeviceIndex target_of_host_tensors = kNoDevice;
+
+// torch's own allocator of the CPU, under ours.
+c10::Allocator* host_allocator = nullptr;
+
+// oneDNN allocates raw memory and may free it at any later time.
+void free_raw(void* data) {
+  if (device_of_address(data).has_value()) {
+    free_block(data);
+  } else {
+    host_allocator->raw_deallocate(data);
+  }
+}
+
+// The allocator of the CPU, and in its place one of foo while a thread asks for it.
+class HostAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    if (C10_LIKELY(target_of_host_tensors == kNoDevice)) return host_allocator->allocate(bytes);
+    return allocate_on(target_of_host_tensors, bytes, c10::Device(c10::kCPU));
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &free_raw; }
+
+  void copy_data(void* destination, const void* source, size_t bytes) const override {
+    default_copy_data(destination, source, bytes);
+  }
+};
+
+const bool registered = [] {
+  host_allocator = c10::GetCPUAllocator();
+  // Never destroyed, as torch keeps the pointer. A priority above the default's replaces it.
+  c10::SetCPUAllocator(new HostAllocator(), 1);
+  return true;
+}();
 
 }  // namespace
 
@@ -215,12 +525,43 @@ c10::DataPtr adopt(c10::Storage host, c10::Device device) {
   if (data == nullptr) return {nullptr, nullptr, &free_block, device};
   const size_t bytes = host.nbytes();
   auto* memory = new AdoptedMemory{std::move(host), bytes, device.index()};
-  account(device.index()).record_allocation(memory, bytes, bytes, device);
+  memory_of(device.index()).count_adopted(memory, +1);
   return {data, memory, &free_adopted, device};
 }
 
 bool is_own_memory(const c10::DataPtr& memory) {
   return memory.get_deleter() == &free_block;
+}
+
+std::optional<c10::DeviceIndex> device_of_address(const void* address) {
+  return segment_map().find(address);
+}
+
+void set_memory_fraction(double fraction, c10::DeviceIndex index) {
+  check_device_index(index);
+  TORCH_CHECK_VALUE(fraction >= 0 && fraction <= 1,
+                    "foo: memory fraction must be from 0 to 1, got ", fraction);
+  memory_of(index).set_fraction(fraction);
+}
+
+double memory_fraction(c10::DeviceIndex index) {
+  check_device_index(index);
+  return memory_of(index).fraction();
+}
+
+std::vector<SegmentInfo> memory_snapshot() {
+  std::vector<SegmentInfo> segments;
+  for (c10::DeviceIndex index = 0; index < device_count(); ++index) {
+    memory_of(index).append_snapshot(segments);
+  }
+  return segments;
+}
+
+HostTensorsInDeviceMemory::HostTensorsInDeviceMemory(c10::DeviceIndex index)
+    : previous_(std::exchange(target_of_host_tensors, index)) {}
+
+HostTensorsInDeviceMemory::~HostTensorsInDeviceMemory() {
+  target_of_host_tensors = previous_;
 }
 
 }  // namespace foo::device

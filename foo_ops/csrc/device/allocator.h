@@ -1,13 +1,13 @@
-// Device memory: host memory, aligned for the widest vectors, counted per device.
+// Device memory: host memory that is kept for the next tensor, counted and limited per device.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Storage.h>
 
-namespace foo::device {
+#include <optional>
+#include <vector>
 
-// Also the width of a cache line and of an AVX-512 register.
-inline constexpr size_t kAlignment = 64;
+namespace foo::device {
 
 c10::DeviceAllocator& allocator();
 
@@ -18,5 +18,30 @@ c10::DataPtr adopt(c10::Storage host, c10::Device device);
 // Whether the memory comes from allocator().allocate and so changes its device by a change of
 // label.
 bool is_own_memory(const c10::DataPtr& memory);
+
+// The device in whose memory an address lies.
+std::optional<c10::DeviceIndex> device_of_address(const void* address);
+
+// How much of its total memory a device may reserve, from 0 to 1.
+void set_memory_fraction(double fraction, c10::DeviceIndex index);
+double memory_fraction(c10::DeviceIndex index);
+
+// Before the memory of each block in a segment.
+inline constexpr size_t kBlockHeaderBytes = 64;
+
+std::vector<c10::CachingDeviceAllocator::SegmentInfo> memory_snapshot();
+
+// While one lives, CPU tensors that this thread makes lie in memory of a device of foo: the
+// results of a CPU kernel then need no copy to become tensors of foo.
+class HostTensorsInDeviceMemory {
+ public:
+  explicit HostTensorsInDeviceMemory(c10::DeviceIndex index);
+  ~HostTensorsInDeviceMemory();
+  HostTensorsInDeviceMemory(const HostTensorsInDeviceMemory&) = delete;
+  HostTensorsInDeviceMemory& operator=(const HostTensorsInDeviceMemory&) = delete;
+
+ private:
+  c10::DeviceIndex previous_;
+};
 
 }  // namespace foo::device

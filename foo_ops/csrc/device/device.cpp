@@ -7,6 +7,8 @@
 #include <string_view>
 #include <utility>
 
+#include "device/process.h"
+
 namespace foo::device {
 namespace {
 
@@ -14,17 +16,43 @@ constexpr c10::DeviceIndex kDefaultDeviceCount = 2;
 
 thread_local c10::DeviceIndex current_index = 0;
 
+// The number that a text begins with, and what follows it; none if it begins with anything else.
+std::optional<std::pair<uint64_t, std::string_view>> read_number(std::string_view text) {
+  uint64_t number = 0;
+  const char* const text_end = text.data() + text.size();
+  const auto [end, error] = std::from_chars(text.data(), text_end, number);
+  if (error != std::errc()) return std::nullopt;
+  return std::pair(number, std::string_view(end, text_end - end));
+}
+
 c10::DeviceIndex read_device_count() {
-  const char* variable = std::getenv("FOO_DEVICE_COUNT");
-  if (variable == nullptr) return kDefaultDeviceCount;
-  const std::string_view text = variable;
-  int count = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
-  const bool is_number = error == std::errc() && end == text.data() + text.size();
-  TORCH_CHECK_VALUE(is_number && count >= 1 && count <= kMaxDevices,
+  const char* text = std::getenv("FOO_DEVICE_COUNT");
+  if (text == nullptr) return kDefaultDeviceCount;
+  const auto [count, rest] = read_number(text).value_or(std::pair(0, ""));
+  TORCH_CHECK_VALUE(rest.empty() && count >= 1 && count <= kMaxDevices,
                     "FOO_DEVICE_COUNT must be an integer from 1 to ", int{kMaxDevices}, ", got '",
                     text, "'");
   return static_cast<c10::DeviceIndex>(count);
+}
+
+// The power of two that a unit stands for.
+std::optional<int> exponent_of(std::string_view unit) {
+  if (unit.empty()) return 0;
+  if (unit == "K") return 10;
+  if (unit == "M") return 20;
+  if (unit == "G") return 30;
+  return std::nullopt;
+}
+
+std::optional<size_t> read_memory_limit() {
+  const char* text = std::getenv("FOO_MEMORY_LIMIT");
+  if (text == nullptr) return std::nullopt;
+  const auto [number, unit] = read_number(text).value_or(std::pair(0, "no number"));
+  const auto exponent = exponent_of(unit);
+  TORCH_CHECK_VALUE(
+      exponent.has_value() && number <= (size_t{1} << 62 >> *exponent),
+      "FOO_MEMORY_LIMIT must be a number of bytes, such as 1000000, 512M or 2G, got '", text, "'");
+  return number << *exponent;
 }
 
 }  // namespace
@@ -32,6 +60,11 @@ c10::DeviceIndex read_device_count() {
 c10::DeviceIndex device_count() {
   static const c10::DeviceIndex count = read_device_count();
   return count;
+}
+
+std::optional<size_t> memory_limit() {
+  static const std::optional<size_t> limit = read_memory_limit();
+  return limit;
 }
 
 void check_device_index(int64_t index) {
@@ -44,6 +77,7 @@ c10::DeviceIndex current_device() noexcept {
 }
 
 void set_current_device(int64_t index) {
+  initialize();
   check_device_index(index);
   current_index = static_cast<c10::DeviceIndex>(index);
 }
@@ -53,6 +87,7 @@ void set_current_device_unchecked(c10::DeviceIndex index) noexcept {
 }
 
 c10::DeviceIndex exchange_current_device(c10::DeviceIndex index) {
+  initialize();
   check_device_index(index);
   return std::exchange(current_index, index);
 }

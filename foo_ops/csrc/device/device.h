@@ -3,6 +3,8 @@
 
 #include <c10/core/Device.h>
 
+#include <optional>
+
 namespace foo::device {
 
 inline constexpr c10::DeviceType kFoo = c10::DeviceType::PrivateUse1;
@@ -10,6 +12,10 @@ inline constexpr c10::DeviceIndex kMaxDevices = 64;
 
 // FOO_DEVICE_COUNT, or 2. Raises while the variable holds anything but a number of devices.
 c10::DeviceIndex device_count();
+
+// FOO_MEMORY_LIMIT: the bytes that each device has, if it is set. Raises while it holds anything
+// but a number of bytes.
+std::optional<size_t> memory_limit();
 
 void check_device_index(int64_t index);
 

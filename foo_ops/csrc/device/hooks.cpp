@@ -2,15 +2,18 @@
 
 #include <ATen/native/Resize.h>
 
+#include "device/allocator.h"
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/guard.h"
 #include "device/pinned_memory.h"
+#include "device/process.h"
 
 namespace foo::device {
 
-// There is nothing to initialise: host memory is always there.
-void Hooks::init() const {}
+void Hooks::init() const {
+  initialize();
+}
 
 bool Hooks::isBuilt() const {
   return true;
@@ -22,7 +25,7 @@ bool Hooks::isAvailable() const {
 
 bool Hooks::hasPrimaryContext(c10::DeviceIndex index) const {
   check_device_index(index);
-  return true;
+  return is_initialized();
 }
 
 c10::DeviceIndex Hooks::deviceCount() const {
@@ -52,6 +55,12 @@ const at::Generator& Hooks::getDefaultGenerator(c10::DeviceIndex index) const {
 
 at::Generator Hooks::getNewGenerator(c10::DeviceIndex index) const {
   return new_generator(index);
+}
+
+c10::Device Hooks::getDeviceFromPtr(void* address) const {
+  const auto index = device_of_address(address);
+  TORCH_CHECK(index.has_value(), "foo: address ", address, " is not in memory of foo");
+  return {kFoo, *index};
 }
 
 c10::Allocator* Hooks::getPinnedMemoryAllocator() const {

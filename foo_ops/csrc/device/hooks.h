@@ -21,6 +21,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex index) const override;
 
   c10::Allocator* getPinnedMemoryAllocator() const override;
+  c10::Device getDeviceFromPtr(void* address) const override;
   bool isPinnedPtr(const void* address) const override;
 
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override;

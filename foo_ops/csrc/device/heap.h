@@ -1,0 +1,108 @@
+// Blocks of host memory in size classes: found by class, split, merged with free neighbours.
+//
+// The free lists are those of a two-level segregated fit: a class is a power of two cut into
+// sixteen, and bit sets tell which classes have blocks, so that finding one takes no loop over
+// sizes. Knows nothing of torch and takes no lock.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace foo::device {
+
+// Also the width of a cache line and of an AVX-512 register.
+inline constexpr size_t kAlignment = 64;
+
+constexpr size_t round_up(size_t bytes, size_t multiple) {
+  return (bytes + multiple - 1) / multiple * multiple;
+}
+
+class Heap;
+struct Block;
+
+// Memory that the system gave in one piece. Its blocks follow each other without gaps.
+struct Segment {
+  Heap* heap;
+  char* begin;
+  size_t bytes;
+  int8_t device;
+  Segment* next = nullptr;
+  Segment* previous = nullptr;
+
+  Block* first_block() const;
+};
+
+// Stands before the memory that it describes, so that a block is found from the address of its
+// memory: c10's raw_deleter and copy-on-write storages have nothing else.
+struct alignas(kAlignment) Block {
+  Segment* segment;
+  Block* previous;  // the neighbour in the segment
+  Block* next_free;
+  Block* previous_free;
+  size_t bytes;  // of memory, without this header
+  size_t requested_bytes;
+  bool is_free;
+
+  static Block* of(void* memory) { return static_cast<Block*>(memory) - 1; }
+  char* memory() { return reinterpret_cast<char*>(this + 1); }
+  // The neighbour in the segment, or null.
+  Block* next();
+  bool fills_segment() { return previous == nullptr && next() == nullptr; }
+};
+static_assert(sizeof(Block) == kAlignment);
+
+inline Block* Segment::first_block() const {
+  return reinterpret_cast<Block*>(begin);
+}
+
+// What the heap tells about free blocks that share their segment with others.
+struct SplitFigures {
+  int64_t blocks = 0;
+  int64_t bytes = 0;
+};
+
+class Heap {
+ public:
+  // The rest of a block becomes a block of its own from `smallest_rest` bytes of memory on.
+  explicit Heap(size_t smallest_rest) : smallest_rest_(smallest_rest) {}
+
+  // A block with at least that much memory, or null if no free one is large enough.
+  Block* take(size_t bytes);
+  void give_back(Block* block);
+
+  // Memory from the system as one free block. It must be aligned to kAlignment.
+  void add(char* begin, size_t bytes, int8_t device);
+  // Takes a segment without a block in use out of the heap; null if there is none.
+  Segment* remove_unused_segment();
+
+  Segment* first_segment() const { return segments_; }
+  const SplitFigures& split_figures() const { return split_figures_; }
+
+ private:
+  static constexpr int kSubclassBits = 4;
+  static constexpr int kSubclasses = 1 << kSubclassBits;
+  static constexpr int kClasses = 48;
+
+  struct SizeClass {
+    int first;
+    int second;
+  };
+
+  static SizeClass class_of(size_t bytes);
+  Block* find(size_t bytes) const;
+  void insert(Block* block);
+  void remove(Block* block);
+  void split(Block* block, size_t bytes);
+  void merge_with_next(Block* block);
+  void count_split(Block* block, int64_t sign);
+
+  size_t smallest_rest_;
+  Segment* segments_ = nullptr;
+  SplitFigures split_figures_;
+  uint64_t classes_with_blocks_ = 0;
+  std::array<uint32_t, kClasses> subclasses_with_blocks_{};
+  std::array<std::array<Block*, kSubclasses>, kClasses> lists_{};
+};
+
+}  // namespace foo::device

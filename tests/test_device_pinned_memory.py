@@ -1,0 +1,102 @@
+"""Pinned host memory: who has it, the cache of freed blocks, loading data into it."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def test_pinned_tensors_are_on_the_cpu():
+    tensor = torch.arange(10.0).pin_memory()
+    assert tensor.is_pinned()
+    assert tensor.device.type == "cpu"
+    assert tensor.tolist() == list(range(10))
+    assert not torch.arange(10.0).is_pinned()
+    assert not torch.arange(10.0, device="foo").is_pinned()
+
+
+def test_views_and_storages_are_pinned():
+    tensor = torch.zeros(100, pin_memory=True)
+    assert tensor[7:9].is_pinned()
+    assert tensor.view(10, 10).t().is_pinned()
+    assert tensor.untyped_storage().is_pinned()
+
+
+def test_pinning_twice_copies_once():
+    tensor = torch.ones(3).pin_memory()
+    assert tensor.pin_memory() is tensor
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,)])
+def test_shapes(shape):
+    tensor = torch.ones(shape).pin_memory()
+    assert tensor.shape == shape
+    assert torch.equal(tensor, torch.ones(shape))
+
+
+def test_freed_blocks_are_used_again():
+    tensor = torch.empty(100_000, pin_memory=True)
+    address = tensor.data_ptr()
+    del tensor
+    assert torch.empty(100_000, pin_memory=True).data_ptr() == address
+
+
+def test_emptied_cache_leaves_what_is_in_use():
+    tensor = torch.arange(50_000).pin_memory()
+    torch.empty(200_000, pin_memory=True)
+    torch.accelerator.memory.empty_host_cache()
+    assert tensor.is_pinned()
+    assert torch.equal(tensor, torch.arange(50_000))
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_copies(non_blocking):
+    host = torch.arange(1000.0).pin_memory()
+    there = host.to("foo:1", non_blocking=non_blocking)
+    assert torch.equal(there.cpu(), host)
+    back = torch.zeros(1000, pin_memory=True)
+    back.copy_(there * 2, non_blocking=non_blocking)
+    torch.foo.synchronize(1)
+    assert torch.equal(back, host * 2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_loader(workers):
+    dataset = TensorDataset(torch.arange(24.0).view(12, 2), torch.arange(12))
+    loader = DataLoader(dataset, batch_size=4, pin_memory=True, num_workers=workers)
+    seen = []
+    for inputs, targets in loader:
+        assert inputs.is_pinned()
+        assert targets.is_pinned()
+        seen += inputs.to("foo", non_blocking=True)[:, 0].tolist()
+    assert seen == list(range(0, 24, 2))
+
+
+def test_threads():
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        kept = []
+        for size in torch.randint(1, 5000, (200,), generator=generator).tolist():
+            kept.append((seed, size, torch.full((size,), seed * size).pin_memory()))
+            if len(kept) > 10:
+                kept.pop(size % 10)
+        for seed, size, tensor in kept:
+            failures.extend([] if (tensor == seed * size).all() else [size])
+
+    failures = []
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_device_memory_cannot_be_pinned():
+    for function in (
+        lambda: torch.ones(2, device="foo").pin_memory(),
+        lambda: torch.empty(2, device="foo", pin_memory=True),
+    ):
+        with pytest.raises(RuntimeError, match="dense CPU tensors can be pinned"):
+            function()
