@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CSRC := $(shell find foo_ops/csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo examples test bench lint clean
+.PHONY: setup demo examples test conformance bench lint clean
 
 setup: $(VENV)/.built
 
@@ -34,6 +34,10 @@ examples: setup
 # Idle threads of one process must not keep the cores from another.
 test: setup
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4
+
+# PyTorch's own tables of operators, modules and optimizers, on foo against the CPU.
+conformance: setup
+	$(BIN)/python tests/conformance
 
 bench: setup
 	$(BIN)/python -m benchmarks

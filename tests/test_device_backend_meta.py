@@ -37,6 +37,7 @@ def test_default_is_none():
         lambda t: t.to(torch.float64),
         lambda t: t.cpu().to("foo"),
         lambda t: t.cpu(),
+        lambda t: t.t().t(),
         lambda t: saved_and_loaded({"t": t}, map_location="foo:1")["t"],
         lambda t: saved_and_loaded(t, weights_only=False),
         lambda t: copy.deepcopy(torch.nn.Parameter(t)).data,
@@ -73,5 +74,5 @@ def test_file_for_the_cpu(tensor):
 
 
 def test_only_tensors_of_foo_take_it():
-    with pytest.raises(ValueError, match="foo: tensor must be on foo, got cpu"):
+    with pytest.raises(ValueError, match="foo: tensor must be a dense one on foo, got one on cpu"):
         torch.foo.set_backend_meta(torch.ones(2), 1, 2)

@@ -310,23 +310,3 @@ def test_indices_on_the_cpu_may_be_mixed():
     tensor[torch.tensor([0])] = 9
     tensor.index_put_((torch.tensor([1]),), torch.tensor([8.0], device="foo:1"), accumulate=True)
     assert tensor.tolist() == [9, 9, 2, 3]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda t: t.to_sparse(), "foo: tensors must have layout Strided, got Sparse"),
-        (lambda t: t.to_sparse_csr(), "foo: tensors must have layout Strided, got SparseCsr"),
-        (lambda t: t.to_mkldnn(), "foo: tensors must have layout Strided, got Mkldnn"),
-        (
-            lambda t: torch.quantize_per_tensor(t, 1.0, 0, torch.quint8),
-            "foo: quantized tensors are not supported",
-        ),
-        (lambda t: torch.empty(2, device=t.device, layout=torch.sparse_coo), "Sparsefoo"),
-        (lambda t: t + t.cpu().to_sparse(), "Sparsefoo"),
-    ],
-)
-def test_other_layouts_are_refused(function, message):
-    with pytest.raises(NotImplementedError, match=message):
-        function(torch.eye(2, device="foo"))

@@ -2,6 +2,7 @@
 
 #include <torch/extension.h>
 
+#include "aten/fallback.h"
 #include "device/allocator.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
@@ -148,4 +149,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The compiled companion of foo_ops.";
   bind_operators(module);
   bind_device(module);
+  foo::aten::register_host_kernels();
 }

@@ -6,8 +6,8 @@ The names, and what they do, are those of ``torch.cuda``.
 import sys
 from typing import Any
 
-from foo_ops._C.device import get_backend_meta, set_backend_meta
 from foo_ops.device import _registration, _utils, memory, random, streams
+from foo_ops.device.backend_meta import get_backend_meta, set_backend_meta
 from foo_ops.device.devices import (
     DeviceProperties,
     _exchange_device,

@@ -4,6 +4,7 @@
 #include <ATen/ops/copy_ops.h>
 #include <torch/library.h>
 
+#include "aten/fallback.h"
 #include "aten/host_call.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
@@ -28,6 +29,30 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bo
   return destination;
 }
 
+at::Tensor copy_quantized_from(const at::Tensor& source, const at::Tensor& destination,
+                               bool non_blocking) {
+  check_copyable(source);
+  check_copyable(destination);
+  HostCall call(destination.is_cpu() ? source.device() : destination.device());
+  at::Tensor host_destination = call.to_host(destination);
+  at::_ops::copy_::redispatch(c10::DispatchKeySet(c10::DispatchKey::QuantizedCPU), host_destination,
+                              call.to_host(source), non_blocking);
+  call.write_back();
+  return destination;
+}
+
+// Sparse and nested tensors copy their parts, so torch has no _copy_from for them.
+at::Tensor& copy_(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& source,
+                  bool non_blocking) {
+  check_copyable(source);
+  check_copyable(self);
+  HostCall call(self.is_cpu() ? source.device() : self.device());
+  at::Tensor host_self = call.to_host(self);
+  at::_ops::copy_::redispatch(host_keys(keys), host_self, call.to_host(source), non_blocking);
+  call.write_back();
+  return self;
+}
+
 at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& destination) {
   destination.resize_(source.sizes());
   return copy_from(source, destination, false);
@@ -39,6 +64,23 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
   library.impl("_local_scalar_dense", &at::native::_local_scalar_dense_cpu);
+}
+
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, library) {
+  library.impl("copy_", &copy_);
+}
+
+TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, library) {
+  library.impl("copy_", &copy_);
+}
+
+TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, library) {
+  library.impl("copy_", &copy_);
+}
+
+// The bytes of a quantized tensor are copied, and its quantizer.
+TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, library) {
+  library.impl("_copy_from", &copy_quantized_from);
 }
 
 // The copy itself carries out a pending conjugation or negation. torch would do that before the

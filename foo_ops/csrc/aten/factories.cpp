@@ -7,6 +7,7 @@
 #include "device/allocator.h"
 #include "device/device.h"
 #include "device/guard.h"
+#include "device/storage.h"
 
 namespace foo::aten {
 namespace {
@@ -24,6 +25,13 @@ void check_options(std::optional<c10::Layout> layout, std::optional<bool> pin_me
   TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
 }
 
+// A tensor of no particular sizes over new memory of the current device.
+at::Tensor allocate_tensor(size_t bytes, std::optional<c10::ScalarType> dtype) {
+  return at::detail::make_tensor<c10::TensorImpl>(
+      device::make_storage(device::allocator().allocate(bytes), bytes), kFooKeys,
+      c10::scalarTypeToTypeMeta(c10::dtype_or_default(dtype)));
+}
+
 // torch.use_deterministic_algorithms asks that nobody sees what the memory held before.
 at::Tensor fill_if_deterministic(at::Tensor tensor) {
   if (at::globalContext().deterministicAlgorithms() &&
@@ -38,8 +46,14 @@ at::Tensor empty(at::IntArrayRef size, std::optional<c10::ScalarType> dtype,
                  std::optional<bool> pin_memory, std::optional<c10::MemoryFormat> memory_format) {
   check_options(layout, pin_memory);
   const auto guard = guard_for(device);
-  return fill_if_deterministic(at::detail::empty_generic(
-      size, &device::allocator(), kFooKeys, c10::dtype_or_default(dtype), memory_format));
+  at::detail::check_size_nonnegative(size);
+  const size_t itemsize = c10::elementSize(c10::dtype_or_default(dtype));
+  at::Tensor tensor =
+      allocate_tensor(at::detail::computeStorageNbytesContiguous(size, itemsize), dtype);
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(size);
+  impl->empty_tensor_restride(memory_format.value_or(c10::MemoryFormat::Contiguous));
+  return fill_if_deterministic(std::move(tensor));
 }
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
@@ -47,8 +61,12 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
                          std::optional<c10::Device> device, std::optional<bool> pin_memory) {
   check_options(layout, pin_memory);
   const auto guard = guard_for(device);
-  return fill_if_deterministic(at::detail::empty_strided_generic(
-      size, stride, &device::allocator(), kFooKeys, c10::dtype_or_default(dtype)));
+  at::detail::check_size_nonnegative(size);
+  const size_t itemsize = c10::elementSize(c10::dtype_or_default(dtype));
+  at::Tensor tensor =
+      allocate_tensor(at::detail::computeStorageNbytes(size, stride, itemsize), dtype);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
+  return fill_if_deterministic(std::move(tensor));
 }
 
 }  // namespace

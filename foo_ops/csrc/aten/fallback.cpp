@@ -12,6 +12,7 @@
 #include "aten/host_call.h"
 #include "device/device.h"
 #include "device/generator.h"
+#include "registration.h"
 
 namespace foo::aten {
 namespace {
@@ -75,21 +76,35 @@ void check_generator_device(at::ArrayRef<IValue> arguments) {
   }
 }
 
+struct CallDevices {
+  // Of the arguments. None is on foo where the call makes a copy of one there, or a tensor like it.
+  c10::Device arguments;
+  // Of new tensors: the one that the call names, such as that of empty_like.
+  c10::Device results;
+};
+
 // The device of the first foo tensor, else the one named by an argument, else the current one.
-c10::Device device_of_call(at::ArrayRef<IValue> arguments) {
+CallDevices devices_of_call(at::ArrayRef<IValue> values) {
   std::optional<c10::Device> of_tensor;
+  std::optional<c10::Device> of_generator;
   std::optional<c10::Device> named;
-  for (const IValue& argument : arguments) {
-    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+  for (const IValue& value : values) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
       if (!of_tensor && tensor.device().type() == device::kFoo) of_tensor = tensor.device();
     });
-    if (of_tensor) return *of_tensor;
-    if (argument.isDevice()) named = argument.toDevice();
-    if (argument.isGenerator() && !named) named = argument.toGenerator().device();
+    if (value.isDevice()) named = value.toDevice();
+    if (value.isGenerator()) of_generator = value.toGenerator().device();
   }
-  check_generator_device(arguments);
-  if (named && named->type() == device::kFoo) return device::with_index(*named);
-  return {device::kFoo, device::current_device()};
+  if (named && named->type() == device::kFoo) named = device::with_index(*named);
+  if (of_tensor) return {*of_tensor, named.value_or(*of_tensor)};
+  check_generator_device(values);
+  const bool is_named = named && named->type() == device::kFoo;
+  const bool has_generator = of_generator && of_generator->type() == device::kFoo;
+  if (is_named && !has_generator) return {c10::kCPU, *named};
+  const c10::Device device = is_named        ? *named
+                             : has_generator ? *of_generator
+                                             : c10::Device(device::kFoo, device::current_device());
+  return {device, device};
 }
 
 void check_device(const at::Tensor& tensor, const c10::Argument& argument, c10::Device expected,
@@ -146,7 +161,7 @@ void replace_argument(IValue& value, const c10::Argument& argument, HostCall& ca
 // For random kernels that take no generator: they draw from the default generator of the CPU, so
 // that one bears the state of the foo generator during the call.
 void call_with_random_state(const at::Generator& foo_generator, const c10::OperatorHandle& op,
-                            torch::jit::Stack* stack) {
+                            c10::DispatchKeySet host_keys, torch::jit::Stack* stack) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   at::Generator host = device::host_generator(foo_generator);
@@ -158,7 +173,7 @@ void call_with_random_state(const at::Generator& foo_generator, const c10::Opera
     cpu.set_state(cpu_state);
   };
   try {
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    op.redispatchBoxed(host_keys, stack);
   } catch (...) {
     restore();
     throw;
@@ -166,32 +181,56 @@ void call_with_random_state(const at::Generator& foo_generator, const c10::Opera
   restore();
 }
 
-void call_host_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::Device device) {
-  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU),
+void call_host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                      torch::jit::Stack* stack, c10::Device device) {
+  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(keys.highestPriorityTypeId()),
                               op.operator_name(),
                               " has no kernel for foo, and none for cpu that could run instead");
   const bool draws_from_default_generator =
       op.hasTag(at::Tag::nondeterministic_seeded) && !takes_generator(op.schema());
   if (draws_from_default_generator) {
-    call_with_random_state(device::default_generator(device.index()), op, stack);
+    call_with_random_state(device::default_generator(device.index()), op, keys, stack);
   } else {
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    op.redispatchBoxed(keys, stack);
   }
+}
+
+// What tensors of foo can be, each with its counterpart of the CPU.
+constexpr std::pair<c10::DispatchKey, c10::DispatchKey> kKindsOfTensors[] = {
+    {c10::DispatchKey::PrivateUse1, c10::DispatchKey::CPU},
+    {c10::DispatchKey::QuantizedPrivateUse1, c10::DispatchKey::QuantizedCPU},
+    {c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCPU},
+    {c10::DispatchKey::SparseCsrPrivateUse1, c10::DispatchKey::SparseCsrCPU},
+    {c10::DispatchKey::NestedTensorPrivateUse1, c10::DispatchKey::NestedTensorCPU},
+};
+
+bool has_composite_kernel(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutogradNestedTensor);
 }
 
 }  // namespace
 
-void call_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+c10::DispatchKeySet host_keys(c10::DispatchKeySet keys) {
+  const auto kind = c10::toFunctionalityKey(keys.highestPriorityTypeId());
+  return c10::DispatchKeySet(
+      c10::toRuntimePerBackendFunctionalityKey(kind, c10::BackendComponent::CPUBit));
+}
+
+void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const size_t first = stack->size() - arguments.size();
-  const c10::Device device = device_of_call(torch::jit::last(*stack, arguments.size()));
+  const auto [device, result_device] = devices_of_call(torch::jit::last(*stack, arguments.size()));
   check_arguments(op, torch::jit::last(*stack, arguments.size()), device);
 
-  HostCall call(device);
+  HostCall call(device, result_device);
   for (size_t position = 0; position < arguments.size(); ++position) {
-    replace_argument((*stack)[first + position], arguments[position], call, device);
+    replace_argument((*stack)[first + position], arguments[position], call, call.device());
   }
-  call_host_kernel(op, stack, device);
+  call_host_kernel(op, host_keys(keys), stack, call.device());
   call.write_back();
   for (size_t position = first; position < stack->size(); ++position) {
     replace_tensors((*stack)[position],
@@ -199,19 +238,39 @@ void call_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+void register_host_kernels() {
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    const auto op = c10::Dispatcher::singleton().findOp(name);
+    if (!op.has_value() || !op->hasSchema() || !has_composite_kernel(*op)) continue;
+    for (const auto& [foo_key, host_key] : kKindsOfTensors) {
+      if (!op->hasKernelForDispatchKey(host_key) || op->hasKernelForDispatchKey(foo_key)) continue;
+      register_kernel(c10::toString(name), foo_key,
+                      c10::KernelFunction::makeFromBoxedFunction<&call_on_host>());
+    }
+  }
+}
+
+// Composites that look for a kernel in a table of torch's own devices.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  for (const char* name : {"conj_physical_", "mode.values"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
+  }
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
 }
-
-// These have a kernel of their own for the CPU, and for other devices a composite of smaller
-// operators, slower and with other roundings, which torch would prefer to a fallback.
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  for (const char* name :
-       {"native_layer_norm", "native_group_norm", "_stack", "_stack.out", "addr", "addr.out",
-        "all.dims", "all.dims_out", "any.dims", "any.dims_out", "linalg__powsum", "mish_backward",
-        "silu_backward", "native_channel_shuffle", "mse_loss", "smooth_l1_loss"}) {
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
-  }
+TORCH_LIBRARY_IMPL(_, QuantizedPrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
+}
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
+}
+TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
+}
+TORCH_LIBRARY_IMPL(_, NestedTensorPrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
 }
 
 }  // namespace foo::aten

@@ -5,7 +5,17 @@
 
 namespace foo::aten {
 
-// Takes the operator's arguments from the stack, and leaves its results there.
-void call_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+// Takes the operator's arguments from the stack, and leaves its results there. The keys are those
+// of the call on foo; those of the CPU's kernel follow from them.
+void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack);
+
+// The keys of the CPU for the kind of tensor that keys of foo are for: dense, sparse, ...
+c10::DispatchKeySet host_keys(c10::DispatchKeySet keys);
+
+// Where the CPU has a kernel of its own and other devices a composite of smaller operators, slower
+// and with other roundings, torch would prefer the composite to a fallback: this gives foo the
+// CPU's kernel. To be called when all operators and all other kernels of foo are registered.
+void register_host_kernels();
 
 }  // namespace foo::aten

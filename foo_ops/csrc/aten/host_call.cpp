@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "aten/layouts.h"
 #include "device/allocator.h"
 #include "device/device.h"
 #include "device/storage.h"
@@ -67,14 +68,6 @@ HostAliasAllocator* host_alias_allocator(c10::Device device) {
   return (*allocators)[device.index()].get();
 }
 
-void check_supported(const at::Tensor& tensor) {
-  TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == c10::kStrided, "foo: tensors must have layout ",
-                              c10::kStrided, ", got ", tensor.layout());
-  TORCH_CHECK_NOT_IMPLEMENTED(!tensor.is_quantized(), "foo: quantized tensors are not supported");
-  TORCH_CHECK_NOT_IMPLEMENTED(!tensor.unsafeGetTensorImpl()->is_nested(),
-                              "foo: nested tensors are not supported");
-}
-
 // A tensor like `source` in everything but the memory and the device.
 at::Tensor with_storage(const at::Tensor& source, c10::Storage storage, c10::DispatchKey backend) {
   const auto* source_impl = source.unsafeGetTensorImpl();
@@ -105,10 +98,11 @@ void copy_layout(const at::Tensor& source, const at::Tensor& destination) {
 
 }  // namespace
 
-HostCall::HostCall(c10::Device device)
-    : device_(device),
-      device_guard_(device),
-      host_tensors_in_device_memory_(device.index()),
+HostCall::HostCall(c10::Device device, c10::Device result_device)
+    : result_device_(result_device),
+      device_guard_(device.type() == device::kFoo ? device : result_device),
+      host_tensors_in_device_memory_(result_device.type() == device::kFoo ? result_device.index()
+                                                                          : device::kNoDevice),
       below_autograd_(kExcludedKeys) {}
 
 c10::Storage HostCall::storage_to_host(const c10::Storage& foo) {
@@ -126,7 +120,7 @@ c10::Storage HostCall::storage_to_foo(const c10::Storage& host) {
   for (const auto& pair : storages_) {
     if (pair.host.is_alias_of(host)) return pair.foo;
   }
-  c10::Storage foo = device::make_storage(to_foo_memory(host, device_), host.nbytes());
+  c10::Storage foo = device::make_storage(to_foo_memory(host, result_device_), host.nbytes());
   storages_.push_back({foo, host});
   return foo;
 }
@@ -139,30 +133,52 @@ at::Tensor HostCall::to_host(const at::Tensor& tensor) {
   for (const auto& pair : tensors_) {
     if (pair.foo.is_same(tensor)) return pair.host;
   }
-  check_supported(tensor);
-  at::Tensor host = with_storage(tensor, storage_to_host(tensor.storage()), c10::DispatchKey::CPU);
+  at::Tensor host;
+  if (is_dense(tensor)) {
+    host = with_storage(tensor, storage_to_host(tensor.storage()), c10::DispatchKey::CPU);
+  } else {
+    host = rebuild(tensor, c10::kCPU, parts_to_host());
+  }
   tensors_.push_back({tensor, host});
   return host;
 }
 
 void HostCall::write_back() {
-  for (const auto& [foo, host] : storages_) {
-    if (foo.data() == host.data() && foo.nbytes() == host.nbytes()) continue;
-    auto* impl = foo.unsafeGetStorageImpl();
-    impl->set_data_ptr_noswap(to_foo_memory(host, foo.device()));
-    impl->set_nbytes(host.nbytes());
-    host.unsafeGetStorageImpl()->set_data_ptr_noswap(host_view_of(foo));
+  for (const auto& [foo, host] : storages_) write_back(foo, host);
+  for (const auto& [foo, host] : tensors_) write_back(foo, host);
+}
+
+void HostCall::write_back(const c10::Storage& foo, const c10::Storage& host) {
+  if (foo.data() == host.data() && foo.nbytes() == host.nbytes()) return;
+  auto* impl = foo.unsafeGetStorageImpl();
+  impl->set_data_ptr_noswap(to_foo_memory(host, foo.device()));
+  impl->set_nbytes(host.nbytes());
+  host.unsafeGetStorageImpl()->set_data_ptr_noswap(host_view_of(foo));
+}
+
+void HostCall::write_back(const at::Tensor& foo, const at::Tensor& host) {
+  if (!is_dense(host)) {
+    update(foo, host, parts_to_foo());
+    return;
   }
-  for (const auto& [foo, host] : tensors_) {
-    c10::Storage storage = storage_to_foo(host.storage());
-    if (!storage.is_alias_of(foo.storage())) {
-      foo.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
-    }
-    copy_layout(host, foo);
-    // Some kernels leave a conjugation or negation of their result pending.
-    if (host.is_conj() != foo.is_conj()) foo._set_conj(host.is_conj());
-    if (host.is_neg() != foo.is_neg()) foo._set_neg(host.is_neg());
+  c10::Storage storage = storage_to_foo(host.storage());
+  if (!storage.is_alias_of(foo.storage())) {
+    foo.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
   }
+  copy_layout(host, foo);
+  // Some kernels leave a conjugation or negation of their result pending.
+  if (host.is_conj() != foo.is_conj()) foo._set_conj(host.is_conj());
+  if (host.is_neg() != foo.is_neg()) foo._set_neg(host.is_neg());
+}
+
+PartMap HostCall::parts_to_foo() {
+  return {[this](const at::Tensor& part) { return to_foo(part); },
+          [this](const c10::Storage& part) { return storage_to_foo(part); }};
+}
+
+PartMap HostCall::parts_to_host() {
+  return {[this](const at::Tensor& part) { return to_host(part); },
+          [this](const c10::Storage& part) { return storage_to_host(part); }};
 }
 
 bool HostCall::is_host_argument(const at::Tensor& host) const {
@@ -176,7 +192,8 @@ at::Tensor HostCall::to_foo(const at::Tensor& host) {
   for (const auto& pair : tensors_) {
     if (pair.host.is_same(host)) return pair.foo;
   }
-  check_supported(host);
+  if (result_device_.is_cpu()) return host;
+  if (!is_dense(host)) return rebuild(host, result_device_, parts_to_foo());
   if (is_host_argument(host)) return host;
   return with_storage(host, storage_to_foo(host.storage()), c10::DispatchKey::PrivateUse1);
 }

@@ -9,6 +9,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
+#include "aten/layouts.h"
 #include "device/allocator.h"
 #include "device/guard.h"
 
@@ -16,8 +17,13 @@ namespace foo::aten {
 
 class HostCall {
  public:
-  // Storages that the kernel grows, and results, belong to `device`.
-  explicit HostCall(c10::Device device);
+  // Storages that the kernel grows belong to `device`, and so do new tensors unless they are asked
+  // for on another one.
+  explicit HostCall(c10::Device device) : HostCall(device, device) {}
+  HostCall(c10::Device device, c10::Device result_device);
+
+  // The device of foo that takes part: that of the arguments, or else that of new tensors.
+  c10::Device device() const { return device_guard_.current_device(); }
 
   // The host alias of a foo tensor. One storage has one alias per call: kernels find out by the
   // storage whether tensors overlap. Tensors of the CPU pass unchanged.
@@ -41,9 +47,13 @@ class HostCall {
 
   c10::Storage storage_to_host(const c10::Storage& foo);
   c10::Storage storage_to_foo(const c10::Storage& host);
+  PartMap parts_to_host();
+  PartMap parts_to_foo();
+  void write_back(const c10::Storage& foo, const c10::Storage& host);
+  void write_back(const at::Tensor& foo, const at::Tensor& host);
   bool is_host_argument(const at::Tensor& host) const;
 
-  c10::Device device_;
+  c10::Device result_device_;
   device::DeviceGuard device_guard_;
   device::HostTensorsInDeviceMemory host_tensors_in_device_memory_;
   // Autograd has run, and autocast for cpu is not asked for by a call on foo.

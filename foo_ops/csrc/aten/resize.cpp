@@ -42,4 +42,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage_storage_offset", &set_storage_);
 }
 
+TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, library) {
+  library.impl("set_.source_Storage_storage_offset", &at::native::set_storage_quantized_);
+}
+
 }  // namespace foo::aten

@@ -19,4 +19,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("view_as_complex", &at::native::view_as_complex);
 }
 
+TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, library) {
+  library.impl("as_strided", &at::native::as_strided_qtensorimpl);
+  library.impl("view", &at::native::view);
+  library.impl("_reshape_alias", &at::native::_reshape_alias);
+  library.impl("unfold", &at::native::unfold);
+}
+
 }  // namespace foo::aten

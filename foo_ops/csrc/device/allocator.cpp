@@ -41,8 +41,6 @@ constexpr size_t kLargestRequest = size_t{1} << 62;
 
 static_assert(kBlockHeaderBytes == sizeof(Block));
 
-constexpr c10::DeviceIndex kNoDevice = -1;
-
 struct AdoptedMemory {
   c10::Storage host;
   size_t bytes;

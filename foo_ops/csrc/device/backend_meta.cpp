@@ -12,13 +12,15 @@
 namespace foo::device {
 namespace {
 
-struct FormatMeta final : c10::BackendMeta {
-  explicit FormatMeta(FormatPair pair) : format(pair) {}
-  FormatPair format;
+// How a tensor of the CPU bears the format, on its way from foo to foo.
+struct HostFormat final : c10::BackendMeta {
+  explicit HostFormat(Format value) : format(value) {}
+  Format format;
 };
 
-const FormatMeta* find_meta(const at::Tensor& tensor) {
-  return dynamic_cast<const FormatMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+StorageImpl* storage_of(const at::Tensor& tensor) {
+  if (tensor.device().type() != kFoo || !tensor.has_storage()) return nullptr;
+  return dynamic_cast<StorageImpl*>(tensor.storage().unsafeGetStorageImpl());
 }
 
 // torch files names with a bool each, so the numbers go into the name.
@@ -27,15 +29,15 @@ constexpr std::string_view kFileKey = "foo.backend_meta ";
 using FileMetadata = std::unordered_map<std::string, bool>;
 
 void write_meta(const at::Tensor& tensor, FileMetadata& metadata) {
-  if (const FormatMeta* meta = find_meta(tensor)) {
-    metadata[c10::str(kFileKey, meta->format.first, " ", meta->format.second)] = true;
+  if (const auto format = get_backend_meta(tensor)) {
+    metadata[c10::str(kFileKey, format->first, " ", format->second)] = true;
   }
 }
 
 void read_meta(const at::Tensor& tensor, FileMetadata& metadata) {
   for (const auto& [key, value] : metadata) {
     if (!std::string_view(key).starts_with(kFileKey)) continue;
-    FormatPair format;
+    Format format;
     const char* const end = key.data() + key.size();
     const auto version = std::from_chars(key.data() + kFileKey.size(), end, format.first);
     const auto number = std::from_chars(std::min(version.ptr + 1, end), end, format.second);
@@ -53,23 +55,27 @@ const bool registered = [] {
 }  // namespace
 
 void set_backend_meta(const at::Tensor& tensor, int64_t version, int64_t format_number) {
-  TORCH_CHECK_VALUE(tensor.device().type() == kFoo, "foo: tensor must be on foo, got ",
-                    tensor.device());
-  tensor.unsafeGetTensorImpl()->set_backend_meta(
-      c10::make_intrusive<FormatMeta>(FormatPair(version, format_number)));
+  StorageImpl* storage = storage_of(tensor);
+  TORCH_CHECK_VALUE(storage != nullptr, "foo: tensor must be a dense one on foo, got one on ",
+                    tensor.device(), " with layout ", tensor.layout());
+  storage->format = Format(version, format_number);
 }
 
-std::optional<FormatPair> get_backend_meta(const at::Tensor& tensor) {
-  const FormatMeta* meta = find_meta(tensor);
-  return meta == nullptr ? std::nullopt : std::optional(meta->format);
+std::optional<Format> get_backend_meta(const at::Tensor& tensor) {
+  if (const StorageImpl* storage = storage_of(tensor)) return storage->format;
+  const auto* host =
+      dynamic_cast<const HostFormat*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+  return host == nullptr ? std::nullopt : std::optional(host->format);
 }
 
 void copy_backend_meta(const at::Tensor& source, const at::Tensor& destination) {
-  auto* source_impl = source.unsafeGetTensorImpl();
-  auto* destination_impl = destination.unsafeGetTensorImpl();
-  if (source_impl->get_backend_meta() == nullptr) return;
-  if (destination_impl->get_backend_meta() != nullptr) return;
-  destination_impl->set_backend_meta(source_impl->get_backend_meta_intrusive_ptr());
+  const auto format = get_backend_meta(source);
+  if (!format.has_value() || get_backend_meta(destination).has_value()) return;
+  if (StorageImpl* storage = storage_of(destination)) {
+    storage->format = format;
+  } else {
+    destination.unsafeGetTensorImpl()->set_backend_meta(c10::make_intrusive<HostFormat>(*format));
+  }
 }
 
 }  // namespace foo::device

@@ -9,6 +9,8 @@ namespace foo::device {
 
 inline constexpr c10::DeviceType kFoo = c10::DeviceType::PrivateUse1;
 inline constexpr c10::DeviceIndex kMaxDevices = 64;
+// Where an index may stand for no device at all.
+inline constexpr c10::DeviceIndex kNoDevice = -1;
 
 // FOO_DEVICE_COUNT, or 2. Raises while the variable holds anything but a number of devices.
 c10::DeviceIndex device_count();

@@ -14,8 +14,8 @@ c10::intrusive_ptr<c10::StorageImpl> make_storage_impl(c10::StorageImpl::use_byt
   }
   TORCH_CHECK(memory.device().type() == kFoo, "foo: memory of a storage must be on foo, got ",
               memory.device());
-  return c10::make_intrusive<c10::StorageImpl>(by_size, std::move(bytes), std::move(memory),
-                                               allocator, resizable);
+  return c10::make_intrusive<StorageImpl>(by_size, std::move(bytes), std::move(memory), allocator,
+                                          resizable);
 }
 
 const bool registered = [] {

@@ -4,7 +4,20 @@
 
 #include <c10/core/Storage.h>
 
+#include <optional>
+#include <utility>
+
 namespace foo::device {
+
+// Version and number of a format.
+using Format = std::pair<int64_t, int64_t>;
+
+struct StorageImpl final : c10::StorageImpl {
+  using c10::StorageImpl::StorageImpl;
+
+  // What backend_meta.h stores: all tensors over one memory have one format.
+  std::optional<Format> format;
+};
 
 // The memory is of `device`; the storage grows on that device.
 c10::Storage make_storage(c10::DataPtr memory, size_t bytes);

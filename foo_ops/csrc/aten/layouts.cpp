@@ -1,0 +1,127 @@
+#include "aten/layouts.h"
+
+#include <ATen/NestedTensorImpl.h>
+#include <ATen/SparseCsrTensorImpl.h>
+#include <ATen/SparseCsrTensorUtils.h>
+#include <ATen/SparseTensorImpl.h>
+#include <ATen/quantized/QTensorImpl.h>
+#include <ATen/quantized/Quantizer.h>
+
+#include "device/guard.h"
+
+namespace foo::aten {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+
+// What the tensor's kind is called on the CPU or on foo.
+DispatchKeySet keys_on(const at::Tensor& source, c10::Device device) {
+  const auto functionality = source.is_quantized()                       ? DispatchKey::Quantized
+                             : source.unsafeGetTensorImpl()->is_nested() ? DispatchKey::NestedTensor
+                             : source.layout() == c10::kSparse           ? DispatchKey::Sparse
+                                                                         : DispatchKey::SparseCsr;
+  const auto backend =
+      device.is_cpu() ? c10::BackendComponent::CPUBit : c10::BackendComponent::PrivateUse1Bit;
+  return DispatchKeySet(c10::toRuntimePerBackendFunctionalityKey(functionality, backend));
+}
+
+template <class Impl>
+Impl* impl_of(const at::Tensor& tensor) {
+  return static_cast<Impl*>(tensor.unsafeGetTensorImpl());
+}
+
+void set_parts(at::SparseTensorImpl* destination, const at::Tensor& source, const PartMap& map) {
+  const auto* parts = impl_of<at::SparseTensorImpl>(source);
+  destination->raw_resize_(parts->sparse_dim(), parts->dense_dim(), source.sizes());
+  destination->set_indices_and_values_unsafe(map.tensor(parts->indices()),
+                                             map.tensor(parts->values()));
+  destination->set_coalesced(parts->coalesced());
+}
+
+void set_parts(at::SparseCsrTensorImpl* destination, const at::Tensor& source, const PartMap& map) {
+  const auto* parts = impl_of<at::SparseCsrTensorImpl>(source);
+  destination->set_layout(source.layout());
+  destination->set_member_tensors(map.tensor(parts->compressed_indices()),
+                                  map.tensor(parts->plain_indices()), map.tensor(parts->values()),
+                                  source.sizes());
+}
+
+// The scales of channels are tensors, and so on a device.
+at::QuantizerPtr quantizer_of(const at::Tensor& source, c10::Device device, const PartMap& map) {
+  at::QuantizerPtr quantizer = impl_of<at::QTensorImpl>(source)->quantizer();
+  const auto scheme = quantizer->qscheme();
+  if (scheme != at::kPerChannelAffine && scheme != at::kPerChannelAffineFloatQParams) {
+    return quantizer;
+  }
+  const auto* channels = static_cast<at::PerChannelAffineQuantizer*>(quantizer.get());
+  // A copy on another device is first made with those of its source.
+  const at::Tensor scales = map.tensor(channels->scales()).to(device);
+  const at::Tensor zero_points = map.tensor(channels->zero_points()).to(device);
+  if (scheme == at::kPerChannelAffine) {
+    return c10::make_intrusive<at::PerChannelAffineQuantizer>(quantizer->scalar_type(), scales,
+                                                              zero_points, channels->axis());
+  }
+  return c10::make_intrusive<at::PerChannelAffineFloatQParamsQuantizer>(
+      quantizer->scalar_type(), scales, zero_points, channels->axis());
+}
+
+void set_parts(at::QTensorImpl* destination, const at::Tensor& source, const PartMap& map) {
+  destination->set_storage_keep_dtype(map.storage(source.storage()));
+  destination->set_sizes_and_strides(source.sizes(), source.strides(), source.storage_offset());
+  destination->set_quantizer_(quantizer_of(source, destination->device(), map));
+}
+
+bool is_compressed(const at::Tensor& tensor) {
+  return at::sparse_csr::is_sparse_compressed(tensor.layout());
+}
+
+}  // namespace
+
+bool is_dense(const at::Tensor& tensor) {
+  return tensor.layout() == c10::kStrided && !tensor.is_quantized() &&
+         !tensor.unsafeGetTensorImpl()->is_nested();
+}
+
+at::Tensor rebuild(const at::Tensor& source, c10::Device device, const PartMap& map) {
+  const DispatchKeySet keys = keys_on(source, device);
+  if (source.is_quantized()) {
+    at::Tensor result = at::detail::make_tensor<at::QTensorImpl>(
+        map.storage(source.storage()), keys, source.dtype(), quantizer_of(source, device, map));
+    result.unsafeGetTensorImpl()->set_sizes_and_strides(source.sizes(), source.strides(),
+                                                        source.storage_offset());
+    return result;
+  }
+  if (source.unsafeGetTensorImpl()->is_nested()) {
+    // Their sizes, strides and offsets are on the CPU, wherever the tensor is.
+    const auto* nested = impl_of<at::native::NestedTensorImpl>(source);
+    return at::detail::make_tensor<at::native::NestedTensorImpl>(
+        map.storage(source.storage()), keys, source.dtype(), nested->get_nested_sizes(),
+        nested->get_nested_strides(), nested->get_storage_offsets());
+  }
+  if (source.layout() == c10::kSparse) {
+    // The constructor makes empty parts on the current device.
+    const c10::OptionalDeviceGuard guard(device);
+    at::Tensor result = at::detail::make_tensor<at::SparseTensorImpl>(keys, source.dtype());
+    set_parts(impl_of<at::SparseTensorImpl>(result), source, map);
+    return result;
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(is_compressed(source), "foo: tensors of layout ", source.layout(),
+                              " are not supported");
+  at::Tensor result = at::detail::make_tensor<at::SparseCsrTensorImpl>(
+      keys, device, source.layout(), source.dtype());
+  set_parts(impl_of<at::SparseCsrTensorImpl>(result), source, map);
+  return result;
+}
+
+void update(const at::Tensor& destination, const at::Tensor& source, const PartMap& map) {
+  if (source.is_quantized()) {
+    set_parts(impl_of<at::QTensorImpl>(destination), source, map);
+  } else if (source.layout() == c10::kSparse) {
+    set_parts(impl_of<at::SparseTensorImpl>(destination), source, map);
+  } else if (is_compressed(source)) {
+    set_parts(impl_of<at::SparseCsrTensorImpl>(destination), source, map);
+  }
+}
+
+}  // namespace foo::aten

@@ -1,0 +1,28 @@
+// Tensors that are more than a storage with strides: quantized, sparse and nested ones. Each is
+// rebuilt on another device from the same parts.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+
+namespace foo::aten {
+
+// Gives a part of a tensor its counterpart on the other device.
+struct PartMap {
+  std::function<at::Tensor(const at::Tensor&)> tensor;
+  std::function<c10::Storage(const c10::Storage&)> storage;
+};
+
+// Whether a tensor is none of these kinds.
+bool is_dense(const at::Tensor& tensor);
+
+// The same tensor for another backend, over the counterparts of its parts. Raises for layouts that
+// foo does not have.
+at::Tensor rebuild(const at::Tensor& source, c10::Device device, const PartMap& map);
+
+// Gives `destination`, once rebuilt from or as the source of `source`, the parts that `source` has
+// now. Both are of the same kind.
+void update(const at::Tensor& destination, const at::Tensor& source, const PartMap& map);
+
+}  // namespace foo::aten

@@ -1,0 +1,398 @@
+"""What is run: each operator, module and optimizer of torch's own tests, on foo against the CPU.
+
+A case is a suite, a name and a dtype. Running it raises at the first difference.
+"""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch  # loads foo: torch's tests read the name of the device when they are imported
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import module_db
+from torch.testing._internal.common_optimizers import optim_db
+from torch.testing._internal.opinfo.core import SampleInput
+from torch.utils._pytree import tree_leaves, tree_map
+
+# Samples of an operator for a dtype that are run, evenly over all that there are.
+MAX_SAMPLES = 6
+GRADIENT_DTYPES = (torch.float32, torch.float64, torch.complex64)
+OPTIMIZER_STEPS = 3
+
+# Their results hold whatever the memory held before.
+UNINITIALIZED = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+}
+
+
+# Their arguments are on the CPU for every device.
+HOST_ARGUMENTS = {"tensor_split"}
+
+
+class Case(NamedTuple):
+    suite: str
+    name: str
+    dtype: str
+
+
+def all_cases() -> list[Case]:
+    cases = [
+        Case("operators", _name(op), str(dtype).removeprefix("torch."))
+        for op in op_db
+        for dtype in sorted(op.supported_dtypes("cpu"), key=str)
+    ]
+    cases += [
+        Case("modules", info.name, str(dtype).removeprefix("torch."))
+        for info in module_db
+        for dtype in info.supported_dtypes("cpu")
+    ]
+    cases += [Case("optimizers", info.optim_cls.__name__, "float32") for info in optim_db]
+    return cases
+
+
+def run(case: Case) -> None:
+    """Raises an AssertionError where foo differs from the CPU, or what foo raised."""
+    dtype = getattr(torch, case.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _RUNNERS[case.suite](case.name, dtype)
+
+
+def _name(op: Any) -> str:
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+_OPERATORS = {_name(op): op for op in op_db}
+_MODULES = {info.name: info for info in module_db}
+_OPTIMIZERS = {info.optim_cls.__name__: info for info in optim_db}
+
+
+def to_foo(value: Any) -> Any:
+    """The same tensor on foo: strides, storage, pending conjugation and requires_grad too."""
+    if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
+        return torch.device("foo")
+    if isinstance(value, torch.Generator):
+        return torch.Generator("foo").manual_seed(value.initial_seed())
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.layout != torch.strided or value.is_quantized or value.is_nested:
+        return value.detach().to("foo").requires_grad_(value.requires_grad)
+    plain = value.detach()
+    if plain.is_conj():
+        result = to_foo(plain.conj()).conj()
+    elif plain.is_neg():
+        result = to_foo(plain._neg_view())._neg_view()
+    else:
+        storage = plain.untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage).to("foo")
+        memory = memory[: len(memory) // value.itemsize * value.itemsize].view(value.dtype)
+        result = memory.as_strided(plain.size(), plain.stride(), plain.storage_offset())
+    return result.requires_grad_(value.requires_grad)
+
+
+def _sample_on_foo(op: Any, sample: SampleInput) -> SampleInput:
+    result = _map_sample(to_foo, sample)
+    if op.name in HOST_ARGUMENTS:
+        result.args = sample.args
+    return result
+
+
+def _map_sample(function: Callable[[Any], Any], sample: SampleInput) -> SampleInput:
+    """Unlike the sample's own method, maps devices and generators too."""
+    result = SampleInput(
+        tree_map(function, sample.input),
+        args=tree_map(function, sample.args),
+        kwargs=tree_map(function, sample.kwargs),
+    )
+    result.output_process_fn_grad = sample.output_process_fn_grad
+    result.broadcasts_input = sample.broadcasts_input
+    return result
+
+
+def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a function returns, or what it raises. Random numbers start at the same seed."""
+    torch.manual_seed(0)
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def compare(actual: Any, expected: Any, what: str, *, values: bool = True) -> None:
+    actual_leaves, expected_leaves = tree_leaves(actual), tree_leaves(expected)
+    assert len(actual_leaves) == len(expected_leaves), f"{what}: other number of results"
+    for one, other in zip(actual_leaves, expected_leaves):
+        if not isinstance(other, torch.Tensor):
+            # A dtype, a number, a size; devices differ by their nature.
+            assert isinstance(other, torch.device) or one == other or one != one, (
+                f"{what}: {one} instead of {other}"
+            )
+            continue
+        _compare_tensors(one, other, what, values)
+
+
+def _compare_tensors(actual: Any, expected: torch.Tensor, what: str, values: bool) -> None:
+    assert isinstance(actual, torch.Tensor), f"{what}: {type(actual)} instead of a tensor"
+    assert actual.device.type == "foo", f"{what}: result on {actual.device}"
+    for attribute in ("dtype", "layout", "requires_grad"):
+        one, other = getattr(actual, attribute), getattr(expected, attribute)
+        assert one == other, f"{what}: {attribute} {one} instead of {other}"
+    if expected.is_nested:
+        compare(list(actual.unbind()), list(expected.unbind()), what)
+        return
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape} not {expected.shape}"
+    if expected.layout == torch.strided:
+        assert actual.stride() == expected.stride(), f"{what}: strides {actual.stride()}"
+    if values:
+        torch.testing.assert_close(
+            actual.detach().cpu(),
+            expected.detach(),
+            equal_nan=True,
+            msg=lambda message: f"{what}: {message}",
+        )
+
+
+def _agree(
+    on_foo: Callable[[], Any], on_cpu: Callable[[], Any], what: str, *, values: bool = True
+) -> tuple[Any, Any] | None:
+    """The results of both, which are the same; None if both raise."""
+    expected, expected_error = outcome(on_cpu)
+    actual, error = outcome(on_foo)
+    if expected_error is not None:
+        assert error is not None, f"{what}: only the cpu raises {expected_error!r}"
+        return None
+    if error is not None:
+        raise AssertionError(f"{what}: raises {error!r}") from error
+    compare(actual, expected, what, values=values)
+    return actual, expected
+
+
+def _evenly(items: Iterator[Any], count: int) -> list[Any]:
+    items = list(itertools.islice(items, 200))
+    step = max(1, -(-len(items) // count))
+    return items[::step]
+
+
+def _call(op: Any, sample: Any) -> Callable[[], Any]:
+    return lambda: op(sample.input, *sample.args, **sample.kwargs)
+
+
+def _run_operator(name: str, dtype: torch.dtype) -> None:
+    op = _OPERATORS[name]
+    gradients = dtype in GRADIENT_DTYPES and op.supports_autograd
+    torch.manual_seed(0)
+    samples = _evenly(iter(op.sample_inputs("cpu", dtype, requires_grad=gradients)), MAX_SAMPLES)
+    values = name not in UNINITIALIZED
+    for position, sample in enumerate(samples):
+        what = f"sample {position}"
+        _check_sample(op, sample, what, gradients, values)
+        if position == 0:
+            _check_sample(op, sample.noncontiguous(), f"{what}, strided", gradients, values)
+        if position < 2:
+            _check_out(op, sample, f"{what}, out=", values)
+            _check_in_place(op, sample, f"{what}, in place", values)
+
+
+def _check_sample(op: Any, sample: Any, what: str, gradients: bool, values: bool) -> None:
+    there = _sample_on_foo(op, sample)
+    results = _agree(_call(op, there), _call(op, sample), what, values=values)
+    if results is None or not gradients:
+        return
+    actual, expected = (
+        copy.copy(each.output_process_fn_grad(result))
+        for each, result in zip((there, sample), results)
+    )
+    _check_gradients(
+        actual, expected, _inputs_with_gradient(there), _inputs_with_gradient(sample), what
+    )
+
+
+def _inputs_with_gradient(sample: Any) -> list[torch.Tensor]:
+    leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _check_gradients(
+    actual: Any, expected: Any, foo_inputs: list[Any], cpu_inputs: list[Any], what: str
+) -> None:
+    def differentiable(results: Any) -> list[torch.Tensor]:
+        return [
+            leaf
+            for leaf in tree_leaves(results)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+
+    def gradients(results: Any, inputs: list[Any]) -> list[Any]:
+        outputs = differentiable(results)
+        # Not all the same number: some gradients only show up in differences.
+        weights = [
+            torch.linspace(0.5, 1.5, max(each.numel(), 1), dtype=torch.float64)[: each.numel()]
+            .view(each.shape)
+            .to(each.dtype)
+            .to(each.device)
+            for each in outputs
+        ]
+        return [
+            each if each is not None else None
+            for each in torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
+        ]
+
+    if not differentiable(expected) or not cpu_inputs:
+        return
+    _agree(
+        lambda: gradients(actual, foo_inputs),
+        lambda: gradients(expected, cpu_inputs),
+        f"{what}, gradient",
+    )
+
+
+def _detached(sample: Any) -> Any:
+    return sample.transform(lambda each: each.detach() if isinstance(each, torch.Tensor) else each)
+
+
+def _check_out(op: Any, sample: Any, what: str, values: bool) -> None:
+    if not op.supports_out:
+        return
+    sample = _detached(sample)
+    expected, error = outcome(_call(op, sample))
+    if error is not None or not all(
+        isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+        for leaf in tree_leaves(expected)
+    ):
+        return
+
+    def call(sample: Any, out: Any) -> Callable[[], Any]:
+        return lambda: (op(sample.input, *sample.args, **sample.kwargs, out=out), out)
+
+    def fresh(size_matches: bool) -> Any:
+        make = torch.zeros_like if size_matches else lambda each: each.new_empty(0)
+        return tree_map(make, expected)
+
+    there = _sample_on_foo(op, sample)
+    for size_matches in (True, False):
+        cpu_out = fresh(size_matches)
+        foo_out = tree_map(to_foo, fresh(size_matches))
+        results = _agree(call(there, foo_out), call(sample, cpu_out), what, values=values)
+        if results is not None:
+            (actual, _), (expected, _) = results
+            for leaves in zip(*map(tree_leaves, (actual, foo_out, expected, cpu_out))):
+                is_out = leaves[0] is leaves[1], leaves[2] is leaves[3]
+                assert is_out[0] == is_out[1], f"{what}: another tensor comes back"
+
+
+def _check_in_place(op: Any, sample: Any, what: str, values: bool) -> None:
+    in_place = op.get_inplace()
+    if in_place is None or sample.broadcasts_input:
+        return
+    sample = _detached(sample)
+
+    def call(sample: Any) -> Callable[[], Any]:
+        target = tree_map(
+            lambda each: each.clone() if isinstance(each, torch.Tensor) else each, sample.input
+        )
+        return lambda: (in_place(target, *sample.args, **sample.kwargs), target)
+
+    _agree(call(_sample_on_foo(op, sample)), call(sample), what, values=values)
+
+
+def _run_module(name: str, dtype: torch.dtype) -> None:
+    info = _MODULES[name]
+    for training in (True, False):
+        torch.manual_seed(0)
+        inputs = info.module_inputs_func(
+            info, device="cpu", dtype=dtype, requires_grad=True, training=training
+        )
+        for position, each in enumerate(inputs):
+            if each.forward_input is not None:
+                _check_module(info, each, dtype, training, f"input {position} {training=}")
+
+
+def _check_module(info: Any, each: Any, dtype: torch.dtype, training: bool, what: str) -> None:
+    constructor, forward = each.constructor_input, each.forward_input
+    kwargs = {"device": "cpu", "dtype": dtype}
+    try:
+        module = info.module_cls(*constructor.args, **constructor.kwargs, **kwargs)
+    except TypeError:  # a module without parameters may take no device
+        module = info.module_cls(*constructor.args, **constructor.kwargs).to(dtype)
+    module.train(training)
+    if info.is_lazy:  # its parameters are those of the first call
+        module(*forward.args, **forward.kwargs)
+    there = copy.deepcopy(module).to("foo")
+    foo_args, foo_kwargs = tree_map(to_foo, (forward.args, forward.kwargs))
+    results = _agree(
+        lambda: there(*foo_args, **foo_kwargs),
+        lambda: module(*forward.args, **forward.kwargs),
+        what,
+    )
+    if results is None:
+        return
+
+    def leaves(args: Any, module: torch.nn.Module) -> list[torch.Tensor]:
+        tensors = [
+            leaf
+            for leaf in tree_leaves(args)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        return tensors + [each for each in module.parameters() if each.requires_grad]
+
+    actual, expected = results
+    _check_gradients(
+        actual, expected, leaves((foo_args, foo_kwargs), there),
+        leaves((forward.args, forward.kwargs), module), what,
+    )  # fmt: skip
+    compare(there.state_dict(), module.state_dict(), f"{what}, state")
+
+
+def _run_optimizer(name: str, dtype: torch.dtype) -> None:
+    info = _OPTIMIZERS[name]
+    implementations: list[dict[str, bool]] = [{}]
+    implementations += [
+        {flag: True} for flag in ("foreach", "fused") if flag in info.supported_impls
+    ]
+    if "foreach" in info.supported_impls:
+        implementations.append({"foreach": False})
+    for each in info.optim_inputs_func(device="cpu"):
+        for flags in implementations:
+            _check_optimizer(info, each.kwargs | flags, f"{each.desc} {flags}")
+
+
+def _check_optimizer(info: Any, kwargs: dict[str, Any], what: str) -> None:
+    torch.manual_seed(0)
+    shapes = ((4, 3), (5, 2), (2, 2, 3))
+    cpu = [torch.rand(shape).requires_grad_() for shape in shapes]
+    foo = [to_foo(each) for each in cpu]
+    gradients = [[torch.rand(shape) for shape in shapes] for _ in range(OPTIMIZER_STEPS)]
+
+    def train(parameters: list[torch.Tensor]) -> Callable[[], Any]:
+        def steps() -> Any:
+            optimizer = info.optim_cls(parameters, **kwargs)
+            for step in gradients:
+                for parameter, gradient in zip(parameters, step):
+                    gradient = gradient.to(parameter.device)
+                    parameter.grad = (
+                        gradient.to_sparse() if info.only_supports_sparse_grads else gradient
+                    )
+                optimizer.step(lambda: sum((each**2).sum() for each in parameters))
+                # A file in between changes nothing.
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            return parameters
+
+        return steps
+
+    if info.optim_cls.__name__ == "Muon":
+        cpu, foo = cpu[:2], foo[:2]
+    assert _agree(train(foo), train(cpu), what) is not None, f"{what}: both raise"
+
+
+_RUNNERS: dict[str, Callable[[str, torch.dtype], None]] = {
+    "operators": _run_operator,
+    "modules": _run_module,
+    "optimizers": _run_optimizer,
+}
