@@ -3,6 +3,7 @@
 #include <torch/extension.h>
 
 #include "aten/fallback.h"
+#include "aten/operator_counts.h"
 #include "device/allocator.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
@@ -140,6 +141,8 @@ void bind_device(py::module_& module) {
   device.def("is_in_bad_fork", &is_in_bad_fork);
   device.def("set_backend_meta", torch::wrap_pybind_function(&set_backend_meta));
   device.def("get_backend_meta", torch::wrap_pybind_function(&get_backend_meta));
+  device.def("operator_counts", &foo::aten::operator_counts);
+  device.def("reset_operator_counts", &foo::aten::reset_operator_counts);
   bind_memory(device);
 }
 

@@ -6,7 +6,14 @@ The names, and what they do, are those of ``torch.cuda``.
 import sys
 from typing import Any
 
-from foo_ops.device import _registration, _utils, memory, random, streams
+from foo_ops.device import _registration, _utils, amp, memory, random, streams
+from foo_ops.device.amp import (
+    get_amp_supported_dtype,
+    get_autocast_dtype,
+    is_autocast_enabled,
+    set_autocast_dtype,
+    set_autocast_enabled,
+)
 from foo_ops.device.backend_meta import get_backend_meta, set_backend_meta
 from foo_ops.device.devices import (
     DeviceProperties,
@@ -18,7 +25,7 @@ from foo_ops.device.devices import (
     device,
     device_count,
     device_of,
-    get_amp_supported_dtype,
+    get_device_capability,
     get_device_name,
     get_device_properties,
     init,
@@ -45,6 +52,11 @@ from foo_ops.device.memory import (
     reset_peak_memory_stats,
     set_per_process_memory_fraction,
 )
+from foo_ops.device.operators import (
+    OperatorCount,
+    operator_counts,
+    reset_operator_counts,
+)
 from foo_ops.device.random import (
     default_generators,
     get_rng_state,
@@ -70,6 +82,7 @@ from foo_ops.device.streams import (
 __all__ = [
     "DeviceProperties",
     "Event",
+    "OperatorCount",
     "Stream",
     "_exchange_device",
     "_initialized",
@@ -77,6 +90,7 @@ __all__ = [
     "_lazy_init",
     "_maybe_exchange_device",
     "_utils",
+    "amp",
     "caching_allocator_alloc",
     "caching_allocator_delete",
     "current_device",
@@ -88,7 +102,9 @@ __all__ = [
     "device_of",
     "empty_cache",
     "get_amp_supported_dtype",
+    "get_autocast_dtype",
     "get_backend_meta",
+    "get_device_capability",
     "get_device_name",
     "get_device_properties",
     "get_per_process_memory_fraction",
@@ -96,6 +112,7 @@ __all__ = [
     "get_rng_state_all",
     "init",
     "initial_seed",
+    "is_autocast_enabled",
     "is_available",
     "is_bf16_supported",
     "is_initialized",
@@ -110,11 +127,15 @@ __all__ = [
     "memory_snapshot",
     "memory_stats",
     "memory_summary",
+    "operator_counts",
     "random",
     "reset_accumulated_memory_stats",
+    "reset_operator_counts",
     "reset_peak_memory_stats",
     "seed",
     "seed_all",
+    "set_autocast_dtype",
+    "set_autocast_enabled",
     "set_backend_meta",
     "set_device",
     "set_per_process_memory_fraction",

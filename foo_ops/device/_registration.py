@@ -9,10 +9,15 @@ from collections.abc import Sequence
 
 import torch
 
+# Typed storages count whole elements, and torch has none of less than a byte.
+SMALLER_THAN_A_BYTE = [torch.quint4x2, torch.quint2x4]
+
 
 def register(module: types.ModuleType) -> None:
     torch.utils.rename_privateuse1_backend("foo")
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_storage=True, unsupported_dtype=SMALLER_THAN_A_BYTE
+    )
     torch._register_device_module("foo", module)
     if "torch._dynamo" in sys.modules:
         _register_with_dynamo()

@@ -119,8 +119,14 @@ def get_device_properties(device: Any = None) -> DeviceProperties:
     )
 
 
-def get_amp_supported_dtype() -> list[torch.dtype]:
-    return [torch.float16, torch.bfloat16]
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    """Major and minor version of the device, which are those of foo_ops."""
+    index = _get_device_index(device, optional=True)
+    _C.check_device_index(index)
+    from foo_ops import __version__
+
+    major, minor, *_ = __version__.split(".")
+    return int(major), int(minor)
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:

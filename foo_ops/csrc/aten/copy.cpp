@@ -2,10 +2,10 @@
 
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/copy_ops.h>
-#include <torch/library.h>
 
 #include "aten/fallback.h"
 #include "aten/host_call.h"
+#include "aten/operator_counts.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
 
@@ -61,26 +61,26 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& dest
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  library.impl("_copy_from", &copy_from);
-  library.impl("_copy_from_and_resize", &copy_from_and_resize);
-  library.impl("_local_scalar_dense", &at::native::_local_scalar_dense_cpu);
+  register_own_kernel<"aten::_copy_from", &copy_from>(library);
+  register_own_kernel<"aten::_copy_from_and_resize", &copy_from_and_resize>(library);
+  register_own_kernel<"aten::_local_scalar_dense", &at::native::_local_scalar_dense_cpu>(library);
 }
 
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, library) {
-  library.impl("copy_", &copy_);
+  register_own_kernel<"aten::copy_", &copy_>(library);
 }
 
 TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, library) {
-  library.impl("copy_", &copy_);
+  register_own_kernel<"aten::copy_", &copy_>(library);
 }
 
 TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, library) {
-  library.impl("copy_", &copy_);
+  register_own_kernel<"aten::copy_", &copy_>(library);
 }
 
 // The bytes of a quantized tensor are copied, and its quantizer.
 TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, library) {
-  library.impl("_copy_from", &copy_quantized_from);
+  register_own_kernel<"aten::_copy_from", &copy_quantized_from>(library);
 }
 
 // The copy itself carries out a pending conjugation or negation. torch would do that before the

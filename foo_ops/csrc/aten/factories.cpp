@@ -2,8 +2,8 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/TensorFactories.h>
-#include <torch/library.h>
 
+#include "aten/operator_counts.h"
 #include "device/allocator.h"
 #include "device/device.h"
 #include "device/guard.h"
@@ -72,8 +72,8 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  library.impl("empty.memory_format", &empty);
-  library.impl("empty_strided", &empty_strided);
+  register_own_kernel<"aten::empty.memory_format", &empty>(library);
+  register_own_kernel<"aten::empty_strided", &empty_strided>(library);
 }
 
 }  // namespace foo::aten

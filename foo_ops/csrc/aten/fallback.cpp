@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "aten/host_call.h"
+#include "aten/operator_counts.h"
 #include "device/device.h"
 #include "device/generator.h"
 #include "registration.h"
@@ -118,13 +119,27 @@ void check_device(const at::Tensor& tensor, const c10::Argument& argument, c10::
   }
   const bool is_host_scalar = tensor.is_cpu() && tensor.dim() == 0 && !is_written(argument);
   if (is_host_scalar) return;
+  // The words that TensorIterator has for them on other devices.
+  TORCH_CHECK(!op.hasTag(at::Tag::pointwise) || argument.kwarg_only(),
+              "Expected all tensors to be on the same device, but found at least two devices, ",
+              expected, " and ", tensor.device(), "!");
   c10::impl::common_device_check_failure(expected, tensor, op.schema().name().c_str(),
                                          argument.name().c_str());
 }
 
-void check_arguments(const c10::OperatorHandle& op, at::ArrayRef<IValue> values,
-                     c10::Device expected) {
+// That of the indexed tensor, which is first, or of the first one on foo.
+c10::Device expected_device(const c10::OperatorHandle& op, at::ArrayRef<IValue> values,
+                            c10::Device foo) {
   const auto& arguments = op.schema().arguments();
+  const bool is_indexing = std::any_of(
+      arguments.begin(), arguments.end(),
+      [](const c10::Argument& argument) { return is_optional_tensor_list(*argument.type()); });
+  return is_indexing && values[0].isTensor() ? values[0].toTensor().device() : foo;
+}
+
+void check_arguments(const c10::OperatorHandle& op, at::ArrayRef<IValue> values, c10::Device foo) {
+  const auto& arguments = op.schema().arguments();
+  const c10::Device expected = expected_device(op, values, foo);
   for (size_t position = 0; position < values.size(); ++position) {
     const IValue& value = values[position];
     const c10::Argument& argument = arguments[position];
@@ -186,6 +201,7 @@ void call_host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(keys.highestPriorityTypeId()),
                               op.operator_name(),
                               " has no kernel for foo, and none for cpu that could run instead");
+  count_fallback(op);
   const bool draws_from_default_generator =
       op.hasTag(at::Tag::nondeterministic_seeded) && !takes_generator(op.schema());
   if (draws_from_default_generator) {

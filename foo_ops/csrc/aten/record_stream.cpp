@@ -2,7 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
-#include <torch/library.h>
+
+#include "aten/operator_counts.h"
 
 namespace foo::aten {
 namespace {
@@ -12,7 +13,7 @@ void record_stream(at::Tensor&, c10::Stream) {}
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  library.impl("record_stream", &record_stream);
+  register_own_kernel<"aten::record_stream", &record_stream>(library);
 }
 
 }  // namespace foo::aten

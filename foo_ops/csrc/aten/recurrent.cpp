@@ -7,11 +7,11 @@
 #include <ATen/ops/sigmoid_backward.h>
 #include <ATen/ops/tanh_backward.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/library.h>
 
 #include <tuple>
 
 #include "aten/host_call.h"
+#include "aten/operator_counts.h"
 
 namespace foo::aten {
 namespace {
@@ -112,10 +112,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  library.impl("_thnn_fused_lstm_cell", &lstm_cell);
-  library.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
-  library.impl("_thnn_fused_gru_cell", &gru_cell);
-  library.impl("_thnn_fused_gru_cell_backward", &gru_cell_backward);
+  register_own_kernel<"aten::_thnn_fused_lstm_cell", &lstm_cell>(library);
+  register_own_kernel<"aten::_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward>(library);
+  register_own_kernel<"aten::_thnn_fused_gru_cell", &gru_cell>(library);
+  register_own_kernel<"aten::_thnn_fused_gru_cell_backward", &gru_cell_backward>(library);
 }
 
 }  // namespace foo::aten

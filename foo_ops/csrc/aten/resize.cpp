@@ -5,8 +5,8 @@
 
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
-#include <torch/library.h>
 
+#include "aten/operator_counts.h"
 #include "device/allocator.h"
 #include "device/guard.h"
 
@@ -34,16 +34,18 @@ at::Tensor& set_to_empty_(at::Tensor& self) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  library.impl("resize_", &resize_);
-  library.impl("set_", &set_to_empty_);
-  library.impl("set_.source_Tensor", &at::native::set_tensor_);
-  library.impl("set_.source_Storage",
-               static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(&at::native::set_));
-  library.impl("set_.source_Storage_storage_offset", &set_storage_);
+  register_own_kernel<"aten::resize_", &resize_>(library);
+  register_own_kernel<"aten::set_", &set_to_empty_>(library);
+  register_own_kernel<"aten::set_.source_Tensor", &at::native::set_tensor_>(library);
+  register_own_kernel<"aten::set_.source_Storage",
+                      static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(&at::native::set_)>(
+      library);
+  register_own_kernel<"aten::set_.source_Storage_storage_offset", &set_storage_>(library);
 }
 
 TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, library) {
-  library.impl("set_.source_Storage_storage_offset", &at::native::set_storage_quantized_);
+  register_own_kernel<"aten::set_.source_Storage_storage_offset",
+                      &at::native::set_storage_quantized_>(library);
 }
 
 }  // namespace foo::aten

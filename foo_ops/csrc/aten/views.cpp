@@ -6,24 +6,25 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
-#include <torch/library.h>
+
+#include "aten/operator_counts.h"
 
 namespace foo::aten {
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  library.impl("as_strided", &at::native::as_strided_tensorimpl);
-  library.impl("view", &at::native::view);
-  library.impl("_reshape_alias", &at::native::_reshape_alias);
-  library.impl("unfold", &at::native::unfold);
-  library.impl("view_as_real", &at::native::view_as_real);
-  library.impl("view_as_complex", &at::native::view_as_complex);
+  register_own_kernel<"aten::as_strided", &at::native::as_strided_tensorimpl>(library);
+  register_own_kernel<"aten::view", &at::native::view>(library);
+  register_own_kernel<"aten::_reshape_alias", &at::native::_reshape_alias>(library);
+  register_own_kernel<"aten::unfold", &at::native::unfold>(library);
+  register_own_kernel<"aten::view_as_real", &at::native::view_as_real>(library);
+  register_own_kernel<"aten::view_as_complex", &at::native::view_as_complex>(library);
 }
 
 TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, library) {
-  library.impl("as_strided", &at::native::as_strided_qtensorimpl);
-  library.impl("view", &at::native::view);
-  library.impl("_reshape_alias", &at::native::_reshape_alias);
-  library.impl("unfold", &at::native::unfold);
+  register_own_kernel<"aten::as_strided", &at::native::as_strided_qtensorimpl>(library);
+  register_own_kernel<"aten::view", &at::native::view>(library);
+  register_own_kernel<"aten::_reshape_alias", &at::native::_reshape_alias>(library);
+  register_own_kernel<"aten::unfold", &at::native::unfold>(library);
 }
 
 }  // namespace foo::aten

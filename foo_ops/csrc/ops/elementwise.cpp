@@ -4,6 +4,7 @@
 #include <ATen/native/Resize.h>
 #include <ATen/native/TypeProperties.h>
 
+#include "aten/operator_counts.h"
 #include "kernel_table.h"
 #include "registration.h"
 
@@ -81,9 +82,13 @@ at::Tensor launch(Elementwise& elementwise, const at::Tensor& output, at::Tensor
 
 class ElementwiseLauncher final : public c10::OperatorKernel {
  public:
-  explicit ElementwiseLauncher(Elementwise& elementwise) : elementwise_(elementwise) {}
+  explicit ElementwiseLauncher(Elementwise& elementwise, aten::OperatorCount* count)
+      : elementwise_(elementwise), count_(count) {}
 
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    if (count_ != nullptr) {
+      count_->own.fetch_add(1, std::memory_order_relaxed);
+    }
     at::Tensor output;
     if (elementwise_.form == Form::kOut) {
       output = torch::jit::pop(*stack).toTensor();
@@ -101,6 +106,8 @@ class ElementwiseLauncher final : public c10::OperatorKernel {
 
  private:
   Elementwise& elementwise_;
+  // On foo only.
+  aten::OperatorCount* count_;
 };
 
 Form form_of(const c10::FunctionSchema& schema) {
@@ -126,11 +133,14 @@ void register_elementwise(const std::string& operator_name, const std::string& k
       .result_types = std::move(result_types),
       .kernel = Kernel(kernel),
   });
-  for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::PrivateUse1}) {
-    register_kernel(
-        operator_name, key,
-        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<ElementwiseLauncher>(*entry)));
-  }
+  auto* count = &aten::operator_count(operator_name);
+  const auto register_launcher = [&](c10::DispatchKey key, aten::OperatorCount* key_count) {
+    register_kernel(operator_name, key,
+                    c10::KernelFunction::makeFromBoxedFunctor(
+                        std::make_unique<ElementwiseLauncher>(*entry, key_count)));
+  };
+  register_launcher(c10::DispatchKey::CPU, nullptr);
+  register_launcher(c10::DispatchKey::PrivateUse1, count);
   if (form != Form::kFunctional) {
     register_version_counting(operator_name);
   }

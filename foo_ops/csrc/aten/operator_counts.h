@@ -1,0 +1,54 @@
+// How often each operator ran on foo, and on what: a kernel of foo's own, or the CPU's through the
+// fallback. Who brings up a backend reads from it which kernel to write next.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <string>
+
+namespace foo::aten {
+
+struct OperatorCount {
+  std::atomic<int64_t> own = 0;
+  std::atomic<int64_t> fallback = 0;
+};
+
+// By the name with the overload, "aten::add.Tensor". The counter lasts as long as the process.
+OperatorCount& operator_count(const std::string& name);
+
+void count_fallback(const c10::OperatorHandle& op);
+
+// Own kernels and fallback of each operator that ran since the start or the last reset.
+std::map<std::string, std::pair<int64_t, int64_t>> operator_counts();
+void reset_operator_counts();
+
+// A name as a template argument.
+template <size_t size>
+struct Name {
+  char text[size];
+  consteval Name(const char (&characters)[size]) { std::copy_n(characters, size, text); }
+};
+
+template <Name name, auto function>
+struct Counted;
+
+template <Name name, typename Result, typename... Arguments, Result (*function)(Arguments...)>
+struct Counted<name, function> {
+  static Result call(Arguments... arguments) {
+    static OperatorCount& count = operator_count(name.text);
+    count.own.fetch_add(1, std::memory_order_relaxed);
+    return function(std::forward<Arguments>(arguments)...);
+  }
+};
+
+// Gives the operator a kernel that counts its calls. The name is the full one, "aten::view".
+template <Name name, auto function>
+void register_own_kernel(torch::Library& library) {
+  library.impl(name.text, &Counted<name, function>::call);
+}
+
+}  // namespace foo::aten

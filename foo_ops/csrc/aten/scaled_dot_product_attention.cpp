@@ -1,0 +1,213 @@
+// torch.nn.functional.scaled_dot_product_attention on foo: the operators foo::attention_seeded and
+// its backward, under the names that torch gives to a device's own kernels.
+
+#include <ATen/Context.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/SDPBackend.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_permuted.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <tuple>
+
+#include "aten/operator_counts.h"
+
+namespace foo::aten {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kLargestHeadDim = 256;
+
+// Without a window or a cap of the scores.
+constexpr int64_t kNoWindow = -1;
+constexpr double kNoSoftcap = 0.0;
+
+bool has_value(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+// Plain tensors with four dimensions: what is nested or inside torch.vmap goes to torch's formula.
+bool is_supported(const Tensor& tensor, at::ScalarType dtype) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return !impl->is_nested() && !impl->key_set().has(c10::DispatchKey::FuncTorchBatched) &&
+         tensor.dim() == 4 && tensor.scalar_type() == dtype && tensor.sym_size(3) >= 1 &&
+         tensor.sym_size(3) <= kLargestHeadDim;
+}
+
+bool is_supported_dtype(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 ||
+         dtype == at::kHalf;
+}
+
+bool have_supported_shapes(const Tensor& query, const Tensor& key, const Tensor& value,
+                           bool enable_gqa) {
+  const auto q = query.sym_sizes(), k = key.sym_sizes(), v = value.sym_sizes();
+  const bool are_heads_grouped = enable_gqa && k[1] > 0 && q[1] % k[1] == 0;
+  return q[0] == k[0] && k[0] == v[0] && (q[1] == k[1] || are_heads_grouped) && k[1] == v[1] &&
+         k[2] == v[2] && q[3] == k[3];
+}
+
+bool is_supported_mask(const Tensor& mask, const Tensor& query, const Tensor& key) {
+  const auto dtype = mask.scalar_type();
+  const bool is_batched =
+      mask.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::FuncTorchBatched);
+  const std::array<c10::SymInt, 4> scores = {query.sym_size(0), query.sym_size(1),
+                                             query.sym_size(2), key.sym_size(2)};
+  return !is_batched &&
+         (dtype == at::kBool || dtype == at::kFloat || dtype == query.scalar_type()) &&
+         at::is_expandable_to(mask.sym_sizes(), scores);
+}
+
+// A tensor of other sizes whose dimensions lie in memory in the order of those of the query: what
+// torch promises of the results, so that a model which transposed its heads to the front can
+// transpose them back and view the result.
+Tensor empty_in_order_of(const Tensor& query, at::IntArrayRef sizes) {
+  if (query.sizes() == sizes) return at::empty_like(query);
+  std::array<int64_t, 4> order = {0, 1, 2, 3};
+  std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) {
+    return query.stride(one) > query.stride(other);
+  });
+  return at::empty_permuted(sizes, order, query.options());
+}
+
+Tensor in_order_of(const Tensor& query, Tensor result) {
+  if (!result.defined() || result.strides() == query.strides()) return result;
+  Tensor ordered = empty_in_order_of(query, result.sizes());
+  return ordered.strides() == result.strides() ? result : ordered.copy_(result);
+}
+
+// An integer of the device's default generator; what it holds without dropout is not read.
+Tensor draw_seed(const Tensor& query, double dropout_p) {
+  const auto options = query.options().dtype(at::kLong);
+  return dropout_p > 0 ? at::randint(std::numeric_limits<int64_t>::max(), {1}, options).squeeze(0)
+                       : at::empty({}, options);
+}
+
+OptionalTensor seed_argument(const Tensor& seed, double dropout_p) {
+  return dropout_p > 0 ? OptionalTensor(seed.view({1})) : std::nullopt;
+}
+
+OptionalTensor defined_or_none(const OptionalTensor& tensor) {
+  return has_value(tensor) ? tensor : std::nullopt;
+}
+
+using Forward = std::tuple<Tensor, Tensor>(const Tensor& query, const Tensor& key,
+                                           const Tensor& value, const OptionalTensor& attn_bias,
+                                           const OptionalTensor& alibi_slopes,
+                                           const OptionalTensor& sinks, const OptionalTensor& seed,
+                                           bool is_causal, std::optional<double> scale,
+                                           double dropout_p, int64_t window_left,
+                                           int64_t window_right, double softcap);
+
+// Output, logsumexp, lengths of packed sequences (none here), longest query and key, seed and
+// offset of the random numbers, mask for debugging (none here).
+using FusedAttention =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
+
+FusedAttention fused_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptionalTensor& attn_bias, double dropout_p, bool is_causal,
+                               bool /*return_debug_mask*/, std::optional<double> scale) {
+  static const auto forward =
+      c10::Dispatcher::singleton().findSchemaOrThrow("foo::attention_seeded", "").typed<Forward>();
+  const Tensor seed = draw_seed(query, dropout_p);
+  auto [output, logsumexp] =
+      forward.call(query, key, value, defined_or_none(attn_bias), std::nullopt, std::nullopt,
+                   seed_argument(seed, dropout_p), is_causal, scale, dropout_p, kNoWindow,
+                   kNoWindow, kNoSoftcap);
+  return {in_order_of(query, std::move(output)),
+          std::move(logsumexp),
+          Tensor(),
+          Tensor(),
+          query.size(2),
+          key.size(2),
+          seed,
+          at::empty({}, seed.options()),
+          Tensor()};
+}
+
+using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+    const Tensor& grad_output, const Tensor& grad_logsumexp, const Tensor& query, const Tensor& key,
+    const Tensor& value, const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
+    const OptionalTensor& sinks, const Tensor& output, const Tensor& logsumexp,
+    const OptionalTensor& seed, bool is_causal, std::optional<double> scale, double dropout_p,
+    int64_t window_left, int64_t window_right, double softcap);
+
+using BiasBackward = Tensor(const Tensor& grad_output, const Tensor& grad_logsumexp,
+                            const Tensor& query, const Tensor& key, const Tensor& value,
+                            const Tensor& attn_bias, const OptionalTensor& alibi_slopes,
+                            const OptionalTensor& sinks, const Tensor& output,
+                            const Tensor& logsumexp, const OptionalTensor& seed, bool is_causal,
+                            std::optional<double> scale, double dropout_p, int64_t window_left,
+                            int64_t window_right, double softcap);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> fused_attention_backward(
+    const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& attn_bias, std::array<bool, 4> needed, const Tensor& output,
+    const Tensor& logsumexp, const Tensor&, const Tensor&, int64_t, int64_t, double dropout_p,
+    bool is_causal, const Tensor& seed, const Tensor&, std::optional<double> scale) {
+  static const auto backward = c10::Dispatcher::singleton()
+                                   .findSchemaOrThrow("foo::attention_backward", "")
+                                   .typed<Backward>();
+  static const auto bias_backward = c10::Dispatcher::singleton()
+                                        .findSchemaOrThrow("foo::attention_bias_backward", "")
+                                        .typed<BiasBackward>();
+  if (!grad_output.defined()) return {};
+  const OptionalTensor seed_given = seed_argument(seed, dropout_p);
+  const Tensor grad_logsumexp = at::zeros_like(logsumexp);
+  Tensor grad_query, grad_key, grad_value, grad_bias;
+  if (needed[0] || needed[1] || needed[2]) {
+    std::tie(grad_query, grad_key, grad_value, std::ignore, std::ignore) =
+        backward.call(grad_output, grad_logsumexp, query, key, value, defined_or_none(attn_bias),
+                      std::nullopt, std::nullopt, output, logsumexp, seed_given, is_causal, scale,
+                      dropout_p, kNoWindow, kNoWindow, kNoSoftcap);
+  }
+  if (needed[3]) {
+    grad_bias = bias_backward.call(grad_output, grad_logsumexp, query, key, value, attn_bias,
+                                   std::nullopt, std::nullopt, output, logsumexp, seed_given,
+                                   is_causal, scale, dropout_p, kNoWindow, kNoWindow, kNoSoftcap);
+  }
+  return {in_order_of(query, grad_query), in_order_of(key, grad_key),
+          in_order_of(value, grad_value), grad_bias};
+}
+
+}  // namespace
+
+int64_t choose_attention_backend(const Tensor& query, const Tensor& key, const Tensor& value,
+                                 const OptionalTensor& mask, double dropout_p, bool,
+                                 std::optional<double>, bool enable_gqa) {
+  const auto dtype = query.scalar_type();
+  const bool is_fused = at::globalContext().userEnabledOverrideableSDP() &&
+                        is_supported_dtype(dtype) && is_supported(query, dtype) &&
+                        is_supported(key, dtype) && is_supported(value, dtype) &&
+                        have_supported_shapes(query, key, value, enable_gqa) && dropout_p < 1.0 &&
+                        (!has_value(mask) || is_supported_mask(*mask, query, key));
+  TORCH_CHECK(is_fused || at::globalContext().userEnabledMathSDP(),
+              "No viable backend for scaled_dot_product_attention was found: on foo it is the "
+              "fused one (SDPBackend.OVERRIDEABLE), which takes four dimensions and heads of 1 to ",
+              kLargestHeadDim, ", or SDPBackend.MATH");
+  return static_cast<int64_t>(is_fused ? at::SDPBackend::overrideable : at::SDPBackend::math);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  register_own_kernel<"aten::_fused_sdp_choice", &choose_attention_backend>(library);
+  register_own_kernel<"aten::_scaled_dot_product_fused_attention_overrideable", &fused_attention>(
+      library);
+  register_own_kernel<"aten::_scaled_dot_product_fused_attention_overrideable_backward",
+                      &fused_attention_backward>(library);
+}
+
+}  // namespace foo::aten
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &foo::aten::choose_attention_backend)
+}

@@ -1,0 +1,71 @@
+"""torch.foo.operator_counts: which kernels operators ran on."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+
+@pytest.fixture(autouse=True)
+def from_nothing():
+    torch.foo.reset_operator_counts()
+
+
+def test_own_kernels_and_the_fallback():
+    tensor = torch.ones(4, device="foo")
+    torch.foo.reset_operator_counts()
+    assert torch.foo.operator_counts() == {}
+    for _ in range(3):
+        (tensor + 1).view(2, 2)
+    assert torch.foo.operator_counts() == {
+        "aten::add.Tensor": (0, 3),
+        "aten::view": (3, 0),
+    }
+    assert torch.foo.operator_counts()["aten::view"].own == 3
+    assert torch.foo.operator_counts()["aten::add.Tensor"].fallback == 3
+
+
+def test_the_cpu_does_not_count():
+    torch.ones(3).add(1).view(3, 1)
+    torch.ops.foo.abs(torch.ones(3))
+    assert torch.foo.operator_counts() == {}
+
+
+def test_foo_s_own_operators():
+    torch.ops.foo.abs(torch.ones(3, device="foo"))
+    assert torch.foo.operator_counts()["foo::abs"] == (1, 0)
+
+
+def test_attention_has_kernels_of_its_own():
+    query = torch.randn(1, 2, 5, 8, device="foo", requires_grad=True)
+    F.scaled_dot_product_attention(query, query, query).sum().backward()
+    counts = torch.foo.operator_counts()
+    for name in ("", "_backward"):
+        assert counts[f"aten::_scaled_dot_product_fused_attention_overrideable{name}"] == (1, 0)
+    assert not any("softmax" in name for name in counts)
+
+
+def test_a_refused_call_does_not_count():
+    with torch.library._scoped_library("foo_count", "FRAGMENT") as library:
+        library.define("nothing(Tensor x) -> Tensor")
+        tensor = torch.ones(1, device="foo")
+        with pytest.raises(NotImplementedError):
+            torch.ops.foo_count.nothing(tensor)
+    assert "foo_count::nothing" not in torch.foo.operator_counts()
+
+
+def test_threads_count_together():
+    tensor = torch.ones(4, device="foo")
+    torch.foo.reset_operator_counts()
+
+    def run():
+        for _ in range(200):
+            tensor.neg()
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.foo.operator_counts()["aten::neg"] == (0, 800)
