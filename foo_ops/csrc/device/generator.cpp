@@ -1,6 +1,7 @@
 #include "device/generator.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/GeneratorForPrivateuseone.h>
 
 #include <mutex>
 #include <utility>
@@ -82,6 +83,23 @@ at::Generator new_generator(c10::DeviceIndex index) {
   check_device_index(index);
   return at::make_generator<GeneratorImpl>(index);
 }
+
+namespace {
+
+struct IgnoreWarnings final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+// torch asks the hooks for generators. This older place warns of its age, but it also refuses
+// whoever registers another factory.
+const bool registered = [] {
+  IgnoreWarnings handler;
+  const c10::WarningUtils::WarningHandlerGuard guard(&handler);
+  at::_GeneratorRegister{&new_generator};
+  return true;
+}();
+
+}  // namespace
 
 const at::Generator& host_generator(const at::Generator& generator) {
   TORCH_CHECK(generator.device().type() == kFoo,
