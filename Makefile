@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CSRC := $(shell find foo_ops/csrc -name '*.cpp' -o -name '*.h')
+CPP_TESTS := $(wildcard tests/cpp/*)
 
-.PHONY: setup demo examples test conformance bench lint clean
+.PHONY: setup demo examples test conformance sanitize bench lint clean
 
 setup: $(VENV)/.built
 
@@ -39,13 +40,32 @@ test: setup
 conformance: setup
 	$(BIN)/python tests/conformance
 
+# The C++ tests, and all of the extension but its face to Python, under the sanitizers of addresses
+# and of undefined behaviour.
+SANITIZED := build/sanitized
+SANITIZED_SOURCES := $(filter-out foo_ops/csrc/module.cpp,$(filter %.cpp,$(CSRC) $(CPP_TESTS)))
+SANITIZED_OBJECTS := $(SANITIZED_SOURCES:%.cpp=$(SANITIZED)/%.o)
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fopenmp
+TORCH = $(shell $(BIN)/python -c 'import importlib.util as util; print(util.find_spec("torch").submodule_search_locations[0])')
+
+sanitize: $(SANITIZED)/tests/run
+	OMP_NUM_THREADS=2 $<
+
+$(SANITIZED)/tests/run: $(SANITIZED_OBJECTS)
+	$(CXX) $(SANITIZERS) $^ -o $@ -L$(TORCH)/lib -Wl,-rpath,$(TORCH)/lib -ltorch -ltorch_cpu -lc10
+
+$(SANITIZED)/%.o: %.cpp $(filter %.h,$(CSRC) $(CPP_TESTS)) | $(VENV)/.built
+	@mkdir -p $(@D)
+	$(CXX) -std=c++20 -O1 -g1 -Wall -Wno-unknown-pragmas $(SANITIZERS) -Ifoo_ops/csrc -Itests/cpp \
+		-isystem $(TORCH)/include -isystem $(TORCH)/include/torch/csrc/api/include -c $< -o $@
+
 bench: setup
 	$(BIN)/python -m benchmarks
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(CSRC)
+	$(BIN)/clang-format --dry-run --Werror $(CSRC) $(CPP_TESTS)
 	$(BIN)/mypy
 
 clean:
