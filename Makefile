@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CSRC := $(shell find foo_ops/csrc -name '*.cpp' -o -name '*.h')
 CPP_TESTS := $(wildcard tests/cpp/*)
 
-.PHONY: setup demo examples test conformance sanitize bench lint clean
+.PHONY: setup demo examples test conformance sanitize reliability bench lint clean
 
 setup: $(VENV)/.built
 
@@ -58,6 +58,10 @@ $(SANITIZED)/%.o: %.cpp $(filter %.h,$(CSRC) $(CPP_TESTS)) | $(VENV)/.built
 	@mkdir -p $(@D)
 	$(CXX) -std=c++20 -O1 -g1 -Wall -Wno-unknown-pragmas $(SANITIZERS) -Ifoo_ops/csrc -Itests/cpp \
 		-isystem $(TORCH)/include -isystem $(TORCH)/include/torch/csrc/api/include -c $< -o $@
+
+# Eight threads for a minute, a million operators, memory that runs out: all figures exact.
+reliability: setup
+	$(BIN)/python tests/reliability.py
 
 bench: setup
 	$(BIN)/python -m benchmarks

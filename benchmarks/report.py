@@ -18,12 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 import foo_ops
-from benchmarks import peaks
+from benchmarks import device, peaks
 from benchmarks.measure import OURS, Result
 from benchmarks.targets import (
     FIRST_CALL_SECONDS,
     against_peer,
     best_peer,
+    device_limits,
+    device_verdict,
     first_call_verdict,
     fractions,
     peak_of,
@@ -52,6 +54,7 @@ SECTIONS = {
     "bandwidth": Section("What the machine can read from memory, GB/s", "GB/s"),
     "calls": Section("A call with 8 floats, microseconds (less is better)", "us"),
     "abs": Section("Elementwise, GB/s of memory read and written (more is better)", "GB/s"),
+    "device": Section("Device foo beside the CPU, microseconds (less is better)", "us"),
     "attention forward": Section(
         "Attention forward, heads x head dimension, GFLOP/s of useful work (more is better)",
         "GFLOP/s",
@@ -187,6 +190,8 @@ def table_of(content: Content, section: str, results: Sequence[Result]) -> list[
         return peak_table(results, SECTIONS[section].unit)
     if section == "first call":
         return first_call_table(results)
+    if section == device.SECTION:
+        return device_table(results, SECTIONS[section].unit)
     if results[0].workload is None:
         return comparison_table(results, SECTIONS[section].unit)
     return attention_table(content, results, SECTIONS[section].unit)
@@ -216,6 +221,17 @@ def comparison_table(results: Sequence[Result], unit: str) -> list[list[str]]:
         )
         cells = [result.name, str(result.threads), median(mine), median(others)]
         rows.append([*cells, spread(ratios(mine, others))])
+    return rows
+
+
+def device_table(results: Sequence[Result], unit: str) -> list[list[str]]:
+    rows = [["case", "threads", OURS, device.CPU, "at most", "verdict"]]
+    for result in results:
+        limits = [figure(seconds, result.work, unit) for seconds in device_limits(result)]
+        cells = [peer_cell(result, name, unit) for name in (OURS, device.CPU)]
+        rows.append(
+            [result.name, str(result.threads), *cells, median(limits), device_verdict(result)]
+        )
     return rows
 
 

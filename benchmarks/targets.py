@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks import device
 from benchmarks.measure import OURS, Result
 from benchmarks.peaks import FMA, READ
 
@@ -35,6 +36,15 @@ SCALING = 1.85
 """Of two threads over one."""
 FIRST_CALL_SECONDS = {"warm": 0.05, "cold": 2.0}
 """With the compiled kernel on disk, and without."""
+
+DEVICE_LIMITS: dict[str, Callable[[float], float]] = {
+    device.FALLBACK: lambda cpu: cpu + 1.5e-6,
+    device.ALLOCATION: lambda cpu: 0.5e-6,
+    device.TRAINING: lambda cpu: cpu,
+}
+"""Seconds that a call on foo may take, by the seconds of the same call on the CPU."""
+DEVICE_SPEEDUP = 4.0
+"""Over the CPU where it pays for the page faults of each large result."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,19 @@ def verdict(result: Result, one_thread: Result | None) -> str:
     parts = [it.shortfall() for it in requirements(result, one_thread)]
     parts.append(against_peer(result))
     return "; ".join(filter(None, parts)) or "reached"
+
+
+def device_limits(result: Result) -> list[float]:
+    """Seconds that a call on foo may take, round by round."""
+    limit = DEVICE_LIMITS.get(result.name, lambda cpu: cpu / DEVICE_SPEEDUP)
+    peer = result.seconds.get(device.CPU, [0.0] * len(result.seconds[OURS]))
+    return [limit(seconds) for seconds in peer]
+
+
+def device_verdict(result: Result) -> str:
+    """``reached``, or by how much it takes too long."""
+    middle = statistics.median(ratios(result.seconds[OURS], device_limits(result)))
+    return "reached" if middle <= 1 else f"longer by {middle - 1:.1%}"
 
 
 def first_call_verdict(result: Result) -> str:

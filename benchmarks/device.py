@@ -1,0 +1,72 @@
+"""Device foo beside the CPU: what a call, memory and a training step cost."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from foo_ops._C import device as _C
+from torch import Tensor
+
+from benchmarks.measure import OURS, Case, Contender, Contenders, Local
+from foo_ops.demo.corpus import Batch
+from foo_ops.demo.model import ATTENTIONS, GPT, VOCABULARY, GPTConfig
+from foo_ops.demo.training import BATCH, Setup, Trainer
+
+CPU = "cpu"
+SECTION = "device"
+FALLBACK = "add, 8 floats, through the fallback"
+ALLOCATION = "allocate and free 4096 bytes"
+TRAINING = "a training step of the demo"
+ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a + b": lambda each: each + each,
+    "abs": torch.abs,
+}
+STEPS = 10_000
+"""Of the schedule, more than are measured."""
+
+
+def cases(elements: Sequence[int], threads: int) -> Iterator[Case]:
+    largest = max(elements)
+    prepare = partial(prepare_function, lambda each: each + each, 8)
+    yield Case(SECTION, FALLBACK, prepare, headline=True)
+    yield Case(SECTION, ALLOCATION, lambda: {OURS: Allocation}, headline=True)
+    for name, function in ELEMENTWISE.items():
+        full_name = f"{name}, 2^{largest.bit_length() - 1} floats"
+        prepare = partial(prepare_function, function, largest)
+        yield Case(SECTION, full_name, prepare, (threads,), headline=True)
+    yield Case(SECTION, TRAINING, prepare_training, (threads,), headline=True)
+
+
+def prepare_function(function: Callable[[Tensor], Tensor], size: int) -> Contenders:
+    input = torch.randn(size)
+    return {
+        name: partial(Local, partial(function, input.to(device)))
+        for name, device in ((OURS, "foo"), (CPU, "cpu"))
+    }
+
+
+def prepare_training() -> Contenders:
+    return {OURS: partial(training, "foo"), CPU: partial(training, "cpu")}
+
+
+def training(device: str) -> Contender:
+    """Steps on one batch; both start at the same weights."""
+    torch.manual_seed(0)
+    config = GPTConfig()
+    trainer = Trainer(GPT(config, ATTENTIONS["foo"]), Setup(device, "foo", False), steps=STEPS)
+    tokens = torch.randint(VOCABULARY, (BATCH, config.context + 1))
+    batch: Batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return Local(lambda: torch.tensor(trainer.step(batch)))
+
+
+class Allocation:
+    """A block from the allocator's cache and back, from Python."""
+
+    def results(self) -> list[Tensor]:
+        return []
+
+    def time(self, calls: int, threads: int) -> float:
+        return timeit.timeit(lambda: _C.deallocate(_C.allocate(4096, 0)), number=calls)
