@@ -251,3 +251,17 @@ def test_devices_do_not_mix():
 def test_mkldnn_is_refused():
     with pytest.raises(NotImplementedError, match="foo: tensors of layout Mkldnn"):
         torch.eye(2, device="foo").to_mkldnn()
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
+def test_gradients_of_sparse_reductions(reduce):
+    """The kernel finds out by its argument whether a backward pass will come."""
+    results = []
+    for device in ("cpu", "foo"):
+        sparse = MATRIX.to(device).to_sparse_csr().requires_grad_()
+        dense = torch.arange(12.0, device=device).view(-1, 3)[: MATRIX.shape[1]].requires_grad_()
+        output = torch.sparse.mm(sparse, dense, reduce)
+        gradients = torch.autograd.grad(output.square().sum(), (sparse, dense))
+        results.append([each.to_dense().cpu() for each in (output.detach(), *gradients)])
+    for on_cpu, on_foo in zip(*results):
+        assert torch.equal(on_foo, on_cpu)

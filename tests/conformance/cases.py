@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch  # loads foo: torch's tests read the name of the device when they are imported
+from torch.testing._comparison import default_tolerances
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import optim_db
@@ -160,12 +161,14 @@ _current = ""
 
 
 def _tolerance(expected: torch.Tensor) -> dict[str, float]:
-    """For assert_close: torch's own, or what follows from the dtype and the largest element."""
+    """For assert_close: torch's own, and what follows from the dtype and the largest element."""
     if _current not in OTHER_ROUNDING or not expected.is_floating_point():
         return {}
     finite = expected[expected.isfinite()]
     largest = finite.abs().max().item() if finite.numel() else 0.0
-    return {"rtol": 0, "atol": ALLOWED_ROUNDINGS * torch.finfo(expected.dtype).eps * largest}
+    rtol, atol = default_tolerances(expected.dtype)
+    rounding = torch.finfo(expected.dtype).eps * largest
+    return {"rtol": rtol, "atol": max(atol, ALLOWED_ROUNDINGS * rounding)}
 
 
 def compare(actual: Any, expected: Any, what: str, *, values: bool = True) -> None:

@@ -139,6 +139,8 @@ at::Tensor HostCall::to_host(const at::Tensor& tensor) {
   } else {
     host = rebuild(tensor, c10::kCPU, parts_to_host());
   }
+  // Some kernels compute only then what the backward pass needs.
+  if (tensor.requires_grad()) host.set_requires_grad(true);
   tensors_.push_back({tensor, host});
   return host;
 }
