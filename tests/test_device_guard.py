@@ -132,6 +132,18 @@ def test_streams():
     torch.ones(2, device="foo").record_stream(stream)
 
 
+def test_contexts_restore_after_an_exception():
+    before = torch.foo.current_stream(1)
+    stream = torch.Stream(device="foo:1")
+    with pytest.raises(KeyError), torch.foo.stream(stream):
+        raise KeyError
+    assert torch.foo.current_stream(1) == before
+    assert torch.foo.current_device() == 0
+    with pytest.raises(KeyError), torch.accelerator.device_index(1):
+        raise KeyError
+    assert torch.foo.current_device() == 0
+
+
 def test_set_stream():
     stream = torch.Stream(device="foo:0")
     torch.foo.set_stream(stream)

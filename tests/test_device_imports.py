@@ -118,3 +118,23 @@ torch.foo.init()
 assert torch.foo.is_initialized() and torch.foo._initialized
 """
     run(program)
+
+
+def test_spawned_child_can_use_a_device_that_its_parent_used(tmp_path):
+    program = """
+import torch
+import torch.multiprocessing
+
+def child(index, value):
+    assert torch.full((3,), value, device="foo").sum().item() == 6
+
+if __name__ == "__main__":
+    torch.ones(1, device="foo")
+    torch.multiprocessing.spawn(child, (2.0,), nprocs=1)
+    print("done")
+"""
+    # The child imports the file of its parent.
+    path = tmp_path / "spawn.py"
+    path.write_text(program)
+    result = subprocess.run([sys.executable, path], capture_output=True, text=True)
+    assert result.stdout == "done\n", result.stderr

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from foo_ops.device import _dlpack
+
 # Typed storages count whole elements, and torch has none of less than a byte.
 SMALLER_THAN_A_BYTE = [torch.quint4x2, torch.quint2x4]
 
@@ -19,6 +21,7 @@ def register(module: types.ModuleType) -> None:
         for_storage=True, unsupported_dtype=SMALLER_THAN_A_BYTE
     )
     torch._register_device_module("foo", module)
+    _dlpack.register()
     if "torch._dynamo" in sys.modules:
         _register_with_dynamo()
     else:
