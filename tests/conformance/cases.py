@@ -114,22 +114,29 @@ def to_foo(value: Any) -> Any:
     return result.requires_grad_(value.requires_grad)
 
 
-def mover() -> Callable[[Any], Any]:
-    """Like :func:`to_foo`, but what is one tensor on the CPU is one on foo."""
-    moved: dict[int, Any] = {}
+def leaf(value: Any) -> Any:
+    """The same tensor without a history: some samples have one, where they look like leaves."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
 
-    def move(value: Any) -> Any:
+
+def mapper(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function, but what comes twice is one tensor in the results, too."""
+    results: dict[int, Any] = {}
+
+    def call(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            return to_foo(value)
-        if id(value) not in moved:
-            moved[id(value)] = to_foo(value)
-        return moved[id(value)]
+            return function(value)
+        if id(value) not in results:
+            results[id(value)] = function(value)
+        return results[id(value)]
 
-    return move
+    return call
 
 
 def _sample_on_foo(op: Any, sample: SampleInput) -> SampleInput:
-    result = _map_sample(mover(), sample)
+    result = _map_sample(mapper(to_foo), sample)
     if op.name in HOST_ARGUMENTS:
         result.args = sample.args
     return result
@@ -269,6 +276,7 @@ def _drops(name: str, sample: Any) -> bool:
 
 
 def _check_sample(op: Any, sample: Any, what: str, gradients: bool, values: bool) -> None:
+    sample = _map_sample(mapper(leaf), sample)
     there = _sample_on_foo(op, sample)
     results = _agree(_call(op, there), _call(op, sample), what, values=values)
     if results is None or not gradients or not values:
@@ -392,7 +400,7 @@ def _check_module(info: Any, each: Any, dtype: torch.dtype, training: bool, what
     if info.is_lazy:  # its parameters are those of the first call
         module(*forward.args, **forward.kwargs)
     there = copy.deepcopy(module).to("foo")
-    foo_args, foo_kwargs = tree_map(mover(), (forward.args, forward.kwargs))
+    foo_args, foo_kwargs = tree_map(mapper(to_foo), (forward.args, forward.kwargs))
     results = _agree(
         lambda: there(*foo_args, **foo_kwargs),
         lambda: module(*forward.args, **forward.kwargs),

@@ -148,8 +148,8 @@ FOO_TEST(a_second_factory_of_generators_is_refused) {
 }
 
 FOO_TEST(second_hooks_are_refused) {
-  check_raises<c10::Error>([] { at::RegisterPrivateUse1HooksInterface(new device::Hooks()); },
-                           "once");
+  device::Hooks hooks;
+  check_raises<c10::Error>([&] { at::RegisterPrivateUse1HooksInterface(&hooks); }, "once");
 }
 
 FOO_TEST(streams_and_events_restore_and_measure) {
