@@ -109,7 +109,7 @@ def run_operators(count: int) -> None:
 def run_out_of_memory(passes: int) -> None:
     """Where the limit bites differs from pass to pass; what is left never does."""
     parameters = [torch.randn(64, 64, device="foo", requires_grad=True) for _ in range(8)]
-    input = torch.randn(1024, 64, device="foo")
+    input = torch.randn(8192, 64, device="foo")
     held = torch.foo.memory_allocated()
     total = torch.foo.mem_get_info()[1]
 
@@ -118,11 +118,18 @@ def run_out_of_memory(passes: int) -> None:
         for parameter in parameters:
             value = torch.tanh(value @ parameter)
         value.sum().backward()
+        for parameter in parameters:
+            parameter.grad = None
 
+    torch.foo.empty_cache()
+    fixed = torch.foo.memory_reserved()
+    torch.foo.reset_peak_memory_stats()
+    step()
+    needed = torch.foo.max_memory_reserved() - fixed
     raised = 0
     for each in range(passes):
         torch.foo.empty_cache()
-        limit = held + (4 << 20) + each * (12 << 20) // passes
+        limit = fixed + needed * 2 * each // passes
         torch.foo.set_per_process_memory_fraction(limit / total)
         try:
             step()
@@ -134,8 +141,6 @@ def run_out_of_memory(passes: int) -> None:
         gc.collect()
         assert torch.foo.memory_allocated() == held
         step()
-        for parameter in parameters:
-            parameter.grad = None
     assert 0 < raised < passes, f"memory ran out in {raised} of {passes} passes"
     print(f"memory ran out in {raised} of {passes} passes, and the process went on", flush=True)
 
