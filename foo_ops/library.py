@@ -27,7 +27,6 @@ __all__ = [
     "opcheck",
     "register_autocast",
     "register_autograd",
-    "register_autograd_instead",
     "register_elementwise",
     "register_fake",
     "register_flops",
@@ -76,19 +75,6 @@ def register_variant_autograd(name: str) -> None:
             f"{packet.__name__}(): functions with out=... arguments don't support automatic "
             "differentiation, but one of the arguments requires grad."
         )
-
-    _fragment.impl(name.partition("::")[2], formula, "Autograd", with_keyset=True)
-    _C.register_autograd_shortcut(name)
-
-
-def register_autograd_instead(name: str, function: Callable[..., Any]) -> None:
-    """Where an input needs a gradient, call ``function`` with the same arguments instead.
-
-    For an operator that has no formula itself, but is a form of one that has.
-    """
-
-    def formula(keyset: torch._C.DispatchKeySet, *inputs: Any, **keywords: Any) -> Any:
-        return function(*inputs, **keywords)
 
     _fragment.impl(name.partition("::")[2], formula, "Autograd", with_keyset=True)
     _C.register_autograd_shortcut(name)
@@ -143,6 +129,8 @@ def vmap_by_loop(
     **keywords: Any,
 ) -> tuple[Any, Any]:
     """What a function for register_vmap returns: the results, stacked, and where."""
+    if info.batch_size == 0:
+        return _mapped_over_nothing(operator, in_dims, inputs, keywords)
     calls = []
     for index in range(info.batch_size):
         chosen = (
@@ -153,6 +141,33 @@ def vmap_by_loop(
     if isinstance(calls[0], Tensor):
         return torch.stack(calls), 0
     return tuple(map(torch.stack, zip(*calls))), (0,) * len(calls[0])
+
+
+def _mapped_over_nothing(
+    operator: torch._ops.OpOverload,
+    in_dims: tuple[int | None, ...],
+    inputs: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> tuple[Any, Any]:
+    """As of a loop without calls: the fake kernel tells what a call would have returned."""
+
+    def element(argument: Any, in_dim: int | None) -> Any:
+        if not isinstance(argument, Tensor):
+            return argument
+        shape = list(argument.shape)
+        if in_dim is not None:
+            del shape[in_dim]
+        return torch.empty(shape, dtype=argument.dtype, device="meta")
+
+    device = _tensors(inputs)[0].device
+
+    def none_of(result: Tensor) -> Tensor:
+        return torch.empty((0, *result.shape), dtype=result.dtype, device=device)
+
+    result = operator(*map(element, inputs, in_dims), **keywords)
+    if isinstance(result, Tensor):
+        return none_of(result), 0
+    return tuple(map(none_of, result)), (0,) * len(result)
 
 
 def register_flops(

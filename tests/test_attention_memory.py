@@ -141,3 +141,42 @@ def test_memory_of_the_gradient_of_a_bias(device):
     process = run(BIAS_MEMORY, device)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == "the limit holds"
+
+
+PAGED_MEMORY = """
+import resource
+import sys
+import torch
+
+def step(columns):
+    query = torch.randn(9, 2, 16).to(sys.argv[1]).requires_grad_()
+    cache = torch.randn(6, 16, 2, 16).to(sys.argv[1]).requires_grad_()
+    starts_q, starts_k, used = (
+        torch.tensor(list_, dtype=torch.int32, device=sys.argv[1])
+        for list_ in ([0, 4, 9], [0, 40, 80], [40, 33])
+    )
+    table = torch.zeros(2, columns, dtype=torch.int32, device=sys.argv[1])
+    table[:, :3] = torch.tensor([[0, 1, 2], [3, 4, 5]])
+    output, _ = torch.ops.foo.attention_varlen(
+        query, cache, cache, starts_q, starts_k, used, table, max_seqlen_q=5, max_seqlen_k=40
+    )
+    output.sum().backward()
+    assert cache.grad.isfinite().all()
+
+step(3)
+with open("/proc/self/status") as status:
+    (used,) = (int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (used + 2**25, -1))
+step(2**18)
+try:
+    torch.empty(2**25, device=sys.argv[1]).zero_()
+except RuntimeError:
+    print("the limit holds")
+"""
+
+
+def test_memory_of_blocks_that_are_not_in_use(device):
+    """A table with room for 4 million keys a sequence, which would be 512 MiB, in 32 MiB."""
+    process = run(PAGED_MEMORY, device)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == "the limit holds"

@@ -156,9 +156,33 @@ def test_no_sequences(paged, device):
     )
     assert output.shape == (0, 2, 8)
     assert logsumexp.shape == (2, 0)
-    output.sum().backward()
-    assert query.grad.shape == query.shape
-    assert torch.equal(key.grad, torch.zeros_like(key))
+    first = torch.autograd.grad(output.sum(), (query, key), create_graph=True)
+    second = torch.autograd.grad(sum(gradient.sum() for gradient in first), (query, key))
+    for gradients in (first, second):
+        assert gradients[0].shape == query.shape
+        assert torch.equal(gradients[1], torch.zeros_like(key))
+
+
+def test_no_blocks(device):
+    """A cache of no blocks holds the keys of sequences that have none."""
+    query = torch.randn(3, 2, 8, dtype=torch.float64, device=device, requires_grad=True)
+    key = torch.zeros(0, 4, 2, 8, dtype=torch.float64, device=device, requires_grad=True)
+    sinks = torch.zeros(2, dtype=torch.float64, device=device, requires_grad=True)
+    starts_q, starts_k = (torch.tensor([0, end], device=device).int() for end in (3, 0))
+    table = torch.full((1, 3), -1, dtype=torch.int32, device=device)
+    output, logsumexp = torch.ops.foo.attention_varlen(
+        *(query, key, key, starts_q, starts_k, None, table, None, sinks),
+        max_seqlen_q=3,
+        max_seqlen_k=0,
+    )
+    assert torch.equal(output, torch.zeros_like(output))
+    inputs = (query, key, sinks)
+    first = torch.autograd.grad(logsumexp.sum() + output.sum(), inputs, create_graph=True)
+    assert first[0].eq(0).all()
+    assert first[1].shape == key.shape
+    assert first[2].tolist() == [3.0, 3.0]
+    second = torch.autograd.grad(first[2].sum(), inputs)
+    assert all((gradient == 0).all() for gradient in second)
 
 
 def test_maxima_do_not_change_the_result(device):

@@ -258,27 +258,6 @@ def test_attention_backward_reads_nothing_outside_its_tensors(name, backward, mo
             call(**tensors)
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_varlen_backward_reads_nothing_outside_its_tensors(name, mode, device):
-    with mode:
-        arguments = packed(device)
-        rows, columns = torch.zeros(4, 9, device=device), torch.zeros(9, 4, 8, device=device)
-        arguments |= {"grad_output": columns, "output": columns}
-        arguments |= {"grad_logsumexp": rows, "logsumexp": rows}
-        nothing = dict.fromkeys(("seqused_k", "alibi_slopes", "sinks", "seed"))
-        call = functools.partial(torch.ops.foo.attention_varlen_backward, **nothing)
-        call(**arguments)
-        good = arguments[name]
-        arguments[name] = good[:3]
-        wanted, got = list(good.shape), list(arguments[name].shape)
-        message = f"attention_backward: {name} must have shape {wanted}, got {got}"
-        with raises(ValueError, message):
-            call(**arguments)
-        arguments[name] = good.double()
-        with raises(TypeError, f"attention_backward: {name} must be float32, got float64"):
-            call(**arguments)
-
-
 @pytest.mark.parametrize(
     ("seed", "dropout_p", "error", "message"),
     [
@@ -304,6 +283,36 @@ def test_attention_seed_on_another_device(own, other):
     seed = torch.zeros(1, dtype=torch.int64, device=other)
     with raises(ValueError, f"attention: seed must be on {own} as query is, got {other}"):
         torch.ops.foo.attention_seeded(query, key, key, seed=seed, dropout_p=0.5)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "error", "message"),
+    [
+        ({"shape": (2, 3)}, ValueError, "shape must have 4 dimensions, got 2"),
+        ({"dtype": torch.float16}, TypeError, "dtype must be float32 or float64, got float16"),
+        ({"dropout_p": 1.5}, ValueError, "dropout_p must be at least 0 and less than 1, got 1.5"),
+        ({"dropout_p": -0.1}, ValueError, "dropout_p must be at least 0 and less than 1, got -0.1"),
+    ],
+)
+def test_attention_kept(replaced, error, message, mode, device):
+    with mode:
+        seed = torch.zeros(1, dtype=torch.int64, device=device)
+        good = {"shape": (1, 2, 3, 4), "dropout_p": 0.5, "dtype": torch.float32}
+        torch.ops.foo.attention_kept(seed, **good)
+        with raises(error, f"attention_kept: {message}"):
+            torch.ops.foo.attention_kept(seed, **(good | replaced))
+
+
+def test_attention_bias_backward_has_no_gradient_of_a_mask(mode, device):
+    with mode:
+        rows, columns = torch.zeros(2, 4, 5, device=device), torch.zeros(2, 4, 5, 8, device=device)
+        query, key = torch.zeros(QUERY, device=device), torch.zeros(KEY, device=device)
+        mask = torch.ones(5, 7, dtype=torch.bool, device=device)
+        message = "attention_bias_backward: attn_bias must be floating-point, got bool"
+        with raises(TypeError, message):
+            torch.ops.foo.attention_bias_backward(
+                columns, rows, query, key, key, mask, None, None, columns, rows, None
+            )
 
 
 # ------------------------------------------------------------------------------ attention_varlen
@@ -350,6 +359,29 @@ def make(device, arguments):
 
 def varlen(arguments):
     torch.ops.foo.attention_varlen(**arguments)
+
+
+@pytest.mark.parametrize("make", [packed, paged])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_varlen_backward_reads_nothing_outside_its_tensors(name, make, mode, device):
+    with mode:
+        arguments = make(device)
+        rows, columns = torch.zeros(4, 9, device=device), torch.zeros(9, 4, 8, device=device)
+        arguments |= {"grad_output": columns, "output": columns}
+        arguments |= {"grad_logsumexp": rows, "logsumexp": rows}
+        nothing = dict.fromkeys(("seqused_k", "block_table", "alibi_slopes", "sinks", "seed"))
+        arguments = nothing | arguments
+        call = torch.ops.foo.attention_varlen_backward
+        call(**arguments)
+        good = arguments[name]
+        arguments[name] = good[:3]
+        wanted, got = list(good.shape), list(arguments[name].shape)
+        message = f"attention_backward: {name} must have shape {wanted}, got {got}"
+        with raises(ValueError, message):
+            call(**arguments)
+        arguments[name] = good.double()
+        with raises(TypeError, f"attention_backward: {name} must be float32, got float64"):
+            call(**arguments)
 
 
 def test_varlen_arguments_are_good_unchanged(mode, device):

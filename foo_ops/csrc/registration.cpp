@@ -43,14 +43,11 @@ class AutogradShortcut final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    if (at::GradMode::is_enabled() &&
-        std::any_of(arguments.begin(), arguments.end(), requires_grad)) {
+    if (needs_gradient(op, *stack)) {
       formula_.callBoxed(op, keys, stack);
-      return;
+    } else {
+      redispatch_below_autograd(op, keys, stack);
     }
-    at::AutoDispatchBelowAutograd guard;
-    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
   }
 
  private:
@@ -108,6 +105,18 @@ void register_kernel(const std::string& operator_name, c10::DispatchKey key,
       op.operator_name(), key, std::move(kernel), std::nullopt, nullptr, "foo_ops");
   const std::lock_guard lock(mutex);
   registrations->push_back(std::move(registration));
+}
+
+bool needs_gradient(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const auto arguments = torch::jit::last(stack, op.schema().arguments().size());
+  return at::GradMode::is_enabled() &&
+         std::any_of(arguments.begin(), arguments.end(), requires_grad);
+}
+
+void redispatch_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                               torch::jit::Stack* stack) {
+  const at::AutoDispatchBelowAutograd guard;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
 void register_autograd_shortcut(const std::string& operator_name) {

@@ -16,6 +16,14 @@ c10::OperatorHandle find_operator(const std::string& name);
 void register_kernel(const std::string& operator_name, c10::DispatchKey key,
                      c10::KernelFunction kernel);
 
+// Whether gradients are recorded and one of the operator's arguments, on top of the stack, requires
+// one.
+bool needs_gradient(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+
+// Calls an operator's kernel for the first of these keys that stands below autograd.
+void redispatch_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                               torch::jit::Stack* stack);
+
 // Puts a C++ kernel in front of the Python autograd formula that torch.library.register_autograd
 // has registered: calls that need no gradient go straight on below autograd.
 void register_autograd_shortcut(const std::string& operator_name);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def attention(
         scale: factor of the scores, by default 1 / sqrt(D).
         dropout_p: probability with which a weight of the softmax is dropped, at least 0 and less
             than 1; the others are divided by 1 - dropout_p. Drawn from the device's default
-            generator.
+            generator, under torch.vmap as its argument ``randomness`` says.
         window_left, window_right: query i sees the keys i' - window_left <= j <= i' + window_right
             (aligned to the lower right); -1 for no bound. window_right=0 is causal with a cache of
             earlier keys.
@@ -232,27 +232,40 @@ def fake_backward(*saved: Any, **options: Any) -> tuple[Tensor, ...]:
 @library.register_fake("foo::attention_bias_backward")
 def fake_bias_backward(*saved: Any, **options: Any) -> Tensor:
     _check_saved(*saved, **options)
-    return empty_gradient(saved[5], saved[2])
+    attn_bias = saved[5]
+    if not attn_bias.is_floating_point():
+        raise TypeError(
+            "attention_bias_backward: attn_bias must be floating-point, "
+            f"got {_name(attn_bias.dtype)}"
+        )
+    return attn_bias.new_empty(attn_bias.shape)
 
 
 @library.register_fake("foo::attention_kept")
 def fake_kept(seed: Tensor, shape: list[int], dropout_p: float, *, dtype: torch.dtype) -> Tensor:
+    if len(shape) != 4:
+        raise ValueError(f"attention_kept: shape must have 4 dimensions, got {len(shape)}")
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"attention_kept: dtype must be float32 or float64, got {_name(dtype)}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(
+            f"attention_kept: dropout_p must be at least 0 and less than 1, got {dropout_p:g}"
+        )
+    _C.check_attention_seed(seed, seed, dropout_p)
     return seed.new_empty(shape, dtype=dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # ---------------------------------------------------------------------------------------- autograd
 
 
-def draw_seed(query: Tensor, dropout_p: float) -> Tensor | None:
-    """From the device's default generator, as the kernels themselves do."""
-    if dropout_p <= 0.0:
-        return None
-    return torch.randint(torch.iinfo(torch.int64).max, (1,), device=query.device)
-
-
 def setup_context(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
 ) -> None:
+    """Of an operator of the backward pass."""
     ctx.save_for_backward(*inputs)
     ctx.set_materialize_grads(False)
     ctx.options = keyword_only_inputs
@@ -260,37 +273,53 @@ def setup_context(
 
 def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """Of foo::attention_backward: the second derivative."""
-    return second_derivative(ctx, (0, 1, 2, 4, 5), grads)
+    return second_derivative(ctx, composite_with_seed, (0, 1, 2, 4, 5), grads)
 
 
 def bias_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     """Of foo::attention_bias_backward: the second derivative."""
-    return second_derivative(ctx, (3,), (grad,))
+    return second_derivative(ctx, composite_with_seed, (3,), (grad,))
 
 
 def second_derivative(
-    ctx: Any, positions: tuple[int, ...], grads: tuple[Tensor | None, ...]
+    ctx: Any,
+    function: Callable[..., tuple[Tensor, Tensor]],
+    positions: tuple[int, ...],
+    grads: tuple[Tensor | None, ...],
 ) -> tuple[Tensor | None, ...]:
-    """From the gradients of the gradients of some inputs, with the matrix of scores in memory.
+    """Of an operator of the backward pass, with the matrix of scores in memory.
 
-    Output and logsumexp are functions of the inputs here, so that they get no gradient themselves.
+    Its arguments are the gradients of both outputs, the inputs, both outputs, and the seed. The
+    outputs are functions of the inputs here, so that they get no gradient themselves.
+
+    Args:
+        ctx: as setup_context leaves it.
+        function: ``function(inputs, seed, **options)``, what the forward pass computes, made of
+            torch's own operators.
+        positions: which of the inputs the operator returns the gradients of.
+        grads: the gradients of these gradients.
     """
-    seed = ctx.saved_tensors[10]
-    needed = ctx.needs_input_grad[:8]
+    *saved, _, _, seed = ctx.saved_tensors
+    needed = ctx.needs_input_grad[: len(saved)]
     with torch.enable_grad():
-        tensors: list[Any] = list(map(distinct, ctx.saved_tensors[:8]))
-        inputs = tensors[2:]
+        tensors: list[Any] = list(map(distinct, saved))
+        cotangents, inputs = tensors[:2], tensors[2:]
         given = [
             (inputs[position], grad)
             for position, grad in zip(positions, grads)
             if grad is not None and inputs[position] is not None
         ]
         if not given:
-            return (None,) * 11
+            return (None,) * len(ctx.saved_tensors)
         chosen, grads = zip(*given)
-        kept = kept_weights(inputs, seed, ctx.options)
-        outputs = composite(*(*inputs, kept), **ctx.options)
-        first = torch.autograd.grad(outputs, chosen, tensors[:2], create_graph=True)
+        outputs = function(inputs, seed, **ctx.options)
+        if not outputs[0].requires_grad:
+            # There are no sequences, so that nothing depends on anything.
+            zeros = (
+                torch.zeros_like(tensor) if need else None for tensor, need in zip(saved, needed)
+            )
+            return (*zeros, None, None, None)
+        first = torch.autograd.grad(outputs, chosen, cotangents, create_graph=True)
     second = differentiate(first, tensors, needed, grads, create_graph=torch.is_grad_enabled())
     return (*second, None, None, None)
 
@@ -308,7 +337,7 @@ def differentiate(
     needed: Sequence[bool],
     grads: Sequence[Any],
     *,
-    create_graph: bool = True,
+    create_graph: bool,
 ) -> list[Tensor | None]:
     """The gradient for each input that needs one."""
     wanted = [tensor for tensor, need in zip(inputs, needed) if need]
@@ -320,14 +349,22 @@ def differentiate(
     return [next(found) if need else None for need in needed]
 
 
-def kept_weights(inputs: list[Any], seed: Tensor | None, options: dict[str, Any]) -> Tensor | None:
+def composite_with_seed(
+    inputs: list[Any], seed: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """foo::attention_seeded made of torch's own operators."""
+    query, key = inputs[:2]
+    kept = kept_weights(query, (*query.shape[:3], key.shape[2]), seed, options["dropout_p"])
+    return composite(*(*inputs, kept), **options)
+
+
+def kept_weights(
+    query: Tensor, shape: tuple[int, ...], seed: Tensor | None, dropout_p: float
+) -> Tensor | None:
     """What dropout keeps: a factor for each weight, or None."""
     if seed is None:
         return None
-    query, key = inputs[:2]
-    shape = (*query.shape[:3], key.shape[2])
-    dtype = compute_type(query)
-    return torch.ops.foo.attention_kept(seed, shape, options["dropout_p"], dtype=dtype)
+    return torch.ops.foo.attention_kept(seed, shape, dropout_p, dtype=compute_type(query))
 
 
 def composite(
@@ -404,7 +441,7 @@ def visible(scores: Tensor, is_causal: bool, window_left: int, window_right: int
     return sees
 
 
-# The first derivative is in csrc/ops/attention_autograd.cpp: through Python, a call with 8 floats
+# First derivatives are in csrc/ops/attention_autograd.cpp: through Python, a call with 8 floats
 # would take 200 us and not 12.
 library.register_autograd("foo::attention_backward", backward, setup_context=setup_context)
 library.register_autograd(
@@ -416,6 +453,7 @@ library.register_autograd(
 
 
 library.register_autocast("foo::attention")
+library.register_autocast("foo::attention_seeded")
 library.register_vmap_loop("foo::attention_seeded")
 library.register_vmap_loop("foo::attention_backward")
 library.register_vmap_loop("foo::attention_bias_backward")
@@ -434,11 +472,14 @@ def _with_dimensions(tensor: Tensor, in_dim: int | None, dimensions: int) -> Ten
 def vmap(
     info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor | None, **options: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """The mapped dimension becomes a part of the batch, in one call."""
+    """The mapped dimension becomes a part of the batch, in one call.
+
+    Dropout does not come here: csrc/ops/attention_autograd.cpp draws a seed for it first.
+    """
     missing = 6 - len(inputs)
     inputs, in_dims = (*inputs, *(None,) * missing), (*in_dims, *(None,) * missing)
     query, key, value, attn_bias, alibi_slopes, sinks = inputs
-    if in_dims[5] is not None or options.get("dropout_p", 0.0) > 0.0:
+    if in_dims[5] is not None:
         # Heads of one call have the same sinks in all of the batch.
         operator = torch.ops.foo.attention.default
         return library.vmap_by_loop(operator, info, in_dims, *inputs, **options)
@@ -489,7 +530,21 @@ def flops(
     return sum(product_flops(query_shape, key_shape, value_shape))
 
 
-@library.register_flops("foo::attention_backward", "foo::attention_bias_backward")
+@library.register_flops("foo::attention_bias_backward")
+def bias_backward_flops(
+    grad_output_shape: torch.Size,
+    grad_logsumexp_shape: torch.Size,
+    query_shape: torch.Size,
+    key_shape: torch.Size,
+    value_shape: torch.Size,
+    *others: Any,
+    **_: Any,
+) -> int:
+    """Of two products: scores over the head dimension and dP over the value's."""
+    return sum(product_flops(query_shape, key_shape, value_shape))
+
+
+@library.register_flops("foo::attention_backward")
 def backward_flops(
     grad_output_shape: torch.Size,
     grad_logsumexp_shape: torch.Size,

@@ -14,10 +14,10 @@ from foo_ops.ops.attention import (
     TAGS,
     composite,
     compute_type,
-    differentiate,
-    distinct,
-    draw_seed,
     empty_gradient,
+    kept_weights,
+    second_derivative,
+    setup_context,
 )
 
 OPTIONS = (
@@ -38,10 +38,10 @@ library.define(
 library.define(
     "foo::attention_varlen_backward",
     "(Tensor grad_output, Tensor grad_logsumexp, Tensor query, Tensor key, Tensor value, "
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, Tensor? alibi_slopes, "
-    f"Tensor? sinks, Tensor output, Tensor logsumexp, Tensor? seed, *, {OPTIONS}) -> "
-    "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_alibi_slopes, "
-    "Tensor grad_sinks)",
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, Tensor? block_table, "
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor output, Tensor logsumexp, Tensor? seed, *, "
+    f"{OPTIONS}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
+    "Tensor grad_alibi_slopes, Tensor grad_sinks)",
     tags=TAGS,
 )
 
@@ -162,9 +162,9 @@ def fake_seeded(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
 def fake_backward(
     grad_output: Tensor, grad_logsumexp: Tensor, *saved: Any, **options: Any
 ) -> tuple[Tensor, ...]:
-    *inputs, alibi_slopes, sinks, output, logsumexp, seed = saved
-    query, key, value = inputs[:3]
-    _check(*inputs, None, alibi_slopes, sinks, **options)
+    *inputs, output, logsumexp, seed = saved
+    query, key, value, *_, alibi_slopes, sinks = inputs
+    _check(*inputs, **options)
     _C.check_attention_results(grad_output, grad_logsumexp, query, value, output, logsumexp)
     _C.check_attention_seed(query, seed, options.get("dropout_p", 0.0))
     tensors = (query, key, value, alibi_slopes, sinks)
@@ -173,122 +173,37 @@ def fake_backward(
 
 # ---------------------------------------------------------------------------------------- autograd
 
-DIFFERENTIABLE = (0, 1, 2, 7, 8)
 
-
-def seeded(*inputs: Any, **options: Any) -> Any:
-    """Of foo::attention_varlen: its inputs may be fewer than nine, where the last are None."""
-    missing = (None,) * (9 - len(inputs))
-    seed = draw_seed(inputs[0], options.get("dropout_p", 0.0))
-    return torch.ops.foo.attention_varlen_seeded.default(*inputs, *missing, seed, **options)
-
-
-def setup_context(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
-) -> None:
-    ctx.save_for_backward(*inputs, *output)
-    ctx.options = keyword_only_inputs
-
-
-def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
-    *inputs, seed, output, logsumexp = ctx.saved_tensors
-    needed = (*ctx.needs_input_grad, *(False,) * 10)[:9]
-    if torch.is_grad_enabled():
-        with torch.enable_grad():
-            inputs = list(map(distinct, inputs))
-            outputs = composite_varlen(inputs, seed, **ctx.options)
-            grads = (grad_output, grad_logsumexp)
-            return (*differentiate(outputs, inputs, needed, grads), None)
-    gradients: list[Tensor | None] = [None] * 10
-    query, key, value, starts_q, starts_k, used, block_table, alibi_slopes, sinks = inputs
-    if block_table is not None:
-        # In the compute type, so that the gradients of a block that serves several sequences are
-        # rounded once they are summed.
-        compute = compute_type(query)
-        key, value = gather_pages(key, block_table), gather_pages(value, block_table)
-        grad_output, query, key, value, output = (
-            tensor.to(compute) for tensor in (grad_output, query, key, value, output)
-        )
-        alibi_slopes, sinks = (
-            None if tensor is None else tensor.to(compute) for tensor in (alibi_slopes, sinks)
-        )
-        starts_k, used = allotted(inputs), used_keys(inputs)
-    found = torch.ops.foo.attention_varlen_backward(
-        *(grad_output, grad_logsumexp, query, key, value, starts_q, starts_k, used),
-        *(alibi_slopes, sinks, output, logsumexp, seed),
-        **ctx.options,
-    )
-    for position, gradient in zip(DIFFERENTIABLE, found):
-        if needed[position]:
-            if block_table is not None and position in (1, 2):
-                gradient = scatter_pages(gradient, inputs[position], block_table)
-            gradients[position] = gradient.to(inputs[position].dtype)
-    return tuple(gradients)
-
-
-def _page_numbers(pages: Tensor, block_table: Tensor) -> Tensor:
-    # Entries beyond the keys in use may be anything.
-    return block_table.clamp(0, pages.shape[0] - 1).flatten().long()
-
-
-def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
-    """(num_blocks, block_size, heads, dim) as (B * max_blocks * block_size, heads, dim)."""
-    return pages.index_select(0, _page_numbers(pages, block_table)).flatten(0, 1)
-
-
-def scatter_pages(gradient: Tensor, pages: Tensor, block_table: Tensor) -> Tensor:
-    """The gradient of gather_pages, summed where a block serves several sequences."""
-    total = torch.zeros(pages.shape, dtype=gradient.dtype, device=pages.device)
-    # Not unflatten, which vmap does not know.
-    blocks = gradient.reshape(-1, *pages.shape[1:])
-    return total.index_add(0, _page_numbers(pages, block_table), blocks)
-
-
-def allotted(inputs: list[Any]) -> Tensor:
-    """cu_seqlens_k for gathered pages."""
-    key, block_table = inputs[1], inputs[6]
-    count, columns = block_table.shape
-    rows = columns * key.shape[1]
-    return torch.arange(count + 1, dtype=torch.int32, device=key.device) * rows
-
-
-def used_keys(inputs: list[Any]) -> Tensor:
-    starts_k, used = inputs[4:6]
-    return starts_k.diff() if used is None else used
+def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of foo::attention_varlen_backward: the second derivative."""
+    return second_derivative(ctx, composite_varlen, (0, 1, 2, 7, 8), grads)
 
 
 def composite_varlen(
     inputs: list[Any], seed: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """foo::attention_varlen made of torch's own operators, a sequence at a time."""
-    query, key, value, starts_q, starts_k, _, block_table, alibi_slopes, sinks = inputs
-    lengths = used_keys(inputs).tolist()
-    if block_table is not None:
-        key, value = gather_pages(key, block_table), gather_pages(value, block_table)
-        starts_k = allotted(inputs)
+    """foo::attention_varlen_seeded made of torch's own operators, a sequence at a time."""
+    query, key, value, starts_q, starts_k, used, block_table, alibi_slopes, sinks = inputs
+    offsets_q, offsets_k = starts_q.tolist(), starts_k.tolist()
+    lengths = (starts_k.diff() if used is None else used).tolist()
     kept_shape = (len(lengths), query.shape[1], options["max_seqlen_q"], options["max_seqlen_k"])
+    kept = kept_weights(query, kept_shape, seed, options["dropout_p"])
     names = ("scale", "dropout_p", "window_left", "window_right", "softcap")
     chosen = {name: options[name] for name in names}
-    kept = None
-    if seed is not None:
-        kept = torch.ops.foo.attention_kept(
-            seed, kept_shape, options["dropout_p"], dtype=compute_type(query)
-        )
     parts = []
-    places = zip(starts_q.tolist(), starts_q.tolist()[1:], starts_k.tolist(), lengths)
-    for index, (first_query, end_query, first_key, count) in enumerate(places):
-        queries = query[first_query:end_query].transpose(0, 1).unsqueeze(0)
-        keys, values = (
-            tensor[first_key : first_key + count].transpose(0, 1).unsqueeze(0)
-            for tensor in (key, value)
-        )
+    for index, (first, end, count) in enumerate(zip(offsets_q, offsets_q[1:], lengths)):
+        if block_table is None:
+            rows = slice(offsets_k[index], offsets_k[index] + count)
+            sequence = (query[first:end], key[rows], value[rows])
+        else:
+            blocks = block_table[index]
+            sequence = (query[first:end], *(in_blocks(t, blocks, count) for t in (key, value)))
         slopes = alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[index]
-        mask = None
-        if kept is not None:
-            mask = kept[index : index + 1, :, : end_query - first_query, :count]
-        parts.append(composite(queries, keys, values, None, slopes, sinks, mask, **chosen))
+        mask = None if kept is None else kept[index : index + 1, :, : end - first, :count]
+        tensors = [tensor.transpose(0, 1).unsqueeze(0) for tensor in sequence]
+        parts.append(composite(*(*tensors, None, slopes, sinks, mask), **chosen))
     if not parts:
         return query.new_zeros(query.shape[:2] + value.shape[-1:]), query.new_zeros(
             (query.shape[1], 0), dtype=compute_type(query)
@@ -297,13 +212,19 @@ def composite_varlen(
     return output, torch.cat([part[1].squeeze(0) for part in parts], dim=-1)
 
 
-library.register_autograd("foo::attention_varlen_seeded", backward, setup_context=setup_context)
-library.register_autograd_instead("foo::attention_varlen", seeded)
+def in_blocks(pages: Tensor, blocks: Tensor, count: int) -> Tensor:
+    """The first keys of a sequence, (count, heads, dim), from the blocks that hold them."""
+    used = blocks[: -(-count // pages.shape[1])].long()
+    return pages.index_select(0, used).flatten(0, 1)[:count]
+
+
+library.register_autograd("foo::attention_varlen_backward", backward, setup_context=setup_context)
 
 
 # -------------------------------------------------------------------------- vmap, autocast, FLOPs
 
 library.register_autocast("foo::attention_varlen")
+library.register_autocast("foo::attention_varlen_seeded")
 library.register_vmap_loop("foo::attention_varlen")
 library.register_vmap_loop("foo::attention_varlen_seeded")
 library.register_vmap_loop("foo::attention_varlen_backward")

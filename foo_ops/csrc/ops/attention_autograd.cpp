@@ -1,188 +1,213 @@
-// The first derivative of foo::attention. That of its backward operators, for second derivatives,
-// is in foo_ops/ops/attention.py.
+// The first derivatives of foo::attention and foo::attention_varlen, and the seed that dropout gets
+// where they are differentiated or mapped. Those of the backward operators, for second derivatives,
+// are in foo_ops/ops/.
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/grad_mode.h>
+#include <ATen/core/stack.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
-#include <tuple>
+#include <vector>
 
-#include "ops/attention.h"
 #include "ops/attention_work.h"
+#include "registration.h"
 
 namespace foo {
 
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
+using c10::OperatorHandle;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+using torch::jit::Stack;
 
-using Outputs = std::tuple<Tensor, Tensor>;
-using Attention = Outputs(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                          const OptionalTensor&, const OptionalTensor&, bool, std::optional<double>,
-                          double, int64_t, int64_t, double);
-using AttentionSeeded = Outputs(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                bool, std::optional<double>, double, int64_t, int64_t, double);
-using Backward = AttentionGradients(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                    const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                    const OptionalTensor&, const Tensor&, const Tensor&,
-                                    const OptionalTensor&, bool, std::optional<double>, double,
-                                    int64_t, int64_t, double);
-using BiasBackward = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                            const Tensor&, const Tensor&, const OptionalTensor&,
-                            const OptionalTensor&, const Tensor&, const Tensor&,
-                            const OptionalTensor&, bool, std::optional<double>, double, int64_t,
-                            int64_t, double);
+// An operator that is differentiated, by the names of those that belong to it.
+struct Form {
+  // It takes the tensors of the operator that users call, then the seed, then options.
+  const char* seeded;
+  // They take the gradients of both outputs, the tensors, the outputs, the seed and the options.
+  const char* backward;
+  const char* bias_backward;
+  // The number of tensors. query, key and value are the first, alibi_slopes and sinks the last.
+  size_t inputs;
+};
 
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-// query, key, value, attn_bias, alibi_slopes, sinks.
-constexpr size_t kInputs = 6;
+// The place of attn_bias, where there is one.
 constexpr size_t kBias = 3;
 
-bool requires_gradient(const AttentionInputs& inputs) {
-  const auto needs = [](const OptionalTensor& tensor) {
-    return tensor.has_value() && tensor->requires_grad();
-  };
-  return at::GradMode::is_enabled() &&
-         (inputs.query.requires_grad() || inputs.key.requires_grad() ||
-          inputs.value.requires_grad() || needs(inputs.attn_bias) || needs(inputs.alibi_slopes) ||
-          needs(inputs.sinks));
+// None for a tensor that was not given.
+c10::IValue optional(const Tensor& tensor) {
+  return tensor.defined() ? c10::IValue(tensor) : c10::IValue();
 }
 
-OptionalTensor given(const Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
-}
-
-class AttentionGradient : public torch::autograd::Function<AttentionGradient> {
+// Self has a Form.
+template <class Self>
+class Gradient : public torch::autograd::Function<Self> {
   // Edges of the graph are numbered over the tensors that were given.
-  static std::array<bool, kInputs> needed_gradients(const AutogradContext& context,
-                                                    const variable_list& saved) {
-    std::array<bool, kInputs> needed{};
+  static std::vector<bool> needed_gradients(const AutogradContext& context,
+                                            const variable_list& saved) {
+    std::vector<bool> needed(Self::kForm.inputs);
     size_t edge = 0;
-    for (size_t input = 0; input < kInputs; ++input) {
-      if (saved[input].defined()) {
-        needed[input] = context.needs_input_grad(edge++);
-      }
+    for (size_t input = 0; input < Self::kForm.inputs; ++input) {
+      needed[input] = saved[input].defined() && context.needs_input_grad(edge++);
     }
     return needed;
   }
 
-  template <class Operator, class Bias>
-  static auto call(const Operator& op, AutogradContext& context, const variable_list& gradients,
-                   const variable_list& saved, const Bias& bias) {
-    auto& options = context.saved_data;
-    return op.call(gradients[0], gradients[1], saved[0], saved[1], saved[2], bias, given(saved[4]),
-                   given(saved[5]), saved[7], saved[8], given(saved[6]),
-                   options["is_causal"].toBool(), options["scale"].toOptional<double>(),
-                   options["dropout_p"].toDouble(), options["window_left"].toInt(),
-                   options["window_right"].toInt(), options["softcap"].toDouble());
+  // Calls an operator of the backward pass and returns its results.
+  static Stack call(const OperatorHandle& op, const AutogradContext& context,
+                    const variable_list& gradients, const variable_list& saved) {
+    Stack stack(gradients.begin(), gradients.end());
+    std::transform(saved.begin(), saved.begin() + Self::kForm.inputs, std::back_inserter(stack),
+                   optional);
+    const Tensor& seed = saved[Self::kForm.inputs];
+    stack.insert(stack.end(),
+                 {saved[Self::kForm.inputs + 1], saved[Self::kForm.inputs + 2], optional(seed)});
+    const auto& arguments = op.schema().arguments();
+    for (size_t option = stack.size(); option < arguments.size(); ++option) {
+      stack.push_back(context.saved_data.at(arguments[option].name()));
+    }
+    op.callBoxed(&stack);
+    return stack;
   }
 
  public:
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext* context, c10::DispatchKeySet keys,
-                               const Tensor& query, const Tensor& key, const Tensor& value,
-                               const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
-                               const OptionalTensor& sinks, const OptionalTensor& seed,
-                               bool is_causal, std::optional<double> scale, double dropout_p,
-                               int64_t window_left, int64_t window_right, double softcap) {
-    static const auto seeded = find<AttentionSeeded>("foo::attention_seeded");
-    const at::AutoDispatchBelowAutograd guard;
-    auto [output, logsumexp] = seeded.redispatch(
-        keys & c10::after_autograd_keyset, query, key, value, attn_bias, alibi_slopes, sinks, seed,
-        is_causal, scale, dropout_p, window_left, window_right, softcap);
-    context->save_for_backward({query, key, value, attn_bias.value_or(Tensor()),
-                                alibi_slopes.value_or(Tensor()), sinks.value_or(Tensor()),
-                                seed.value_or(Tensor()), output, logsumexp});
-    auto& options = context->saved_data;
-    options["is_causal"] = is_causal;
-    options["scale"] = scale;
-    options["dropout_p"] = dropout_p;
-    options["window_left"] = window_left;
-    options["window_right"] = window_right;
-    options["softcap"] = softcap;
-    return {output, logsumexp};
+  // Of the tensors among the arguments those that were given, for autograd to see; all arguments.
+  static variable_list forward(AutogradContext* context, at::TensorList, const Stack& arguments,
+                               const OperatorHandle& op, c10::DispatchKeySet keys) {
+    Stack stack = arguments;
+    redispatch_below_autograd(op, keys, &stack);
+    variable_list saved;
+    for (size_t input = 0; input <= Self::kForm.inputs; ++input) {
+      saved.push_back(arguments[input].toOptional<Tensor>().value_or(Tensor()));
+    }
+    const variable_list outputs{stack[0].toTensor(), stack[1].toTensor()};
+    saved.insert(saved.end(), outputs.begin(), outputs.end());
+    context->save_for_backward(saved);
+    for (size_t option = Self::kForm.inputs + 1; option < arguments.size(); ++option) {
+      context->saved_data[op.schema().arguments()[option].name()] = arguments[option];
+    }
+    return outputs;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const auto saved = context->get_saved_variables();
     const auto needed = needed_gradients(*context, saved);
-    // As many as forward has arguments; the first is the dispatch keys.
-    variable_list result(14);
-    if (needed[kBias]) {
-      static const auto bias_backward = find<BiasBackward>("foo::attention_bias_backward");
-      result[1 + kBias] = call(bias_backward, *context, gradients, saved, saved[kBias]);
+    variable_list found(Self::kForm.inputs + 1);
+    if (Self::kForm.bias_backward != nullptr && needed[kBias]) {
+      static const auto bias_backward = find_operator(Self::kForm.bias_backward);
+      found[kBias] = call(bias_backward, *context, gradients, saved)[0].toTensor();
     }
-    const std::array<size_t, 5> others{0, 1, 2, 4, 5};
+    const std::vector<size_t> others{0, 1, 2, Self::kForm.inputs - 2, Self::kForm.inputs - 1};
     if (std::any_of(others.begin(), others.end(), [&](size_t input) { return needed[input]; })) {
-      static const auto backward = find<Backward>("foo::attention_backward");
-      auto [query, key, value, slopes, sinks] =
-          call(backward, *context, gradients, saved, given(saved[kBias]));
-      const std::array<Tensor, 5> found{query, key, value, slopes, sinks};
+      static const auto backward = find_operator(Self::kForm.backward);
+      const Stack results = call(backward, *context, gradients, saved);
       for (size_t i = 0; i < others.size(); ++i) {
         if (needed[others[i]]) {
-          result[1 + others[i]] = found[i];
+          found[others[i]] = results[i].toTensor();
         }
       }
     }
+    // For each tensor that was given, and nothing for the three other arguments of forward.
+    variable_list result;
+    for (size_t input = 0; input < found.size(); ++input) {
+      if (saved[input].defined()) {
+        result.push_back(found[input]);
+      }
+    }
+    result.resize(result.size() + 3);
     return result;
   }
 };
 
-Outputs attention_seeded_autograd(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
-                                  const Tensor& value, const OptionalTensor& attn_bias,
-                                  const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                  const OptionalTensor& seed, bool is_causal,
-                                  std::optional<double> scale, double dropout_p,
-                                  int64_t window_left, int64_t window_right, double softcap) {
-  if (requires_gradient({query, key, value, attn_bias, alibi_slopes, sinks})) {
-    auto results =
-        AttentionGradient::apply(keys, query, key, value, attn_bias, alibi_slopes, sinks, seed,
-                                 is_causal, scale, dropout_p, window_left, window_right, softcap);
-    return {results[0], results[1]};
+struct AttentionGradient : Gradient<AttentionGradient> {
+  static constexpr Form kForm{"foo::attention_seeded", "foo::attention_backward",
+                              "foo::attention_bias_backward", 6};
+};
+
+struct AttentionVarlenGradient : Gradient<AttentionVarlenGradient> {
+  static constexpr Form kForm{"foo::attention_varlen_seeded", "foo::attention_varlen_backward",
+                              nullptr, 9};
+};
+
+// For the operators that are given a seed.
+template <class Own>
+void differentiate(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  if (!needs_gradient(op, *stack)) {
+    redispatch_below_autograd(op, keys, stack);
+    return;
   }
-  static const auto seeded = find<AttentionSeeded>("foo::attention_seeded");
-  const at::AutoDispatchBelowAutograd guard;
-  return seeded.redispatch(keys & c10::after_autograd_keyset, query, key, value, attn_bias,
-                           alibi_slopes, sinks, seed, is_causal, scale, dropout_p, window_left,
-                           window_right, softcap);
+  const Stack arguments = torch::jit::pop(*stack, op.schema().arguments().size());
+  variable_list given;
+  for (size_t input = 0; input <= Own::kForm.inputs; ++input) {
+    if (!arguments[input].isNone()) {
+      given.push_back(arguments[input].toTensor());
+    }
+  }
+  const auto results = Own::apply(at::TensorList(given), arguments, op, keys);
+  torch::jit::push(*stack, results[0], results[1]);
 }
 
-Outputs attention_autograd(c10::DispatchKeySet keys, const Tensor& query, const Tensor& key,
-                           const Tensor& value, const OptionalTensor& attn_bias,
-                           const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                           bool is_causal, std::optional<double> scale, double dropout_p,
-                           int64_t window_left, int64_t window_right, double softcap) {
-  if (requires_gradient({query, key, value, attn_bias, alibi_slopes, sinks})) {
-    // What is differentiated is the operator whose seed the backward pass can be given, too.
-    static const auto seeded = find<AttentionSeeded>("foo::attention_seeded");
-    return seeded.call(query, key, value, attn_bias, alibi_slopes, sinks,
-                       draw_seed(query, dropout_p), is_causal, scale, dropout_p, window_left,
-                       window_right, softcap);
+double dropout_of(const OperatorHandle& op, const Stack& stack) {
+  const size_t count = op.schema().arguments().size();
+  const auto index = op.schema().argumentIndexWithName("dropout_p");
+  return torch::jit::peek(stack, *index, count).toDouble();
+}
+
+// Calls the operator that takes a seed in place of the one that draws it.
+template <class Own>
+void call_seeded(const OperatorHandle& op, Stack* stack) {
+  static const auto seeded = find_operator(Own::kForm.seeded);
+  const auto first = stack->end() - static_cast<int64_t>(op.schema().arguments().size());
+  const auto seed = draw_seed(first->toTensor(), dropout_of(op, *stack));
+  stack->insert(first + Own::kForm.inputs, c10::IValue(seed));
+  seeded.callBoxed(stack);
+}
+
+// For the operators that draw their seed: what is differentiated is the one whose seed the backward
+// pass can be given, too.
+template <class Own>
+void draw_and_differentiate(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  if (needs_gradient(op, *stack)) {
+    call_seeded<Own>(op, stack);
+  } else {
+    redispatch_below_autograd(op, keys, stack);
   }
-  static const auto attention = find<Attention>("foo::attention");
-  const at::AutoDispatchBelowAutograd guard;
-  return attention.redispatch(keys & c10::after_autograd_keyset, query, key, value, attn_bias,
-                              alibi_slopes, sinks, is_causal, scale, dropout_p, window_left,
-                              window_right, softcap);
+}
+
+// Under torch.vmap, where the seed is drawn by an operator of torch, which knows what its argument
+// ``randomness`` demands: one seed for all, one for each, or an error.
+template <class Own>
+void draw_for_vmap(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  if (dropout_of(op, *stack) > 0.0) {
+    call_seeded<Own>(op, stack);
+    return;
+  }
+  constexpr auto kKey = c10::DispatchKey::FuncTorchVmapMode;
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+}
+
+template <c10::BoxedKernel::BoxedKernelFunction_withDispatchKeys* function>
+torch::CppFunction boxed() {
+  return torch::CppFunction::makeFromBoxedFunction<function>();
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(foo, Autograd, library) {
-  library.impl("attention", TORCH_FN(attention_autograd));
-  library.impl("attention_seeded", TORCH_FN(attention_seeded_autograd));
+  library.impl("attention", boxed<&draw_and_differentiate<AttentionGradient>>());
+  library.impl("attention_seeded", boxed<&differentiate<AttentionGradient>>());
+  library.impl("attention_varlen", boxed<&draw_and_differentiate<AttentionVarlenGradient>>());
+  library.impl("attention_varlen_seeded", boxed<&differentiate<AttentionVarlenGradient>>());
+}
+
+TORCH_LIBRARY_IMPL(foo, FuncTorchVmapMode, library) {
+  library.impl("attention", boxed<&draw_for_vmap<AttentionGradient>>());
+  library.impl("attention_varlen", boxed<&draw_for_vmap<AttentionVarlenGradient>>());
 }
 
 }  // namespace foo

@@ -1,6 +1,10 @@
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <unordered_map>
+#include <vector>
 
 #include "kernel_table.h"
 #include "ops/attention.h"
@@ -18,6 +22,10 @@ struct Lengths {
 // Adjacent elements in memory that we can read, since foo memory is host memory.
 at::Tensor readable(const at::Tensor& tensor) {
   return tensor.contiguous();
+}
+
+at::Tensor readable_table(const PackedInputs& inputs) {
+  return inputs.block_table.has_value() ? readable(*inputs.block_table) : at::Tensor();
 }
 
 void check_offsets(const char* argument, const int32_t* offsets, int64_t count) {
@@ -127,19 +135,17 @@ Operand paged(const at::Tensor& tensor) {
 struct Call {
   Parameters parameters{};
   Extras extras;
-  at::Tensor block_table;
   std::vector<Sequence> sequences;
 
-  Call(const PackedInputs& inputs, const AttentionOptions& options,
-       const std::optional<at::Tensor>& seed, int64_t max_seqlen_q, int64_t max_seqlen_k) {
-    const bool is_paged = inputs.block_table.has_value();
+  // ``block_table`` is that of inputs, readable, or undefined.
+  Call(const PackedInputs& inputs, const at::Tensor& block_table, const Lengths& lengths,
+       const AttentionOptions& options, const std::optional<at::Tensor>& seed) {
+    const bool is_paged = block_table.defined();
     if (is_paged) {
-      block_table = readable(*inputs.block_table);
       parameters.block_table = block_table.const_data_ptr<int32_t>();
       parameters.block_table_stride = block_table.size(1);
       parameters.page_size = inputs.key.size(1);
     }
-    const auto lengths = lengths_of(inputs, block_table, max_seqlen_q, max_seqlen_k);
     parameters.batch = static_cast<int64_t>(lengths.query_lengths.size());
     parameters.query_heads = inputs.query.size(1);
     parameters.key_heads = inputs.key.size(is_paged ? 2 : 1);
@@ -163,7 +169,9 @@ using Outputs = std::tuple<at::Tensor, at::Tensor>;
 Outputs attend(const PackedInputs& inputs, const AttentionOptions& options,
                const std::optional<at::Tensor>& seed, int64_t max_seqlen_q, int64_t max_seqlen_k) {
   const auto& query = inputs.query;
-  Call call(inputs, options, seed, max_seqlen_q, max_seqlen_k);
+  const at::Tensor block_table = readable_table(inputs);
+  const auto lengths = lengths_of(inputs, block_table, max_seqlen_q, max_seqlen_k);
+  Call call(inputs, block_table, lengths, options, seed);
   const at::Tensor output =
       at::empty({query.size(0), query.size(1), inputs.value.size(-1)}, query.options());
   const at::Tensor logsumexp =
@@ -206,29 +214,118 @@ Outputs attention_varlen_seeded(
   return attend(inputs, options, seed, max_seqlen_q.expect_int(), max_seqlen_k.expect_int());
 }
 
+// What the backward pass is given beside the inputs.
+struct Results {
+  const at::Tensor& grad_output;
+  const at::Tensor& grad_logsumexp;
+  const at::Tensor& output;
+  const at::Tensor& logsumexp;
+};
+
+AttentionGradients packed_backward(const PackedInputs& inputs, const Lengths& lengths,
+                                   const AttentionOptions& options, const Results& results,
+                                   const std::optional<at::Tensor>& seed) {
+  Call call(inputs, {}, lengths, options, seed);
+  auto& parameters = call.parameters;
+  parameters.output = packed(results.output);
+  parameters.logsumexp = packed_rows(results.logsumexp);
+  parameters.grad_output = packed(results.grad_output);
+  parameters.grad_logsumexp = packed_rows(results.grad_logsumexp);
+  return run_backward(parameters, inputs.query, inputs.key, inputs.value, inputs.alibi_slopes,
+                      inputs.sinks, cut_into_blocks(parameters, call.sequences, options), true);
+}
+
+// The blocks that hold keys in use, one sequence after the other.
+class UsedBlocks {
+ public:
+  // Lets ``lengths`` say where the sequences begin among the rows of these blocks.
+  UsedBlocks(Lengths& lengths, const at::Tensor& block_table, const at::Tensor& key) {
+    const int64_t columns = block_table.size(1);
+    const int64_t page_size = key.size(1);
+    const auto* const table = block_table.const_data_ptr<int32_t>();
+    std::vector<int64_t> numbers, distinct, places;
+    std::unordered_map<int64_t, int64_t> place_of;
+    for (size_t i = 0; i < lengths.key_lengths.size(); ++i) {
+      lengths.key_offsets[i] = static_cast<int64_t>(numbers.size()) * page_size;
+      const int32_t* const row = table + static_cast<int64_t>(i) * columns;
+      for (int64_t page = 0; page < ceil_divide(lengths.key_lengths[i], page_size); ++page) {
+        const auto [place, is_new] = place_of.try_emplace(row[page], distinct.size());
+        if (is_new) {
+          distinct.push_back(row[page]);
+        }
+        numbers.push_back(row[page]);
+        places.push_back(place->second);
+      }
+    }
+    const auto options = key.options().dtype(at::kLong);
+    numbers_ = at::tensor(numbers, options);
+    distinct_ = at::tensor(distinct, options);
+    places_ = at::tensor(places, options);
+  }
+
+  // (num_blocks, block_size, heads, dim) as (rows, heads, dim).
+  at::Tensor gather(const at::Tensor& pages, at::ScalarType type) const {
+    return pages.index_select(0, numbers_).flatten(0, 1).to(type);
+  }
+
+  // The gradient of gather: rounded to the dtype of ``pages`` once it is summed over the sequences
+  // that share a block.
+  at::Tensor scatter(const at::Tensor& gradient, const at::Tensor& pages) const {
+    auto sizes = pages.sizes().vec();
+    sizes[0] = places_.size(0);
+    const at::Tensor blocks = gradient.view(sizes);
+    sizes[0] = distinct_.size(0);
+    const at::Tensor sums = at::zeros(sizes, gradient.options()).index_add_(0, places_, blocks);
+    return at::zeros(pages.sizes(), pages.options())
+        .index_copy_(0, distinct_, sums.to(pages.scalar_type()));
+  }
+
+ private:
+  // Of all blocks; of those with another number; and which of these each block is.
+  at::Tensor numbers_, distinct_, places_;
+};
+
+// In the compute type, so that nothing is rounded before it is summed.
+AttentionGradients paged_backward(const PackedInputs& inputs, const at::Tensor& block_table,
+                                  Lengths lengths, const AttentionOptions& options,
+                                  const Results& results, const std::optional<at::Tensor>& seed) {
+  const auto type = compute_type(inputs.query);
+  const UsedBlocks blocks(lengths, block_table, inputs.key);
+  const at::Tensor query = inputs.query.to(type);
+  const at::Tensor key = blocks.gather(inputs.key, type);
+  const at::Tensor value = blocks.gather(inputs.value, type);
+  const at::Tensor grad_output = results.grad_output.to(type);
+  const at::Tensor output = results.output.to(type);
+  const std::optional<at::Tensor> no_table;
+  auto [grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks] = packed_backward(
+      {query, key, value, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k, no_table,
+       inputs.alibi_slopes, inputs.sinks},
+      lengths, options, {grad_output, results.grad_logsumexp, output, results.logsumexp}, seed);
+  return {grad_query.to(inputs.query.scalar_type()), blocks.scatter(grad_key, inputs.key),
+          blocks.scatter(grad_value, inputs.value), grad_alibi_slopes, grad_sinks};
+}
+
 AttentionGradients attention_varlen_backward(
     const at::Tensor& grad_output, const at::Tensor& grad_logsumexp, const at::Tensor& query,
     const at::Tensor& key, const at::Tensor& value, const at::Tensor& cu_seqlens_q,
     const at::Tensor& cu_seqlens_k, const std::optional<at::Tensor>& seqused_k,
-    const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& sinks,
-    const at::Tensor& output, const at::Tensor& logsumexp, const std::optional<at::Tensor>& seed,
-    c10::SymInt max_seqlen_q, c10::SymInt max_seqlen_k, std::optional<double> scale,
-    double dropout_p, int64_t window_left, int64_t window_right, double softcap) {
-  const std::optional<at::Tensor> no_table;
-  const PackedInputs inputs{query,     key,      value,        cu_seqlens_q, cu_seqlens_k,
-                            seqused_k, no_table, alibi_slopes, sinks};
+    const std::optional<at::Tensor>& block_table, const std::optional<at::Tensor>& alibi_slopes,
+    const std::optional<at::Tensor>& sinks, const at::Tensor& output, const at::Tensor& logsumexp,
+    const std::optional<at::Tensor>& seed, c10::SymInt max_seqlen_q, c10::SymInt max_seqlen_k,
+    std::optional<double> scale, double dropout_p, int64_t window_left, int64_t window_right,
+    double softcap) {
+  const PackedInputs inputs{query,     key,         value,        cu_seqlens_q, cu_seqlens_k,
+                            seqused_k, block_table, alibi_slopes, sinks};
   const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
+  const Results results{grad_output, grad_logsumexp, output, logsumexp};
   check_attention_varlen(inputs, options);
   check_attention_results(grad_output, grad_logsumexp, query, value, output, logsumexp);
   check_attention_seed(query, seed, dropout_p);
-  Call call(inputs, options, seed, max_seqlen_q.expect_int(), max_seqlen_k.expect_int());
-  auto& parameters = call.parameters;
-  parameters.output = packed(output);
-  parameters.logsumexp = packed_rows(logsumexp);
-  parameters.grad_output = packed(grad_output);
-  parameters.grad_logsumexp = packed_rows(grad_logsumexp);
-  return run_backward(parameters, query, key, value, alibi_slopes, sinks,
-                      cut_into_blocks(parameters, call.sequences, options), true);
+  const at::Tensor table = readable_table(inputs);
+  const auto lengths =
+      lengths_of(inputs, table, max_seqlen_q.expect_int(), max_seqlen_k.expect_int());
+  return table.defined() ? paged_backward(inputs, table, lengths, options, results, seed)
+                         : packed_backward(inputs, lengths, options, results, seed);
 }
 
 void register_attention_varlen(torch::Library& library) {
