@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import foo_ops
-from foo_ops import testing
+from foo_ops import library, testing
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN
 from foo_ops.testing.attention import (
     SMALL,
@@ -70,6 +70,28 @@ TWICE = {
     "packed": (ATTENTION_VARLEN, varlen_sample([(2, 3), (1, 2)], **ALL, head_dim=2)),
     "blocks": (ATTENTION_VARLEN, varlen_sample([(2, 3), (1, 2)], pages=Pages(2), head_dim=2)),
 }
+
+
+@pytest.mark.parametrize(
+    ("spec", "make"),
+    [*ONCE.values(), TWICE["plain"], TWICE["packed"], TWICE["blocks"]],
+    ids=[*ONCE, "plain", "packed twice", "plain blocks"],
+)
+def test_operators_of_the_backward_pass(spec, make, device):
+    """They are public, too; with and without slopes and sinks."""
+    sample = make(torch.bfloat16).to(device)
+    outputs = sample.call(spec.operator)
+    cotangents = [tensor.to(device) for tensor in testing.cotangents_for(outputs)]
+    operator = getattr(torch.ops.foo, f"{spec.operator._schema.name.partition('::')[2]}_backward")
+    arguments = (*cotangents, *sample.inputs, *outputs, None)
+    library.opcheck(
+        operator.default,
+        arguments,
+        sample.keywords,
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
 for_each_twice = pytest.mark.parametrize(("spec", "make"), TWICE.values(), ids=TWICE.keys())
 
 

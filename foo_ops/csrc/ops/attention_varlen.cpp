@@ -301,8 +301,13 @@ AttentionGradients paged_backward(const PackedInputs& inputs, const at::Tensor& 
       {query, key, value, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k, no_table,
        inputs.alibi_slopes, inputs.sinks},
       lengths, options, {grad_output, results.grad_logsumexp, output, results.logsumexp}, seed);
-  return {grad_query.to(inputs.query.scalar_type()), blocks.scatter(grad_key, inputs.key),
-          blocks.scatter(grad_value, inputs.value), grad_alibi_slopes, grad_sinks};
+  // What was not given has a gradient of size 0, in query's dtype.
+  const auto own_type = [&](const at::Tensor& gradient, const std::optional<at::Tensor>& tensor) {
+    return gradient.to(tensor.value_or(inputs.query).scalar_type());
+  };
+  return {own_type(grad_query, inputs.query), blocks.scatter(grad_key, inputs.key),
+          blocks.scatter(grad_value, inputs.value),
+          own_type(grad_alibi_slopes, inputs.alibi_slopes), own_type(grad_sinks, inputs.sinks)};
 }
 
 AttentionGradients attention_varlen_backward(
