@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.library import define, register_fake, register_vmap
 
 from foo_ops import _C
+from foo_ops._after_import import after_import
 
 __all__ = [
     "define",
@@ -178,12 +179,16 @@ def register_flops(
     It gets the operator's arguments, shapes in place of tensors unless it takes those, and serves
     torch.utils.flop_counter.FlopCounterMode.
     """
-    from torch.utils.flop_counter import register_flop_formula
-
     packets = [_find(name)._overloadpacket for name in names]
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:
-        register_flop_formula(packets, get_raw=takes_tensors)(formula)
+        def add() -> None:
+            from torch.utils.flop_counter import register_flop_formula
+
+            register_flop_formula(packets, get_raw=takes_tensors)(formula)
+
+        # It imports Triton, where that is installed: a tenth of a second.
+        after_import("torch.utils.flop_counter", add)
         return formula
 
     return register

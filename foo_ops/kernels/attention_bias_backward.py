@@ -8,6 +8,8 @@ to one place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from numba import njit
 
 from foo_ops.kernels.attention import (
@@ -95,18 +97,30 @@ def build(dtype: str) -> Kernel:
                 value = load(total, key * TILE_STRIDE + row)
                 store(target, row * row_stride + key * column_stride, value)
 
-    @njit
-    def write(target, row_stride, column_stride, total, rows, columns):
-        whole_rows = rows // LANES * LANES if column_stride == 1 else 0
-        whole = columns // LANES * LANES
-        for row in range(0, whole_rows, LANES):
-            for key in range(0, whole, LANES):
-                transpose_square(
-                    shift(target, row * row_stride + key), row_stride,
-                    shift(total, key * TILE_STRIDE + row), TILE_STRIDE, LANES,
-                )  # fmt: skip
-        write_one_by_one(target, row_stride, column_stride, total, 0, whole_rows, whole, columns)
-        write_one_by_one(target, row_stride, column_stride, total, whole_rows, rows, 0, columns)
+    def writer_of(target_dtype: str) -> Callable:
+        # A vector is stored in a dtype that is computed in its own compute type.
+        in_squares = ELEMENTS[target_dtype].compute is compute
+
+        @njit
+        def write(target, row_stride, column_stride, total, rows, columns):
+            whole_rows, whole = 0, 0
+            if in_squares:
+                whole_rows = rows // LANES * LANES if column_stride == 1 else 0
+                whole = columns // LANES * LANES
+                for row in range(0, whole_rows, LANES):
+                    for key in range(0, whole, LANES):
+                        transpose_square(
+                            shift(target, row * row_stride + key), row_stride,
+                            shift(total, key * TILE_STRIDE + row), TILE_STRIDE, LANES,
+                        )  # fmt: skip
+            write_one_by_one(
+                target, row_stride, column_stride, total, 0, whole_rows, whole, columns
+            )
+            write_one_by_one(target, row_stride, column_stride, total, whole_rows, rows, 0, columns)
+
+        return write
+
+    write_own, write_wide = writer_of(dtype), writer_of("float32")
 
     @njit
     def write_gradient(parameters, piece, total):
@@ -124,10 +138,10 @@ def build(dtype: str) -> Kernel:
         address = address_of(parameters.grad_attn_bias)
         if parameters.bias_kind == BIAS_FLOAT32:
             wide = shift(as_float32(address), offset)
-            write(wide, row_stride, column_stride, total, rows, columns)
+            write_wide(wide, row_stride, column_stride, total, rows, columns)
         else:
             own = shift(own_dtype(address), offset)
-            write(own, row_stride, column_stride, total, rows, columns)
+            write_own(own, row_stride, column_stride, total, rows, columns)
 
     @njit
     def add_block(parameters, piece, scratch, total):
