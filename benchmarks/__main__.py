@@ -63,8 +63,8 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measure foo_ops beside what a user would call instead. Takes a quarter of an hour "
-        "on two cores.",
+        description="Measure foo_ops beside what a user would call instead. "
+        "Takes a quarter of an hour on two cores.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
