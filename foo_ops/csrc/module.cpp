@@ -5,6 +5,7 @@
 #include "aten/fallback.h"
 #include "aten/operator_counts.h"
 #include "device/allocator.h"
+#include "device/autograd_threads.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
 #include "device/generator.h"
@@ -139,6 +140,8 @@ void bind_device(py::module_& module) {
   device.def("initialize", &initialize);
   device.def("is_initialized", &is_initialized);
   device.def("is_in_bad_fork", &is_in_bad_fork);
+  device.def("wait_for_autograd_threads", &wait_for_autograd_threads,
+             py::call_guard<py::gil_scoped_release>());
   device.def("set_backend_meta", torch::wrap_pybind_function(&set_backend_meta));
   device.def("get_backend_meta", torch::wrap_pybind_function(&get_backend_meta));
   device.def("operator_counts", &foo::aten::operator_counts);
