@@ -24,6 +24,7 @@ from benchmarks.measure import THREADS, Reference, Result
 from foo_ops.kernels import jit
 from foo_ops.kernels.simd import load_vector, pointer_to, splat, store
 from foo_ops.kernels.target import has_bfloat16_dot, vector_bits
+from foo_ops.kernels.tiles import BFLOAT
 
 FMA, BF16_DOT, READ = "FMA peak", "bf16 dot peak", "read bandwidth"
 
@@ -47,16 +48,9 @@ def fma_kernel() -> jit.Kernel:
 def bf16_dot_kernel() -> jit.Kernel:
     """As `fma_kernel`, where a and b are vectors of twice as many bfloat16."""
     bits = vector_bits()
-    vector = ir.VectorType(_BFloat(), bits // 16)
+    vector = ir.VectorType(BFLOAT, bits // 16)
     name = f"llvm.x86.avx512bf16.dpbf16ps.{bits}"
     return chains_kernel(name, bits // 32, vector, lambda a, b, c: (c, a, b))
-
-
-class _BFloat(ir.Type):
-    """The type that llvmlite lacks."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
 
 
 def chains_kernel(

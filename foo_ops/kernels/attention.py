@@ -136,6 +136,27 @@ def fill_of(dtype: str) -> Callable:
 
 
 @functools.cache
+def tile_operation_of(dtype: str, operation: Callable) -> Callable:
+    """``apply(target, source, columns, count)``, on tiles of the compute type ``dtype``.
+
+    Each element of the target becomes operation(its own value, the source's).
+    """
+    LANES = lanes_of(dtype)  # noqa: N806
+
+    @njit
+    def apply(target, source, columns, count):
+        for key in range(count):
+            for column in range(0, columns, LANES):
+                index = key * TILE_STRIDE + column
+                result = operation(
+                    load_vector(target, index, LANES), load_vector(source, index, LANES)
+                )
+                store(target, index, result)
+
+    return apply
+
+
+@functools.cache
 def copy_row_of(dtype: str) -> Callable:
     """``copy_row(target, source, column_stride, columns, width)``, to adjacent elements.
 
@@ -306,7 +327,7 @@ def tile_of(dtype: str, operand: str) -> Callable:
     """
     stored = pointer_to(dtype if factor_dtype(dtype) == PAIRS else compute_dtype(dtype))
     factor = pointer_to(factor_dtype(dtype))
-    step = 2 if factor_dtype(dtype) == PAIRS else 1
+    step, _ = factors_of(dtype)
     may_stay = factor_dtype(dtype) in (dtype, PAIRS)
     copy_row, key_row = copy_row_of(compute_dtype(dtype)), key_row_of(operand)
     row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"

@@ -12,6 +12,7 @@ where dS' is dS times the derivative of the soft cap. The gradient of a slope is
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 
 from numba import njit
@@ -32,6 +33,7 @@ from foo_ops.kernels.attention import (
     round_up,
     seen_keys,
     tile_of,
+    tile_operation_of,
     turn_back_of,
     turn_of,
     turned_tile_of,
@@ -161,6 +163,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     fill_lanes, load_statistics = lanes_filler_of(dtype), statistics_of(dtype)
     weights_tile = weights_of(dtype, has_options)
     add_distances, write_slopes, write_sinks = _option_gradients_of(dtype)
+    multiply = tile_operation_of(compute, operator.mul)
 
     @njit
     def seen_rows(piece, start, columns, key_start, count):
@@ -188,14 +191,6 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                     shift(block, first // step * block_stride), block_stride,
                     group, width, (stop - first + step - 1) // step, True,
                 )  # fmt: skip
-
-    @njit
-    def multiply(target, factors, columns, count):
-        for key in range(count):
-            for column in range(0, columns, LANES):
-                index = key * TILE_STRIDE + column
-                product = load_vector(target, index, LANES) * load_vector(factors, index, LANES)
-                store(target, index, product)
 
     @njit
     def write_grad_query(parameters, piece, rows, width):

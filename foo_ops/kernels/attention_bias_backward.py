@@ -8,6 +8,7 @@ to one place.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 from numba import njit
@@ -25,6 +26,7 @@ from foo_ops.kernels.attention import (
     fill_of,
     round_up,
     tile_of,
+    tile_operation_of,
     turn_of,
 )
 from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
@@ -35,7 +37,6 @@ from foo_ops.kernels.simd import (
     ELEMENTS,
     address_of,
     load,
-    load_vector,
     pointer_to,
     shift,
     store,
@@ -58,19 +59,12 @@ def build(dtype: str) -> Kernel:
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
     fill, turn, fill_lanes = fill_of(compute_name), turn_of(compute_name), lanes_filler_of(dtype)
     _, as_factors = factors_of(dtype)
+    add = tile_operation_of(compute_name, operator.add)
     own_dtype, as_float32 = pointer_to(dtype), pointer_to("float32")
 
     @njit
     def columns_of(parameters, piece):
         return min(BIAS_COLUMNS, parameters.bias_columns - piece.column)
-
-    @njit
-    def add(total, tile, columns, count):
-        for key in range(count):
-            for column in range(0, columns, LANES):
-                index = key * TILE_STRIDE + column
-                sum_ = load_vector(total, index, LANES) + load_vector(tile, index, LANES)
-                store(total, index, sum_)
 
     @njit
     def sum_columns(total, columns):

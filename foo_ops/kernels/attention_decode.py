@@ -20,6 +20,7 @@ from foo_ops.kernels.attention import (
     compute_dtype,
     copy_row_of,
     factor_dtype,
+    factors_of,
     fill_of,
     key_row_of,
     lie_together,
@@ -72,18 +73,13 @@ GROUP = 4
 AHEAD = 4
 
 
-def _key_step_of(dtype: str) -> int:
-    """Elements of a key that are multiplied together."""
-    return 2 if factor_dtype(dtype) == PAIRS else 1
-
-
 def _rows_of(dtype: str, operand: str) -> Callable:
     """``rows(parameters, piece, scratch, key_start, count)``: a pointer and the stride of a key.
 
     Of the tensor itself where its rows are whole vectors of adjacent elements, else of a copy whose
     rows are filled up with zeros.
     """
-    step = _key_step_of(dtype)
+    step, _ = factors_of(dtype)
     vector = lanes_of(compute_dtype(dtype)) * step
     as_stored = pointer_to(dtype)
     copy_row, key_row = copy_row_of(compute_dtype(dtype)), key_row_of(operand)
@@ -253,9 +249,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     load_block, fill_lanes = block_of(dtype, "query"), lanes_filler_of(dtype)
     key_rows, value_rows = _rows_of(dtype, "key"), _rows_of(dtype, "value")
     products, modify, hide = _products_of(dtype), modify_of(dtype), hide_of(dtype)
-    load_kept, key_step = kept_of(dtype), _key_step_of(dtype)
+    load_kept, (step, _) = kept_of(dtype), factors_of(dtype)
     as_queries = _query_factors_of(dtype)
-    as_keys = pointer_to(PAIRS if key_step == 2 else dtype)
+    as_keys = pointer_to(PAIRS if step == 2 else dtype)
     start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, compute, has_options)
     fill_factors, write = factors_filler_of(dtype), writer_of(dtype)
     scalar = ELEMENTS[dtype].compute
@@ -269,8 +265,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 store(accumulator, index, load_vector(accumulator, index, LANES) * factor)
 
     def decode(parameters, piece, scratch):
-        head_width = round_up(parameters.head_dim, LANES * key_step)
-        value_width = round_up(parameters.value_dim, LANES * key_step)
+        head_width = round_up(parameters.head_dim, LANES * step)
+        value_width = round_up(parameters.value_dim, LANES * step)
         rows = piece.heads * piece.query_count
         columns = round_up(rows, LANES)
 
@@ -298,8 +294,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
             keys, key_stride = key_rows(parameters, piece, key_memory, key_start, count)
             values, value_stride = value_rows(parameters, piece, value_memory, key_start, count)
             products(
-                scores, as_keys(address_of(keys)), key_stride // key_step,
-                queries, head_width // key_step, rows, count,
+                scores, as_keys(address_of(keys)), key_stride // step,
+                queries, head_width // step, rows, count,
             )  # fmt: skip
             if has_options and parameters.modifies:
                 modify(parameters, piece, lanes, scores, kept, kept, key_start, columns, count)

@@ -53,7 +53,7 @@ class _BFloat(ir.Type):
         return "bfloat"
 
 
-_BFLOAT = _BFloat()
+BFLOAT = _BFloat()
 
 
 @intrinsic(prefer_literal=True)
@@ -167,7 +167,7 @@ def _pair_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) 
     """total + a[0] * b[0] + a[1] * b[1] for vectors of pairs."""
     lanes = total.type.count
     if has_bfloat16_dot():
-        pairs = ir.VectorType(_BFLOAT, 2 * lanes)
+        pairs = ir.VectorType(BFLOAT, 2 * lanes)
         name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
         factors = [builder.bitcast(a, pairs), builder.bitcast(b, pairs)]
         return call_intrinsic(builder, name, total.type, [total, *factors])
@@ -203,7 +203,7 @@ def pack_pairs(typing_context, a, b):
 def _pack_natively(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     lanes = a.type.count
     name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * lanes}"
-    halves = call_intrinsic(builder, name, ir.VectorType(_BFLOAT, 2 * lanes), [b, a])
+    halves = call_intrinsic(builder, name, ir.VectorType(BFLOAT, 2 * lanes), [b, a])
     halves = builder.bitcast(halves, ir.VectorType(INT16, 2 * lanes))
     order = [half for lane in range(lanes) for half in (lane, lanes + lane)]
     return builder.bitcast(_shuffle(builder, halves, halves, order), ir.VectorType(INT32, lanes))
