@@ -226,9 +226,11 @@ def test_attention_mixed_devices(name, own, other):
 GRADIENTS = ("grad_output", "grad_logsumexp", "output", "logsumexp")
 
 
-@pytest.mark.parametrize("backward", ["attention_backward", "attention_bias_backward"])
+@pytest.mark.parametrize("bias_requires_grad", [False, True])
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_attention_backward_reads_nothing_outside_its_tensors(name, backward, mode, device):
+def test_attention_backward_reads_nothing_outside_its_tensors(
+    name, bias_requires_grad, mode, device
+):
     """The operators of the backward pass are public, too."""
     with mode:
         rows, columns = torch.zeros(2, 4, 5, device=device), torch.zeros(2, 4, 5, 8, device=device)
@@ -245,7 +247,9 @@ def test_attention_backward_reads_nothing_outside_its_tensors(name, backward, mo
             "logsumexp": rows,
             "seed": torch.zeros(1, dtype=torch.int64, device=device),
         }
-        call = functools.partial(getattr(torch.ops.foo, backward), dropout_p=0.5)
+        call = functools.partial(
+            torch.ops.foo.attention_backward, bias_requires_grad=bias_requires_grad, dropout_p=0.5
+        )
         call(**tensors)
         good = tensors[name]
         tensors[name] = good[:, :, :4]
@@ -303,16 +307,20 @@ def test_attention_kept(replaced, error, message, mode, device):
             torch.ops.foo.attention_kept(seed, **(good | replaced))
 
 
-def test_attention_bias_backward_has_no_gradient_of_a_mask(mode, device):
+def test_attention_backward_has_no_gradient_of_a_mask(mode, device):
     with mode:
         rows, columns = torch.zeros(2, 4, 5, device=device), torch.zeros(2, 4, 5, 8, device=device)
         query, key = torch.zeros(QUERY, device=device), torch.zeros(KEY, device=device)
         mask = torch.ones(5, 7, dtype=torch.bool, device=device)
-        message = "attention_bias_backward: attn_bias must be floating-point, got bool"
-        with raises(TypeError, message):
-            torch.ops.foo.attention_bias_backward(
-                columns, rows, query, key, key, mask, None, None, columns, rows, None
-            )
+        for bias, error, message in (
+            (mask, TypeError, "must be floating-point if bias_requires_grad, got bool"),
+            (None, ValueError, "must be given if bias_requires_grad, got None"),
+        ):
+            with raises(error, f"attention_backward: attn_bias {message}"):
+                torch.ops.foo.attention_backward(
+                    *(columns, rows, query, key, key, bias, None, None, columns, rows, None),
+                    bias_requires_grad=True,
+                )
 
 
 # ------------------------------------------------------------------------------ attention_varlen

@@ -56,6 +56,7 @@ void bind_attention_checks(py::module_& module) {
                                     {false, {}, dropout_p, window_left, window_right, softcap});
       }));
   module.def("check_attention_results", torch::wrap_pybind_function(foo::check_attention_results));
+  module.def("check_attention_bias", torch::wrap_pybind_function(foo::check_attention_bias));
   module.def("check_attention_seed", torch::wrap_pybind_function(foo::check_attention_seed));
 }
 

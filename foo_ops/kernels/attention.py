@@ -48,11 +48,13 @@ TILE = (KEY_BLOCK + 1) * TILE_STRIDE
 
 # Values of bias_kind.
 BIAS_NONE, BIAS_BOOL, BIAS_OF_QUERY_DTYPE, BIAS_FLOAT32 = range(4)
+# Values of bias_gradient: none, a tile is written by one block, blocks add to sums.
+GRADIENT_NONE, GRADIENT_STORED, GRADIENT_ADDED = range(3)
 
 NUMBERS = ("scale", "factor", "softcap", "kept_scale")
 SIZES = (
     *("head_dim", "value_dim", "query_heads", "group", "key_heads", "batch"),
-    *("modifies", "bias_kind", "bias_batch", "bias_heads", "bias_rows", "bias_columns"),
+    *("modifies", "bias_kind", "bias_rows", "bias_columns", "bias_gradient"),
     *("has_alibi_slopes", "has_sinks", "dropout_threshold", "seed"),
     *("page_size", "block_table_stride", "query_length", "key_length", "chunks"),
 )
@@ -69,7 +71,7 @@ IN_COMPUTE_TYPE = (
 PIECE_FIELDS = (
     *("batch", "head", "heads", "query_start", "query_count", "query_offset", "key_offset"),
     *("key_start", "key_stop", "first_visible", "last_visible", "alignment"),
-    *("slot", "part", "parts", "block", "column"),
+    *("slot", "part", "parts", "block", "bias"),
 )
 PIECE = Struct("AttentionPiece", tuple((name, types.int64) for name in PIECE_FIELDS))
 

@@ -1,12 +1,12 @@
-"""Attention: the gradients for query, key, value, ALiBi slopes and sinks from a block of queries.
+"""Attention: the gradients for all inputs from a block of queries.
 
 With the weights P = exp(S - logsumexp), recomputed tile by tile (Dao et al. 2022, algorithm 4):
 
     delta = rowsum(dO * O) - dLogsumexp       dV = P^T dO
     dP = dO V^T,  dS = P * (dP - delta)       dQ = scale * dS' K,   dK = scale * dS'^T Q
 
-where dS' is dS times the derivative of the soft cap. The gradient of a slope is the sum of
--dS * |distance|, that of a sink the sum of -exp(sink - logsumexp) * delta.
+where dS' is dS times the derivative of the soft cap. The gradient of the bias is dS, that of a
+slope the sum of -dS * |distance|, that of a sink the sum of -exp(sink - logsumexp) * delta.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.attention import (
+    GRADIENT_NONE,
     KEY_BLOCK,
     LOG2,
     TILE,
@@ -38,6 +39,7 @@ from foo_ops.kernels.attention import (
     turn_of,
     turned_tile_of,
 )
+from foo_ops.kernels.attention_bias_gradient import bias_gradient_of
 from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
 from foo_ops.kernels.attention_weights import statistics_of, weights_of
 from foo_ops.kernels.functions import exp2
@@ -163,7 +165,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     fill_lanes, load_statistics = lanes_filler_of(dtype), statistics_of(dtype)
     weights_tile = weights_of(dtype, has_options)
     add_distances, write_slopes, write_sinks = _option_gradients_of(dtype)
-    multiply = tile_operation_of(compute, operator.mul)
+    multiply, write_bias = tile_operation_of(compute, operator.mul), bias_gradient_of(dtype)
 
     @njit
     def seen_rows(piece, start, columns, key_start, count):
@@ -276,6 +278,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 panel, panel_kept = shift(grad_scores, start), shift(kept, start)
                 if has_options and parameters.has_alibi_slopes:
                     add_distances(piece, lanes, panel, distances, key_start, some, seen)
+                if has_options and parameters.bias_gradient != GRADIENT_NONE:
+                    write_bias(parameters, piece, grad_scores, kept, key_start, seen)
                 if has_options and parameters.softcap > 0.0:
                     multiply(panel, shift(slopes, start), some, seen)
                 fill(shift(panel, seen * TILE_STRIDE), some, 0.0)

@@ -30,17 +30,17 @@ library.define(
 )
 SAVED = (
     "Tensor grad_output, Tensor grad_logsumexp, Tensor query, Tensor key, Tensor value, "
-    "Tensor{} attn_bias, Tensor? alibi_slopes, Tensor? sinks, Tensor output, Tensor logsumexp, "
-    f"Tensor? seed, *, {OPTIONS}"
+    "Tensor? attn_bias, Tensor? alibi_slopes, Tensor? sinks, Tensor output, Tensor logsumexp, "
+    f"Tensor? seed, *, bool bias_requires_grad=False, {OPTIONS}"
 )
-# The gradients of alibi_slopes and sinks have size 0 if these are None.
+# The gradients of alibi_slopes and sinks have size 0 if these are None, that of attn_bias if it is
+# not asked for.
 library.define(
     "foo::attention_backward",
-    f"({SAVED.format('?')}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
+    f"({SAVED}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_attn_bias, "
     "Tensor grad_alibi_slopes, Tensor grad_sinks)",
     tags=TAGS,
 )
-library.define("foo::attention_bias_backward", f"({SAVED.format('')}) -> Tensor", tags=TAGS)
 # The weights that dropout keeps, 1.0 or 0.0, in the shape (batch, heads, queries, keys).
 library.define(
     "foo::attention_kept",
@@ -198,47 +198,23 @@ def fake_seeded(
     return outputs
 
 
-def _check_saved(
-    grad_output: Tensor,
-    grad_logsumexp: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    output: Tensor,
-    logsumexp: Tensor,
-    seed: Tensor | None,
-    **options: Any,
-) -> None:
-    _check(query, key, value, attn_bias, alibi_slopes, sinks, **options)
-    _C.check_attention_results(grad_output, grad_logsumexp, query, value, output, logsumexp)
-    _C.check_attention_seed(query, seed, options.get("dropout_p", 0.0))
-
-
 def empty_gradient(tensor: Tensor | None, query: Tensor) -> Tensor:
     return query.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
 
 
 @library.register_fake("foo::attention_backward")
-def fake_backward(*saved: Any, **options: Any) -> tuple[Tensor, ...]:
-    _check_saved(*saved, **options)
-    query, key, value, _, alibi_slopes, sinks = saved[2:8]
-    tensors = (query, key, value, alibi_slopes, sinks)
+def fake_backward(
+    *saved: Any, bias_requires_grad: bool = False, **options: Any
+) -> tuple[Tensor, ...]:
+    grad_output, grad_logsumexp, *inputs, output, logsumexp, seed = saved
+    query, key, value, attn_bias, alibi_slopes, sinks = inputs
+    _check(*inputs, **options)
+    _C.check_attention_results(grad_output, grad_logsumexp, query, value, output, logsumexp)
+    _C.check_attention_seed(query, seed, options.get("dropout_p", 0.0))
+    _C.check_attention_bias(attn_bias, bias_requires_grad)
+    bias = attn_bias if bias_requires_grad else None
+    tensors = (query, key, value, bias, alibi_slopes, sinks)
     return tuple(empty_gradient(tensor, query) for tensor in tensors)
-
-
-@library.register_fake("foo::attention_bias_backward")
-def fake_bias_backward(*saved: Any, **options: Any) -> Tensor:
-    _check_saved(*saved, **options)
-    attn_bias = saved[5]
-    if not attn_bias.is_floating_point():
-        raise TypeError(
-            "attention_bias_backward: attn_bias must be floating-point, "
-            f"got {_name(attn_bias.dtype)}"
-        )
-    return attn_bias.new_empty(attn_bias.shape)
 
 
 @library.register_fake("foo::attention_kept")
@@ -273,12 +249,7 @@ def setup_context(
 
 def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """Of foo::attention_backward: the second derivative."""
-    return second_derivative(ctx, composite_with_seed, (0, 1, 2, 4, 5), grads)
-
-
-def bias_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of foo::attention_bias_backward: the second derivative."""
-    return second_derivative(ctx, composite_with_seed, (3,), (grad,))
+    return second_derivative(ctx, composite_with_seed, (0, 1, 2, 3, 4, 5), grads)
 
 
 def second_derivative(
@@ -350,7 +321,7 @@ def differentiate(
 
 
 def composite_with_seed(
-    inputs: list[Any], seed: Tensor | None, **options: Any
+    inputs: list[Any], seed: Tensor | None, *, bias_requires_grad: bool = False, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """foo::attention_seeded made of torch's own operators."""
     query, key = inputs[:2]
@@ -444,9 +415,6 @@ def visible(scores: Tensor, is_causal: bool, window_left: int, window_right: int
 # First derivatives are in csrc/ops/attention_autograd.cpp: through Python, a call with 8 floats
 # would take 200 us and not 12.
 library.register_autograd("foo::attention_backward", backward, setup_context=setup_context)
-library.register_autograd(
-    "foo::attention_bias_backward", bias_backward, setup_context=setup_context
-)
 
 
 # -------------------------------------------------------------------------- vmap, autocast, FLOPs
@@ -456,7 +424,6 @@ library.register_autocast("foo::attention")
 library.register_autocast("foo::attention_seeded")
 library.register_vmap_loop("foo::attention_seeded")
 library.register_vmap_loop("foo::attention_backward")
-library.register_vmap_loop("foo::attention_bias_backward")
 
 
 def _with_dimensions(tensor: Tensor, in_dim: int | None, dimensions: int) -> Tensor:
@@ -527,20 +494,6 @@ def flops(
     query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *others: Any, **_: Any
 ) -> int:
     """Of the two products of matrices; a mask does not make them fewer, as torch counts."""
-    return sum(product_flops(query_shape, key_shape, value_shape))
-
-
-@library.register_flops("foo::attention_bias_backward")
-def bias_backward_flops(
-    grad_output_shape: torch.Size,
-    grad_logsumexp_shape: torch.Size,
-    query_shape: torch.Size,
-    key_shape: torch.Size,
-    value_shape: torch.Size,
-    *others: Any,
-    **_: Any,
-) -> int:
-    """Of two products: scores over the head dimension and dP over the value's."""
     return sum(product_flops(query_shape, key_shape, value_shape))
 
 

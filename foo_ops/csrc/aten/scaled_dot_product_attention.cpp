@@ -135,20 +135,13 @@ FusedAttention fused_attention(const Tensor& query, const Tensor& key, const Ten
           Tensor()};
 }
 
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
     const Tensor& grad_output, const Tensor& grad_logsumexp, const Tensor& query, const Tensor& key,
     const Tensor& value, const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
     const OptionalTensor& sinks, const Tensor& output, const Tensor& logsumexp,
-    const OptionalTensor& seed, bool is_causal, std::optional<double> scale, double dropout_p,
-    int64_t window_left, int64_t window_right, double softcap);
-
-using BiasBackward = Tensor(const Tensor& grad_output, const Tensor& grad_logsumexp,
-                            const Tensor& query, const Tensor& key, const Tensor& value,
-                            const Tensor& attn_bias, const OptionalTensor& alibi_slopes,
-                            const OptionalTensor& sinks, const Tensor& output,
-                            const Tensor& logsumexp, const OptionalTensor& seed, bool is_causal,
-                            std::optional<double> scale, double dropout_p, int64_t window_left,
-                            int64_t window_right, double softcap);
+    const OptionalTensor& seed, bool bias_requires_grad, bool is_causal,
+    std::optional<double> scale, double dropout_p, int64_t window_left, int64_t window_right,
+    double softcap);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> fused_attention_backward(
     const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
@@ -158,26 +151,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_attention_backward(
   static const auto backward = c10::Dispatcher::singleton()
                                    .findSchemaOrThrow("foo::attention_backward", "")
                                    .typed<Backward>();
-  static const auto bias_backward = c10::Dispatcher::singleton()
-                                        .findSchemaOrThrow("foo::attention_bias_backward", "")
-                                        .typed<BiasBackward>();
   if (!grad_output.defined()) return {};
   const OptionalTensor seed_given = seed_argument(seed, dropout_p);
   const Tensor grad_logsumexp = at::zeros_like(logsumexp);
-  Tensor grad_query, grad_key, grad_value, grad_bias;
-  if (needed[0] || needed[1] || needed[2]) {
-    std::tie(grad_query, grad_key, grad_value, std::ignore, std::ignore) =
-        backward.call(grad_output, grad_logsumexp, query, key, value, defined_or_none(attn_bias),
-                      std::nullopt, std::nullopt, output, logsumexp, seed_given, is_causal, scale,
-                      dropout_p, kNoWindow, kNoWindow, kNoSoftcap);
-  }
-  if (needed[3]) {
-    grad_bias = bias_backward.call(grad_output, grad_logsumexp, query, key, value, attn_bias,
-                                   std::nullopt, std::nullopt, output, logsumexp, seed_given,
-                                   is_causal, scale, dropout_p, kNoWindow, kNoWindow, kNoSoftcap);
-  }
+  const auto [grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks] =
+      backward.call(grad_output, grad_logsumexp, query, key, value, defined_or_none(attn_bias),
+                    std::nullopt, std::nullopt, output, logsumexp, seed_given, needed[3], is_causal,
+                    scale, dropout_p, kNoWindow, kNoWindow, kNoSoftcap);
   return {in_order_of(query, grad_query), in_order_of(key, grad_key),
-          in_order_of(value, grad_value), grad_bias};
+          in_order_of(value, grad_value), needed[3] ? grad_bias : Tensor()};
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 #include "ops/attention.h"
 
-#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include "kernel_table.h"
@@ -9,11 +8,6 @@
 namespace foo {
 
 namespace {
-
-Kernel& bias_backward_kernel() {
-  static auto* kernel = new Kernel("attention_bias_backward");
-  return *kernel;
-}
 
 Kernel& kept_kernel() {
   static auto* kernel = new Kernel("attention_kept");
@@ -34,8 +28,6 @@ void set_bias(Parameters& parameters, const at::Tensor& bias, at::ScalarType que
   parameters.bias_kind = bias.scalar_type() == at::kBool    ? kBool
                          : bias.scalar_type() == query_type ? kOfQueryDtype
                                                             : kFloat32;
-  parameters.bias_batch = stored.size(0);
-  parameters.bias_heads = stored.size(1);
   parameters.bias_rows = stored.size(2);
   parameters.bias_columns = stored.size(3);
   parameters.attn_bias = Operand(stored.expand(
@@ -148,100 +140,16 @@ AttentionGradients attention_backward(
     const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& attn_bias,
     const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& sinks,
     const at::Tensor& output, const at::Tensor& logsumexp, const std::optional<at::Tensor>& seed,
-    bool is_causal, std::optional<double> scale, double dropout_p, int64_t window_left,
-    int64_t window_right, double softcap) {
+    bool bias_requires_grad, bool is_causal, std::optional<double> scale, double dropout_p,
+    int64_t window_left, int64_t window_right, double softcap) {
   const AttentionInputs inputs{query, key, value, attn_bias, alibi_slopes, sinks};
   const AttentionOptions options{is_causal, scale, dropout_p, window_left, window_right, softcap};
   Saved saved(inputs, options, seed, grad_output, grad_logsumexp, output, logsumexp);
+  check_attention_bias(attn_bias, bias_requires_grad);
   auto& parameters = saved.parameters;
-  return run_backward(parameters, query, key, value, alibi_slopes, sinks,
+  return run_backward(parameters, query, key, value, bias_requires_grad ? attn_bias : std::nullopt,
+                      alibi_slopes, sinks,
                       cut_into_blocks(parameters, sequences_of(parameters), options), false);
-}
-
-// Columns of the bias's gradient that are summed together: BIAS_COLUMNS in
-// foo_ops/kernels/attention_bias_backward.py.
-constexpr int64_t kBiasColumns = 512;
-
-// The blocks that add to some columns of the bias's gradient, one after the other.
-template <class Call>
-void add_to_bias(const Parameters& parameters, const std::vector<const Piece*>& contributors,
-                 int64_t column, Call call) {
-  const int64_t stop = parameters.bias_columns == 1
-                           ? parameters.key_length
-                           : std::min(parameters.key_length, column + kBiasColumns);
-  const int64_t parts = static_cast<int64_t>(contributors.size());
-  for (int64_t part = 0; part < parts; ++part) {
-    Piece piece = *contributors[part];
-    piece.key_start = std::max(piece.key_start, column);
-    piece.key_stop = std::min(piece.key_stop, stop);
-    piece.part = part;
-    piece.parts = parts;
-    piece.column = column;
-    call(piece);
-  }
-}
-
-// Blocks of one head each, by the part of the bias that they add to.
-std::vector<std::vector<const Piece*>> group_by_bias(const Parameters& parameters,
-                                                     const std::vector<Piece>& blocks) {
-  int64_t row_blocks = 1;
-  for (const Piece& block : blocks) {
-    row_blocks = std::max(row_blocks, block.block + 1);
-  }
-  std::vector<std::vector<const Piece*>> groups(parameters.bias_batch * parameters.bias_heads *
-                                                (parameters.bias_rows == 1 ? 1 : row_blocks));
-  for (const Piece& block : blocks) {
-    int64_t index = parameters.bias_batch == 1 ? 0 : block.batch;
-    index = index * parameters.bias_heads + (parameters.bias_heads == 1 ? 0 : block.head);
-    index = parameters.bias_rows == 1 ? index : index * row_blocks + block.block;
-    groups[index].push_back(&block);
-  }
-  return groups;
-}
-
-at::Tensor attention_bias_backward(const at::Tensor& grad_output, const at::Tensor& grad_logsumexp,
-                                   const at::Tensor& query, const at::Tensor& key,
-                                   const at::Tensor& value, const at::Tensor& attn_bias,
-                                   const std::optional<at::Tensor>& alibi_slopes,
-                                   const std::optional<at::Tensor>& sinks, const at::Tensor& output,
-                                   const at::Tensor& logsumexp,
-                                   const std::optional<at::Tensor>& seed, bool is_causal,
-                                   std::optional<double> scale, double dropout_p,
-                                   int64_t window_left, int64_t window_right, double softcap) {
-  const AttentionInputs inputs{query, key, value, attn_bias, alibi_slopes, sinks};
-  const AttentionOptions options{is_causal, scale, dropout_p, window_left, window_right, softcap};
-  Saved saved(inputs, options, seed, grad_output, grad_logsumexp, output, logsumexp);
-  TORCH_CHECK_TYPE(attn_bias.is_floating_point(),
-                   "attention_bias_backward: attn_bias must be floating-point, got ",
-                   dtype_name(attn_bias.scalar_type()));
-  auto& parameters = saved.parameters;
-  const at::Tensor grad_bias =
-      at::zeros_like(attn_bias, attn_bias.options(), at::MemoryFormat::Contiguous);
-  const at::Tensor stored = with_four_dimensions(grad_bias);
-  parameters.grad_attn_bias = Operand(stored);
-  for (int64_t axis = 0; axis < 4; ++axis) {
-    if (stored.size(axis) == 1) {
-      parameters.grad_attn_bias.strides[axis] = 0;
-    }
-  }
-  // Every block is of one head: a tile of the bias may belong to one alone.
-  Parameters ungrouped = parameters;
-  ungrouped.group = 1;
-  ungrouped.key_heads = parameters.query_heads;
-  const auto blocks = cut_into_blocks(ungrouped, sequences_of(parameters), options);
-  if (blocks.empty() || grad_bias.numel() == 0) {
-    return grad_bias;
-  }
-  const auto groups = group_by_bias(parameters, blocks);
-  const int64_t parts = ceil_divide(parameters.bias_columns, kBiasColumns);
-  auto* kernel = bias_backward_kernel().get<AttentionFunction>(query.scalar_type());
-  run_jobs(
-      parameters, compute_type(query), kernel, static_cast<int64_t>(groups.size()) * parts,
-      [&](int64_t job, const auto& call) {
-        add_to_bias(parameters, groups[job / parts], job % parts * kBiasColumns, call);
-      },
-      kBiasColumns * kTileStride);
-  return grad_bias;
 }
 
 at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double dropout_p,
@@ -279,7 +187,6 @@ void register_attention(torch::Library& library) {
   library.impl("attention", &attention);
   library.impl("attention_seeded", &attention_seeded);
   library.impl("attention_backward", &attention_backward);
-  library.impl("attention_bias_backward", &attention_bias_backward);
   library.impl("attention_kept", &attention_kept);
 }
 

@@ -51,6 +51,9 @@ void check_attention_results(const at::Tensor& grad_output, const at::Tensor& gr
                              const at::Tensor& query, const at::Tensor& value,
                              const at::Tensor& output, const at::Tensor& logsumexp);
 
+// Only a bias of floating-point numbers has a gradient.
+void check_attention_bias(const std::optional<at::Tensor>& attn_bias, bool bias_requires_grad);
+
 // Dropout needs a seed, and nothing else does.
 void check_attention_seed(const at::Tensor& query, const std::optional<at::Tensor>& seed,
                           double dropout_p);

@@ -8,6 +8,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
+#include <string>
 #include <vector>
 
 #include "ops/attention_work.h"
@@ -29,9 +31,10 @@ struct Form {
   const char* seeded;
   // They take the gradients of both outputs, the tensors, the outputs, the seed and the options.
   const char* backward;
-  const char* bias_backward;
-  // The number of tensors. query, key and value are the first, alibi_slopes and sinks the last.
+  // The number of tensors.
   size_t inputs;
+  // Those that backward returns gradients for.
+  std::array<size_t, 6> differentiable;
 };
 
 // The place of attn_bias, where there is one.
@@ -58,7 +61,8 @@ class Gradient : public torch::autograd::Function<Self> {
 
   // Calls an operator of the backward pass and returns its results.
   static Stack call(const OperatorHandle& op, const AutogradContext& context,
-                    const variable_list& gradients, const variable_list& saved) {
+                    const variable_list& gradients, const variable_list& saved,
+                    const std::vector<bool>& needed) {
     Stack stack(gradients.begin(), gradients.end());
     std::transform(saved.begin(), saved.begin() + Self::kForm.inputs, std::back_inserter(stack),
                    optional);
@@ -67,7 +71,9 @@ class Gradient : public torch::autograd::Function<Self> {
                  {saved[Self::kForm.inputs + 1], saved[Self::kForm.inputs + 2], optional(seed)});
     const auto& arguments = op.schema().arguments();
     for (size_t option = stack.size(); option < arguments.size(); ++option) {
-      stack.push_back(context.saved_data.at(arguments[option].name()));
+      const std::string& name = arguments[option].name();
+      stack.push_back(name == "bias_requires_grad" ? c10::IValue(needed[kBias])
+                                                   : context.saved_data.at(name));
     }
     op.callBoxed(&stack);
     return stack;
@@ -98,18 +104,12 @@ class Gradient : public torch::autograd::Function<Self> {
     const auto saved = context->get_saved_variables();
     const auto needed = needed_gradients(*context, saved);
     variable_list found(Self::kForm.inputs + 1);
-    if (Self::kForm.bias_backward != nullptr && needed[kBias]) {
-      static const auto bias_backward = find_operator(Self::kForm.bias_backward);
-      found[kBias] = call(bias_backward, *context, gradients, saved)[0].toTensor();
-    }
-    const std::vector<size_t> others{0, 1, 2, Self::kForm.inputs - 2, Self::kForm.inputs - 1};
-    if (std::any_of(others.begin(), others.end(), [&](size_t input) { return needed[input]; })) {
-      static const auto backward = find_operator(Self::kForm.backward);
-      const Stack results = call(backward, *context, gradients, saved);
-      for (size_t i = 0; i < others.size(); ++i) {
-        if (needed[others[i]]) {
-          found[others[i]] = results[i].toTensor();
-        }
+    static const auto backward = find_operator(Self::kForm.backward);
+    const Stack results = call(backward, *context, gradients, saved, needed);
+    for (size_t i = 0; i < results.size(); ++i) {
+      const size_t input = Self::kForm.differentiable[i];
+      if (needed[input]) {
+        found[input] = results[i].toTensor();
       }
     }
     // For each tensor that was given, and nothing for the three other arguments of forward.
@@ -125,13 +125,13 @@ class Gradient : public torch::autograd::Function<Self> {
 };
 
 struct AttentionGradient : Gradient<AttentionGradient> {
-  static constexpr Form kForm{"foo::attention_seeded", "foo::attention_backward",
-                              "foo::attention_bias_backward", 6};
+  static constexpr Form kForm{
+      "foo::attention_seeded", "foo::attention_backward", 6, {0, 1, 2, kBias, 4, 5}};
 };
 
 struct AttentionVarlenGradient : Gradient<AttentionVarlenGradient> {
-  static constexpr Form kForm{"foo::attention_varlen_seeded", "foo::attention_varlen_backward",
-                              nullptr, 9};
+  static constexpr Form kForm{
+      "foo::attention_varlen_seeded", "foo::attention_varlen_backward", 9, {0, 1, 2, 7, 8}};
 };
 
 // For the operators that are given a seed.

@@ -262,6 +262,18 @@ void check_attention_results(const at::Tensor& grad_output, const at::Tensor& gr
   check("logsumexp", logsumexp, compute, rows);
 }
 
+void check_attention_bias(const std::optional<at::Tensor>& attn_bias, bool bias_requires_grad) {
+  if (bias_requires_grad) {
+    TORCH_CHECK_VALUE(
+        attn_bias.has_value(),
+        "attention_backward: attn_bias must be given if bias_requires_grad, got None");
+    TORCH_CHECK_TYPE(at::isFloatingType(attn_bias->scalar_type()),
+                     "attention_backward: attn_bias must be floating-point if bias_requires_grad, "
+                     "got ",
+                     dtype_name(attn_bias->scalar_type()));
+  }
+}
+
 void check_attention_seed(const at::Tensor& query, const std::optional<at::Tensor>& seed,
                           double dropout_p) {
   TORCH_CHECK_VALUE(seed.has_value() == (dropout_p > 0.0),

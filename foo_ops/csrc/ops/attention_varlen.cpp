@@ -222,17 +222,23 @@ struct Results {
   const at::Tensor& logsumexp;
 };
 
-AttentionGradients packed_backward(const PackedInputs& inputs, const Lengths& lengths,
-                                   const AttentionOptions& options, const Results& results,
-                                   const std::optional<at::Tensor>& seed) {
+// The gradients for query, key, value, alibi_slopes and sinks; of size 0 for what was not given.
+using PackedGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+PackedGradients packed_backward(const PackedInputs& inputs, const Lengths& lengths,
+                                const AttentionOptions& options, const Results& results,
+                                const std::optional<at::Tensor>& seed) {
   Call call(inputs, {}, lengths, options, seed);
   auto& parameters = call.parameters;
   parameters.output = packed(results.output);
   parameters.logsumexp = packed_rows(results.logsumexp);
   parameters.grad_output = packed(results.grad_output);
   parameters.grad_logsumexp = packed_rows(results.grad_logsumexp);
-  return run_backward(parameters, inputs.query, inputs.key, inputs.value, inputs.alibi_slopes,
-                      inputs.sinks, cut_into_blocks(parameters, call.sequences, options), true);
+  auto [grad_query, grad_key, grad_value, grad_attn_bias, grad_alibi_slopes, grad_sinks] =
+      run_backward(parameters, inputs.query, inputs.key, inputs.value, std::nullopt,
+                   inputs.alibi_slopes, inputs.sinks,
+                   cut_into_blocks(parameters, call.sequences, options), true);
+  return {grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks};
 }
 
 // The blocks that hold keys in use, one sequence after the other.
@@ -286,9 +292,9 @@ class UsedBlocks {
 };
 
 // In the compute type, so that nothing is rounded before it is summed.
-AttentionGradients paged_backward(const PackedInputs& inputs, const at::Tensor& block_table,
-                                  Lengths lengths, const AttentionOptions& options,
-                                  const Results& results, const std::optional<at::Tensor>& seed) {
+PackedGradients paged_backward(const PackedInputs& inputs, const at::Tensor& block_table,
+                               Lengths lengths, const AttentionOptions& options,
+                               const Results& results, const std::optional<at::Tensor>& seed) {
   const auto type = compute_type(inputs.query);
   const UsedBlocks blocks(lengths, block_table, inputs.key);
   const at::Tensor query = inputs.query.to(type);
@@ -310,7 +316,7 @@ AttentionGradients paged_backward(const PackedInputs& inputs, const at::Tensor& 
           own_type(grad_alibi_slopes, inputs.alibi_slopes), own_type(grad_sinks, inputs.sinks)};
 }
 
-AttentionGradients attention_varlen_backward(
+PackedGradients attention_varlen_backward(
     const at::Tensor& grad_output, const at::Tensor& grad_logsumexp, const at::Tensor& query,
     const at::Tensor& key, const at::Tensor& value, const at::Tensor& cu_seqlens_q,
     const at::Tensor& cu_seqlens_k, const std::optional<at::Tensor>& seqused_k,

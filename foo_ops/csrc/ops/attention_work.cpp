@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "kernel_table.h"
+#include "ops/attention_bias_gradient.h"
 
 namespace foo {
 
@@ -214,53 +215,34 @@ void sum_chunks(const at::Tensor& gradient, const at::Tensor& sums, int64_t chun
   });
 }
 
-// (batch, heads, blocks) summed over blocks, and over the batch where the result has none: in one
-// fixed order, which at::sum does not promise.
+// (batch, heads, blocks) summed over blocks, and over the batch where the result has none.
 at::Tensor sum_blocks(const at::Tensor& partial, const at::Tensor& like) {
-  const at::Tensor wide = partial.to(at::kDouble);
-  const at::Tensor total = at::zeros(like.sizes(), wide.options());
-  const double* source = wide.const_data_ptr<double>();
-  double* const target = total.mutable_data_ptr<double>();
-  const int64_t heads = partial.size(1);
-  for (int64_t batch = 0; batch < partial.size(0); ++batch) {
-    for (int64_t head = 0; head < heads; ++head) {
-      double& sum = target[like.dim() == 2 ? batch * heads + head : head];
-      for (int64_t block = 0; block < partial.size(2); ++block) {
-        sum += *source++;
-      }
-    }
-  }
-  return total.to(like.options());
+  const at::Tensor sums = sum_in_order(partial, 2);
+  return (like.dim() == 2 ? sums : sum_in_order(sums, 0)).view(like.sizes()).to(like.options());
 }
 
-// The blocks that add to the same sums: those of a chunk of a sequence and key head.
-struct Chunk {
-  int64_t first, step, stop;
-};
-
-// Gives each block its slot. ``blocks`` must be in the order of cut_into_blocks.
-std::vector<Chunk> cut_into_chunks(const Parameters& parameters, std::vector<Piece>& blocks,
-                                   bool is_packed) {
-  std::vector<Chunk> result;
-  const int64_t count = static_cast<int64_t>(blocks.size());
-  for (int64_t first = 0; first < count;) {
-    const int64_t key_head = blocks[first].head / parameters.group;
-    int64_t stop = first;
-    while (stop < count && blocks[stop].batch == blocks[first].batch &&
-           blocks[stop].head / parameters.group == key_head) {
-      ++stop;
-    }
-    const int64_t row = is_packed ? 0 : blocks[first].batch * parameters.key_heads;
-    const int64_t chunks = std::min(parameters.chunks, stop - first);
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      for (int64_t block = first + chunk; block < stop; block += chunks) {
-        blocks[block].slot = (row + key_head) * parameters.chunks + chunk;
-      }
-      result.push_back({first + chunk, chunks, stop});
-    }
-    first = stop;
+// Gives each block its slot: blocks of one key head that share a slot add to the same sums, and
+// make one job, in which they run one after the other. ``blocks`` must be in the order of
+// cut_into_blocks.
+std::vector<std::vector<Piece>> cut_into_jobs(const Parameters& parameters,
+                                              const std::vector<Piece>& blocks,
+                                              const std::optional<BiasGradient>& bias,
+                                              bool is_packed) {
+  const bool is_shared = bias.has_value() && bias->is_shared();
+  std::vector<std::vector<Piece>> jobs(parameters.batch * parameters.key_heads * parameters.chunks);
+  int64_t last_head = -1, index = 0;
+  for (Piece block : blocks) {
+    const int64_t key_head = block.head / parameters.group;
+    const int64_t head = block.batch * parameters.key_heads + key_head;
+    index = head == last_head ? index + 1 : 0;
+    last_head = head;
+    const int64_t chunk = (is_shared ? block.block : index) % parameters.chunks;
+    block.slot = (is_packed ? key_head : head) * parameters.chunks + chunk;
+    block.bias = bias.has_value() ? bias->place_of(block) : 0;
+    const int64_t family = is_shared ? bias->family(block) : head;
+    jobs[family * parameters.chunks + chunk].push_back(block);
   }
-  return result;
+  return jobs;
 }
 
 }  // namespace
@@ -357,6 +339,7 @@ void run_forward(Parameters& parameters, const at::Tensor& query, std::vector<Pi
 
 AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
                                 const at::Tensor& key, const at::Tensor& value,
+                                const std::optional<at::Tensor>& attn_bias,
                                 const std::optional<at::Tensor>& alibi_slopes,
                                 const std::optional<at::Tensor>& sinks, std::vector<Piece> blocks,
                                 bool is_packed) {
@@ -378,9 +361,22 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
   for (const Piece& block : blocks) {
     most_blocks = std::max(most_blocks, block.block + 1);
   }
+  std::optional<BiasGradient> bias;
+  if (attn_bias.has_value()) {
+    bias.emplace(parameters, *attn_bias, type);
+  }
+  const bool is_shared = bias.has_value() && bias->is_shared();
+  const int64_t families = std::max<int64_t>(1, is_shared ? bias->families() : heads);
+  const int64_t most_chunks = is_shared ? most_blocks : most_blocks * parameters.group;
   parameters.chunks =
-      std::max<int64_t>(1, std::min(most_blocks * parameters.group,
-                                    ceil_divide(kBackwardPieces, std::max<int64_t>(1, heads))));
+      std::max<int64_t>(1, std::min(most_chunks, ceil_divide(kBackwardPieces, families)));
+  if (bias.has_value()) {
+    const bool all_keys_are_seen =
+        std::all_of(blocks.begin(), blocks.end(), [&](const Piece& block) {
+          return block.first_visible == -kFar && block.last_visible == kFar;
+        });
+    bias->allocate(parameters.chunks, all_keys_are_seen);
+  }
   const at::Tensor key_sums =
       make_sums(heads * parameters.chunks, grad_key.size(1), parameters.head_dim, type);
   const at::Tensor value_sums =
@@ -394,13 +390,13 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
   parameters.grad_alibi_slopes = Operand(partial[0]);
   parameters.grad_sinks = Operand(partial[1]);
 
-  const std::vector<Chunk> chunks = cut_into_chunks(parameters, blocks, is_packed);
-  if (!chunks.empty()) {
+  if (!blocks.empty()) {
+    const auto jobs = cut_into_jobs(parameters, blocks, bias, is_packed);
     auto* kernel = backward_kernel(parameters).get<AttentionFunction>(query.scalar_type());
-    run_jobs(parameters, type, kernel, static_cast<int64_t>(chunks.size()),
+    run_jobs(parameters, type, kernel, static_cast<int64_t>(jobs.size()),
              [&](int64_t job, const auto& call) {
-               for (int64_t i = chunks[job].first; i < chunks[job].stop; i += chunks[job].step) {
-                 call(blocks[i]);
+               for (const Piece& block : jobs[job]) {
+                 call(block);
                }
              });
   }
@@ -409,7 +405,11 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
   const auto total = [&](const std::optional<at::Tensor>& tensor, const at::Tensor& sums) {
     return tensor.has_value() ? sum_blocks(sums, *tensor) : at::empty({0}, query.options());
   };
-  return {grad_query, all_grad_key, all_grad_value, total(alibi_slopes, partial[0]),
+  return {grad_query,
+          all_grad_key,
+          all_grad_value,
+          bias.has_value() ? bias->total() : at::empty({0}, query.options()),
+          total(alibi_slopes, partial[0]),
           total(sinks, partial[1])};
 }
 

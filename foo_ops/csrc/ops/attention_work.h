@@ -26,6 +26,8 @@ inline constexpr int64_t kTile = (kKeyBlock + 1) * kTileStride;
 inline constexpr int64_t kWidestVector = 16;
 
 enum BiasKind : int64_t { kNone, kBool, kOfQueryDtype, kFloat32 };
+// One block writes a tile of the gradient, or blocks add to sums.
+enum BiasGradientKind : int64_t { kNotWanted, kStored, kAdded };
 
 // A tensor of up to four dimensions: data, and strides in elements for batch, head, row, column.
 struct Operand {
@@ -47,7 +49,7 @@ struct Operand {
 struct Parameters {
   double scale, factor, softcap, kept_scale;
   int64_t head_dim, value_dim, query_heads, group, key_heads, batch;
-  int64_t modifies, bias_kind, bias_batch, bias_heads, bias_rows, bias_columns;
+  int64_t modifies, bias_kind, bias_rows, bias_columns, bias_gradient;
   int64_t has_alibi_slopes, has_sinks, dropout_threshold, seed;
   int64_t page_size, block_table_stride, query_length, key_length, chunks;
   const int32_t* block_table;
@@ -70,8 +72,9 @@ struct Piece {
   int64_t first_visible, last_visible, alignment;
   // Where partial results go, or -1; which part of how many this is.
   int64_t slot, part, parts;
-  // The number of the block among those of its sequence and head, and the bias's first column.
-  int64_t block, column;
+  // The number of the block among those of its sequence and head, and where it begins in what
+  // becomes the bias's gradient.
+  int64_t block, bias;
 };
 
 using AttentionFunction = void(const Parameters*, const Piece*, void* scratch);
@@ -116,29 +119,32 @@ std::vector<Piece> cut_into_blocks(const Parameters& parameters,
 // Runs the forward kernels on blocks, the keys split where there are few.
 void run_forward(Parameters& parameters, const at::Tensor& query, std::vector<Piece> blocks);
 
-// The gradients for query, key, value, alibi_slopes and sinks; of size 0 for what was not given.
-using AttentionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+// The gradients for query, key, value, attn_bias, alibi_slopes and sinks; of size 0 for what was
+// not given.
+using AttentionGradients =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 // Runs the backward kernel on blocks, which must be in the order of cut_into_blocks. Tensors are
-// (total, heads, dim) if they are packed, else (batch, heads, length, dim).
+// (total, heads, dim) if they are packed, else (batch, heads, length, dim). attn_bias is given if
+// its gradient is wanted.
 AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
                                 const at::Tensor& key, const at::Tensor& value,
+                                const std::optional<at::Tensor>& attn_bias,
                                 const std::optional<at::Tensor>& alibi_slopes,
                                 const std::optional<at::Tensor>& sinks, std::vector<Piece> blocks,
                                 bool is_packed);
 
 // Calls work(job, call) for each job, in parallel, where call(piece) runs the kernel in the
 // thread's own scratch memory. Threads take the next job when they are done with one; which thread
-// runs it makes no difference to the result. ``more``: elements of scratch memory beside those of
-// all kernels.
+// runs it makes no difference to the result.
 template <class Work>
 void run_jobs(const Parameters& parameters, at::ScalarType scratch_type, AttentionFunction* kernel,
-              int64_t jobs, Work work, int64_t more = 0) {
+              int64_t jobs, Work work) {
   const int64_t head_width = round_up_to_vector(parameters.head_dim);
   const int64_t value_width = round_up_to_vector(parameters.value_dim);
   const int64_t width = std::max(head_width, value_width) + kPadding;
   // The most that a kernel packs: see backward() in foo_ops/kernels/attention_backward.py.
-  const int64_t size = 5 * kTile + (9 + 10 * width) * kTileStride + 3 * kKeyBlock * width + more;
+  const int64_t size = 5 * kTile + (9 + 10 * width) * kTileStride + 3 * kKeyBlock * width;
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
   const at::Tensor scratch =
       at::empty({threads, size}, at::TensorOptions().dtype(scratch_type).device(at::kCPU));

@@ -1,0 +1,48 @@
+// The gradient of attn_bias: where blocks of queries put what they find, and what it comes to.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "ops/attention_work.h"
+
+namespace foo {
+
+// The tensor, in double precision, summed over a dimension, which it keeps. In one fixed order,
+// which at::sum does not promise.
+at::Tensor sum_in_order(const at::Tensor& tensor, int64_t dim);
+
+class BiasGradient {
+ public:
+  // Tells the kernel what to write. The parameters must outlive this.
+  BiasGradient(Parameters& parameters, const at::Tensor& bias, at::ScalarType compute_type);
+
+  // Whether blocks of several heads, or rows of the batch, add to one tile. Then the blocks of a
+  // family that have one number must run one after the other.
+  bool is_shared() const { return is_shared_; }
+  int64_t families() const;
+  int64_t family(const Piece& block) const;
+
+  // Makes room for the sums: ``slots`` for each key head.
+  void allocate(int64_t slots, bool all_keys_are_seen);
+  // Where a block, which has its slot, begins.
+  int64_t place_of(const Piece& block) const;
+
+  // To be called when all blocks have run.
+  at::Tensor total() const;
+
+ private:
+  bool has_row_sums() const { return parameters_.bias_gradient == kAdded && sizes_[2] == 1; }
+
+  Parameters& parameters_;
+  const at::Tensor& bias_;
+  const at::ScalarType compute_type_;
+  // Of the bias with four dimensions.
+  std::vector<int64_t> sizes_;
+  bool is_shared_;
+  at::Tensor sums_;
+};
+
+}  // namespace foo
