@@ -181,6 +181,15 @@ PLAIN_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
     "bias for grouped heads": attention_sample(
         heads=6, key_heads=2, bias=random_bias(6, 9, 11), is_causal=True
     ),
+    "bias (H, Sq, 1) for grouped heads": attention_sample(
+        heads=6, key_heads=2, bias=random_bias(6, 9, 1)
+    ),
+    "bias (B, 1, 1, Sk) for grouped heads": attention_sample(
+        heads=6, key_heads=2, bias=random_bias(2, 1, 1, 11)
+    ),
+    "bias (Sq, Sk) for grouped heads over several tiles": attention_sample(
+        queries=130, keys=131, heads=4, key_heads=2, bias=random_bias(130, 131)
+    ),
     "bias with -inf": attention_sample(bias=half_infinite_bias(9, 11)),
     "bias of -inf alone": attention_sample(
         bias=lambda dtype: torch.full((1, 2, 1, 1), -math.inf, dtype=dtype)
