@@ -374,6 +374,7 @@ FEW = {"batch": 1, "heads": 1}
         attention_sample(**FEW, queries=3, keys=1030, bias=random_bias(1, 1030)),
         attention_sample(**FEW, queries=500, keys=500, is_causal=True),
         attention_sample(**FEW, queries=700, keys=20, bias=random_bias()),
+        attention_sample(batch=3, heads=4, queries=300, keys=70, bias=random_bias(300, 70)),
         attention_sample(
             **FEW, queries=300, keys=400, sinks=random_bias(1), slopes=random_slopes(1)
         ),
