@@ -1,9 +1,6 @@
 """The elementwise launcher, shown on operators that are made here: all a user has to write."""
 
 import math
-import os
-import sys
-import types
 
 import hypothesis
 import pytest
@@ -11,7 +8,7 @@ import torch
 from hypothesis import strategies
 from torch._subclasses import FakeTensorMode
 
-from foo_ops import library, testing
+from foo_ops import language, library, testing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,30 +22,14 @@ def minus_twice(a, b):
     return a - 2 * b
 
 
-def minus_twice_build(dtype):
-    from foo_ops.kernels.elementwise import elementwise
-
-    return elementwise(minus_twice, (dtype, dtype), dtype)
-
-
-def exp2_build(dtype):
-    from foo_ops.kernels.elementwise import elementwise
-    from foo_ops.kernels.functions import exp2
-
-    return elementwise(lambda x: exp2(x), (dtype,), dtype)
-
-
-def tanh_build(dtype):
-    from foo_ops.kernels.elementwise import elementwise
-    from foo_ops.kernels.functions import tanh
-
-    return elementwise(lambda x: tanh(x), (dtype,), dtype)
-
-
-def gamma_build(dtype):
-    from foo_ops.kernels.elementwise import elementwise
-
-    return elementwise(lambda x: math.gamma(x), (dtype,), dtype)
+NUMBERS = (*DTYPES, *DTYPE_NOT_USED_ELSEWHERE.values())
+KERNELS = {
+    "minus_twice": minus_twice,
+    "exp2": lambda x: language.exp2(x),
+    "exp": lambda x: language.exp(x),
+    "tanh": lambda x: language.tanh(x),
+    "gamma": lambda x: math.gamma(x),
+}
 
 
 def loses_the_gradient(input):
@@ -57,41 +38,27 @@ def loses_the_gradient(input):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def operators(tmp_path_factory):
-    """foo_test::minus_twice in three forms, and others. Their kernels are not in the package, so
-    the key of the cache does not know their source: they get a cache of their own."""
-    for kernel, build in {
-        "test_minus_twice": minus_twice_build,
-        "test_exp2": exp2_build,
-        "test_tanh": tanh_build,
-        "test_gamma": gamma_build,
-    }.items():
-        module = types.ModuleType(f"foo_ops.kernels.{kernel}")
-        module.build = build
-        sys.modules[module.__name__] = module
+def operators():
+    """foo_test::minus_twice in three forms, and others."""
     library.define("foo_test::detached", "(Tensor input) -> Tensor")
     implementation = torch.library.Library("foo_test", "IMPL")
     implementation.impl("detached", torch.clone, "CompositeExplicitAutograd")
     implementation.impl("detached", loses_the_gradient, "Autograd")
-    same = {dtype: dtype for dtype in (*DTYPES, *DTYPE_NOT_USED_ELSEWHERE.values())}
     for name, schema in {
         "minus_twice": "(Tensor a, Tensor b) -> Tensor",
         "minus_twice_": "(Tensor(a!) a, Tensor b) -> Tensor(a!)",
         "minus_twice.out": "(Tensor a, Tensor b, *, Tensor(a!) out) -> Tensor(a!)",
         "exp2": "(Tensor input) -> Tensor",
+        "exp": "(Tensor input) -> Tensor",
         "tanh": "(Tensor input) -> Tensor",
         "gamma": "(Tensor input) -> Tensor",
     }.items():
         library.define(f"foo_test::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-        kernel = "test_" + name.removesuffix(".out").removesuffix("_")
-        library.register_elementwise(f"foo_test::{name}", kernel, same, inputs="a number")
-    saved = os.environ.get("FOO_CACHE_DIR")
-    os.environ["FOO_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    if saved is None:
-        del os.environ["FOO_CACHE_DIR"]
-    else:
-        os.environ["FOO_CACHE_DIR"] = saved
+        function = KERNELS[name.removesuffix(".out").removesuffix("_")]
+        kernel = library.elementwise_kernel(function, dtypes=NUMBERS)
+        library.register_kernel(f"foo_test::{name}", ("cpu", "foo"), kernel)
+    # The library ends with its last reference.
+    yield implementation
 
 
 def numbers(shape, dtype):
@@ -264,6 +231,18 @@ def test_exp2(dtype):
 
 
 @for_each_compute_type
+def test_exp(dtype):
+    """Within 2 units, also where x is large; zero and infinity beyond."""
+    lowest, highest = (-87.3, 88.3) if dtype == torch.float32 else (-708.3, 709.4)
+    x = torch.linspace(lowest, highest, 300_001, dtype=torch.float64).to(dtype)
+    actual = torch.ops.foo_test.exp(x)
+    assert units_in_the_last_place(actual, torch.exp(x.double()), dtype) <= 2
+    special = torch.tensor([-math.inf, -1e30, lowest * 1.1, 0.0, 1e30, math.inf], dtype=dtype)
+    assert torch.ops.foo_test.exp(special).tolist() == [0, 0, 0, 1, math.inf, math.inf]
+    assert torch.ops.foo_test.exp(torch.tensor(math.nan, dtype=dtype)).isnan()
+
+
+@for_each_compute_type
 def test_tanh(dtype):
     """Within 4 units, of small numbers too."""
     smallest = math.log2(torch.finfo(dtype).smallest_normal) + 1
@@ -276,26 +255,6 @@ def test_tanh(dtype):
     assert result[:6].tolist() == [-1, -1, 0, 0, 1, 1]
     assert result[2:4].signbit().tolist() == [True, False]
     assert result[6].isnan()
-
-
-def test_kernel_that_calls_what_may_not_be_there_is_refused():
-    message = "a kernel must not allocate, raise or call Python, but this one calls numba_gamma"
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.foo_test.gamma(torch.ones(3, dtype=torch.float64))
-
-
-def test_kernel_that_cannot_be_compiled(device):
-    """What the compiler said reaches every caller, and once it is mended the kernel works."""
-    kernel = sys.modules["foo_ops.kernels.test_minus_twice"]
-    x = torch.ones(3, dtype=DTYPE_NOT_USED_ELSEWHERE[device], device=device)
-    kernel.build = lambda dtype: 1 / 0
-    for _ in range(2):
-        with pytest.raises(
-            RuntimeError, match=r"test_minus_twice: the kernel for .* cannot be compiled: ZeroDivis"
-        ):
-            torch.ops.foo_test.minus_twice(x, x)
-    kernel.build = minus_twice_build
-    assert torch.ops.foo_test.minus_twice(x, x).tolist() == [-1, -1, -1]
 
 
 def test_opcheck_sees_a_gradient_that_is_lost(device):

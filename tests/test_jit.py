@@ -68,7 +68,7 @@ def filled(tmp_path_factory):
 
 def test_files_are_named_after_kernel_and_dtype(filled):
     names = sorted(path.name.rpartition("-")[0] for path in filled.iterdir())
-    assert names == sorted(f"abs-{dtype}" for dtype in DTYPES)
+    assert names == sorted(f"absolute-{dtype}" for dtype in DTYPES)
     assert all(path.suffix == ".o" for path in filled.iterdir())
 
 
@@ -210,8 +210,8 @@ def test_cache_folder(monkeypatch, tmp_path):
 
 
 def test_same_address_every_time():
-    assert jit.resolve("abs", "float32") == jit.resolve("abs", "float32")
-    assert jit.resolve("abs", "float32") != jit.resolve("abs", "float64")
+    assert jit.resolve("foo::abs", "float32") == jit.resolve("foo::abs", "float32")
+    assert jit.resolve("foo::abs", "float32") != jit.resolve("foo::abs", "float64")
 
 
 # The whole path on another processor: values and gradients. Argument: the dtype.

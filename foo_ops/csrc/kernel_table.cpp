@@ -8,6 +8,17 @@ namespace {
 
 Resolver resolver = nullptr;
 
+std::string written(const Signature& signature) {
+  std::string result;
+  for (const int8_t code : signature) {
+    if (!result.empty()) result += ',';
+    result += code == kAbsent  ? "none"
+              : code == kGiven ? "given"
+                               : dtype_name(static_cast<at::ScalarType>(code));
+  }
+  return result;
+}
+
 }  // namespace
 
 std::string dtype_name(at::ScalarType dtype) {
@@ -18,10 +29,12 @@ void set_resolver(Resolver new_resolver) {
   resolver = new_resolver;
 }
 
-void* Kernel::resolve(at::ScalarType dtype) {
+void* Kernel::resolve(const Signature& signature) {
   TORCH_INTERNAL_ASSERT(resolver != nullptr, "no resolver is set for kernel ", name_);
-  void* address = resolver(name_, dtype_name(dtype));
-  addresses_[static_cast<size_t>(dtype)].store(address, std::memory_order_release);
+  void* address = resolver(name_, written(signature));
+  auto* entry = new Entry{signature, address, first_.load(std::memory_order_relaxed)};
+  while (!first_.compare_exchange_weak(entry->next, entry, std::memory_order_release)) {
+  }
   return address;
 }
 

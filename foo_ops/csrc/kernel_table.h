@@ -3,8 +3,8 @@
 #pragma once
 
 #include <c10/core/ScalarType.h>
+#include <c10/util/SmallVector.h>
 
-#include <array>
 #include <atomic>
 #include <string>
 
@@ -13,33 +13,54 @@ namespace foo {
 // Name of a dtype as Python writes it: float32, bfloat16, complex64 ...
 std::string dtype_name(at::ScalarType dtype);
 
-// Compiles a kernel for a dtype or loads it from the disk cache, and returns its address. Called
-// without the GIL; throws what the compilation raised.
-using Resolver = void* (*)(const std::string& kernel, const std::string& dtype);
+// What a kernel is compiled for, a number for each argument that matters: a tensor's dtype; for an
+// optional argument whether it is there.
+using Signature = c10::SmallVector<int8_t, 16>;
+constexpr int8_t kAbsent = -1;
+constexpr int8_t kGiven = -2;
+
+// Compiles a kernel for a signature or loads it from the disk cache, and returns its address. The
+// signature is written as "float32,none,given". Called without the GIL; throws what the compilation
+// raised.
+using Resolver = void* (*)(const std::string& kernel, const std::string& signature);
 void set_resolver(Resolver resolver);
 
-// A kernel with one function pointer a dtype, each resolved at its first use. An instance lives as
-// long as the process.
+// A kernel with a function pointer for each signature, resolved at its first use. An instance lives
+// as long as the process.
 class Kernel {
  public:
   explicit Kernel(std::string name) : name_(std::move(name)) {}
+  Kernel(const Kernel&) = delete;
 
-  // The kernel's C function for a dtype. Call it before at::parallel_for, not inside: the first
-  // call for a dtype takes the GIL.
+  // The kernel's C function. Call it before at::parallel_for, not inside: the first call for a
+  // signature takes the GIL.
+  template <class Function>
+  Function* get(const Signature& signature) {
+    // A process uses a kernel with very few signatures.
+    for (const Entry* entry = first_.load(std::memory_order_acquire); entry != nullptr;
+         entry = entry->next) {
+      if (entry->signature == signature) return reinterpret_cast<Function*>(entry->address);
+    }
+    return reinterpret_cast<Function*>(resolve(signature));
+  }
+
   template <class Function>
   Function* get(at::ScalarType dtype) {
-    void* address = addresses_[static_cast<size_t>(dtype)].load(std::memory_order_acquire);
-    if (address == nullptr) [[unlikely]] {
-      address = resolve(dtype);
-    }
-    return reinterpret_cast<Function*>(address);
+    return get<Function>(Signature{static_cast<int8_t>(dtype)});
   }
 
  private:
-  void* resolve(at::ScalarType dtype);
+  struct Entry {
+    Signature signature;
+    void* address;
+    const Entry* next;
+  };
+
+  void* resolve(const Signature& signature);
 
   std::string name_;
-  std::array<std::atomic<void*>, static_cast<size_t>(at::ScalarType::NumOptions)> addresses_{};
+  // Entries are added in front, and never removed.
+  std::atomic<const Entry*> first_ = nullptr;
 };
 
 }  // namespace foo

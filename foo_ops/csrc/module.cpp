@@ -14,6 +14,8 @@
 #include "kernel_table.h"
 #include "ops/attention.h"
 #include "ops/elementwise.h"
+#include "ops/parameter.h"
+#include "ops/tile.h"
 #include "registration.h"
 
 namespace py = pybind11;
@@ -27,7 +29,10 @@ void* resolve_kernel(const std::string& kernel, const std::string& dtype) {
     const py::object address =
         py::module_::import("foo_ops.kernels.jit").attr("resolve")(kernel, dtype);
     return reinterpret_cast<void*>(address.cast<uintptr_t>());
-  } catch (const py::error_already_set& error) {
+  } catch (py::error_already_set& error) {
+    if (error.matches(py::module_::import("foo_ops.kernels.sources").attr("KernelError"))) {
+      TORCH_CHECK(false, std::string(py::str(error.value())));
+    }
     // A Python exception must not pass through the dispatcher, which may run without Python.
     TORCH_CHECK(false, kernel, ": the kernel for ", dtype, " cannot be compiled: ", error.what());
   }
@@ -60,18 +65,66 @@ void bind_attention_checks(py::module_& module) {
   module.def("check_attention_seed", torch::wrap_pybind_function(foo::check_attention_seed));
 }
 
+// As torch.library.Library keeps them: a handle of a registration, with destroy().
+class Registration {
+ public:
+  explicit Registration(c10::RegistrationHandleRAII handle)
+      : handle_(new std::optional(std::move(handle))) {}
+  void destroy() { handle_->reset(); }
+
+ private:
+  // Not destroyed with this object, because at exit the dispatcher may be gone before.
+  std::optional<c10::RegistrationHandleRAII>* handle_;
+};
+
+foo::Parameter make_parameter(std::string name, const std::string& kind, bool is_optional,
+                              const std::string& role) {
+  using Kind = foo::Parameter::Kind;
+  using Role = foo::Parameter::Role;
+  static const std::map<std::string, Kind> kinds = {{"tensor", Kind::kTensor},
+                                                    {"float", Kind::kFloat},
+                                                    {"int", Kind::kInt},
+                                                    {"bool", Kind::kBool}};
+  static const std::map<std::string, Role> roles = {
+      {"read", Role::kRead}, {"in place", Role::kInPlace}, {"out", Role::kOut}};
+  return {std::move(name), kinds.at(kind), is_optional, roles.at(role)};
+}
+
+void bind_kernels(py::module_& module) {
+  using foo::Elementwise;
+  using foo::Parameter;
+  py::class_<Registration>(module, "Registration").def("destroy", &Registration::destroy);
+  py::class_<Parameter>(module, "Parameter").def(py::init(&make_parameter));
+  py::class_<Elementwise, std::shared_ptr<Elementwise>>(module, "Elementwise")
+      .def(py::init<const std::string&, const std::string&, std::vector<Parameter>,
+                    foo::ResultTypes, std::string>(),
+           py::arg("operator_name"), py::arg("kernel"), py::arg("parameters"),
+           py::arg("result_types"), py::arg("input_types"))
+      .def("result_types",
+           torch::wrap_pybind_function([](const Elementwise& elementwise,
+                                          const std::vector<at::Tensor>& inputs,
+                                          const std::vector<at::Tensor>& outputs) {
+             return elementwise.result_types(inputs, outputs);
+           }),
+           py::arg("inputs"), py::arg("outputs"))
+      .def("register_for", [](Elementwise& elementwise, const std::string& key) {
+        return Registration(elementwise.register_for(c10::parseDispatchKey(key)));
+      });
+  module.def("register_tile",
+             [](const std::string& operator_name, const std::string& key, const std::string& kernel,
+                std::vector<Parameter> parameters, bool contiguous_rows, bool repeats_written) {
+               return Registration(foo::register_tile(operator_name, c10::parseDispatchKey(key),
+                                                      kernel, std::move(parameters),
+                                                      {contiguous_rows, repeats_written}));
+             });
+  module.def("count_versions", [](const std::string& operator_name) {
+    return Registration(foo::count_versions(operator_name));
+  });
+}
+
 void bind_operators(py::module_& module) {
   foo::set_resolver(resolve_kernel);
-  module.def("register_elementwise", &foo::register_elementwise, py::arg("operator_name"),
-             py::arg("kernel"), py::arg("result_types"), py::arg("inputs"));
-  module.def("elementwise_result_type",
-             torch::wrap_pybind_function([](const std::string& operator_name,
-                                            const std::vector<at::Tensor>& inputs,
-                                            const std::optional<at::Tensor>& output) {
-               return foo::elementwise_result_type(operator_name, inputs,
-                                                   output.value_or(at::Tensor()));
-             }),
-             py::arg("operator_name"), py::arg("inputs"), py::arg("output"));
+  bind_kernels(module);
   bind_attention_checks(module);
   module.def("register_autograd_shortcut", &foo::register_autograd_shortcut,
              py::arg("operator_name"));

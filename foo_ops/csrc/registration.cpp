@@ -94,15 +94,24 @@ c10::OperatorHandle find_operator(const std::string& name) {
                                                         overload.c_str());
 }
 
+std::string short_name(const std::string& operator_name) {
+  const size_t start = operator_name.rfind(':') + 1;
+  return operator_name.substr(start, operator_name.find('.', start) - start);
+}
+
+c10::RegistrationHandleRAII hold_kernel(const std::string& operator_name, c10::DispatchKey key,
+                                        c10::KernelFunction kernel) {
+  return c10::Dispatcher::singleton().registerImpl(find_operator(operator_name).operator_name(),
+                                                   key, std::move(kernel), std::nullopt, nullptr,
+                                                   "foo_ops");
+}
+
 void register_kernel(const std::string& operator_name, c10::DispatchKey key,
                      c10::KernelFunction kernel) {
-  // A registration ends with its handle, and ours last as long as the process: never destroyed,
-  // because at exit the dispatcher may be gone before.
+  // Never destroyed, because at exit the dispatcher may be gone before.
   static auto* registrations = new std::vector<c10::RegistrationHandleRAII>();
   static std::mutex mutex;
-  const auto op = find_operator(operator_name);
-  auto registration = c10::Dispatcher::singleton().registerImpl(
-      op.operator_name(), key, std::move(kernel), std::nullopt, nullptr, "foo_ops");
+  auto registration = hold_kernel(operator_name, key, std::move(kernel));
   const std::lock_guard lock(mutex);
   registrations->push_back(std::move(registration));
 }
@@ -129,9 +138,10 @@ void register_autograd_shortcut(const std::string& operator_name) {
   }
 }
 
-void register_version_counting(const std::string& operator_name) {
-  register_kernel(operator_name, c10::DispatchKey::ADInplaceOrView,
-                  c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<VersionCounting>()));
+c10::RegistrationHandleRAII count_versions(const std::string& operator_name) {
+  return hold_kernel(
+      operator_name, c10::DispatchKey::ADInplaceOrView,
+      c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<VersionCounting>()));
 }
 
 }  // namespace foo

@@ -12,6 +12,13 @@ namespace foo {
 // The operator with a name such as "foo::abs.out"; raises if there is none.
 c10::OperatorHandle find_operator(const std::string& name);
 
+// Its name in messages, without namespace and overload: "abs".
+std::string short_name(const std::string& operator_name);
+
+// Registers a kernel until what is returned is destroyed.
+c10::RegistrationHandleRAII hold_kernel(const std::string& operator_name, c10::DispatchKey key,
+                                        c10::KernelFunction kernel);
+
 // Registers a kernel for the rest of the process.
 void register_kernel(const std::string& operator_name, c10::DispatchKey key,
                      c10::KernelFunction kernel);
@@ -29,6 +36,6 @@ void redispatch_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySe
 void register_autograd_shortcut(const std::string& operator_name);
 
 // Makes an operator that writes to its arguments count their versions, so that autograd notices.
-void register_version_counting(const std::string& operator_name);
+c10::RegistrationHandleRAII count_versions(const std::string& operator_name);
 
 }  // namespace foo

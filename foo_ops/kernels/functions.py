@@ -1,4 +1,4 @@
-"""exp2 and tanh on vectors and scalars.
+"""exp2, exp and tanh on vectors and scalars.
 
 Both rest on 2^x = 2^n * 2^f with n = round(x) and f = x - n, and on 2^f = 1 + f * growth(f), where
 growth is a polynomial: so 2^0 is exactly 1, and 2^f - 1 keeps all its
@@ -110,6 +110,38 @@ def exp2(typing_context, x):
 
     def generate(context, builder, signature, args):
         return _exp2(builder, args[0])
+
+    return x(x), generate
+
+
+def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2^(x log2(e)), with the digits that the product of the two loses."""
+    log2e = 1.0 / math.log(2.0)
+    upper = float(np.float32(log2e)) if _format_of(x).integer == INT32 else log2e
+    # Of log2(e) = 0x1.71547652b82fe1777d0f...
+    lower = log2e - upper if upper != log2e else float.fromhex("0x1.777d0ffda0d24p-56")
+    bias = _format_of(x).exponent_bias
+    lowest, highest = (constant_of(x.type, power / log2e) for power in (-bias, bias + 1))
+    x = builder.select(builder.fcmp_ordered(">", lowest, x), lowest, x)
+    x = builder.select(builder.fcmp_ordered("<", highest, x), highest, x)
+    product = builder.fmul(x, constant_of(x.type, upper))
+    lost = emit_fma(builder, x, constant_of(x.type, upper), builder.fneg(product))
+    lost = emit_fma(builder, x, constant_of(x.type, lower), lost)
+    fraction, power = _split(builder, product)
+    fraction = builder.fadd(fraction, lost)
+    value = emit_fma(builder, fraction, _emit_growth(builder, fraction), constant_of(x.type, 1.0))
+    return builder.fmul(value, power)
+
+
+@intrinsic
+def exp(typing_context, x):
+    """e^x, within 2 units in the last place.
+
+    Zero below -87.7 (float64: -708.7), infinity above 88.4 (709.4); NaN for NaN.
+    """
+
+    def generate(context, builder, signature, args):
+        return _exp(builder, args[0])
 
     return x(x), generate
 

@@ -1,8 +1,9 @@
 """Compile a kernel, keep its object code on disk, and hand out its address.
 
-A kernel is compiled at its first use and stored as ``<kernel>-<dtype>-<hash>.o`` in the folder
-``cache_directory()``. The hash covers the sources of the kernel and of what it builds on, the
-versions of Numba and LLVM, and the processor with its features and the width of its vectors.
+A kernel is compiled at its first use for a signature (see csrc/kernel_table.h; mostly it is one
+dtype) and stored as ``<kernel>-<signature>-<hash>.o`` in the folder ``cache_directory()``. The hash
+covers the sources of the kernel and of what it builds on, the versions of Numba and LLVM, and the
+processor with its features and the width of its vectors.
 Loading a stored kernel needs llvmlite but not Numba, whose import alone takes 0.3 s.
 
 Numba's own cache does not serve here: a function made inside a factory misses it in the next
@@ -31,6 +32,7 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
+from foo_ops.kernels.sources import SOURCES, Source
 from foo_ops.kernels.target import multiplies_pairs, target, vector_bits
 
 logger = logging.getLogger("foo_ops")
@@ -39,7 +41,12 @@ logger = logging.getLogger("foo_ops")
 ENTRY = "foo_kernel"
 CHECKSUM_SIZE = hashlib.sha256().digest_size
 # What a kernel may call: these live in the process already. memcpy and memset are LLVM's own idea.
-ALLOWED_SYMBOLS = {"memcpy", "memset", "memmove", "log", "logf"}
+_MATH = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "erf"),
+    *("erfc", "exp", "exp2", "expm1", "fmod", "hypot", "ldexp", "log", "log10", "log1p", "log2"),
+    *("pow", "sin", "sinh", "sqrt", "tan", "tanh"),
+)
+ALLOWED_SYMBOLS = {"memcpy", "memset", "memmove", *_MATH, *(f"{name}f" for name in _MATH)}
 
 _lock = threading.Lock()
 _addresses: dict[tuple[str, str], int] = {}
@@ -60,18 +67,49 @@ class Kernel:
     vectorizes: bool = False
 
 
-def resolve(kernel: str, dtype: str) -> int:
-    """Address of the C function for ``kernel`` in ``dtype``, compiled or loaded at the first call.
+class _Module(Source):
+    """A module of ``foo_ops.kernels``. The key covers the sources of all of them."""
 
-    ``foo_ops.kernels.<kernel>`` must have a function ``build(dtype) -> Kernel``. ``<kernel>.plain``
-    stands for ``build(dtype, plain=True)``: the kernel without its options, which is compiled in
-    half the time. Thread-safe.
+    def __init__(self, kernel: str) -> None:
+        self._kernel = kernel
+
+    @property
+    def title(self) -> str:
+        return self._kernel
+
+    def fingerprint(self) -> bytes:
+        return self._kernel.encode()
+
+    def build(self, signature: str) -> Kernel:
+        name, _, variant = self._kernel.partition(".")
+        options = {variant: True} if variant else {}
+        module = importlib.import_module(f"foo_ops.kernels.{name}")
+        kernel: Kernel = module.build(signature, **options)
+        return kernel
+
+    def explain(self, signature: str, error: Exception) -> None:
+        """The package's own kernels compile; whoever writes one wants to see all of it."""
+
+
+def resolve(kernel: str, signature: str) -> int:
+    """Address of the C function for ``kernel``, compiled or loaded at the first call.
+
+    Without an entry in `SOURCES` ``foo_ops.kernels.<kernel>`` must have a function
+    ``build(dtype) -> Kernel``. ``<kernel>.plain`` stands for ``build(dtype, plain=True)``: the
+    kernel without its options, which is compiled in half the time. Thread-safe.
     """
     with _lock:
-        address = _addresses.get((kernel, dtype))
+        address = _addresses.get((kernel, signature))
         if address is None:
-            address = _load(_object_code(kernel, dtype), f"{kernel}-{dtype}")
-            _addresses[kernel, dtype] = address
+            source = SOURCES.get(kernel) or _Module(kernel)
+            try:
+                address = _load(_object_code(source, signature), f"{kernel}-{signature}")
+            except Exception as error:
+                explained = source.explain(signature, error)
+                if explained is None:
+                    raise
+                raise explained from error
+            _addresses[kernel, signature] = address
         return address
 
 
@@ -83,23 +121,19 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "foo_ops"
 
 
-def _object_code(kernel: str, dtype: str) -> bytes:
-    path = cache_directory() / f"{kernel}-{dtype}-{_key(kernel, dtype)}.o"
+def _object_code(source: Source, signature: str) -> bytes:
+    path = cache_directory() / f"{source.title}-{signature}-{_key(source, signature)}.o"
     code = _read(path)
     if code is None:
-        module, _, variant = kernel.partition(".")
-        build = importlib.import_module(f"foo_ops.kernels.{module}").build
-        options = {variant: True} if variant else {}
-        code = compile_kernel(functools.partial(build, dtype, **options))
+        code = compile_kernel(functools.partial(source.build, signature))
         _write(path, code)
     return code
 
 
-def _key(kernel: str, dtype: str) -> str:
+def _key(source: Source, signature: str) -> str:
     """Hash of all that the object code depends on."""
     parts = [
-        kernel,
-        dtype,
+        signature,
         sys.version,
         importlib.metadata.version("numba"),
         llvmlite.__version__,
@@ -109,8 +143,9 @@ def _key(kernel: str, dtype: str) -> str:
         str(multiplies_pairs()),
     ]
     digest = hashlib.sha256("\n".join(parts).encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
+    digest.update(source.fingerprint())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -3,54 +3,36 @@
 #include <ATen/TensorIterator.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TypeProperties.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
 
 #include "aten/operator_counts.h"
-#include "kernel_table.h"
-#include "registration.h"
 
 namespace foo {
 
 namespace {
 
-// TensorIterator's 2-d loop: data and strides (in bytes) stand in the order output, inputs.
-using ElementwiseFunction = void(char** data, const int64_t* strides, int64_t size0, int64_t size1);
+// TensorIterator's 2-d loop: data and strides (in bytes) stand in the order outputs, inputs; and
+// the numbers among the arguments.
+using ElementwiseFunction = void(char** data, const int64_t* strides, int64_t size0, int64_t size1,
+                                 const int64_t* scalars);
 
-enum class Form { kFunctional, kInPlace, kOut };
-
-struct Elementwise {
-  std::string name;
-  Form form;
-  size_t inputs;
-  std::string input_types;
-  ResultTypes result_types;
-  Kernel kernel;
-
-  // Refuses inputs and outputs of the wrong dtype.
-  at::ScalarType result_type(at::ScalarType common, const at::Tensor& output) const {
-    const auto entry = result_types.find(common);
-    TORCH_CHECK_TYPE(entry != result_types.end(), name, ": input must have ", input_types, ", got ",
-                     dtype_name(common));
-    TORCH_CHECK_TYPE(!output.defined() || c10::canCast(entry->second, output.scalar_type()), name,
-                     ": out must have a dtype that ", dtype_name(entry->second),
-                     " can be cast to, got ", dtype_name(output.scalar_type()));
-    return entry->second;
-  }
-};
-
-// By operator name. Entries stay for the life of the process, since kernels point to them.
-std::map<std::string, std::unique_ptr<Elementwise>>& registry() {
-  static auto* operators = new std::map<std::string, std::unique_ptr<Elementwise>>();
-  return *operators;
-}
+using Tensors = c10::SmallVector<at::Tensor, 4>;
 
 at::ScalarType common_type(at::TensorList inputs) {
   return inputs.size() == 1 ? inputs.front().scalar_type() : at::native::result_type(inputs);
 }
 
-at::TensorIterator make_iterator(at::ScalarType result_type, const at::Tensor& output,
+// Allocates outputs that are not defined, of one dtype.
+at::TensorIterator make_iterator(at::ScalarType result_type, at::TensorList outputs,
                                  at::ScalarType common, at::TensorList inputs) {
   at::TensorIteratorConfig config;
-  config.add_output(output);
+  bool is_given = false;
+  for (const at::Tensor& output : outputs) {
+    config.add_output(output);
+    is_given |= output.defined();
+  }
   for (const at::Tensor& input : inputs) {
     if (input.scalar_type() == common) {
       config.add_const_input(input);
@@ -58,97 +40,128 @@ at::TensorIterator make_iterator(at::ScalarType result_type, const at::Tensor& o
       config.add_owned_const_input(input.to(common));
     }
   }
-  config.set_check_mem_overlap(output.defined())
-      .check_all_same_dtype(false)
-      .declare_static_dtype(result_type);
+  config.set_check_mem_overlap(is_given).check_all_same_dtype(false);
+  if (!is_given) config.declare_static_dtype(result_type);
   return config.build();
 }
 
-at::Tensor launch(Elementwise& elementwise, const at::Tensor& output, at::TensorList inputs) {
-  const at::ScalarType common = common_type(inputs);
-  const at::ScalarType result_type = elementwise.result_type(common, output);
-  if (output.defined() && output.scalar_type() != result_type) {
-    const at::Tensor result = launch(elementwise, at::Tensor(), inputs);
-    at::native::resize_output(output, result.sizes());
-    return output.copy_(result);
+// A TensorIterator allocates outputs of one dtype. Where there are several, the first is asked how
+// the others have to lie in memory.
+void allocate_of_several_types(at::TensorList inputs, at::ScalarType common,
+                               const std::vector<at::ScalarType>& types, Tensors& outputs) {
+  const auto iterator = make_iterator(types.front(), {at::Tensor()}, common, inputs);
+  for (size_t i = 0; i < types.size(); ++i) {
+    outputs[i] = at::empty_like(iterator.output(), iterator.output().options().dtype(types[i]));
   }
-  auto iterator = make_iterator(result_type, output, common, inputs);
-  if (iterator.numel() > 0) {
-    iterator.for_each(elementwise.kernel.get<ElementwiseFunction>(common),
-                      at::internal::GRAIN_SIZE);
-  }
-  return iterator.output();
 }
 
 class ElementwiseLauncher final : public c10::OperatorKernel {
  public:
-  explicit ElementwiseLauncher(Elementwise& elementwise, aten::OperatorCount* count)
-      : elementwise_(elementwise), count_(count) {}
+  ElementwiseLauncher(std::shared_ptr<Elementwise> elementwise, aten::OperatorCount* count)
+      : elementwise_(std::move(elementwise)), count_(count) {}
 
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    if (count_ != nullptr) {
-      count_->own.fetch_add(1, std::memory_order_relaxed);
-    }
-    at::Tensor output;
-    if (elementwise_.form == Form::kOut) {
-      output = torch::jit::pop(*stack).toTensor();
-    }
-    c10::SmallVector<at::Tensor, 3> inputs;
-    for (size_t i = 0; i < elementwise_.inputs; ++i) {
-      inputs.push_back(std::move(torch::jit::peek(*stack, i, elementwise_.inputs)).toTensor());
-    }
-    torch::jit::drop(*stack, elementwise_.inputs);
-    if (elementwise_.form == Form::kInPlace) {
-      output = inputs.front();
-    }
-    torch::jit::push(*stack, launch(elementwise_, output, inputs));
+    if (count_ != nullptr) count_->own.fetch_add(1, std::memory_order_relaxed);
+    elementwise_->launch(*stack);
   }
 
  private:
-  Elementwise& elementwise_;
+  std::shared_ptr<Elementwise> elementwise_;
   // On foo only.
   aten::OperatorCount* count_;
 };
 
-Form form_of(const c10::FunctionSchema& schema) {
-  if (!schema.is_mutable()) {
-    return Form::kFunctional;
+// The tensors of a call.
+struct Operands {
+  Tensors inputs;
+  // Arguments that are written, or undefined tensors to be allocated.
+  Tensors outputs;
+
+  void run(Kernel& kernel, Signature& signature, const std::vector<at::ScalarType>& types,
+           const int64_t* scalars) {
+    const auto common = static_cast<at::ScalarType>(signature.front());
+    const bool is_of_one_type =
+        std::all_of(types.begin(), types.end(), [&](auto type) { return type == types.front(); });
+    if (!outputs.front().defined() && !is_of_one_type) {
+      allocate_of_several_types(inputs, common, types, outputs);
+    }
+    auto iterator = make_iterator(types.front(), outputs, common, inputs);
+    for (size_t i = 0; i < outputs.size(); ++i) outputs[i] = iterator.output(i);
+    if (iterator.numel() == 0) return;
+    auto* function = kernel.get<ElementwiseFunction>(signature);
+    iterator.for_each([=](char** data, const int64_t* strides, int64_t size0,
+                          int64_t size1) { function(data, strides, size0, size1, scalars); },
+                      at::internal::GRAIN_SIZE);
   }
-  return schema.arguments().back().kwarg_only() ? Form::kOut : Form::kInPlace;
-}
+};
 
 }  // namespace
 
-void register_elementwise(const std::string& operator_name, const std::string& kernel,
-                          ResultTypes result_types, const std::string& inputs) {
-  const auto op = find_operator(operator_name);
-  const std::string& qualified = op.schema().name();
-  const Form form = form_of(op.schema());
-  auto& entry = registry()[operator_name];
-  entry.reset(new Elementwise{
-      .name = qualified.substr(qualified.rfind(':') + 1),
-      .form = form,
-      .inputs = op.schema().arguments().size() - (form == Form::kOut ? 1 : 0),
-      .input_types = inputs,
-      .result_types = std::move(result_types),
-      .kernel = Kernel(kernel),
-  });
-  auto* count = &aten::operator_count(operator_name);
-  const auto register_launcher = [&](c10::DispatchKey key, aten::OperatorCount* key_count) {
-    register_kernel(operator_name, key,
-                    c10::KernelFunction::makeFromBoxedFunctor(
-                        std::make_unique<ElementwiseLauncher>(*entry, key_count)));
-  };
-  register_launcher(c10::DispatchKey::CPU, nullptr);
-  register_launcher(c10::DispatchKey::PrivateUse1, count);
-  if (form != Form::kFunctional) {
-    register_version_counting(operator_name);
+Elementwise::Elementwise(const std::string& operator_name, const std::string& kernel,
+                         std::vector<Parameter> parameters, ResultTypes result_types,
+                         std::string input_types)
+    : operator_name_(operator_name),
+      name_(short_name(operator_name)),
+      kernel_(kernel),
+      parameters_(std::move(parameters)),
+      result_types_(std::move(result_types)),
+      input_types_(std::move(input_types)),
+      returns_(find_operator(operator_name).schema().returns().size()) {}
+
+const std::vector<at::ScalarType>& Elementwise::result_types(at::TensorList inputs,
+                                                             at::TensorList outputs) const {
+  const at::ScalarType common = common_type(inputs);
+  const auto entry = result_types_.find(common);
+  TORCH_CHECK_TYPE(entry != result_types_.end(), name_, ": input must have ", input_types_,
+                   ", got ", dtype_name(common));
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const at::ScalarType result = entry->second[i];
+    TORCH_CHECK_TYPE(c10::canCast(result, outputs[i].scalar_type()), name_,
+                     ": out must have a dtype that ", dtype_name(result), " can be cast to, got ",
+                     dtype_name(outputs[i].scalar_type()));
   }
+  return entry->second;
 }
 
-at::ScalarType elementwise_result_type(const std::string& operator_name, at::TensorList inputs,
-                                       const at::Tensor& output) {
-  return registry().at(operator_name)->result_type(common_type(inputs), output);
+void Elementwise::launch(torch::jit::Stack& stack) {
+  Operands operands;
+  Signature signature{0};
+  c10::SmallVector<int64_t, 8> scalars;
+  const auto arguments = torch::jit::last(stack, parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& parameter = parameters_[i];
+    const c10::IValue& argument = arguments[i];
+    if (parameter.is_optional) signature.push_back(argument.isNone() ? kAbsent : kGiven);
+    if (!parameter.is_tensor()) scalars.push_back(argument.isNone() ? 0 : scalar_bits(argument));
+    if (argument.isNone() || !parameter.is_tensor()) continue;
+    const at::Tensor& tensor = argument.toTensor();
+    if (parameter.role != Parameter::Role::kOut) operands.inputs.push_back(tensor);
+    if (parameter.role != Parameter::Role::kRead) operands.outputs.push_back(tensor);
+  }
+  const auto& types = result_types(operands.inputs, operands.outputs);
+  signature.front() = static_cast<int8_t>(common_type(operands.inputs));
+  Tensors targets = operands.outputs;
+  bool is_direct = true;
+  for (size_t i = 0; i < targets.size(); ++i) is_direct &= targets[i].scalar_type() == types[i];
+  if (targets.empty() || !is_direct) {
+    operands.outputs.assign(types.size(), at::Tensor());
+  }
+  operands.run(kernel_, signature, types, scalars.data());
+  for (size_t i = 0; i < targets.size() && !is_direct; ++i) {
+    at::native::resize_output(targets[i], operands.outputs[i].sizes());
+    targets[i].copy_(operands.outputs[i]);
+  }
+  Tensors& results = targets.empty() ? operands.outputs : targets;
+  torch::jit::drop(stack, parameters_.size());
+  for (size_t i = 0; i < returns_; ++i) stack.emplace_back(std::move(results[i]));
+}
+
+c10::RegistrationHandleRAII Elementwise::register_for(c10::DispatchKey key) {
+  auto* count =
+      key == c10::DispatchKey::PrivateUse1 ? &aten::operator_count(operator_name_) : nullptr;
+  return hold_kernel(operator_name_, key,
+                     c10::KernelFunction::makeFromBoxedFunctor(
+                         std::make_unique<ElementwiseLauncher>(shared_from_this(), count)));
 }
 
 }  // namespace foo

@@ -1,0 +1,36 @@
+// The arguments of an operator, as a kernel takes them.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/stack.h>
+
+#include <string>
+#include <vector>
+
+#include "kernel_table.h"
+
+namespace foo {
+
+struct Parameter {
+  enum class Kind { kTensor, kFloat, kInt, kBool };
+  // What happens to a tensor: kOut is an argument `out` of the schema.
+  enum class Role { kRead, kInPlace, kOut };
+
+  std::string name;
+  Kind kind;
+  bool is_optional;
+  Role role = Role::kRead;
+
+  bool is_tensor() const { return kind == Kind::kTensor; }
+};
+
+// A scalar as a kernel reads it, in eight bytes: a double, an int64_t, or a bool as one.
+int64_t scalar_bits(const c10::IValue& value);
+
+// Refuses tensors that are not all on the device of the first, which is returned. `name` is the
+// operator's.
+c10::Device common_device(const std::string& name, const std::vector<Parameter>& parameters,
+                          c10::ArrayRef<c10::IValue> arguments);
+
+}  // namespace foo

@@ -1,0 +1,28 @@
+// One launcher for every tile kernel: a function over views of tensors and a range of tiles.
+
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ops/parameter.h"
+#include "registration.h"
+
+namespace foo {
+
+struct TileOptions {
+  // The last dimension of every tensor is given to the kernel with stride 1.
+  bool contiguous_rows;
+  // The kernel takes the tensors that it writes in place once more, as its outputs.
+  bool repeats_written;
+};
+
+// Gives an operator a tile kernel on a dispatch key, CPU or PrivateUse1. What the schema returns,
+// and is no argument that it writes to, is allocated with the sizes, strides and dtypes that the
+// fake kernel says.
+c10::RegistrationHandleRAII register_tile(const std::string& operator_name, c10::DispatchKey key,
+                                          const std::string& kernel,
+                                          std::vector<Parameter> parameters, TileOptions options);
+
+}  // namespace foo

@@ -1,0 +1,117 @@
+"""What the code of a function depends on, as bytes: for the key of the cache on disk.
+
+A function counts with its compiled code, its defaults, what it closes over and the globals that it
+names, and so do the functions among these, wherever they are. Line numbers and comments do not
+count. Needs no Numba: a kernel that is already on disk is loaded without it.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def fingerprint(*functions: Callable[..., Any]) -> bytes:
+    """The same for the same functions in every process, another where anything differs."""
+    seen: dict[int, int] = {}
+    return b"\0".join(part for function in functions for part in _parts(function, seen))
+
+
+def _parts(value: Any, seen: dict[int, int]) -> Iterator[bytes]:
+    value = _function_of(value)
+    if isinstance(value, types.FunctionType):
+        if id(value) in seen:
+            yield b"function %d" % seen[id(value)]
+            return
+        seen[id(value)] = len(seen)
+        yield from _function_parts(value, seen)
+    elif isinstance(value, types.CodeType):
+        yield from _code_parts(value, seen)
+    elif isinstance(value, (tuple, list)):
+        yield f"{type(value).__name__} of {len(value)}".encode()
+        for part in value:
+            yield from _parts(part, seen)
+    elif isinstance(value, (frozenset, set)):
+        yield repr(sorted(map(repr, value))).encode()
+    elif isinstance(value, type) and issubclass(value, enum.Enum):
+        yield repr([(member.name, member.value) for member in value]).encode()
+    elif hasattr(value, "tobytes") and hasattr(value, "shape"):
+        yield repr((value.dtype, value.shape)).encode() + value.tobytes()
+    else:
+        yield repr(value).encode()
+
+
+def _function_of(value: Any) -> Any:
+    """The Python function in what Numba makes of one: ``njit`` and ``intrinsic``."""
+    for attribute in ("py_func", "_defn"):
+        inner = getattr(value, attribute, None)
+        if isinstance(inner, types.FunctionType):
+            return inner
+    return value
+
+
+def _function_parts(function: types.FunctionType, seen: dict[int, int]) -> Iterator[bytes]:
+    if _is_known(function.__module__):
+        yield f"{function.__module__}.{function.__qualname__}".encode()
+        return
+    yield from _parts(function.__code__, seen)
+    yield from _parts(function.__defaults__, seen)
+    for cell in function.__closure__ or ():
+        yield from _parts(cell.cell_contents, seen)
+    attributes = _names(function.__code__, "LOAD_ATTR", "LOAD_METHOD")
+    for name in sorted(global_names(function.__code__) & function.__globals__.keys()):
+        yield name.encode()
+        value = function.__globals__[name]
+        if isinstance(value, types.ModuleType):
+            yield from _module_parts(value, attributes, seen)
+        else:
+            yield from _parts(value, seen)
+
+
+def _module_parts(
+    module: types.ModuleType, names: frozenset[str], seen: dict[int, int]
+) -> Iterator[bytes]:
+    """Of what a function may use of a module that it names."""
+    yield module.__name__.encode()
+    if _is_known(module.__name__):
+        return
+    for name in sorted(names & vars(module).keys()):
+        value = vars(module)[name]
+        yield name.encode()
+        if isinstance(value, types.ModuleType):
+            yield from _module_parts(value, names, seen)
+        else:
+            yield from _parts(value, seen)
+
+
+def _code_parts(code: types.CodeType, seen: dict[int, int]) -> Iterator[bytes]:
+    yield code.co_code
+    yield repr((code.co_names, code.co_varnames, code.co_argcount, code.co_flags)).encode()
+    for constant in code.co_consts:
+        yield from _parts(constant, seen)
+
+
+def _is_known(module: str) -> bool:
+    """Whether the key covers a module by its package's version or by its source."""
+    package = module.partition(".")[0]
+    return (
+        package in ("numba", "numpy", "torch")
+        or module == "foo_ops.language"
+        or module.startswith("foo_ops.kernels.")
+    )
+
+
+def global_names(code: types.CodeType) -> frozenset[str]:
+    """The globals that a function's code reads."""
+    return _names(code, "LOAD_GLOBAL", "LOAD_NAME")
+
+
+@functools.cache
+def _names(code: types.CodeType, *operations: str) -> frozenset[str]:
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in operations)
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(own).union(*(_names(const, *operations) for const in inner))

@@ -1,0 +1,262 @@
+"""Arrays as a tile kernel sees them: where the data is, sizes and strides; and rows of them.
+
+A `View` has any number of dimensions. Strides count elements.
+
+    x.ndim, x.size, x.rows          the number of dimensions, of elements, and of rows
+    x.shape[d], x.strides[d]        of one dimension; d may be negative
+    x.data                          a `Pointer` to the first element
+    x[i, j], x[i, j] = value        one element, with as many indices as dimensions
+    x.row(i)                        a `Pointer` to the first element of a row: rows are what the
+                                    last dimension spans, counted over all others
+
+A `Pointer` is indexed, too: ``p[i]`` is the i-th of adjacent elements. What is read is in the
+compute type (see simd.py), what is written is converted to it and rounded. No index is checked.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.imputils import lower_getattr_generic
+from numba.core.typing.templates import (
+    AbstractTemplate,
+    AttributeTemplate,
+    bound_function,
+    infer_getattr,
+    infer_global,
+    signature,
+)
+from numba.extending import lower_builtin, models, register_model
+
+from foo_ops.kernels.simd import COMPLEX_PARTS, ELEMENTS, INT64, Pointer, load_element, narrow
+
+# The fields of the C++ struct, each of eight bytes.
+DATA, NDIM, SIZES, STRIDES, SIZE, ROWS = range(6)
+NUMBERS = types.CPointer(types.int64)
+
+
+class View(types.Type):
+    """A pointer to the C++ struct ``View`` of csrc/ops/tile.cpp, with elements of a dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        super().__init__(f"View({dtype})")
+
+
+class Extents(types.Type):
+    """The sizes or the strides of a view."""
+
+    def __init__(self) -> None:
+        super().__init__("Extents")
+
+
+EXTENTS = Extents()
+
+
+@register_model(View)
+class _ViewModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, type_: View) -> None:
+        super().__init__(manager, type_, INT64.as_pointer())
+
+
+@register_model(Extents)
+class _ExtentsModel(models.StructModel):
+    def __init__(self, manager: Any, type_: Extents) -> None:
+        super().__init__(manager, type_, [("numbers", NUMBERS), ("count", types.int64)])
+
+
+# ----------------------------------------------------------------------------------- attributes
+
+
+@infer_getattr
+class _ViewAttributes(AttributeTemplate):
+    key = View
+
+    def resolve_ndim(self, view: View) -> types.Type:
+        return types.int64
+
+    def resolve_size(self, view: View) -> types.Type:
+        return types.int64
+
+    def resolve_rows(self, view: View) -> types.Type:
+        return types.int64
+
+    def resolve_shape(self, view: View) -> types.Type:
+        return EXTENTS
+
+    def resolve_strides(self, view: View) -> types.Type:
+        return EXTENTS
+
+    def resolve_data(self, view: View) -> types.Type:
+        return Pointer(view.dtype)
+
+    @bound_function("foo_ops.View.row")
+    def resolve_row(self, view: View, args: Any, kws: Any) -> Any:
+        if len(args) != 1 or kws or not isinstance(args[0], types.Integer):
+            return None
+        return signature(Pointer(view.dtype), types.int64, recvr=view)
+
+
+def _field(builder: ir.IRBuilder, view: ir.Value, position: int) -> ir.Value:
+    return builder.load(builder.gep(view, [INT64(position)]))
+
+
+def _numbers(builder: ir.IRBuilder, view: ir.Value, position: int) -> ir.Value:
+    return builder.inttoptr(_field(builder, view, position), INT64.as_pointer())
+
+
+def _data(context: Any, builder: ir.IRBuilder, type_: View, view: ir.Value) -> ir.Value:
+    pointer = context.get_value_type(Pointer(type_.dtype))
+    return builder.inttoptr(_field(builder, view, DATA), pointer)
+
+
+@lower_getattr_generic(View)
+def _get_attribute(context, builder, type_, view, name):
+    number = {"ndim": NDIM, "size": SIZE, "rows": ROWS}.get(name)
+    if number is not None:
+        return _field(builder, view, number)
+    if name == "data":
+        return _data(context, builder, type_, view)
+    extents = cgutils.create_struct_proxy(EXTENTS)(context, builder)
+    extents.numbers = _numbers(builder, view, SIZES if name == "shape" else STRIDES)
+    extents.count = _field(builder, view, NDIM)
+    return extents._getvalue()
+
+
+@lower_builtin("foo_ops.View.row", View, types.Integer)
+def _row(context, builder, signature, args):
+    view, row = args
+    sizes, strides = (_numbers(builder, view, field) for field in (SIZES, STRIDES))
+    rest = cgutils.alloca_once_value(builder, row)
+    offset = cgutils.alloca_once_value(builder, INT64(0))
+    outer = builder.sub(_field(builder, view, NDIM), INT64(1))
+
+    def add(index: ir.Value, dimension: ir.Value) -> None:
+        stride = builder.load(builder.gep(strides, [dimension]))
+        builder.store(builder.add(builder.load(offset), builder.mul(index, stride)), offset)
+
+    # From the last but one dimension on; the first needs no division, which takes 10 ns.
+    with cgutils.for_range_slice(
+        builder, builder.sub(outer, INT64(1)), INT64(0), INT64(-1), inc=False
+    ) as (dimension, _):
+        size = builder.load(builder.gep(sizes, [dimension]))
+        number = builder.load(rest)
+        add(builder.srem(number, size), dimension)
+        builder.store(builder.sdiv(number, size), rest)
+    with builder.if_then(builder.icmp_signed(">", outer, INT64(0))):
+        add(builder.load(rest), INT64(0))
+    return builder.gep(_data(context, builder, signature.args[0], view), [builder.load(offset)])
+
+
+@infer_global(len)
+class _ExtentsLength(AbstractTemplate):
+    def generic(self, args, kws):
+        return signature(types.int64, *args) if args == (EXTENTS,) else None
+
+
+@lower_builtin(len, Extents)
+def _length(context, builder, signature, args):
+    return cgutils.create_struct_proxy(EXTENTS)(context, builder, value=args[0]).count
+
+
+# ------------------------------------------------------------------------------------- elements
+
+
+def _is_index(type_: types.Type) -> bool:
+    if isinstance(type_, types.BaseTuple):
+        return all(isinstance(part, types.Integer) for part in type_)
+    return isinstance(type_, types.Integer)
+
+
+def _element_type(array: types.Type, index: types.Type) -> types.Type | None:
+    """What an index gives, or None where it cannot be one."""
+    if array == EXTENTS:
+        return types.int64 if isinstance(index, types.Integer) else None
+    if isinstance(array, Pointer):
+        return ELEMENTS[array.dtype].compute if isinstance(index, types.Integer) else None
+    if isinstance(array, View) and _is_index(index):
+        return ELEMENTS[array.dtype].compute
+    return None
+
+
+def _index_type(index: types.Type) -> types.Type:
+    if isinstance(index, types.BaseTuple):
+        return types.UniTuple(types.int64, len(index))
+    return types.int64
+
+
+@infer_global(operator.getitem)
+class _GetItem(AbstractTemplate):
+    def generic(self, args, kws):
+        result = _element_type(*args)
+        return signature(result, args[0], _index_type(args[1])) if result is not None else None
+
+
+@infer_global(operator.setitem)
+class _SetItem(AbstractTemplate):
+    def generic(self, args, kws):
+        array, index, _ = args
+        if not isinstance(array, (Pointer, View)):
+            return None
+        element = _element_type(array, index)
+        if element is None:
+            return None
+        return signature(types.none, array, _index_type(index), element)
+
+
+@lower_builtin(operator.getitem, Extents, types.Integer)
+def _extent(context, builder, signature, args):
+    extents = cgutils.create_struct_proxy(EXTENTS)(context, builder, value=args[0])
+    is_negative = builder.icmp_signed("<", args[1], INT64(0))
+    index = builder.select(is_negative, builder.add(args[1], extents.count), args[1])
+    return builder.load(builder.gep(extents.numbers, [index]))
+
+
+def _address(context: Any, builder: ir.IRBuilder, array: Any, index: Any, args: Any) -> ir.Value:
+    if isinstance(array, Pointer):
+        return builder.gep(args[0], [args[1]])
+    strides = _numbers(builder, args[0], STRIDES)
+    is_tuple = isinstance(index, types.BaseTuple)
+    indices = cgutils.unpack_tuple(builder, args[1]) if is_tuple else [args[1]]
+    offset = INT64(0)
+    for dimension, value in enumerate(indices):
+        stride = builder.load(builder.gep(strides, [INT64(dimension)]))
+        offset = builder.add(offset, builder.mul(value, stride))
+    return builder.gep(_data(context, builder, array, args[0]), [offset])
+
+
+def _get_item(context, builder, signature, args):
+    array, index = signature.args
+    return load_element(
+        context, builder, array.dtype, _address(context, builder, array, index, args)
+    )
+
+
+def _set_item(context, builder, signature, args):
+    array, index, _ = signature.args
+    address = _address(context, builder, array, index, args)
+    store_element(context, builder, array.dtype, address, args[2])
+    return context.get_dummy_value()
+
+
+def store_element(
+    context: Any, builder: ir.IRBuilder, dtype: str, address: ir.Value, value: ir.Value
+) -> None:
+    """A value of the compute type, rounded to the dtype."""
+    part = COMPLEX_PARTS.get(dtype)
+    if part is None:
+        builder.store(narrow(builder, dtype, value), address, align=ELEMENTS[dtype].size)
+        return
+    number = cgutils.create_struct_proxy(ELEMENTS[dtype].compute)(context, builder, value=value)
+    for position, component in enumerate((number.real, number.imag)):
+        place = cgutils.gep_inbounds(builder, address, 0, position)
+        builder.store(narrow(builder, part, component), place)
+
+
+for _array in (Pointer, View):
+    for _index in (types.Integer, types.UniTuple):
+        lower_builtin(operator.getitem, _array, _index)(_get_item)
+        lower_builtin(operator.setitem, _array, _index, types.Any)(_set_item)

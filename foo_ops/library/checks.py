@@ -1,0 +1,73 @@
+"""opcheck, on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from foo_ops.library.operators import tensors_in
+
+OPCHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+
+
+def opcheck(
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    test_utils: str | Sequence[str] = OPCHECKS,
+    raise_exception: bool = True,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> dict[str, Any]:
+    """As torch.library.opcheck, on device foo too, and with a check that gradients are recorded.
+
+    torch's ``test_autograd_registration`` refuses devices other than cpu, cuda and xpu, and asks
+    only whether a kernel stands on the autograd key. Here it is also called, on any device: where
+    an input requires a gradient, an output must, and through a formula.
+    """
+    # Imported here, since it brings in much that only tests need.
+    from torch.testing._internal.optests import OpCheckError
+
+    names = (test_utils,) if isinstance(test_utils, str) else tuple(test_utils)
+    if names == ("ALL",):
+        names = OPCHECKS
+    tensors = tensors_in((args, kwargs))
+    autograd = "test_autograd_registration"
+    refused = any(tensor.device.type == "foo" for tensor in tensors)
+    of_torch = tuple(name for name in names if not (name == autograd and refused))
+    results: dict[str, Any] = torch.library.opcheck(
+        op, args, kwargs, test_utils=of_torch, raise_exception=raise_exception, rtol=rtol, atol=atol
+    )
+    if autograd in names and results.get(autograd, "SUCCESS") == "SUCCESS":
+        results[autograd] = "SUCCESS"
+        needed = any(tensor.requires_grad for tensor in tensors)
+        if needed and not _records_gradient(op, args, kwargs or {}):
+            error = OpCheckError(
+                f"opcheck({op.name()}, ...): {autograd} failed: an input requires a gradient, "
+                "but no output does"
+            )
+            if raise_exception:
+                raise error
+            results[autograd] = error
+    return results
+
+
+def _records_gradient(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    # In this mode an operator without a formula gives outputs that require no gradient.
+    mode = torch._C._get_autograd_fallback_mode()
+    torch._C._set_autograd_fallback_mode("nothing")
+    try:
+        outputs = op(*args, **kwargs)
+    finally:
+        torch._C._set_autograd_fallback_mode(mode)
+    return any(output.requires_grad for output in tensors_in(outputs))

@@ -1,0 +1,308 @@
+"""Kernels that are one function of scalars."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from foo_ops import _C
+from foo_ops.library.kernels import (
+    NumbaKernel,
+    add_source,
+    count_parameters,
+    cpp_parameters,
+    describe,
+    keep,
+    kinds_of,
+)
+from foo_ops.library.operators import Parameter, functionalize_out, parameters_of
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATING_8 = (
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+)
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+# In the words of messages. A category is named where all its dtypes are taken.
+_CATEGORIES = {"integer": SIGNED + UNSIGNED, "floating-point": FLOATING, "complex": COMPLEX}
+_UNSIGNED_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+
+Dtypes = Iterable[torch.dtype]
+# Of each result, None for that of the inputs; or by the dtype of the inputs.
+ResultType = (
+    torch.dtype
+    | None
+    | Sequence[torch.dtype | None]
+    | Mapping[torch.dtype, torch.dtype | Sequence[torch.dtype]]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Variant:
+    """Of one dtype: the function, the results' dtypes, and whether it works on the bits."""
+
+    function: Callable[..., Any]
+    results: tuple[torch.dtype | None, ...] | None
+    on_bits: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementwiseKernel(NumbaKernel):
+    """See `elementwise_kernel`."""
+
+    function: Callable[..., Any]
+    variants: Mapping[torch.dtype, _Variant]
+    backward: Callable[..., Any] | None = None
+
+    def overload(
+        self,
+        function: Callable[..., Any],
+        dtypes: Dtypes,
+        *,
+        result_type: ResultType = None,
+        on_bits: bool = False,
+    ) -> ElementwiseKernel:
+        """The same kernel, with another function for some dtypes. See `elementwise_kernel`."""
+        added = _variants(function, dtypes, result_type, on_bits)
+        return dataclasses.replace(self, variants={**self.variants, **added})
+
+    def register(
+        self,
+        operator: torch._ops.OpOverload,
+        keys: Sequence[str],
+        lib: torch.library.Library | None,
+    ) -> None:
+        parameters = parameters_of(operator)
+        _check(operator, parameters, self)
+        results = len(operator._schema.returns) or sum(p.role != "read" for p in parameters)
+        types = {
+            dtype: _result_types(operator, dtype, variant, results)
+            for dtype, variant in self.variants.items()
+        }
+        elementwise = _C.Elementwise(
+            operator.name(),
+            self._add_source(operator, parameters, types),
+            cpp_parameters(parameters),
+            {dtype: list(results) for dtype, results in types.items()},
+            in_words(self.variants),
+        )
+        for key in keys:
+            keep(elementwise.register_for(key), lib)
+        if operator._schema.is_mutable:
+            keep(_C.count_versions(operator.name()), lib)
+        _register_fake(operator, parameters, elementwise, lib)
+
+    def _add_source(
+        self,
+        operator: torch._ops.OpOverload,
+        parameters: Sequence[Parameter],
+        types: Mapping[torch.dtype, tuple[torch.dtype, ...]],
+    ) -> str:
+        functions = list(dict.fromkeys(variant.function for variant in self.variants.values()))
+        variants = {}
+        for dtype, variant in self.variants.items():
+            storage = _bits if variant.on_bits else _name
+            position = functions.index(variant.function)
+            variants[_name(dtype)] = (position, storage(dtype), tuple(map(storage, types[dtype])))
+        kinds = kinds_of([p for p in parameters if p.role != "out"])
+        return add_source(operator, functions, "elementwise.elementwise", kinds, variants)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bits(dtype: torch.dtype) -> str:
+    return _UNSIGNED_OF_SIZE[dtype.itemsize]
+
+
+@overload
+def elementwise_kernel(
+    function: Callable[..., Any],
+    /,
+    *,
+    dtypes: Dtypes = ...,
+    result_type: ResultType = ...,
+    on_bits: bool = ...,
+    backward: Callable[..., Any] | None = ...,
+) -> ElementwiseKernel: ...
+
+
+@overload
+def elementwise_kernel(
+    function: None = None,
+    /,
+    *,
+    dtypes: Dtypes = ...,
+    result_type: ResultType = ...,
+    on_bits: bool = ...,
+    backward: Callable[..., Any] | None = ...,
+) -> Callable[[Callable[..., Any]], ElementwiseKernel]: ...
+
+
+def elementwise_kernel(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    dtypes: Dtypes = FLOATING,
+    result_type: ResultType = None,
+    on_bits: bool = False,
+    backward: Callable[..., Any] | None = None,
+) -> Any:
+    """Make a kernel of a function of scalars, for `register_kernel`.
+
+    The function is called for each element with the operator's arguments in the order of its
+    schema: a number for each tensor and for each float, int and bool, None for what is missing. It
+    returns a number, or a tuple with one for each result. Numba compiles it at its first use for a
+    dtype, LLVM vectorises it. It must not allocate, raise, or call Python.
+
+    Tensors may have any strides; they are broadcast and promoted to a common dtype. float16 and
+    bfloat16 are computed in float32, all others in their own type, and so are arguments of type
+    float. Constants of another type promote as Numba's do: in float32, ``x * 0.5`` is computed in
+    float64. The same kernel serves ``f``, ``f_`` and ``f.out``, and each gets its fake kernel.
+
+    Args:
+        function: the function; without it this is a decorator.
+        dtypes: the common dtypes that are taken; by default all floating-point ones.
+        result_type: of the results: None for the common dtype, a dtype, a sequence of these for
+            several results, or a mapping from the common dtype.
+        on_bits: give the function the elements' bits as an unsigned integer, and take those of the
+            results. ``kernel.overload(function, dtypes, ...)`` adds a function for other dtypes.
+        backward: ``backward(*gradients, *arguments)``, a scalar function too, returns the gradient
+            of each tensor among the arguments: a number, or a tuple.
+
+    Example:
+        >>> @foo_ops.library.elementwise_kernel(backward=lambda grad, x: 2 * x * grad)
+        ... def square(x):
+        ...     return x * x
+    """
+
+    def make(function: Callable[..., Any]) -> ElementwiseKernel:
+        variants = _variants(function, dtypes, result_type, on_bits)
+        return ElementwiseKernel(function, variants, backward)
+
+    return make if function is None else make(function)
+
+
+def _variants(
+    function: Callable[..., Any], dtypes: Dtypes, result_type: ResultType, on_bits: bool
+) -> dict[torch.dtype, _Variant]:
+    def results(dtype: torch.dtype) -> tuple[torch.dtype | None, ...] | None:
+        type_ = result_type[dtype] if isinstance(result_type, Mapping) else result_type
+        if type_ is None or isinstance(type_, torch.dtype):
+            return None if type_ is None else (type_,)
+        return tuple(type_)
+
+    return {dtype: _Variant(function, results(dtype), on_bits) for dtype in dtypes}
+
+
+def in_words(dtypes: Iterable[torch.dtype]) -> str:
+    """What a message says about the dtypes that are taken."""
+    left, words = dict.fromkeys(dtypes), []
+    for word, category in _CATEGORIES.items():
+        if all(dtype in left for dtype in category):
+            words.append(word)
+            for dtype in (*category, *(FLOATING_8 if word == "floating-point" else ())):
+                left.pop(dtype, None)
+    if words:
+        article = "an" if words[0] == "integer" else "a"
+        named = [f"{article} {_joined(words)} dtype"]
+    else:
+        named = []
+    return _joined(named + list(map(_name, left)))
+
+
+def _joined(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _check(
+    operator: torch._ops.OpOverload, parameters: Sequence[Parameter], kernel: ElementwiseKernel
+) -> None:
+    inputs = [p for p in parameters if p.role != "out"]
+    if not any(p.is_tensor and not p.is_optional for p in inputs):
+        raise TypeError(f"{operator.name()}: an elementwise kernel needs a tensor")
+    for variant in kernel.variants.values():
+        taken = count_parameters(variant.function)
+        if taken != len(inputs):
+            names = ", ".join(p.name for p in inputs)
+            raise TypeError(
+                f"{operator.name()}: its kernel must take {len(inputs)} arguments ({names}), and "
+                f"{describe(variant.function)} takes {taken}"
+            )
+
+
+def _result_types(
+    operator: torch._ops.OpOverload, dtype: torch.dtype, variant: _Variant, count: int
+) -> tuple[torch.dtype, ...]:
+    results = variant.results or (None,) * count
+    if len(results) != count:
+        raise TypeError(
+            f"{operator.name()}: result_type must have {count} dtypes as the operator has results, "
+            f"got {len(results)}"
+        )
+    return tuple(result or dtype for result in results)
+
+
+# ---------------------------------------------------------------------------------- fake kernel
+
+
+def _register_fake(
+    operator: torch._ops.OpOverload,
+    parameters: Sequence[Parameter],
+    elementwise: Any,
+    lib: torch.library.Library | None,
+) -> None:
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        given = {p.name: argument for p, argument in zip(parameters, args)} | kwargs
+        tensors = [(p, given.get(p.name)) for p in parameters if p.is_tensor]
+        inputs = [tensor for p, tensor in tensors if tensor is not None and p.role != "out"]
+        outputs = [tensor for p, tensor in tensors if tensor is not None and p.role != "read"]
+        types = elementwise.result_types(inputs, outputs)
+        if outputs:
+            results = [_written(output, inputs) for output in outputs]
+        else:
+            shape, strides = _layout(inputs)
+            results = [
+                torch.empty_strided(shape, strides, dtype=dtype, device=inputs[0].device)
+                for dtype in types
+            ]
+        count = len(operator._schema.returns)
+        return results[0] if count == 1 else tuple(results[:count]) or None
+
+    torch.library.register_fake(operator.name(), fake, lib=lib)
+    if any(p.role == "out" for p in parameters):
+        functionalize_out(operator)
+
+
+def _broadcast_shape(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    # Imported here, since torch._refs takes 0.1 s, and a fake kernel runs under compilation.
+    from torch._refs import _broadcast_shapes
+
+    return tuple(_broadcast_shapes(*(tensor.shape for tensor in inputs)))
+
+
+def _written(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    shape = _broadcast_shape(inputs)
+    return output if output.shape == shape else output.resize_(shape)
+
+
+def _layout(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Shape and strides of a result, as TensorIterator chooses them."""
+    from torch._prims_common import (
+        compute_elementwise_output_strides,
+        is_contiguous_or_false,
+        make_contiguous_strides_for,
+    )
+
+    shape = _broadcast_shape(inputs)
+    # TensorIterator's own first question; it tells in empty tensors and dimensions of size 1.
+    if all(tensor.shape == shape and is_contiguous_or_false(tensor) for tensor in inputs):
+        return shape, make_contiguous_strides_for(shape)
+    expanded = (tensor.expand(shape) for tensor in inputs)
+    return shape, compute_elementwise_output_strides(*expanded)

@@ -1,0 +1,158 @@
+"""Kernels of Numba for operators: `elementwise_kernel`, `tile_kernel` and `register_kernel`."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+
+from foo_ops import _C
+from foo_ops.kernels.sources import SOURCES
+from foo_ops.kernels.user import UserKernel
+from foo_ops.library.operators import Parameter, find
+
+DISPATCH_KEYS = {"cpu": "CPU", "foo": "PrivateUse1", "CPU": "CPU", "PrivateUse1": "PrivateUse1"}
+
+_serial_numbers = itertools.count(2)
+# Registrations without a library of their own last as long as the process.
+_registrations: list[Any] = []
+
+
+class NumbaKernel:
+    """What `elementwise_kernel` and `tile_kernel` make of a function."""
+
+    function: Callable[..., Any]
+
+    def register(
+        self,
+        operator: torch._ops.OpOverload,
+        keys: Sequence[str],
+        lib: torch.library.Library | None,
+    ) -> None:
+        raise NotImplementedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            f"{self.function.__name__} is a kernel, which an operator calls: give it to one with "
+            "foo_ops.library.register_kernel"
+        )
+
+
+@overload
+def register_kernel(
+    op: str | torch._ops.OpOverload,
+    device_types: str | Sequence[str] | None,
+    func: None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Any], Any]: ...
+
+
+@overload
+def register_kernel(
+    op: str | torch._ops.OpOverload,
+    device_types: str | Sequence[str] | None,
+    func: Any,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Any: ...
+
+
+def register_kernel(
+    op: str | torch._ops.OpOverload,
+    device_types: str | Sequence[str] | None,
+    func: Any = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Any:
+    """As torch.library.register_kernel; a kernel of Numba runs without Python.
+
+    Args:
+        op: the operator, such as ``"mylib::f"`` or ``"mylib::f.out"``.
+        device_types: "cpu", "foo" or both; None means all. For a Python function also the others.
+        func: an `elementwise_kernel`, a `tile_kernel`, or a Python function. Without it this is a
+            decorator.
+        lib: the registration ends with it; without it, with the process.
+
+    Raises:
+        TypeError: for a kernel of Numba, when it takes other arguments than the operator has.
+        ValueError: for a kernel of Numba and a device type other than cpu and foo.
+
+    Example:
+        >>> foo_ops.library.define("mylib::twice", "(Tensor input) -> Tensor")
+        >>> @foo_ops.library.register_kernel("mylib::twice", ("cpu", "foo"))
+        ... @foo_ops.library.elementwise_kernel
+        ... def twice(x):
+        ...     return 2 * x
+        >>> torch.ops.mylib.twice(torch.tensor([1.0, 2.0]))
+        tensor([2., 4.])
+    """
+    if func is None:
+
+        def register(func: Any) -> Any:
+            register_kernel(op, device_types, func, lib=lib)
+            return func
+
+        return register
+    if not isinstance(func, NumbaKernel):
+        return torch.library.register_kernel(op, device_types, func, lib=lib)
+    operator = find(op) if isinstance(op, str) else op
+    func.register(operator, _dispatch_keys(device_types), lib)
+    return None
+
+
+def _dispatch_keys(device_types: str | Sequence[str] | None) -> list[str]:
+    if device_types is None:
+        return ["CPU", "PrivateUse1"]
+    if isinstance(device_types, str):
+        device_types = (device_types,)
+    for device_type in device_types:
+        if device_type not in DISPATCH_KEYS:
+            raise ValueError(
+                f"device_types of a kernel of Numba must be cpu or foo, got {device_type}"
+            )
+    return [DISPATCH_KEYS[device_type] for device_type in device_types]
+
+
+def keep(registration: Any, lib: torch.library.Library | None) -> None:
+    """A registration ends with its library."""
+    handles = _registrations if lib is None else lib._registration_handles
+    handles.append(registration)
+
+
+def describe(function: Callable[..., Any]) -> str:
+    """Where a function is, for messages."""
+    code = function.__code__
+    return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def count_parameters(function: Callable[..., Any]) -> int:
+    return len(inspect.signature(function).parameters)
+
+
+def add_source(
+    operator: torch._ops.OpOverload,
+    functions: Sequence[Callable[..., Any]],
+    maker: str,
+    *options: Any,
+) -> str:
+    """Tell the table of kernels how one is made; returns its name there."""
+    kernel = operator.name()
+    if kernel in SOURCES:
+        kernel += f" {next(_serial_numbers)}"
+    SOURCES[kernel] = UserKernel(operator.name(), tuple(functions), maker, options)
+    return kernel
+
+
+def cpp_parameters(parameters: Sequence[Parameter]) -> list[Any]:
+    return [_C.Parameter(p.name, p.kind, p.is_optional, p.role) for p in parameters]
+
+
+def kinds_of(parameters: Sequence[Parameter]) -> tuple[str, ...]:
+    return tuple(p.kind + "?" * p.is_optional for p in parameters)

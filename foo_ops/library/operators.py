@@ -1,0 +1,100 @@
+"""Operators by their names, and what their schemas say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Their registrations end with them.
+_libraries: list[torch.library.Library] = []
+
+
+def find(name: str) -> torch._ops.OpOverload:
+    """The operator with a name such as ``"foo::abs.out"``."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def impl_forever(name: str, kernel: Callable[..., Any], key: str, **options: bool) -> None:
+    """Library.impl, for the rest of the process."""
+    namespace, _, operator = name.partition("::")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    _libraries.append(library)
+    library.impl(operator, kernel, key, **options)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """An argument of an operator, as a kernel takes it.
+
+    Attributes:
+        kind: "tensor", "float", "int" or "bool".
+        role: "read"; "in place", of a tensor that the operator writes; "out", of one that is there
+            only to be written, which stands after the ``*`` of the schema.
+    """
+
+    name: str
+    kind: str
+    is_optional: bool
+    role: str
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.kind == "tensor"
+
+
+_KINDS = {"Tensor": "tensor", "float": "float", "int": "int", "bool": "bool"}
+
+
+def parameters_of(operator: torch._ops.OpOverload) -> tuple[Parameter, ...]:
+    """Of an operator that is to have a kernel of Numba.
+
+    Raises:
+        TypeError: where an argument is something else than a tensor or a number.
+    """
+    return tuple(_parameter(operator, argument) for argument in operator._schema.arguments)
+
+
+def _parameter(operator: torch._ops.OpOverload, argument: torch._C.Argument) -> Parameter:
+    type_ = argument.real_type
+    is_optional = isinstance(type_, torch._C.OptionalType)
+    if is_optional:
+        type_ = type_.getElementType()
+    kind = _KINDS.get(str(type_))
+    if kind is None:
+        raise TypeError(
+            f"{operator.name()}: a kernel of Numba takes arguments of type Tensor, float, int and "
+            f"bool, and optional ones; {argument.name} is {type_}"
+        )
+    written = "out" if argument.kwarg_only else "in place"
+    return Parameter(argument.name, kind, is_optional, written if argument.is_write else "read")
+
+
+def functionalize_out(operator: torch._ops.OpOverload) -> None:
+    """Under functionalization f.out(*inputs, out=out) is out.copy_(f(*inputs)).
+
+    torch.Tag.out would say the same, but Inductor 2.13 then allocates the output of the functional
+    operator itself and fails for dynamic shapes: FixedLayout takes no SymInt.
+    """
+    functional = operator._overloadpacket.default
+    names = [a.name for a in operator._schema.arguments if a.is_write and a.kwarg_only]
+
+    @operator.py_functionalize_impl
+    def functionalize(ctx: Any, *inputs: Any, **keywords: Any) -> Any:
+        outs = [keywords.pop(name) for name in names]
+        with ctx.mode:
+            results = functional(*inputs, **keywords)
+            for out, result in zip(outs, (results,) if len(outs) == 1 else results):
+                if out.shape != result.shape:
+                    out.resize_(result.shape)
+                out.copy_(result)
+        return outs[0] if len(outs) == 1 else tuple(outs)

@@ -1,0 +1,196 @@
+"""Kernels over views of whole tensors, tile by tile."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from foo_ops import _C
+from foo_ops.library.kernels import (
+    NumbaKernel,
+    add_source,
+    count_parameters,
+    cpp_parameters,
+    describe,
+    keep,
+    kinds_of,
+)
+from foo_ops.library.operators import Parameter, find, functionalize_out, parameters_of
+
+
+@dataclasses.dataclass(frozen=True)
+class TileKernel(NumbaKernel):
+    """See `tile_kernel`."""
+
+    function: Callable[..., Any]
+    tiles: Callable[..., int] | None
+    contiguous_rows: bool
+
+    def register(
+        self,
+        operator: torch._ops.OpOverload,
+        keys: Sequence[str],
+        lib: torch.library.Library | None,
+    ) -> None:
+        parameters = parameters_of(operator)
+        results = _results(self.function, operator, parameters)
+        functions = [self.function]
+        if self.tiles is not None:
+            functions.append(self.tiles)
+            _check_tiles(self.tiles, operator, len(parameters) + results)
+        elif not any(p.is_tensor and not p.is_optional for p in parameters):
+            raise TypeError(
+                f"{operator.name()}: without a tensor that is always there, tile_kernel must be "
+                "given the number of tiles, tiles=..."
+            )
+        kinds = kinds_of(parameters) + ("tensor",) * results
+        kernel = add_source(operator, functions, "tile.tile", kinds)
+        is_repeated = results > 0 and not _fresh(operator)
+        for key in keys:
+            registration = _C.register_tile(
+                operator.name(),
+                key,
+                kernel,
+                cpp_parameters(parameters),
+                self.contiguous_rows,
+                is_repeated,
+            )
+            keep(registration, lib)
+        if operator._schema.is_mutable:
+            keep(_C.count_versions(operator.name()), lib)
+        if any(p.role == "out" for p in parameters):
+            _register_fake_of_out(operator, parameters, lib)
+
+
+@overload
+def tile_kernel(
+    function: Callable[..., Any],
+    /,
+    *,
+    tiles: Callable[..., int] | None = None,
+    contiguous_rows: bool = False,
+) -> TileKernel: ...
+
+
+@overload
+def tile_kernel(
+    function: None = None,
+    /,
+    *,
+    tiles: Callable[..., int] | None = None,
+    contiguous_rows: bool = False,
+) -> Callable[[Callable[..., Any]], TileKernel]: ...
+
+
+def tile_kernel(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    tiles: Callable[..., int] | None = None,
+    contiguous_rows: bool = False,
+) -> Any:
+    """Make a kernel of a function over arrays, for `register_kernel`.
+
+    The function is called with the operator's arguments in the order of its schema, then its
+    results, then a range of tiles: ``function(input, weight, eps, output, rows)``. Numba compiles
+    it at its first use for these dtypes, and threads run it on ranges of tiles. It returns nothing.
+
+    - A tensor is a view with ``shape``, ``strides``, ``ndim``, ``size``, ``rows``, ``data``,
+      ``row(i)`` and elements ``x[i, j]`` (see foo_ops/kernels/view.py). bfloat16 and float16 are
+      read as float32 and rounded when they are written.
+    - float, int and bool come as float64, int64 and bool; what is missing is None.
+    - Results are allocated as the operator's fake kernel says, which is called once for the same
+      shapes and numbers. They are not initialised.
+    - Of an operator that works in place the function gets the argument, which it changes. Where it
+      has a parameter more, it gets that argument once more in place of the result, so that one
+      function can serve ``f`` and ``f_``.
+    - Of an operator ``f.out`` it gets ``out`` in place of the result.
+
+    What a tile is must not depend on which other tiles a call gets; then results are the same for
+    every number of threads. `foo_ops.language` has exponentials, sums that are vectorised, and
+    vectors. The function must not allocate, raise, or call Python.
+
+    Args:
+        function: the function; without it this is a decorator.
+        tiles: ``tiles(*arguments, *results)``, compiled as well, gives the number of tiles. By
+            default it is the number of rows of the first tensor: of all its dimensions but the
+            last, multiplied.
+        contiguous_rows: give the function copies of those tensors whose last dimension has another
+            stride than 1, so that a row is adjacent elements.
+
+    Example:
+        >>> foo_ops.library.define("mylib::row_sum", "(Tensor input) -> Tensor")
+        >>> @foo_ops.library.register_fake("mylib::row_sum")
+        ... def row_sum_fake(input):
+        ...     return input.new_empty(input.shape[:-1])
+        >>> @foo_ops.library.register_kernel("mylib::row_sum", ("cpu", "foo"))
+        ... @foo_ops.library.tile_kernel(contiguous_rows=True)
+        ... def row_sum(input, output, rows):
+        ...     for row in rows:
+        ...         x, total = input.row(row), language.zero(input)
+        ...         for i in range(input.shape[-1]):
+        ...             total = language.accumulate(total, x[i])
+        ...         output.data[row] = total
+    """
+
+    def make(function: Callable[..., Any]) -> TileKernel:
+        return TileKernel(function, tiles, contiguous_rows)
+
+    return make if function is None else make(function)
+
+
+def _fresh(operator: torch._ops.OpOverload) -> int:
+    """How many results are no arguments that are written."""
+    return sum(result.alias_info is None for result in operator._schema.returns)
+
+
+def _results(
+    function: Callable[..., Any], operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
+) -> int:
+    """How many tensors the function takes after the operator's arguments."""
+    fresh = _fresh(operator)
+    repeated = sum(p.role == "in place" for p in parameters)
+    taken = count_parameters(function) - 1
+    if taken == len(parameters) + fresh:
+        return fresh
+    if not fresh and taken == len(parameters) + repeated:
+        return repeated
+    arguments = ", ".join([p.name for p in parameters] + ["result"] * fresh + ["tiles"])
+    raise TypeError(
+        f"{operator.name()}: its kernel must take {len(parameters) + fresh + 1} arguments "
+        f"({arguments}), and {describe(function)} takes {taken + 1}"
+    )
+
+
+def _check_tiles(tiles: Callable[..., int], operator: torch._ops.OpOverload, count: int) -> None:
+    taken = count_parameters(tiles)
+    if taken != count:
+        raise TypeError(
+            f"{operator.name()}: tiles must take the kernel's {count} arguments without the range, "
+            f"and {describe(tiles)} takes {taken}"
+        )
+
+
+def _register_fake_of_out(
+    operator: torch._ops.OpOverload,
+    parameters: Sequence[Parameter],
+    lib: torch.library.Library | None,
+) -> None:
+    """As of the operator without ``out``."""
+    functional = find(operator.name().partition(".")[0])
+    outs = [p.name for p in parameters if p.role == "out"]
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        targets: list[Tensor] = [kwargs.pop(name) for name in outs]
+        results = functional(*args, **kwargs)
+        for target, result in zip(targets, (results,) if len(targets) == 1 else results):
+            if target.shape != result.shape:
+                target.resize_(result.shape)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    torch.library.register_fake(operator.name(), fake, lib=lib)
+    functionalize_out(operator)
