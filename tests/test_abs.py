@@ -11,10 +11,16 @@ from hypothesis import strategies
 
 import foo_ops
 from foo_ops import library
-from foo_ops.ops.abs import COMPLEX_TYPES, REAL_TYPES
+from foo_ops.ops.abs import of_real
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+REAL_TYPES = tuple(of_real.variants)
+COMPLEX_TYPES = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
 FLOAT8 = [dtype for dtype in REAL_TYPES if "float8" in str(dtype)]
 UNSIGNED = [dtype for dtype in REAL_TYPES if "uint" in str(dtype)]
 SIGNED = [dtype for dtype in REAL_TYPES if ".int" in str(dtype)]

@@ -58,7 +58,7 @@ def operators():
         kernel = library.elementwise_kernel(function, dtypes=NUMBERS)
         library.register_kernel(f"foo_test::{name}", ("cpu", "foo"), kernel)
     # The library ends with its last reference.
-    yield implementation
+    return implementation
 
 
 def numbers(shape, dtype):

@@ -83,7 +83,8 @@ def clear_sign_8_fnuz(bits: Any) -> Any:
 
 def modulus(z: Any) -> Any:
     """In float64, where the squares of float32 neither overflow nor vanish."""
-    real, imag = float(z.real), float(z.imag)
+    # Numba's float() would leave float32 as it is.
+    real, imag = 1.0 * z.real, 1.0 * z.imag
     if math.isinf(real) or math.isinf(imag):
         return math.inf
     return math.sqrt(real * real + imag * imag)
