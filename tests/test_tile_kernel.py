@@ -203,6 +203,14 @@ def test_in_place_where_elements_share_memory(device):
         torch.ops.foo_tile.norm_(input)
 
 
+def test_what_is_only_read_goes_on_sharing_its_memory(device):
+    clone = torch._lazy_clone(torch.randn(3, 7, device=device))
+    torch.ops.foo_tile.norm(clone)
+    assert torch._C._is_cow_tensor(clone)
+    torch.ops.foo_tile.norm_(clone)
+    assert not torch._C._is_cow_tensor(clone)
+
+
 def test_out(device):
     input = torch.randn(6, 50)
     moved = input.to(device)

@@ -26,9 +26,11 @@ struct View {
   int64_t rows;
 };
 
-View view_of(const at::Tensor& tensor) {
+// A tensor that is only read must not be asked for a pointer to write to: that would copy one that
+// shares its memory until it is written to.
+View view_of(const at::Tensor& tensor, bool is_written) {
   const at::IntArrayRef sizes = tensor.sizes();
-  return {tensor.data_ptr(),
+  return {is_written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr()),
           tensor.dim(),
           sizes.data(),
           tensor.strides().data(),
@@ -144,8 +146,9 @@ bool has_contiguous_rows(const at::Tensor& tensor) {
 // The arguments of one call of a kernel.
 class Call {
  public:
-  void add_tensor(const at::Tensor& tensor) {
+  void add_tensor(const at::Tensor& tensor, bool is_written) {
     tensors_.push_back(tensor);
+    is_written_.push_back(is_written);
     numbers_.push_back(0);
     tensor_of_.push_back(int64_t(tensors_.size()) - 1);
     signature_.push_back(int8_t(tensor.scalar_type()));
@@ -167,9 +170,9 @@ class Call {
     auto* function = kernel.get<TileFunction>(signature_);
     c10::SmallVector<View, 8> views;
     int64_t largest = 0;
-    for (const at::Tensor& tensor : tensors_) {
-      views.push_back(view_of(tensor));
-      largest = std::max(largest, tensor.numel());
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      views.push_back(view_of(tensors_[i], is_written_[i]));
+      largest = std::max(largest, tensors_[i].numel());
     }
     for (size_t i = 0; i < numbers_.size(); ++i) {
       if (tensor_of_[i] >= 0) numbers_[i] = reinterpret_cast<int64_t>(&views[tensor_of_[i]]);
@@ -185,6 +188,7 @@ class Call {
 
  private:
   Tensors tensors_;
+  c10::SmallVector<bool, 8> is_written_;
   c10::SmallVector<int64_t, 16> numbers_;
   // For each number the index of its tensor, or -1.
   c10::SmallVector<int64_t, 16> tensor_of_;
@@ -240,10 +244,10 @@ class TileLauncher final : public c10::OperatorKernel {
     for (size_t i = 0; i < returns_argument_.size(); ++i) {
       results.push_back(returns_argument_[i] ? (next_written++)->target
                                              : allocate(layouts[i], device));
-      if (!returns_argument_[i]) call.add_tensor(results.back());
+      if (!returns_argument_[i]) call.add_tensor(results.back(), true);
     }
     if (options_.repeats_written) {
-      for (const Written& output : written) call.add_tensor(output.buffer);
+      for (const Written& output : written) call.add_tensor(output.buffer, true);
     }
     call.run(kernel_);
     for (const Written& output : written) {
@@ -261,14 +265,14 @@ class TileLauncher final : public c10::OperatorKernel {
       call.add_scalar(argument, parameter.is_optional);
     } else if (parameter.role == Parameter::Role::kRead) {
       const at::Tensor& tensor = argument.toTensor();
-      call.add_tensor(needs_copy(tensor) ? tensor.contiguous() : tensor);
+      call.add_tensor(needs_copy(tensor) ? tensor.contiguous() : tensor, false);
     } else {
       const at::Tensor& target = argument.toTensor();
       written.push_back(
           {target, parameter.role == Parameter::Role::kInPlace
                        ? buffer_in_place(parameter, target)
                        : buffer_for_out(parameter, target, layouts[written.size()], inputs)});
-      call.add_tensor(written.back().buffer);
+      call.add_tensor(written.back().buffer, true);
     }
   }
 
