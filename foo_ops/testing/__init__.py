@@ -1,27 +1,47 @@
-"""One table of all operators, for tests and benchmarks: samples, references, error budgets.
+"""Show that an operator is right, on cpu and on foo, whoever wrote it.
 
-A new operator is covered by adding its `OpSpec` to `OPERATORS`: tests/test_operators.py takes
-values, gradients, layouts, opcheck and compilation from there.
+An `OpSpec` says what the operator computes and gives samples. `check_operator` runs every check on
+it; pytest makes a test of each check by itself, since the package brings a plugin:
+
+    >>> @pytest.mark.operators(SCALE)
+    ... def test_operator(operator_check):
+    ...     operator_check()
+
+`OPERATORS` is the table of the package's own.
 """
 
 from foo_ops.testing.abs import ABS
 from foo_ops.testing.attention import ATTENTION
 from foo_ops.testing.attention_varlen import ATTENTION_VARLEN
+from foo_ops.testing.checks import CHECKS, Case, OperatorCheckError, cases, check_operator
 from foo_ops.testing.layouts import LAYOUTS, copy_with_layout
-from foo_ops.testing.spec import OpSpec, Sample, check_gradients, check_outputs, cotangents_for
+from foo_ops.testing.spec import (
+    OpSpec,
+    Sample,
+    check_gradients,
+    check_outputs,
+    cotangents_for,
+    random,
+)
 
 __all__ = [
     "ABS",
     "ATTENTION",
     "ATTENTION_VARLEN",
+    "CHECKS",
     "LAYOUTS",
     "OPERATORS",
+    "Case",
     "OpSpec",
+    "OperatorCheckError",
     "Sample",
+    "cases",
     "check_gradients",
+    "check_operator",
     "check_outputs",
     "copy_with_layout",
     "cotangents_for",
+    "random",
 ]
 
 OPERATORS = (ABS, ATTENTION, ATTENTION_VARLEN)

@@ -63,6 +63,7 @@ ABS = OpSpec(
         *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
         *(torch.complex64, torch.complex128),
     ),
+    sizes=(),
     samples={name: abs_sample(name, shape) for name, shape in ABS_SHAPES.items()}
     | {"special values": abs_special},
     essential=("0-d", "empty inside", "vector and tail", "4-d"),

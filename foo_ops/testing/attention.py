@@ -359,6 +359,7 @@ OPTION_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
 ATTENTION = OpSpec(
     operator=torch.ops.foo.attention.default,
     dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    sizes=(),
     samples=PLAIN_SAMPLES | OPTION_SAMPLES,
     essential=(
         "small, grouped heads and bias",

@@ -266,6 +266,7 @@ def varlen_gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) 
 ATTENTION_VARLEN = OpSpec(
     operator=torch.ops.foo.attention_varlen.default,
     dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    sizes=(),
     samples=SAMPLES,
     essential=("small, all options", "small, blocks"),
     in_layouts=(

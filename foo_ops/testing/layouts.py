@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+Layout = Callable[[Tensor], Tensor]
 
 
 def copy_with_layout(tensor: Tensor, device: str) -> Tensor:

@@ -1,14 +1,16 @@
 """What an entry in the table of operators is, and how results are compared with it.
 
-Results are not compared within a tolerance that was found by trial, but within an *error budget*:
-a bound for each element, in float64, that follows from how often the operator may round and from
-the magnitude of what is rounded. What breaks a budget is a bug, or an algorithm that rounds more
-often than its budget allows, and then that must be argued there.
+Results are compared with a reference in float64, each element within its *error budget*: a bound
+in float64. A spec may derive one from how often the operator may round and from the magnitude of
+what is rounded, as the specs of this package do; what breaks such a budget is a bug, or an
+algorithm that rounds more often than its budget allows, and then that must be argued there. Without
+one, the budget is a relative and an absolute tolerance that follow from the dtype.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,23 +18,48 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from foo_ops.testing.layouts import copy_with_layout
+from foo_ops.testing.layouts import copy_with_layout, junk
+from foo_ops.testing.schema import functional_form, overload, tensors_in
 
 Tensors = tuple[Tensor, ...]
 Dtypes = tuple[torch.dtype | None, ...]
+Maker = Callable[[torch.dtype], "Sample"]
+
+# Relative and absolute tolerances: those of torch.testing.assert_close.
+TOLERANCES = {
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.float64: (1e-7, 1e-7),
+    torch.complex32: (1e-3, 1e-5),
+    torch.complex64: (1.3e-6, 1e-5),
+    torch.complex128: (1e-7, 1e-7),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The arguments of one call: tensors are positional, the rest are keywords."""
+    """The arguments of one call, tensors on the cpu.
 
-    inputs: tuple[Tensor | None, ...]
+    Attributes:
+        inputs: the positional arguments: tensors, lists of tensors, None, numbers.
+        keywords: the others.
+
+    Example:
+        >>> sample = Sample((torch.tensor([3.0, 4.0]),), {"dim": 0})
+        >>> sample.call(torch.nn.functional.normalize)
+        (tensor([0.6000, 0.8000]),)
+    """
+
+    inputs: tuple[Any, ...]
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
-        inputs = tuple(None if tensor is None else function(tensor) for tensor in self.inputs)
-        return dataclasses.replace(self, inputs=inputs)
+        arguments = (self.inputs, dict(self.keywords))
+        inputs, keywords = pytree.tree_map_only(Tensor, function, arguments)
+        return Sample(inputs, keywords)
 
     def to(self, device: str) -> Sample:
         """On a device, with the strides and the offset that each tensor has."""
@@ -44,48 +71,110 @@ class Sample:
 
     def requiring_grad(self) -> Sample:
         """With fresh leaves; those that can have a gradient require one."""
-        return self.map(
-            lambda t: t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
-        )
+        return self.map(lambda t: t.detach().requires_grad_(has_gradients(t.dtype)))
+
+    def tensors(self) -> list[Tensor]:
+        return tensors_in((self.inputs, dict(self.keywords)))
 
     def differentiable(self) -> list[Tensor]:
-        return [tensor for tensor in self.inputs if tensor is not None and tensor.requires_grad]
+        return [tensor for tensor in self.tensors() if tensor.requires_grad]
 
     def call(self, function: Callable[..., Any]) -> Tensors:
-        result = function(*self.inputs, **self.keywords)
-        return (result,) if isinstance(result, Tensor) else tuple(result)
+        """The tensors that a function returns, those in lists too."""
+        return tuple(tensors_in(function(*self.inputs, **self.keywords)))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OpSpec:
     """An operator, and what shows that it is right.
 
     Attributes:
-        operator: the functional overload in ``torch.ops.foo``.
+        operator: an overload (``torch.ops.mylib.f.default``), ``torch.ops.mylib.f``, or what
+            torch.library.custom_op returned.
+        reference: the same function, in float64, on the cpu; its gradients come from autograd. Of
+            an operator that writes its arguments: it returns what the operator returns, without
+            the arguments themselves, and then the new values of these.
         dtypes: those that the samples come in.
-        samples: by name, what makes the sample in a dtype. Tensors are on the cpu.
+        sized: a sample for a dtype and a size that every dimension of interest grows with. Sizes
+            from 5 to 19 must be possible; with torch.compile one graph has to serve them all.
+        sizes: the sizes that become samples, called ``size0`` and so on: empty, one, and odd.
+        samples: others, by name: what makes the sample in a dtype.
+        devices: where the operator has to work.
         essential: the names of a few small samples that stand for all of them where a check is
-            slow: gradcheck, opcheck, compilation.
-        in_layouts: the names of those whose tensors are also given every one of `LAYOUTS`.
-        sized: a sample for a dtype and a size that every dimension of interest grows with.
-        large: a sample that the launcher cuts into several tasks.
-        reference: the same function, in float64, on the cpu.
-        output_budget: how far each output may be from the reference's, of a sample in float64.
-        gradient_budget: how far each gradient may be, of a sample in float64, whose tensors
-            require gradients as those of the call did, the dtypes that all its tensors had in
-            the call, and the gradients of the outputs.
+            slow: gradcheck, opcheck, compilation. Left out: those of ``sizes`` below 10.
+        in_layouts: the names of those whose tensors are also given every one of `LAYOUTS`. Left
+            out: the essential ones.
+        large: a sample that is cut into several tasks; its results have to be the same, bit by bit,
+            for every number of threads. None: that is not asked for.
+        differentiable: it has gradients.
+        tolerances: relative and absolute ones for some dtypes, in place of `TOLERANCES`.
+        output_budget: in place of tolerances: how far each output may be from the reference's, of a
+            sample in float64 and the dtype of the call.
+        gradient_budget: likewise how far each gradient may be, of a sample in float64, whose
+            tensors require gradients as those of the call did, the dtypes that the positional
+            tensors had in the call, and the gradients of the outputs.
+        functional: of an out variant: the operator with results of the shapes and dtypes that its
+            out arguments must have. See `variant`.
+
+    Raises:
+        ValueError: when ``essential`` or ``in_layouts`` names what is not among the samples, or
+            when there is nothing to check.
+
+    Example:
+        >>> spec = OpSpec(
+        ...     operator=torch.ops.foo.abs,
+        ...     reference=torch.abs,
+        ...     dtypes=(torch.float32, torch.bfloat16),
+        ...     sized=lambda dtype, size: Sample((torch.randn(size, size + 1).to(dtype),)),
+        ... )
+        >>> check_operator(spec, checks=["values", "layouts"])
     """
 
     operator: torch._ops.OpOverload
-    dtypes: Sequence[torch.dtype]
-    samples: Mapping[str, Callable[[torch.dtype], Sample]]
-    essential: Collection[str]
-    in_layouts: Collection[str]
-    sized: Callable[[torch.dtype, int], Sample]
-    large: Callable[[torch.dtype], Sample]
     reference: Callable[..., Tensor | Tensors]
-    output_budget: Callable[[Sample, torch.dtype], Tensors]
-    gradient_budget: Callable[[Sample, Dtypes, Tensors], Tensors]
+    dtypes: Sequence[torch.dtype]
+    sized: Callable[[torch.dtype, int], Sample]
+    sizes: Sequence[int] = (0, 1, 7, 67)
+    samples: Mapping[str, Maker] = dataclasses.field(default_factory=dict)
+    devices: Sequence[str] = ("cpu", "foo")
+    essential: Collection[str] = ()
+    in_layouts: Collection[str] = ()
+    large: Maker | None = None
+    differentiable: bool = True
+    tolerances: Mapping[torch.dtype, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    output_budget: Callable[[Sample, torch.dtype], Tensors] | None = None
+    gradient_budget: Callable[[Sample, Dtypes, Tensors], Tensors] | None = None
+    functional: torch._ops.OpOverload | None = None
+
+    def __post_init__(self) -> None:
+        makers = (functools.partial(of_size, self.sized, size) for size in self.sizes)
+        samples: dict[str, Maker] = {
+            f"size{size}": maker for size, maker in zip(self.sizes, makers)
+        }
+        samples |= self.samples
+        essential = self.essential or [f"size{size}" for size in self.sizes if size < 10]
+        derived = {
+            "operator": overload(self.operator),
+            "samples": samples,
+            "sizes": (),
+            "essential": essential,
+            "in_layouts": self.in_layouts or essential,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        self._validate()
+
+    def _validate(self) -> None:
+        for field in ("dtypes", "devices", "samples", "essential"):
+            if not getattr(self, field):
+                raise ValueError(f"OpSpec({self}): {field} must not be empty")
+        for field in ("essential", "in_layouts"):
+            for name in getattr(self, field):
+                if name not in self.samples:
+                    raise ValueError(
+                        f"OpSpec({self}): {field} must name samples, got {name!r}; the samples "
+                        f"are {', '.join(self.samples)}"
+                    )
 
     @property
     def name(self) -> str:
@@ -93,6 +182,48 @@ class OpSpec:
 
     def __repr__(self) -> str:
         return self.name
+
+    @property
+    def mutates(self) -> bool:
+        """The schema declares arguments that are written."""
+        return self.operator._schema.is_mutable
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        """The operator as a function that writes none of its arguments; it can be compiled."""
+        return functional_form(self.operator, self.functional)
+
+    def call(self, sample: Sample) -> Tensors:
+        """The outputs: what the operator returns, then the arguments that it writes, in copies."""
+        return sample.call(self.function)
+
+    def variant(self, operator: Any, **changes: Any) -> OpSpec:
+        """The spec of this operator's in-place or out variant: with the essential samples.
+
+        Args:
+            operator: the variant. Out arguments need not be in the samples: they are made, full of
+                junk, like the results of this operator. The out variant has no gradients.
+            changes: attributes that are not those of this spec, such as ``dtypes``.
+
+        Example:
+            >>> spec.variant(torch.ops.mylib.f_, dtypes=(torch.float32,))
+            >>> spec.variant(torch.ops.mylib.f.out)
+        """
+        variant = overload(operator)
+        names = {argument.name for argument in self.operator._schema.arguments}
+        has_out = any(argument.name not in names for argument in variant._schema.arguments)
+        derived: dict[str, Any] = {
+            "operator": variant,
+            "samples": {name: self.samples[name] for name in self.essential},
+            "in_layouts": [name for name in self.in_layouts if name in self.essential],
+        }
+        if has_out:
+            derived |= {"functional": self.operator, "differentiable": False}
+        return dataclasses.replace(self, **(derived | changes))
+
+
+def of_size(sized: Callable[[torch.dtype, int], Sample], size: int, dtype: torch.dtype) -> Sample:
+    return sized(dtype, size)
 
 
 # ------------------------------------------------------------------------------------ comparing
@@ -102,44 +233,106 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
     """Assert that what the operator gave for a sample is within its error budget."""
     exact_sample = sample.exact()
     expected = exact_sample.call(spec.reference)
-    budgets = spec.output_budget(exact_sample, dtype)
-    assert len(outputs) == len(expected) == len(budgets)
+    if len(outputs) != len(expected):
+        raise AssertionError(
+            f"it has {len(outputs)} outputs, its reference {len(expected)}"
+            + ", the arguments that it writes included" * spec.mutates
+        )
+    if spec.output_budget is not None:
+        budgets = spec.output_budget(exact_sample, dtype)
+    else:
+        budgets = tuple(map(functools.partial(_tolerance, spec), outputs, expected))
+    assert len(budgets) == len(outputs)
     for position, (output, value, budget) in enumerate(zip(outputs, expected, budgets)):
         assert_within(f"output {position}", output, value, budget)
 
 
-def check_gradients(spec: OpSpec, sample: Sample, gradients: Tensors, cotangents: Tensors) -> None:
+def check_gradients(
+    spec: OpSpec,
+    sample: Sample,
+    gradients: Sequence[Tensor],
+    cotangents: Tensors,
+    names: Sequence[str] = (),
+) -> None:
     """Assert that the gradients of a sample's tensors are within their error budget.
 
     Args:
         gradients: of the tensors of ``sample`` that require one, in their order.
         cotangents: the gradients of the operator's outputs that they were computed from.
+        names: of these tensors, for the message.
     """
     exact_sample = sample.map(lambda t: exact(t).detach().requires_grad_(t.requires_grad))
     outputs = exact_sample.call(spec.reference)
+    if not any(output.requires_grad for output in outputs):
+        raise AssertionError(
+            "no output of the reference requires a gradient: write it in torch's operators, or say "
+            "differentiable=False in the OpSpec"
+        )
     exact_cotangents = tuple(exact(cotangent) for cotangent in cotangents)
-    expected = torch.autograd.grad(outputs, exact_sample.differentiable(), exact_cotangents)
-    with torch.no_grad():
-        dtypes = tuple(None if tensor is None else tensor.dtype for tensor in sample.inputs)
-        budgets = spec.gradient_budget(exact_sample, dtypes, exact_cotangents)
+    expected = gradients_of(outputs, exact_sample.differentiable(), exact_cotangents)
+    if spec.gradient_budget is not None:
+        with torch.no_grad():
+            dtypes = tuple(
+                tensor.dtype if isinstance(tensor, Tensor) else None for tensor in sample.inputs
+            )
+            budgets = spec.gradient_budget(exact_sample, dtypes, exact_cotangents)
+    else:
+        budgets = tuple(map(functools.partial(_tolerance, spec), gradients, expected))
     assert len(gradients) == len(expected) == len(budgets)
-    for position, (gradient, value, budget) in enumerate(zip(gradients, expected, budgets)):
-        assert_within(f"gradient {position}", gradient, value, budget)
+    names = names or [str(position) for position in range(len(gradients))]
+    for name, gradient, value, budget in zip(names, gradients, expected, budgets):
+        assert_within(f"the gradient of {name}", gradient, value, budget)
+
+
+def gradients_of(
+    outputs: Tensors, tensors: Sequence[Tensor], cotangents: Tensors
+) -> tuple[Tensor, ...]:
+    """From those outputs that have a history; zeros where none depends on a tensor."""
+    recorded = [index for index, output in enumerate(outputs) if output.requires_grad]
+    if not tensors:
+        return ()
+    return torch.autograd.grad(
+        [outputs[index] for index in recorded],
+        tensors,
+        [cotangents[index] for index in recorded],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+
+
+def _tolerance(spec: OpSpec, actual: Tensor, expected: Tensor) -> Tensor:
+    """The budget that follows from the dtype of a result. Integers and bool must be equal."""
+    relative, absolute = (TOLERANCES | dict(spec.tolerances)).get(actual.dtype, (0.0, 0.0))
+    if not has_gradients(expected.dtype):
+        return torch.full(expected.shape, absolute)
+    return relative * expected.abs().nan_to_num(math.inf) + absolute
+
+
+def has_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def cotangents_for(outputs: Tensors) -> Tensors:
-    """Random gradients of the outputs, the same for the same shapes on every device."""
+    """Random gradients of the outputs, the same for the same shapes on every device.
+
+    Those of outputs that can have none, such as indices, are zeros.
+    """
     generator = torch.Generator().manual_seed(len(outputs))
     return tuple(
         torch.randn(output.shape, dtype=output.dtype, generator=generator).to(output.device)
+        if has_gradients(output.dtype)
+        else torch.zeros_like(output)
         for output in outputs
     )
 
 
 def assert_within(what: str, actual: Tensor, expected: Tensor, budget: Tensor) -> None:
     """Assert |actual - expected| <= budget, element by element; NaN and infinities must agree."""
-    assert actual.shape == expected.shape, f"{what} has shape {actual.shape}, not {expected.shape}"
-    value = exact(actual)
+    if actual.shape != expected.shape:
+        raise AssertionError(
+            f"{what} has shape {tuple(actual.shape)}, that of the reference {tuple(expected.shape)}"
+        )
+    value, expected = (t.byte() if t.dtype == torch.bool else t for t in (exact(actual), expected))
     error = (value - expected).abs()
     wrong = ~((value == expected) | (error <= budget) | (value.isnan() & expected.isnan()))
     if not wrong.any():
@@ -150,7 +343,21 @@ def assert_within(what: str, actual: Tensor, expected: Tensor, budget: Tensor) -
     raise AssertionError(
         f"{what} is wrong in {int(wrong.sum())} of {wrong.numel()} elements; the worst, at "
         f"{place}, is {value[place].item()} instead of {expected[place].item()}, "
-        f"where {budget[place].item():.3g} is allowed"
+        f"where {budget[place].item():.3g} is allowed" + _hint_at_junk(actual.cpu()[wrong])
+    )
+
+
+def _hint_at_junk(values: Tensor) -> str:
+    """Where wrong elements are what the checks fill memory with that must not be read."""
+    nothing = junk(values, ())
+    is_junk = values.isnan() if has_gradients(values.dtype) else values == nothing
+    count = int(is_junk.sum())
+    if count == 0 or values.dtype == torch.bool:
+        return ""
+    return (
+        f". {count} of them are {nothing.item()}: memory that nobody has written is full of it "
+        "here. So the kernel leaves elements unwritten, or reads fresh memory, or reads beside "
+        "its input"
     )
 
 

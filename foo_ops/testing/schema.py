@@ -1,0 +1,138 @@
+"""What an operator's schema says about its arguments, for checks that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from foo_ops.testing.layouts import junk
+
+Operator = torch._ops.OpOverload
+
+
+def overload(operator: Any) -> Operator:
+    """The overload that was given, the default one of a packet, that of a CustomOpDef.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(operator, torch.library.CustomOpDef):
+        operator = operator._opoverload
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        operator = operator.default
+    if not isinstance(operator, Operator):
+        raise TypeError(
+            "OpSpec: operator must be an operator such as torch.ops.mylib.f, or what "
+            f"torch.library.custom_op returned, got {type(operator).__name__}"
+        )
+    return operator
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors in lists, tuples and dicts, in their order."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def named_tensors(
+    operator: Operator, inputs: Sequence[Any], keywords: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a call as the schema names them: ``input``, ``tensors[1]``."""
+    for argument, value in _bound(operator, inputs, keywords):
+        if isinstance(value, Tensor):
+            yield argument.name, value
+        elif isinstance(value, (list, tuple)):
+            for index, element in enumerate(value):
+                if isinstance(element, Tensor):
+                    yield f"{argument.name}[{index}]", element
+
+
+def written_tensors(
+    operator: Operator, inputs: Sequence[Any], keywords: Mapping[str, Any]
+) -> list[Tensor]:
+    """Those that the schema declares to be written."""
+    arguments = _bound(operator, inputs, keywords)
+    return [
+        tensor for argument, value in arguments if writes(argument) for tensor in tensors_in(value)
+    ]
+
+
+def _bound(
+    operator: Operator, inputs: Sequence[Any], keywords: Mapping[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    arguments = operator._schema.arguments
+    yield from zip(arguments, inputs)
+    for argument in arguments[len(inputs) :]:
+        if argument.name in keywords:
+            yield argument, keywords[argument.name]
+
+
+def writes(argument: Any) -> bool:
+    """Whether an argument, or a return, is declared as ``Tensor(a!)``."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def out_names(operator: Operator, functional: Operator | None) -> list[str]:
+    """The arguments of an out variant that the functional operator does not have."""
+    if functional is None:
+        return []
+    known = {argument.name for argument in functional._schema.arguments}
+    names = (argument.name for argument in operator._schema.arguments)
+    return [name for name in names if name not in known]
+
+
+def functional_form(operator: Operator, functional: Operator | None) -> Callable[..., Any]:
+    """The operator as a function that writes none of its arguments and that torch.compile takes.
+
+    It writes copies, with the same strides, and returns these after what the operator returns
+    beside them. Of an out variant it makes the out arguments, like the results of ``functional``.
+    """
+    schema = operator._schema
+    if not schema.is_mutable:
+        return operator
+    written = {argument.name for argument in schema.arguments if writes(argument)}
+    names = [argument.name for argument in schema.arguments]
+    outs = out_names(operator, functional)
+    fresh = [not writes(result) for result in schema.returns]
+
+    def function(*inputs: Any, **keywords: Any) -> tuple[Any, ...]:
+        if functional is not None:
+            keywords |= dict(zip(outs, map(unwritten, as_tuple(functional(*inputs, **keywords)))))
+        copied = [copies(value) if name in written else value for name, value in zip(names, inputs)]
+        keywords = {
+            name: copies(value) if name in written and name not in outs else value
+            for name, value in keywords.items()
+        }
+        results = as_tuple(operator(*copied, **keywords))
+        returned = [result for result, is_fresh in zip(results, fresh) if is_fresh]
+        arguments = dict(zip(names, copied)) | keywords
+        return (*returned, *(arguments[name] for name in names if name in written))
+
+    return function
+
+
+def as_tuple(result: Any) -> tuple[Any, ...]:
+    """What an operator returned, as a tuple."""
+    if result is None:
+        return ()
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def unwritten(tensor: Tensor) -> Tensor:
+    """A tensor for results like this one, full of what must not be in them."""
+    return junk(tensor, tensor.shape)
+
+
+def copies(value: Any) -> Any:
+    """Of a tensor or a list of them, with their strides; through autograd."""
+    if isinstance(value, (list, tuple)):
+        return [copies(element) for element in value]
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_contiguous():
+        return value.clone()
+    empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return empty.copy_(value)
