@@ -10,7 +10,7 @@ it; pytest makes a test of each check by itself, since the package brings a plug
 `OPERATORS` is the table of the package's own.
 """
 
-from foo_ops.testing.abs import ABS
+from foo_ops.testing.abs import ABS, ABS_IN_PLACE, ABS_OUT
 from foo_ops.testing.attention import ATTENTION
 from foo_ops.testing.attention_varlen import ATTENTION_VARLEN
 from foo_ops.testing.checks import CHECKS, Case, OperatorCheckError, cases, check_operator
@@ -44,4 +44,4 @@ __all__ = [
     "random",
 ]
 
-OPERATORS = (ABS, ATTENTION, ATTENTION_VARLEN)
+OPERATORS = (ABS, ABS_IN_PLACE, ABS_OUT, ATTENTION, ATTENTION_VARLEN)

@@ -74,3 +74,9 @@ ABS = OpSpec(
     output_budget=abs_output_budget,
     gradient_budget=abs_gradient_budget,
 )
+
+# The modulus of a complex number cannot take its place.
+ABS_IN_PLACE = ABS.variant(
+    torch.ops.foo.abs_, dtypes=[dtype for dtype in ABS.dtypes if not dtype.is_complex]
+)
+ABS_OUT = ABS.variant(torch.ops.foo.abs.out)

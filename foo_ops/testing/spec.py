@@ -121,6 +121,7 @@ class OpSpec:
             when there is nothing to check.
 
     Example:
+        >>> from foo_ops.testing import OpSpec, Sample, check_operator
         >>> spec = OpSpec(
         ...     operator=torch.ops.foo.abs,
         ...     reference=torch.abs,
@@ -206,8 +207,11 @@ class OpSpec:
             changes: attributes that are not those of this spec, such as ``dtypes``.
 
         Example:
-            >>> spec.variant(torch.ops.mylib.f_, dtypes=(torch.float32,))
-            >>> spec.variant(torch.ops.mylib.f.out)
+            >>> from foo_ops.testing import ABS
+            >>> ABS.variant(torch.ops.foo.abs_, dtypes=(torch.float32, torch.bfloat16))
+            foo::abs_
+            >>> ABS.variant(torch.ops.foo.abs.out)
+            foo::abs.out
         """
         variant = overload(operator)
         names = {argument.name for argument in self.operator._schema.arguments}

@@ -1,0 +1,686 @@
+"""The older way to define an operator in Python, for code that was written against it.
+
+These are the names of ``torch._custom_ops``, with its semantics and its errors, on the present
+``torch.library``: that module of torch is private and deprecated. New code is better off with
+``torch.library`` itself. Device foo is one more device type, and kernels for it are as those for
+the cpu.
+
+Example:
+    >>> import torch
+    >>> from torch import Tensor
+    >>> from foo_ops import custom_ops
+    >>> @custom_ops.custom_op("mylib::scaled")
+    ... def scaled(x: Tensor, factor: float) -> Tensor:
+    ...     raise NotImplementedError
+    >>> @custom_ops.impl("mylib::scaled", device_types=("cpu", "foo"))
+    ... def scaled_kernel(x, factor):
+    ...     return x * factor
+    >>> @custom_ops.impl_abstract("mylib::scaled")
+    ... def scaled_abstract(x, factor):
+    ...     return torch.empty_like(x)
+    >>> @custom_ops.impl_save_for_backward("mylib::scaled")
+    ... def save_for_backward(inputs, output):
+    ...     return inputs.factor
+    >>> @custom_ops.impl_backward("mylib::scaled")
+    ... def backward(ctx, factor, grad):
+    ...     return {"x": grad * factor}
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> torch.ops.mylib.scaled(x, 2.0).sum().backward()
+    >>> x.grad
+    tensor([2., 2., 2.])
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+from torch.library import Library, get_ctx, infer_schema
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "custom_op",
+    "destroy",
+    "get_ctx",
+    "impl",
+    "impl_abstract",
+    "impl_backward",
+    "impl_save_for_backward",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "foo": "PrivateUse1"}
+# Namespaces of PyTorch itself.
+RESERVED_NAMESPACES = {"prim", "prims", "aten", "at", "torch", "pytorch"}
+
+
+# ------------------------------------------------------------------------------- the public names
+
+
+def custom_op(qualname: str, func_or_schema: Callable[..., Any] | str | None = None) -> Any:
+    """Define an operator; it must be functional: write no argument and return no view of one.
+
+    Args:
+        qualname: ``"namespace::name"``.
+        func_or_schema: a function called ``name``, whose annotations become the schema and whose
+            body is never run; or the schema, ``"(Tensor x, float factor) -> Tensor"``. Without it
+            this is a decorator of the function.
+
+    Returns:
+        The function, or a decorator; for a schema None.
+
+    Raises:
+        ValueError: for a qualname without a namespace, with an overload or in a namespace of
+            PyTorch, for a function of another name or without annotations, for a schema that is not
+            functional or has an argument ``self``.
+
+    Example:
+        >>> custom_op("mylib::shifted", "(Tensor x, float offset=1.) -> Tensor")
+        >>> torch.ops.mylib.shifted.default._schema
+        mylib::shifted(Tensor x, float offset=1.) -> Tensor
+    """
+    namespace, name = _parse(qualname)
+    _validate_namespace(namespace)
+    if isinstance(func_or_schema, str):
+        _define(namespace, name, func_or_schema)
+        return None
+
+    def define(function: Function) -> Function:
+        if not inspect.isfunction(function):
+            raise ValueError(
+                "custom_op(...)(func): Expected `func` to be a Python function, "
+                f"got: {type(function)}"
+            )
+        if function.__name__ != name:
+            raise ValueError(
+                f"custom_op(qualname='{qualname}', ...)(func): expected `func` to have name "
+                f"'{name}' but got '{function.__name__}'. Please either change the name of `func` "
+                "or the qualname that is passed to `custom_op`"
+            )
+        _define(namespace, name, infer_schema(function, mutates_args=()))
+        return function
+
+    return define if func_or_schema is None else define(func_or_schema)
+
+
+def impl(
+    qualname: str,
+    *,
+    device_types: str | Iterable[str] = ("cpu", "cuda", "foo"),
+    func: Callable[..., Any] | None = None,
+) -> Any:
+    """Register a kernel for device types; a decorator unless the function is given.
+
+    Args:
+        qualname: an operator, defined here or with torch.library or in C++.
+        device_types: of ``cpu``, ``cuda`` and ``foo``.
+        func: takes what the operator takes.
+
+    Raises:
+        ValueError: for another device type, and for an operator that there is not.
+        RuntimeError: where there is a kernel already.
+
+    Example:
+        >>> custom_op("mylib::halved", "(Tensor x) -> Tensor")
+        >>> @impl("mylib::halved", device_types=("cpu", "foo"))
+        ... def halved(x):
+        ...     return x / 2
+        >>> torch.ops.mylib.halved(torch.ones(2, device="foo"))
+        tensor([0.5000, 0.5000], device='foo:0')
+    """
+    types = (device_types,) if isinstance(device_types, str) else tuple(device_types)
+
+    def register(function: Function) -> Function:
+        operator = _find(qualname, of_others_too=True)
+        for device_type in types:
+            if device_type not in DISPATCH_KEYS:
+                raise ValueError(
+                    f"CustomOp.impl(device_types=[{device_type}, ...]): we only support "
+                    f"device_type in {DISPATCH_KEYS.keys()}."
+                )
+        for device_type in dict.fromkeys(types):
+            operator.register_kernel(device_type, function, _caller())
+        return function
+
+    return register if func is None else register(func)
+
+
+def impl_abstract(qualname: str, *, func: Callable[..., Any] | None = None) -> Any:
+    """Register what the outputs look like, for tensors without data: torch.library.register_fake.
+
+    Where a size depends on data, ``get_ctx().new_dynamic_size()`` stands for it.
+
+    Example:
+        >>> custom_op("mylib::positive", "(Tensor x) -> Tensor")
+        >>> @impl_abstract("mylib::positive")
+        ... def positive_abstract(x):
+        ...     return x.new_empty(get_ctx().new_dynamic_size())
+    """
+
+    def register(function: Function) -> Function:
+        library = _operators[qualname].library if qualname in _operators else None
+        torch.library.register_fake(qualname, function, lib=library, _stacklevel=3)
+        return function
+
+    return register if func is None else register(func)
+
+
+def impl_save_for_backward(qualname: str, *, func: Callable[..., Any] | None = None) -> Any:
+    """Register the first half of a formula for gradients: what to keep of a call.
+
+    Args:
+        qualname: an operator.
+        func: ``func(inputs, output)``, with the arguments as a named tuple; returns tensors and
+            others, in lists, tuples and dicts. `impl_backward` registers the second half.
+
+    Example:
+        >>> custom_op("mylib::power", "(Tensor x, int exponent) -> Tensor")
+        >>> @impl_save_for_backward("mylib::power")
+        ... def save_for_backward(inputs, output):
+        ...     return inputs.x, inputs.exponent
+    """
+
+    def register(function: Function) -> Function:
+        operator = _find(qualname, of_others_too=True)
+        operator.register_formula_part("save_for_backward", function, _caller())
+        return function
+
+    return register if func is None else register(func)
+
+
+def impl_backward(
+    qualname: str,
+    output_differentiability: list[bool] | None = None,
+    *,
+    func: Callable[..., Any] | None = None,
+) -> Any:
+    """Register the second half of a formula for gradients: the gradients.
+
+    Args:
+        qualname: an operator that is functional and returns something.
+        output_differentiability: of each output, whether it may have a gradient.
+        func: ``func(ctx, saved, *grads)``, with what `impl_save_for_backward` kept and a gradient
+            for each output; returns a dict with a gradient, or None, for the name of each argument
+            that is a tensor, and a list of them for a list of tensors.
+
+    Raises:
+        RuntimeError: for another ``output_differentiability``, for an operator that is not
+            functional, and where there is a formula already.
+
+    Example:
+        >>> custom_op("mylib::product", "(Tensor a, Tensor b) -> Tensor")
+        >>> impl("mylib::product", func=torch.mul)
+        >>> impl_save_for_backward("mylib::product", func=lambda inputs, output: inputs)
+        >>> @impl_backward("mylib::product")
+        ... def backward(ctx, saved, grad):
+        ...     return {"a": grad * saved.b, "b": grad * saved.a}
+        >>> a, b = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0)
+        >>> torch.ops.mylib.product(a, b).backward()
+        >>> a.grad
+        tensor(3.)
+    """
+
+    def register(function: Function) -> Function:
+        operator = _find(qualname, of_others_too=True)
+        operator.set_output_differentiability(output_differentiability)
+        operator.register_formula_part("backward", function, _caller())
+        return function
+
+    return register if func is None else register(func)
+
+
+def destroy(qualname: str) -> None:
+    """Remove an operator and all that was registered for it here, so that it can be defined anew.
+
+    Raises:
+        RuntimeError: when it was not defined, or extended, here.
+
+    Example:
+        >>> custom_op("mylib::gone", "(Tensor x) -> Tensor")
+        >>> destroy("mylib::gone")
+        >>> hasattr(torch.ops.mylib, "gone")
+        False
+    """
+    _find(qualname).destroy()
+
+
+# ------------------------------------------------------------------------------------ operators
+
+
+class CustomOp:
+    """An operator and what was registered for it.
+
+    Attributes:
+        qualname: ``"namespace::name"``.
+        schema: parsed.
+        library: what definition and kernels live in.
+        locations: by kind, such as ``cpu`` or ``backward``: where that was registered.
+    """
+
+    def __init__(self, qualname: str, schema: Any, library: Library) -> None:
+        self.qualname = qualname
+        self.schema = schema
+        self.library = library
+        self.locations: dict[str, str] = {}
+        self._parts: dict[str, Callable[..., Any]] = {}
+        self._output_differentiability: list[bool] | None = None
+        # What stands in for a formula that is not there yet, or half of it.
+        self._stand_in: Library | None = None
+        self._has_formula = False
+
+    def __repr__(self) -> str:
+        return f'<CustomOp(op="{self.qualname}")>'
+
+    @property
+    def name(self) -> str:
+        return self.qualname.partition("::")[2]
+
+    def destroy(self) -> None:
+        for library in (self.library, self._stand_in):
+            if library is not None:
+                library._destroy()
+        del _operators[self.qualname]
+
+    def register_kernel(
+        self, device_type: str, function: Callable[..., Any], location: str
+    ) -> None:
+        key = DISPATCH_KEYS[device_type]
+        if device_type not in self.locations and _has_kernel(self.qualname, key):
+            raise RuntimeError(
+                f"impl(..., device_types={device_type}): the operator {self.qualname} already has "
+                "an implementation for this device type via a pre-existing torch.library or "
+                "TORCH_LIBRARY registration."
+            )
+        self._note(device_type, location)
+        self.library.impl(self.name, function, key)
+
+    def _note(self, kind: str, location: str) -> None:
+        if kind in self.locations:
+            raise RuntimeError(
+                f"Attempting to register a {kind} impl for operator {self.qualname} that already "
+                f"has a {kind} impl registered from Python at {self.locations[kind]}. This is not "
+                "supported."
+            )
+        self.locations[kind] = location
+
+    # ------------------------------------------------------------------------------- gradients
+
+    def set_output_differentiability(self, differentiability: list[bool] | None) -> None:
+        if differentiability is None:
+            return
+        if (
+            not isinstance(differentiability, list)
+            or not all(isinstance(flag, bool) for flag in differentiability)
+            or len(differentiability) != len(self.schema.returns)
+        ):
+            raise RuntimeError(
+                "impl_backward(output_differentiability): expected output_differentiability to be "
+                "a list of bools with length equal to the number of outputs of this CustomOp got: "
+                f"{differentiability}"
+            )
+        self._output_differentiability = differentiability
+
+    def register_formula_part(self, kind: str, function: Callable[..., Any], location: str) -> None:
+        """One half; with the second the formula is registered."""
+        self._check_can_have_formula()
+        if self._stand_in is None and not self._has_formula:
+            self._check_has_no_other_formula()
+            self.stand_in_for_formula()
+        self._note(kind, location)
+        self._parts[kind] = function
+        if len(self._parts) == 2:
+            self._register_formula()
+
+    def stand_in_for_formula(self) -> None:
+        """Until there is a formula, calls that need one raise."""
+        operator = _overload(self.qualname)
+
+        def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **keywords: Any) -> Any:
+            self._raise_if_half_a_formula()
+            if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **keywords):
+                raise RuntimeError("Autograd has not been implemented for operator")
+            with torch._C._AutoDispatchBelowAutograd():
+                below = keyset & torch._C._after_autograd_keyset
+                return operator.redispatch(below, *args, **keywords)
+
+        self._stand_in = Library(self.qualname.partition("::")[0], "FRAGMENT")
+        self._stand_in.impl(self.name, kernel, "Autograd", with_keyset=True)
+
+    def _raise_if_half_a_formula(self) -> None:
+        if not self._parts:
+            return
+        (found,) = self._parts
+        missing = "save_for_backward" if found == "backward" else "backward"
+        raise RuntimeError(
+            f"We found a '{found}' registration for {self} at {self.locations[found]} but were "
+            f"unable to find a '{missing}' registration. To use the CustomOp API to register a "
+            "backward formula, please provide us both a backward function and a 'save for "
+            "backward' function via `impl_backward` and `impl_save_for_backward` respectively."
+        )
+
+    def _register_formula(self) -> None:
+        assert self._stand_in is not None
+        self._stand_in._destroy()
+        self._stand_in = None
+        self._has_formula = True
+        formula = Formula(self, self._parts, self._output_differentiability)
+        torch.library.register_autograd(
+            self.qualname, formula.backward, setup_context=formula.setup_context, lib=self.library
+        )
+
+    def _check_can_have_formula(self) -> None:
+        from torchgen.model import SchemaKind
+
+        returns = self.schema.returns
+        if self.schema.kind() != SchemaKind.functional:
+            self._refuse_formula("non-functional operator")
+        if not returns:
+            self._refuse_formula("operator with no returns")
+        if any(r.annotation is not None and not r.annotation.is_write for r in returns):
+            self._refuse_formula("operator that returns views")
+        allowed = {
+            "int": "int",
+            "SymInt": "SymInt",
+            "bool": "bool",
+            "float": "float",
+            "Tensor": "Tensor",
+            "Tensor[]": "List[Tensor]",
+        }
+        for result in returns:
+            if str(result.type) not in allowed:
+                self._refuse_formula(
+                    f"operator with return not in {list(allowed.values())} (got {result.type})"
+                )
+
+    def _refuse_formula(self, detail: str) -> NoReturn:
+        raise RuntimeError(
+            f"Cannot use torch._custom_ops APIs to register backward formula for {detail}. Got "
+            f"operator {self.qualname} with schema: {self.schema}"
+        )
+
+    def _check_has_no_other_formula(self) -> None:
+        has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, self.qualname)
+        if has("CompositeImplicitAutograd"):
+            raise RuntimeError(
+                f"impl_backward/impl_save_for_backward: the operator {self.qualname} already has "
+                "an implementation for this device type via a pre-existing registration to "
+                "DispatchKey::CompositeImplicitAutograd.CompositeImplicitAutograd operators do not "
+                "need an autograd formula; instead, the operator will decompose into its "
+                "constituents and those can have autograd formulas defined on them."
+            )
+        for key in ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradPrivateUse1"):
+            if has(key):
+                raise RuntimeError(
+                    f"impl_backward/impl_save_for_backward: the operator {self.qualname} already "
+                    f"has an Autograd kernel registered to DispatchKey::{key} vi a pre-existing "
+                    "torch.library or TORCH_LIBRARY registration. Please either remove those "
+                    "registrations or don't use the torch._custom_ops APIs"
+                )
+
+
+class Formula:
+    """The two functions of torch.library.register_autograd, made of the two of this module."""
+
+    def __init__(
+        self,
+        operator: CustomOp,
+        parts: dict[str, Callable[..., Any]],
+        output_differentiability: list[bool] | None,
+    ) -> None:
+        arguments = operator.schema.arguments
+        self._save = parts["save_for_backward"]
+        self._gradients = parts["backward"]
+        self._differentiability = output_differentiability
+        self._where = (
+            f"In the backward function defined for {operator} at {operator.locations['backward']} "
+            "using the CustomOp API, "
+        )
+        self._positional = [argument.name for argument in arguments.flat_positional]
+        self._expected = {
+            argument.name for argument in arguments.flat_all if argument.type.is_tensor_like()
+        }
+        names = [argument.name for argument in arguments.flat_all]
+        self._arguments = collections.namedtuple(  # type: ignore[misc]
+            f"{operator.schema.name}_args", names
+        )
+
+    def setup_context(
+        self,
+        ctx: Any,
+        inputs: tuple[Any, ...],
+        output: Any,
+        keyword_only_inputs: dict[str, Any] | None = None,
+    ) -> None:
+        arguments = self._arguments(*inputs, **(keyword_only_inputs or {}))
+        leaves, ctx.structure = pytree.tree_flatten(self._save(arguments, output))
+        # Tensors that are not saved by this function would keep a graph alive.
+        ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+        ctx.are_tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+        ctx.others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        ctx.types = pytree.tree_map(type, arguments)
+        self._mark_outputs(ctx, output)
+
+    def _mark_outputs(self, ctx: Any, output: Any) -> None:
+        if self._differentiability is None:
+            return
+        outputs = output if isinstance(output, tuple) else (output,)
+        unmarked: list[Tensor] = []
+        for position, (value, flag) in enumerate(zip(outputs, self._differentiability)):
+            if isinstance(value, (Tensor, list)):
+                unmarked += [] if flag else pytree.tree_leaves(value)
+            elif flag:
+                raise RuntimeError(
+                    f"With output_differentiability={self._differentiability}. At idx {position}, "
+                    f"we received an object of type {type(value)} that is not a Tensor, so it "
+                    "cannot have be marked as differentiable in output_differentiability."
+                )
+        ctx.mark_non_differentiable(*unmarked)
+
+    def backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        leaves = [next(tensors if is_tensor else others) for is_tensor in ctx.are_tensors]
+        saved = pytree.tree_unflatten(leaves, ctx.structure)
+        # The first argument is there for what may come; it holds nothing.
+        gradients = self._gradients(object(), saved, *grads)
+        self._validate(gradients, ctx.types)
+        return tuple(gradients.get(name) for name in self._positional)
+
+    def _validate(self, gradients: Any, types: Any) -> None:
+        if not isinstance(gradients, dict):
+            self._refuse(
+                "expected the output of the backward function to be a dict but got "
+                f"{type(gradients)}"
+            )
+        if self._expected != gradients.keys():
+            self._refuse(
+                f"expected the returned grad_input dict to have keys {self._expected} but got "
+                f"{gradients.keys()}. The backward function must return a gradient (can be None) "
+                "for each arg to the CustomOp that may be a Tensor or Sequence[Tensor]. Args "
+                "declared to be non-Tensor-like types should not appear in the grad_input dict"
+            )
+        for name, gradient in gradients.items():
+            type_ = getattr(types, name)
+            if isinstance(type_, list):
+                self._validate_list(name, gradient, type_)
+            else:
+                self._validate_one(name, gradient, type_)
+
+    def _validate_list(self, name: str, gradient: Any, types: list[type]) -> None:
+        expected = f"for input '{name}' expected the grad_input dict to hold a list of"
+        if not isinstance(gradient, (tuple, list)):
+            self._refuse(f"{expected} gradients but got object of type {type(gradient)}.")
+        if len(gradient) != len(types):
+            self._refuse(f"{expected} {len(types)} gradients but got {len(gradient)}")
+        for position, (one, type_) in enumerate(zip(gradient, types)):
+            if one is None:
+                continue
+            if not isinstance(one, Tensor):
+                self._refuse(
+                    f"{expected} None or Tensor gradients but got object of {type(one)} at index "
+                    f"{position}"
+                )
+            if not issubclass(type_, Tensor):
+                self._refuse(
+                    f"for input '{name}', got a Tensor as the gradient for the {position}-th value "
+                    f"but expected None because the {position}-th value was not a Tensor (it was "
+                    f"type {types}"
+                )
+
+    def _validate_one(self, name: str, gradient: Any, type_: type) -> None:
+        if gradient is None:
+            return
+        if not isinstance(gradient, Tensor):
+            self._refuse(
+                f"got object of type {type(gradient)} as the gradient for input '{name}', but "
+                "expected the gradient to be either None or a Tensor"
+            )
+        if not issubclass(type_, Tensor):
+            self._refuse(
+                f"got a Tensor as the gradient for input '{name}' but expected None as the "
+                f"gradient because input '{name}' was not a Tensor (it was type {type_})."
+            )
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(self._where + what)
+
+
+_operators: dict[str, CustomOp] = {}
+
+
+def _define(namespace: str, name: str, schema: str) -> None:
+    from torchgen.model import FunctionSchema
+
+    parsed = FunctionSchema.parse(f"{name}{schema}")
+    _validate_schema(parsed)
+    library = Library(namespace, "FRAGMENT")
+    library.define(f"{name}{schema}", tags=(torch.Tag.needs_fixed_stride_order,))
+    operator = CustomOp(f"{namespace}::{name}", parsed, library)
+    operator.stand_in_for_formula()
+    torch._C._dispatch_set_report_error_callback(
+        torch._C._dispatch_find_schema_or_throw(operator.qualname, ""),
+        functools.partial(_report_missing_kernel, repr(operator)),
+    )
+    _operators[operator.qualname] = operator
+
+
+def _find(qualname: str, *, of_others_too: bool = False) -> CustomOp:
+    """An operator of this module, or another that is extended here for the first time."""
+    if qualname in _operators:
+        return _operators[qualname]
+    if not of_others_too:
+        raise RuntimeError(
+            f'Could not find custom op "{qualname}". Did you register it via the '
+            "torch._custom_ops API?"
+        )
+    from torchgen.model import FunctionSchema
+
+    schema = str(_overload(qualname)._schema).rpartition("::")[2]
+    library = Library(qualname.partition("::")[0], "FRAGMENT")
+    _operators[qualname] = CustomOp(qualname, FunctionSchema.parse(schema), library)
+    return _operators[qualname]
+
+
+def _overload(qualname: str) -> torch._ops.OpOverload:
+    namespace, name = _parse(qualname)
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    if not hasattr(packet, "default"):
+        raise ValueError(
+            f"Could not find the operator {qualname}. Please make sure you have already registered "
+            "the operator and (if registered from C++) loaded it via torch.ops.load_library."
+        )
+    return packet.default  # type: ignore[union-attr]
+
+
+def _parse(qualname: str) -> tuple[str, str]:
+    namespace, separator, name = qualname.partition("::")
+    if not separator:
+        raise ValueError(
+            f"Expected there to be a namespace in {qualname}, i.e. The operator name should look "
+            "something like ns::foo"
+        )
+    if "." in name:
+        raise ValueError(
+            "The torch.custom_ops APIs do not handle overloads, i.e. operator names with '.' in "
+            f"them. Please name your operator something like ns::foo. Got: {qualname}"
+        )
+    return namespace, name
+
+
+def _validate_namespace(namespace: str) -> None:
+    if "." in namespace:
+        raise ValueError(
+            f'custom_op(..., ns="{namespace}"): expected ns to not contain any . (and be a valid '
+            "variable name)"
+        )
+    if namespace in RESERVED_NAMESPACES:
+        raise ValueError(
+            f"custom_op(..., ns='{namespace}'): '{namespace}' is a reserved namespace, please "
+            "choose something else. "
+        )
+
+
+def _validate_schema(schema: Any) -> None:
+    is_view = any(r.annotation is not None and not r.annotation.is_write for r in schema.returns)
+    if schema.is_mutable or is_view or not schema.returns:
+        raise ValueError(
+            "custom_op only supports functional operators (ops that do not mutate any inputs, do "
+            "not return views of the inputs, and has at least one return). Got the following "
+            f"non-functional schema: {schema}"
+        )
+    if schema.arguments.self_arg is not None:
+        raise ValueError(
+            "custom_op does not support arguments named 'self'. Please rename your argument. Got: "
+            f"{schema}"
+        )
+
+
+def _has_kernel(qualname: str, key: str) -> bool:
+    if key != "PrivateUse1":
+        return torch._C._dispatch_has_computed_kernel_for_dispatch_key(qualname, key)
+    # There foo's fallback would count as a kernel of every operator.
+    keys = (key, "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key) for key in keys)
+
+
+def _report_missing_kernel(operator: str, key: str) -> NoReturn:
+    """What a call raises where there is no kernel for it."""
+    if key == "Undefined":
+        raise NotImplementedError(
+            f"{operator}: There were no Tensor inputs to this operator (e.g. you passed an empty "
+            "list of Tensors). If your operator is a factory function (that is, it takes no "
+            "Tensors and constructs a new one), then please use CustomOp.impl_factory to register "
+            "an implementation for it"
+        )
+    if key == "Meta":
+        raise NotImplementedError(
+            f"{operator}: when running with device='Meta' tensors: there is no abstract impl "
+            "registered for this CustomOp. Please register one via CustomOp.impl_abstract to get "
+            "this CustomOp to work with Meta tensors"
+        )
+    if key in DISPATCH_KEYS.values():
+        device = {key: device for device, key in DISPATCH_KEYS.items()}[key]
+        raise NotImplementedError(
+            f"{operator}: when running with device='{device}' tensors: there is no {device} impl "
+            "registered for this CustomOp. Please register one via "
+            f"CustomOp.impl(device_type='{device}')"
+        )
+    raise NotImplementedError(
+        f"{operator}: No implementation for dispatch key {key}. It is likely that we have not "
+        "added this functionality yet, please either open an issue or if you're feeling "
+        "adventurous, use the low-level torch.library API"
+    )
+
+
+def _caller() -> str:
+    """The file and line of the code that called this module."""
+    frame: Any = sys._getframe(1)
+    while frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

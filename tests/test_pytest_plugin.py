@@ -1,0 +1,144 @@
+"""A stranger's project: files outside the package, in fresh processes, without a conftest."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+OPERATOR = """\
+import pytest
+import torch
+
+from foo_ops.testing import OpSpec, Sample, random
+
+torch.library.define(
+    "stranger::rms_norm",
+    "(Tensor input, Tensor weight, *, float eps=1e-6) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def reference(input, weight, *, eps=1e-6):
+    return input * (input.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@torch.library.impl("stranger::rms_norm", ("cpu", "foo"))
+def rms_norm(input, weight, *, eps=1e-6):
+    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    result = reference(input.to(wide), weight.to(wide), eps=eps)
+    return result.to(input.dtype).contiguous()
+
+
+@torch.library.register_fake("stranger::rms_norm")
+def rms_norm_fake(input, weight, *, eps=1e-6):
+    return input.new_empty(FAKE_SHAPE)
+
+
+def setup_context(ctx, inputs, keyword_only_inputs, output):
+    ctx.save_for_backward(*inputs)
+    ctx.eps = keyword_only_inputs["eps"]
+
+
+def backward(ctx, grad):
+    input, weight = ctx.saved_tensors
+    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    x, w, g = (tensor.to(wide) for tensor in (input, weight, grad))
+    scale = (x.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+    gw = g * w
+    grad_x = scale * gw - x * scale**3 * (gw * x).mean(-1, keepdim=True)
+    grad_w = (g * x * scale).flatten(0, -2).sum(0)
+    return grad_x.to(input.dtype), grad_w.to(weight.dtype)
+
+
+torch.library.register_autograd("stranger::rms_norm", backward, setup_context=setup_context)
+
+
+def sized(dtype, size):
+    return Sample(tuple(random("rms_norm", (3, size), (size,), dtype=dtype)), {"eps": 1e-5})
+
+
+RMS_NORM = OpSpec(
+    operator=torch.ops.stranger.rms_norm,
+    reference=reference,
+    dtypes=(torch.float32, torch.float64, torch.bfloat16),
+    sized=sized,
+    sizes=(1, 7),
+)
+
+
+@pytest.mark.operators(RMS_NORM)
+def test_operator(operator_check):
+    operator_check()
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+def test_compiled(device):
+    def block(x, weight):
+        return torch.ops.stranger.rms_norm(x * 2, weight).relu()
+
+    x, weight = torch.randn(4, 8, device=device), torch.ones(8, device=device)
+    backend = "inductor" if device == "cpu" else "aot_eager"
+    graph = torch.compile(block, backend=backend, fullgraph=True)
+    torch.testing.assert_close(graph(x, weight), block(x, weight))
+"""
+RIGHT = OPERATOR.replace("FAKE_SHAPE", "input.shape")
+WRONG = OPERATOR.replace("FAKE_SHAPE", "input.shape[1:]")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Write a test file into a folder of its own and run pytest on it there."""
+
+    def run_pytest(text, *options):
+        (tmp_path / "test_of_a_stranger.py").write_text(text)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    return run_pytest
+
+
+def counts(process):
+    """How many tests passed, failed and so on."""
+    found = re.findall(r"(\d+) (\w+)", process.stdout.splitlines()[-1])
+    return {word: int(count) for count, word in found if word in ("passed", "failed", "deselected")}
+
+
+def test_operator_passes_its_matrix(run):
+    process = run(RIGHT)
+    assert process.returncode == 0, process.stdout
+    assert counts(process)["passed"] > 200
+
+
+def test_tests_are_chosen_by_words(run):
+    process = run(RIGHT, "-v", "-k", "rms_norm and foo and opcheck")
+    names = re.findall(r"::test_operator\[(\S+)\] PASSED", process.stdout)
+    assert names == [
+        f"rms_norm-foo-{dtype}-opcheck-{size}{gradient}"
+        for dtype in ("float32", "bfloat16")
+        for size in ("size1", "size7")
+        for gradient in ("", "-gradient")
+    ]
+    assert counts(process)["passed"] == 8
+
+
+def test_what_is_wrong_is_said(run):
+    process = run(WRONG, "-k", "cpu and float32 and (values or fake_kernel) and size7")
+    assert process.returncode == 1
+    assert counts(process)["failed"] == 7
+    assert (
+        "AssertionError: the fake kernel gives output 0 the shape (7,), the kernel gives it (3, 7)"
+    ) in process.stdout
+    # The checks' own code says nothing to the author.
+    assert "foo_ops/testing/checks.py" not in process.stdout
+
+
+def test_operators_must_be_named(run):
+    process = run("def test_operator(operator_check): ...")
+    assert process.returncode != 0
+    assert "test_operator asks for operator_check: say of which operators" in process.stdout
+
+
+def test_torch_is_imported_only_where_it_is_needed(run):
+    process = run("def test_nothing():\n    import sys\n    assert 'torch' not in sys.modules\n")
+    assert process.returncode == 0, process.stdout
