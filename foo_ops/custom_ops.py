@@ -216,8 +216,8 @@ def impl_backward(
 
     Example:
         >>> custom_op("mylib::product", "(Tensor a, Tensor b) -> Tensor")
-        >>> impl("mylib::product", func=torch.mul)
-        >>> impl_save_for_backward("mylib::product", func=lambda inputs, output: inputs)
+        >>> _ = impl("mylib::product", func=torch.mul)
+        >>> _ = impl_save_for_backward("mylib::product", func=lambda inputs, output: inputs)
         >>> @impl_backward("mylib::product")
         ... def backward(ctx, saved, grad):
         ...     return {"a": grad * saved.b, "b": grad * saved.a}

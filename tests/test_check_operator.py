@@ -707,3 +707,12 @@ def test_tolerances_follow_from_the_dtype_and_can_be_given():
     assert all("float32" in name for name in failures_of(spec, ["values"]))
     given = {torch.float32: (1e-3, 0.0)}
     check_operator(dataclasses.replace(spec, tolerances=given), checks=["values"])
+
+
+def test_random_samples_are_the_same_in_every_call():
+    def sized(dtype, size):
+        return Sample((torch.randn(size).to(dtype), torch.randn(size).to(dtype)))
+
+    state = torch.get_rng_state()
+    check_operator(product_spec(sized=sized), checks=["values", "gradients", "layouts"])
+    assert torch.equal(torch.get_rng_state(), state)

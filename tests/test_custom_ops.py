@@ -39,7 +39,7 @@ def define(api, schema="(Tensor x, float factor) -> Tensor"):
 
 
 def find(qualname):
-    return getattr(torch.ops.older, qualname.partition("::")[2])
+    return getattr(torch.ops.older, qualname.removeprefix("older::"))
 
 
 def scaled(api, backward=None, save=None, **options):
@@ -182,7 +182,7 @@ def test_inputs_come_as_a_named_tuple_and_what_is_saved_comes_back(api):
 
 def test_defaults_and_keywords_reach_the_formula():
     qualname = define(custom_ops, "(Tensor x, int count=3, *, float factor=0.5) -> Tensor")
-    custom_ops.impl(qualname)(lambda x, count, *, factor: x * count * factor)
+    custom_ops.impl(qualname)(lambda x, count=3, *, factor=0.5: x * count * factor)
     custom_ops.impl_save_for_backward(qualname)(lambda inputs, output: inputs[1:])
     custom_ops.impl_backward(qualname)(lambda ctx, saved, grad: {"x": grad * saved[0] * saved[1]})
     x = torch.ones((), requires_grad=True)

@@ -98,7 +98,8 @@ class OpSpec:
         sized: a sample for a dtype and a size that every dimension of interest grows with. Sizes
             from 5 to 19 must be possible; with torch.compile one graph has to serve them all.
         sizes: the sizes that become samples, called ``size0`` and so on: empty, one, and odd.
-        samples: others, by name: what makes the sample in a dtype.
+        samples: others, by name: what makes the sample in a dtype. torch's generator is seeded
+            before, so that random numbers are the same in each call.
         devices: where the operator has to work.
         essential: the names of a few small samples that stand for all of them where a check is
             slow: gradcheck, opcheck, compilation. Left out: those of ``sizes`` below 10.
