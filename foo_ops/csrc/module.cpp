@@ -68,13 +68,17 @@ void bind_attention_checks(py::module_& module) {
 // As torch.library.Library keeps them: a handle of a registration, with destroy().
 class Registration {
  public:
-  explicit Registration(c10::RegistrationHandleRAII handle)
-      : handle_(new std::optional(std::move(handle))) {}
-  void destroy() { handle_->reset(); }
+  explicit Registration(c10::RegistrationHandleRAII handle) {
+    handles_->push_back(std::move(handle));
+  }
+  explicit Registration(std::vector<c10::RegistrationHandleRAII> handles)
+      : handles_(new std::vector(std::move(handles))) {}
+  void destroy() { handles_->clear(); }
 
  private:
   // Not destroyed with this object, because at exit the dispatcher may be gone before.
-  std::optional<c10::RegistrationHandleRAII>* handle_;
+  std::vector<c10::RegistrationHandleRAII>* handles_ =
+      new std::vector<c10::RegistrationHandleRAII>();
 };
 
 foo::Parameter make_parameter(std::string name, const std::string& kind, bool is_optional,
@@ -126,8 +130,12 @@ void bind_operators(py::module_& module) {
   foo::set_resolver(resolve_kernel);
   bind_kernels(module);
   bind_attention_checks(module);
-  module.def("register_autograd_shortcut", &foo::register_autograd_shortcut,
-             py::arg("operator_name"));
+  module.def(
+      "register_autograd_shortcut",
+      [](const std::string& operator_name) {
+        return Registration(foo::register_autograd_shortcut(operator_name));
+      },
+      py::arg("operator_name"));
 }
 
 py::list describe_blocks(const c10::CachingDeviceAllocator::SegmentInfo& segment) {

@@ -128,14 +128,18 @@ void redispatch_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySe
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
-void register_autograd_shortcut(const std::string& operator_name) {
+std::vector<c10::RegistrationHandleRAII> register_autograd_shortcut(
+    const std::string& operator_name) {
+  std::vector<c10::RegistrationHandleRAII> registrations;
   const auto op = find_operator(operator_name);
   for (const auto key : kAutogradKeys) {
     auto formula = op.getComputedKernelForDispatchKey(key);
-    register_kernel(operator_name, key,
+    registrations.push_back(
+        hold_kernel(operator_name, key,
                     c10::KernelFunction::makeFromBoxedFunctor(
-                        std::make_unique<AutogradShortcut>(std::move(formula))));
+                        std::make_unique<AutogradShortcut>(std::move(formula)))));
   }
+  return registrations;
 }
 
 c10::RegistrationHandleRAII count_versions(const std::string& operator_name) {

@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <string>
+#include <vector>
 
 namespace foo {
 
@@ -33,7 +34,8 @@ void redispatch_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySe
 
 // Puts a C++ kernel in front of the Python autograd formula that torch.library.register_autograd
 // has registered: calls that need no gradient go straight on below autograd.
-void register_autograd_shortcut(const std::string& operator_name);
+std::vector<c10::RegistrationHandleRAII> register_autograd_shortcut(
+    const std::string& operator_name);
 
 // Makes an operator that writes to its arguments count their versions, so that autograd notices.
 c10::RegistrationHandleRAII count_versions(const std::string& operator_name);

@@ -55,14 +55,14 @@ def _function_of(value: Any) -> Any:
 
 
 def _function_parts(function: types.FunctionType, seen: dict[int, int]) -> Iterator[bytes]:
-    if _is_known(function.__module__):
+    if is_known(function.__module__):
         yield f"{function.__module__}.{function.__qualname__}".encode()
         return
     yield from _parts(function.__code__, seen)
     yield from _parts(function.__defaults__, seen)
     for cell in function.__closure__ or ():
         yield from _parts(cell.cell_contents, seen)
-    attributes = _names(function.__code__, "LOAD_ATTR", "LOAD_METHOD")
+    attributes = attribute_names(function.__code__)
     for name in sorted(global_names(function.__code__) & function.__globals__.keys()):
         yield name.encode()
         value = function.__globals__[name]
@@ -77,7 +77,7 @@ def _module_parts(
 ) -> Iterator[bytes]:
     """Of what a function may use of a module that it names."""
     yield module.__name__.encode()
-    if _is_known(module.__name__):
+    if is_known(module.__name__):
         return
     for name in sorted(names & vars(module).keys()):
         value = vars(module)[name]
@@ -95,7 +95,7 @@ def _code_parts(code: types.CodeType, seen: dict[int, int]) -> Iterator[bytes]:
         yield from _parts(constant, seen)
 
 
-def _is_known(module: str) -> bool:
+def is_known(module: str) -> bool:
     """Whether the key covers a module by its package's version or by its source."""
     package = module.partition(".")[0]
     return (
@@ -108,6 +108,11 @@ def _is_known(module: str) -> bool:
 def global_names(code: types.CodeType) -> frozenset[str]:
     """The globals that a function's code reads."""
     return _names(code, "LOAD_GLOBAL", "LOAD_NAME")
+
+
+def attribute_names(code: types.CodeType) -> frozenset[str]:
+    """The attributes that a function's code reads."""
+    return _names(code, "LOAD_ATTR", "LOAD_METHOD")
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foo_ops.kernels.fingerprint import fingerprint, global_names
+from foo_ops.kernels.fingerprint import attribute_names, fingerprint, global_names, is_known
 from foo_ops.kernels.sources import KernelError, Source
 
 if TYPE_CHECKING:
@@ -84,11 +84,27 @@ class _Compilable:
                 _copied_cells(function),
             )
             self._wrapped[function] = njit(copy)
+            attributes = attribute_names(function.__code__)
             for name in global_names(function.__code__) & function.__globals__.keys():
-                copy.__globals__[name] = self.of(function.__globals__[name])
+                value = function.__globals__[name]
+                is_module = isinstance(value, types.ModuleType)
+                copy.__globals__[name] = (
+                    self._module(value, attributes) if is_module else self.of(value)
+                )
             for cell in copy.__closure__ or ():
                 cell.cell_contents = self.of(cell.cell_contents)
         return self._wrapped[function]
+
+    def _module(self, module: types.ModuleType, names: frozenset[str]) -> types.ModuleType:
+        """A module with those of its functions wrapped that are used."""
+        functions = {name: vars(module)[name] for name in names & vars(module).keys()}
+        functions = {name: value for name, value in functions.items() if _is_plain(value)}
+        if is_known(module.__name__) or not functions:
+            return module
+        copy = types.ModuleType(module.__name__)
+        vars(copy).update(vars(module))
+        vars(copy).update({name: self.of(value) for name, value in functions.items()})
+        return copy
 
 
 def _refuse_to_raise(code: types.CodeType) -> None:
@@ -103,7 +119,7 @@ def _refuse_to_raise(code: types.CodeType) -> None:
 def _is_plain(value: Any) -> bool:
     return (
         isinstance(value, types.FunctionType)
-        and value.__module__.partition(".")[0] not in ("numba", "numpy")
+        and not is_known(value.__module__)
         # What stands for a function of Numba's own, such as an overload.
         and not hasattr(value, "__wrapped__")
     )
@@ -136,7 +152,10 @@ def _reason_of(error: BaseException) -> str:
     text = _plain_text(error)
     if "NRT required" in text:
         return "a kernel must not allocate"
-    specific = re.search(r"raised a specific error:\s*\w+: ([^\n]+)", text)
+    # What one of our own intrinsics says about its arguments.
+    specific = re.search(
+        rf"raised a specific error:\s*\w+: ([^\n]+)\s*raised from {re.escape(_PACKAGE)}", text
+    )
     if specific:
         return specific[1]
     lines = [line.strip() for line in text.splitlines()]

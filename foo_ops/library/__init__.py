@@ -1,33 +1,62 @@
 """Define operators and register their kernels: torch.library, extended to kernels of Numba.
 
-``define``, ``register_fake`` and ``opcheck`` are torch.library's names with its semantics; opcheck
-also works on foo. A kernel registered here is called by the C++ dispatcher through its address,
-with no Python on the way.
+The names of torch.library are here, with its semantics; most are torch's own objects. What is
+extended:
+
+- Where a function is taken, an `elementwise_kernel` or a `tile_kernel` is taken as well
+  (`register_kernel`, `impl`, `Library.impl`). It is called by the C++ dispatcher through its
+  address, with no Python on the way. `numba_op` makes an operator of one function.
+- `register_autograd`: calls that need no gradient do not enter Python.
+  `register_variant_autograd` does the same for ``f_`` and ``f.out``.
+- `register_autocast`: keyword arguments, and autocast's own dtype.
+- `register_vmap`, and `register_vmap_loop` for a loop over the mapped dimension.
+- `register_flops`: for torch.utils.flop_counter.
+- `opcheck`: on device foo, and that gradients are recorded.
 
 Example:
-    >>> import torch
-    >>> import foo_ops
-    >>> torch.ops.foo.abs(torch.tensor([-1.0, 2.0]))
-    tensor([1., 2.])
+    >>> @foo_ops.library.numba_op("mylib::relu6")
+    ... def relu6(x: float) -> float:
+    ...     return min(max(x, 0.0), 6.0)
+    >>> torch.ops.mylib.relu6(torch.tensor([-1.0, 2.0, 8.0]))
+    tensor([0., 2., 6.])
 """
 
-from torch.library import define, register_fake, register_vmap
+from torch.library import (
+    define,
+    fallthrough_kernel,
+    get_ctx,
+    get_kernel,
+    impl_abstract,
+    infer_schema,
+    register_fake,
+    register_vmap,
+)
 
 from foo_ops.library.autocast import register_autocast
 from foo_ops.library.autograd import register_autograd, register_variant_autograd
 from foo_ops.library.checks import OPCHECKS, opcheck
 from foo_ops.library.elementwise import ElementwiseKernel, elementwise_kernel
 from foo_ops.library.flops import register_flops
+from foo_ops.library.implementations import Library, impl
 from foo_ops.library.kernels import register_kernel
+from foo_ops.library.numba_operator import numba_op
 from foo_ops.library.tiles import TileKernel, tile_kernel
 from foo_ops.library.vmap import register_vmap_loop, vmap_by_loop
 
 __all__ = [
     "OPCHECKS",
     "ElementwiseKernel",
+    "Library",
     "TileKernel",
     "define",
     "elementwise_kernel",
+    "fallthrough_kernel",
+    "get_ctx",
+    "get_kernel",
+    "impl",
+    "impl_abstract",
+    "infer_schema",
+    "numba_op",
     "opcheck",
     "register_autocast",
     "register_autograd",

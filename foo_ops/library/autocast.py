@@ -8,35 +8,62 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foo_ops.library.operators import find, impl_forever
+from foo_ops.library.operators import find, library_of
 
 
-def register_autocast(name: str) -> None:
-    """Under torch.autocast, floating-point tensors but float64 are cast to autocast's dtype.
+def register_autocast(
+    op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
+    device_type: str | None = None,
+    cast_inputs: torch.dtype | None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> None:
+    """As torch.library.register_autocast, for operators with keyword arguments, too.
 
-    As for torch's own matrix products, on cpu and foo.
+    Under torch.autocast, floating-point tensors of the device but those of float64 are cast.
+
+    Args:
+        op: the operator.
+        device_type: cpu, foo, or another that has autocast. Without it: both cpu and foo.
+        cast_inputs: the dtype to cast to. Without it: that of autocast, as for matrix products.
+        lib: the registration ends with it; without it, with the process.
+
+    Raises:
+        ValueError: for a device type that has no autocast.
     """
-    operator = find(name)
-    for device_type, key in (("cpu", "AutocastCPU"), ("foo", "AutocastPrivateUse1")):
-        impl_forever(name, _autocast_kernel(operator, device_type, key), key)
+    if isinstance(op, torch.library.CustomOpDef):
+        op = op._opoverload
+    operator = find(op) if isinstance(op, str) else op
+    for type_ in ("cpu", "foo") if device_type is None else (device_type,):
+        if not torch._C._is_autocast_available(type_):
+            raise ValueError(f"Device type '{type_}' does not support autocast.")
+        key = "Autocast" + torch._C._dispatch_key_for_device(type_)
+        kernel = _autocast_kernel(operator, type_, cast_inputs, key)
+        library_of(operator.name(), lib).impl(operator.name().partition("::")[2], kernel, key)
 
 
 def _autocast_kernel(
-    operator: torch._ops.OpOverload, device_type: str, key: str
+    operator: torch._ops.OpOverload, device_type: str, dtype: torch.dtype | None, key: str
 ) -> Callable[..., Any]:
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def cast(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(map(cast, argument))
         if (
             isinstance(argument, Tensor)
             and argument.is_floating_point()
             and argument.dtype != torch.float64
+            and argument.device.type == device_type
         ):
-            return argument.to(torch.get_autocast_dtype(device_type))
+            return argument.to(dtype or torch.get_autocast_dtype(device_type))
         return argument
 
     def kernel(*inputs: Any, **keywords: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return operator(*map(cast, inputs), **keywords)
+            return operator(
+                *map(cast, inputs), **{name: cast(value) for name, value in keywords.items()}
+            )
 
     return kernel

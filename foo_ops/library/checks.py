@@ -18,7 +18,7 @@ OPCHECKS = (
 
 
 def opcheck(
-    op: torch._ops.OpOverload,
+    op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch.library.CustomOpDef,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     *,
@@ -36,6 +36,7 @@ def opcheck(
     # Imported here, since it brings in much that only tests need.
     from torch.testing._internal.optests import OpCheckError
 
+    op = _overload(op)
     names = (test_utils,) if isinstance(test_utils, str) else tuple(test_utils)
     if names == ("ALL",):
         names = OPCHECKS
@@ -58,6 +59,19 @@ def opcheck(
                 raise error
             results[autograd] = error
     return results
+
+
+def _overload(
+    op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch.library.CustomOpDef,
+) -> torch._ops.OpOverload:
+    """Of an operator without overloads."""
+    if isinstance(op, torch.library.CustomOpDef):
+        return op._opoverload
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        from torch.testing._internal.optests.generate_tests import resolve_unique_overload_or_throw
+
+        return resolve_unique_overload_or_throw(op)
+    return op
 
 
 def _records_gradient(

@@ -10,16 +10,23 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C
+from foo_ops.library.autograd import register_autograd
 from foo_ops.library.kernels import (
     NumbaKernel,
     add_source,
     count_parameters,
     cpp_parameters,
     describe,
-    keep,
     kinds_of,
 )
-from foo_ops.library.operators import Parameter, functionalize_out, parameters_of
+from foo_ops.library.operators import (
+    Parameter,
+    find,
+    functionalize_out,
+    keep,
+    library_of,
+    parameters_of,
+)
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOATING_8 = (
@@ -96,6 +103,8 @@ class ElementwiseKernel(NumbaKernel):
         if operator._schema.is_mutable:
             keep(_C.count_versions(operator.name()), lib)
         _register_fake(operator, parameters, elementwise, lib)
+        if self.backward is not None and not operator._schema.is_mutable:
+            _register_backward(self, operator, parameters, keys, lib)
 
     def _add_source(
         self,
@@ -306,3 +315,98 @@ def _layout(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]
         return shape, make_contiguous_strides_for(shape)
     expanded = (tensor.expand(shape) for tensor in inputs)
     return shape, compute_elementwise_output_strides(*expanded)
+
+
+# ------------------------------------------------------------------------------------- gradients
+
+
+def _register_backward(
+    kernel: ElementwiseKernel,
+    operator: torch._ops.OpOverload,
+    parameters: Sequence[Parameter],
+    keys: Sequence[str],
+    lib: torch.library.Library | None,
+) -> None:
+    """Define ``f_backward(gradients, arguments)``, and make it the formula of ``f``."""
+    assert kernel.backward is not None
+    name = operator.name()
+    results = len(operator._schema.returns)
+    tensors = [p for p in parameters if p.is_tensor]
+    if any(p.is_optional for p in tensors):
+        raise TypeError(f"{name}: backward= is for tensors that are not optional")
+    if not torch._C._dispatch_has_kernel(f"{name}_backward"):
+        _define_backward(operator, parameters, results, lib)
+        _register_formula(operator, parameters, lib)
+    gradient = find(f"{name}_backward")
+    differentiable = [dtype for dtype in kernel.variants if dtype in FLOATING + COMPLEX]
+    derived = elementwise_kernel(kernel.backward, dtypes=differentiable)
+    derived.register(gradient, keys, lib)
+
+
+def _define_backward(
+    operator: torch._ops.OpOverload,
+    parameters: Sequence[Parameter],
+    results: int,
+    lib: torch.library.Library | None,
+) -> None:
+    types = {"tensor": "Tensor"}
+    arguments = [f"Tensor grad{i}" for i in range(results)] + [
+        f"{types.get(p.kind, p.kind)}{'?' * p.is_optional} {p.name}" for p in parameters
+    ]
+    count = sum(p.is_tensor for p in parameters)
+    returned = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    name = operator.name().partition("::")[2]
+    library_of(operator.name(), lib).define(
+        f"{name}_backward({', '.join(arguments)}) -> {returned}",
+        tags=torch.Tag.pt2_compliant_tag,
+    )
+
+
+def _register_formula(
+    operator: torch._ops.OpOverload,
+    parameters: Sequence[Parameter],
+    lib: torch.library.Library | None,
+) -> None:
+    name = operator.name()
+    positional = [p for p, a in zip(parameters, operator._schema.arguments) if not a.kwarg_only]
+    keywords = [p for p in parameters if p not in positional]
+
+    def save(ctx: Any, inputs: tuple[Any, ...], numbers: Mapping[str, Any]) -> None:
+        ctx.save_for_backward(*(x for p, x in zip(positional, inputs) if p.is_tensor))
+        ctx.numbers = [x for p, x in zip(positional, inputs) if not p.is_tensor]
+        ctx.keywords = [numbers[p.name] for p in keywords]
+
+    def save_all(
+        ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Mapping[str, Any], output: Any
+    ) -> None:
+        save(ctx, inputs, keyword_only_inputs)
+
+    def save_positional(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        save(ctx, inputs, {})
+
+    def formula(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, numbers = iter(ctx.saved_tensors), iter(ctx.numbers)
+        inputs = [next(tensors if p.is_tensor else numbers) for p in positional]
+        results = find(f"{name}_backward")(*gradients, *inputs, *ctx.keywords)
+        found = iter((results,) if isinstance(results, Tensor) else results)
+        return tuple(
+            _of_shape(next(found), x) if p.is_tensor else None for p, x in zip(positional, inputs)
+        )
+
+    def twice(ctx: Any, *gradients: Tensor) -> None:
+        raise NotImplementedError(
+            f"{name}: backward= gives first derivatives; for more, give the operator a formula "
+            "with foo_ops.library.register_autograd"
+        )
+
+    register_autograd(
+        name, formula, setup_context=save_all if keywords else save_positional, lib=lib
+    )
+    register_autograd(f"{name}_backward", twice, lib=lib)
+
+
+def _of_shape(gradient: Tensor, input: Tensor) -> Tensor | None:
+    """Summed over what was broadcast. Integers have no gradient."""
+    if not (input.is_floating_point() or input.is_complex()):
+        return None
+    return gradient.sum_to_size(input.shape).to(input.dtype)

@@ -17,8 +17,6 @@ from foo_ops.library.operators import Parameter, find
 DISPATCH_KEYS = {"cpu": "CPU", "foo": "PrivateUse1", "CPU": "CPU", "PrivateUse1": "PrivateUse1"}
 
 _serial_numbers = itertools.count(2)
-# Registrations without a library of their own last as long as the process.
-_registrations: list[Any] = []
 
 
 class NumbaKernel:
@@ -36,7 +34,7 @@ class NumbaKernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
-            f"{self.function.__name__} is a kernel, which an operator calls: give it to one with "
+            f"{self.function.__name__} is a kernel, and an operator calls it: give it to one with "
             "foo_ops.library.register_kernel"
         )
 
@@ -115,15 +113,9 @@ def _dispatch_keys(device_types: str | Sequence[str] | None) -> list[str]:
     for device_type in device_types:
         if device_type not in DISPATCH_KEYS:
             raise ValueError(
-                f"device_types of a kernel of Numba must be cpu or foo, got {device_type}"
+                f"device_types of a kernel of Numba must be cpu or foo, got {device_type!r}"
             )
     return [DISPATCH_KEYS[device_type] for device_type in device_types]
-
-
-def keep(registration: Any, lib: torch.library.Library | None) -> None:
-    """A registration ends with its library."""
-    handles = _registrations if lib is None else lib._registration_handles
-    handles.append(registration)
 
 
 def describe(function: Callable[..., Any]) -> str:

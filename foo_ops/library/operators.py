@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Their registrations end with them.
-_libraries: list[torch.library.Library] = []
+# What has no library of its own lasts as long as the process.
+_kept: list[Any] = []
 
 
 def find(name: str) -> torch._ops.OpOverload:
@@ -20,12 +19,18 @@ def find(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
-def impl_forever(name: str, kernel: Callable[..., Any], key: str, **options: bool) -> None:
-    """Library.impl, for the rest of the process."""
-    namespace, _, operator = name.partition("::")
-    library = torch.library.Library(namespace, "FRAGMENT")
-    _libraries.append(library)
-    library.impl(operator, kernel, key, **options)
+def library_of(name: str, lib: torch.library.Library | None) -> torch.library.Library:
+    """The library that a registration for an operator belongs to."""
+    if lib is not None:
+        return lib
+    library = torch.library.Library(name.partition("::")[0], "FRAGMENT")
+    _kept.append(library)
+    return library
+
+
+def keep(registration: Any, lib: torch.library.Library | None) -> None:
+    """A registration of ours ends with its library."""
+    (_kept if lib is None else lib._registration_handles).append(registration)
 
 
 def tensors_in(values: Any) -> list[Tensor]:

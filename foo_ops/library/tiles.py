@@ -16,10 +16,9 @@ from foo_ops.library.kernels import (
     count_parameters,
     cpp_parameters,
     describe,
-    keep,
     kinds_of,
 )
-from foo_ops.library.operators import Parameter, find, functionalize_out, parameters_of
+from foo_ops.library.operators import Parameter, find, functionalize_out, keep, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,292 @@
+"""Mistakes in users' kernels: one message with the operator, the dtype and the line."""
+
+import itertools
+import math
+import re
+
+import pytest
+import torch
+
+from foo_ops import library
+
+serial = itertools.count()
+
+
+def operator(kernel, schema="(Tensor input) -> Tensor"):
+    """A new operator with a kernel, and its name."""
+    name = f"foo_wrong::f{next(serial)}"
+    library.define(name, schema)
+    library.register_fake(name, lambda tensor, *args: torch.empty_like(tensor))
+    library.register_kernel(name, ("cpu", "foo"), kernel)
+    return getattr(torch.ops.foo_wrong, name.partition("::")[2]), name
+
+
+def line(function, offset):
+    """Where in this file a line of a function is."""
+    code = function.__code__
+    return f"{code.co_filename}:{code.co_firstlineno + offset}"
+
+
+def helper(x):
+    return x.nothing
+
+
+def unknown_attribute(x):
+    y = x + 1
+    return y.wrong
+
+
+def in_helper(x):
+    return helper(x)
+
+
+def unknown_name(x):
+    return does_not_exist(x)  # noqa: F821
+
+
+def text(x):
+    return "text"
+
+
+def two_values(x):
+    return x, x
+
+
+def raises(x):
+    if x < 0:
+        raise ValueError("negative")
+    return x
+
+
+def asserts(x):
+    assert x > 0
+    return x
+
+
+def allocates(x):
+    return [x, x][0]
+
+
+def calls_numba(x):
+    return math.gamma(x)
+
+
+def adds_text(x):
+    return x + "text"
+
+
+def imports(x):
+    import math
+
+    return math.exp(x)
+
+
+ELEMENTWISE = [
+    (unknown_attribute, "Unknown attribute 'wrong' of type float64", 2, "return y.wrong"),
+    (in_helper, "Unknown attribute 'nothing' of type float32", None, "return x.nothing"),
+    (unknown_name, "NameError: name 'does_not_exist' is not defined", 0, "def unknown_name(x):"),
+    (text, "the kernel returns unicode_type, which is no number", 0, "def text(x):"),
+    (two_values, "the kernel returns 2 values, and the operator 1", 0, "def two_values(x):"),
+    (raises, "a kernel must not raise", 2, 'raise ValueError("negative")'),
+    (asserts, "a kernel must not raise", 1, "assert x > 0"),
+    (allocates, "a kernel must not allocate", 1, "return [x, x][0]"),
+    (
+        calls_numba,
+        "a kernel must not allocate, raise or call Python, but this one calls numba_gammaf",
+        0,
+        "def calls_numba(x):",
+    ),
+    (
+        adds_text,
+        "No implementation of function Function(<built-in function add>) found for signature: "
+        "add(float32, Literal[str](text))",
+        1,
+        'return x + "text"',
+    ),
+    (imports, "Use of unsupported opcode (IMPORT_NAME) found.", 1, "import math"),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason", "offset", "source"),
+    ELEMENTWISE,
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_elementwise_kernel_that_cannot_be_compiled(function, reason, offset, source, device):
+    call, name = operator(library.elementwise_kernel(function))
+    place = line(helper, 1) if offset is None else line(function, offset)
+    message = f"{name}: its kernel cannot be compiled for float32: {reason} ({place}: {source})"
+    input = torch.ones(3, device=device)
+    # The same again: a failure is not kept.
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"\A{re.escape(message)}\Z"):
+            call(input)
+
+
+def of_bits(input, output, rows):
+    for row in rows:
+        output.data[row] = input.data[row] & 3
+
+
+def test_dtype_that_a_tile_kernel_does_not_fit():
+    """It names all dtypes, and works for those that it fits."""
+    call, name = operator(library.tile_kernel(of_bits, tiles=lambda input, output: input.size))
+    assert call(torch.arange(6)).tolist() == [0, 1, 2, 3, 0, 1]
+    place = f"{line(of_bits, 2)}: output.data[row] = input.data[row] & 3"
+    message = (
+        f"{name}: its kernel cannot be compiled for bfloat16,bfloat16: No implementation of "
+        "function Function(<built-in function and_>) found for signature: "
+        f"and_(float32, Literal[int](3)) ({place})"
+    )
+    with pytest.raises(RuntimeError, match=rf"\A{re.escape(message)}\Z"):
+        call(torch.ones(3, dtype=torch.bfloat16))
+
+
+def test_dtype_that_no_kernel_reads():
+    call, name = operator(library.tile_kernel(of_bits))
+    dtype = "float8_e5m2"
+    message = f"{name}: its kernel cannot be compiled for {dtype},{dtype}: a kernel cannot read "
+    with pytest.raises(RuntimeError, match=re.escape(message + dtype)):
+        call(torch.ones(3).to(torch.float8_e5m2))
+
+
+def test_dtype_that_an_elementwise_kernel_does_not_take(device):
+    call, name = operator(library.elementwise_kernel(lambda x: x))
+    short = name.partition("::")[2]
+    for dtype in (torch.int64, torch.complex64, torch.bool):
+        message = f"{short}: input must have a floating-point dtype, got {str(dtype)[6:]}"
+        with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\Z"):
+            call(torch.ones(3, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "words"),
+    [
+        ((torch.float32,), "float32"),
+        ((torch.float32, torch.int8, torch.bool), "float32, int8 or bool"),
+        (library.elementwise.FLOATING, "a floating-point dtype"),
+        (
+            (*library.elementwise.SIGNED, *library.elementwise.UNSIGNED, torch.float32),
+            "an integer dtype or float32",
+        ),
+    ],
+    ids=str,
+)
+def test_dtypes_in_words(dtypes, words):
+    assert library.elementwise.in_words(dtypes) == words
+
+
+def two(a, b):
+    return a + b
+
+
+def tile_of_two(a, b):
+    pass
+
+
+def test_wrong_number_of_arguments():
+    """Refused where it is registered."""
+    for kernel, message in (
+        (
+            library.elementwise_kernel(two),
+            f"its kernel must take 1 arguments (input), and two ({line(two, 0)}) takes 2",
+        ),
+        (
+            library.tile_kernel(tile_of_two),
+            "its kernel must take 3 arguments (input, result, tiles), and tile_of_two "
+            f"({line(tile_of_two, 0)}) takes 2",
+        ),
+        (
+            library.tile_kernel(of_bits, tiles=two_values),
+            "tiles must take the kernel's 2 arguments without the range, and two_values "
+            f"({line(two_values, 0)}) takes 1",
+        ),
+    ):
+        name = f"foo_wrong::f{next(serial)}"
+        library.define(name, "(Tensor input) -> Tensor")
+        with pytest.raises(TypeError, match=rf"\A{re.escape(f'{name}: {message}')}\Z"):
+            library.register_kernel(name, "cpu", kernel)
+
+
+def test_arguments_that_no_kernel_takes():
+    for schema, what in (
+        ("(Tensor input, str mode) -> Tensor", "mode is str"),
+        ("(Tensor input, Tensor[] others) -> Tensor", "others is List[Tensor]"),
+    ):
+        message = (
+            "a kernel of Numba takes arguments of type Tensor, float, int and bool, and optional "
+            f"ones; {what}"
+        )
+        with pytest.raises(TypeError, match=re.escape(message)):
+            operator(library.elementwise_kernel(two), schema)
+
+
+def test_device_types_of_a_kernel():
+    name = f"foo_wrong::f{next(serial)}"
+    library.define(name, "(Tensor input) -> Tensor")
+    with pytest.raises(
+        ValueError, match="device_types of a kernel of Numba must be cpu or foo, got 'cuda'"
+    ):
+        library.register_kernel(name, ("cpu", "cuda"), library.elementwise_kernel(text))
+
+
+def test_kernel_is_no_function():
+    with pytest.raises(TypeError, match="two is a kernel, and an operator calls it"):
+        library.elementwise_kernel(two)(1, 2)
+
+
+def test_tile_kernel_without_a_fake_kernel():
+    name = f"foo_wrong::f{next(serial)}"
+    library.define(name, "(Tensor input) -> Tensor")
+    library.register_kernel(name, "cpu", library.tile_kernel(of_bits))
+    message = (
+        f"{name}: the results of a tile kernel are allocated as the operator's fake kernel says, "
+        "and it has none: register one with foo_ops.library.register_fake"
+    )
+    with pytest.raises(RuntimeError, match=rf"\A{re.escape(message)}\Z"):
+        getattr(torch.ops.foo_wrong, name.partition("::")[2])(torch.ones(3))
+
+
+def no_annotation(x) -> float:
+    return x
+
+
+def of_text(x: str) -> float:
+    return x
+
+
+def returns_nothing(x: float):
+    return x
+
+
+def only_numbers(x: float = 1.0) -> float:
+    return x
+
+
+def keyword_of_text(x: float, mode: str = "a") -> float:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (no_annotation, "must annotate x with float, int, bool or complex, got nothing"),
+        (of_text, "must annotate x with float, int, bool or complex, got str"),
+        (
+            returns_nothing,
+            "must annotate what it returns with float, int, bool, complex or a tuple of these, "
+            "got nothing",
+        ),
+        (only_numbers, "needs an argument without a default, which is a tensor"),
+        (
+            keyword_of_text,
+            "must annotate mode with float, int or bool, or one of these and None, got str",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_annotations(function, message):
+    name = f"foo_wrong::g{next(serial)}"
+    message = f"{name}: {function.__name__} ({line(function, 0)}) {message}"
+    with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\Z"):
+        library.numba_op(name, function)

@@ -1,0 +1,294 @@
+"""Operators out of one function: values, forms, gradients, compilation, on cpu and foo."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from foo_ops import library, testing
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators():
+    lib = library.Library("foo_numba", "FRAGMENT")
+
+    @library.numba_op("foo_numba::soft", backward=soft_gradient, lib=lib)
+    def soft(x: float, y: float, slope: float = 0.5, shift: float | None = None) -> float:
+        value = x * y if x > 0 else slope * x * y
+        if shift is not None:
+            value += shift
+        return value
+
+    @library.numba_op("foo_numba::parts", lib=lib)
+    def parts(x: float, digits: int = 0, negate: bool = False) -> tuple[float, bool, int]:
+        whole = math.floor(x * 10**digits)
+        return (-x if negate else x), x < 0, whole
+
+    @library.numba_op("foo_numba::gcd", lib=lib)
+    def gcd(a: int, b: int) -> int:
+        while b != 0:
+            a, b = b, a % b
+        return abs(a)
+
+    @library.numba_op("foo_numba::conjugate", lib=lib)
+    def conjugate(z: complex) -> complex:
+        return z.conjugate()
+
+    return lib
+
+
+def soft_gradient(grad, x, y, slope, shift):
+    factor = 1.0 if x > 0 else slope
+    return grad * y * factor, grad * x * factor
+
+
+def soft_reference(x, y, slope=0.5, shift=None):
+    x, y = x.double(), y.double()
+    return torch.where(x > 0, x * y, slope * x * y) + (shift or 0)
+
+
+def random(*shape, dtype=torch.float32):
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+def check_soft(output, x, y, dtype, **options):
+    expected = soft_reference(x, y, **options)
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    roundings = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(computed).eps
+    product = (x.double() * y.double()).abs() * max(1, abs(options.get("slope", 0.5)))
+    magnitude = product + abs(options.get("shift") or 0)
+    budget = roundings * magnitude + torch.finfo(dtype).smallest_normal
+    testing.spec.assert_within("soft", output.double(), expected, budget)
+
+
+SHAPES = [((), ()), ((7,), (7,)), ((0, 3), (3,)), ((5, 1), (1, 67)), ((2, 3, 33), (33,))]
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_values(shapes, dtype, device):
+    x, y = (random(*shape, dtype=dtype) for shape in shapes)
+    for options in ({}, {"slope": -2.0}, {"shift": 0.75}, {"slope": 3.0, "shift": -1.5}):
+        output = torch.ops.foo_numba.soft(x.to(device), y.to(device), **options)
+        assert (output.dtype, output.device.type) == (dtype, device)
+        check_soft(output.cpu(), x, y, dtype, **options)
+
+
+@pytest.mark.parametrize("layout", testing.LAYOUTS, ids=lambda layout: layout.__name__)
+def test_layouts(layout, device):
+    x, y = layout(random(3, 4, 5)), layout(random(4, 1))
+    moved = (testing.copy_with_layout(tensor, device) for tensor in (x, y))
+    check_soft(torch.ops.foo_numba.soft(*moved).cpu(), x, y, torch.float32)
+
+
+def test_promotion(device):
+    x, y = random(5, dtype=torch.float32), random(5, dtype=torch.float64)
+    output = torch.ops.foo_numba.soft(x.to(device), y.to(device))
+    assert output.dtype == torch.float64
+    check_soft(output.cpu(), x, y, torch.float64)
+
+
+def test_several_results(device):
+    x = random(4, 6).T
+    values, negative, whole = torch.ops.foo_numba.parts(x.to(device), digits=1, negate=True)
+    assert torch.equal(values.cpu(), -x)
+    assert torch.equal(negative.cpu(), x < 0)
+    assert torch.equal(whole.cpu(), torch.floor(x * 10).long())
+    assert values.stride() == negative.stride() == whole.stride() == x.stride()
+
+
+def test_several_outs(device):
+    x = random(4, 6).to(device)
+    outs = [
+        torch.empty(0, dtype=dtype, device=device)
+        for dtype in (torch.float32, torch.bool, torch.int64)
+    ]
+    results = torch.ops.foo_numba.parts.out(x, out0=outs[0], out1=outs[1], out2=outs[2])
+    assert all(result is out for result, out in zip(results, outs))
+    for out, expected in zip(outs, torch.ops.foo_numba.parts(x)):
+        assert torch.equal(out, expected)
+
+
+def test_integers(device):
+    a, b = torch.tensor([12, -18, 0, 7]), torch.tensor([18, 24, 5, 7], dtype=torch.int32)
+    result = torch.ops.foo_numba.gcd(a.to(device), b.to(device))
+    assert torch.equal(result.cpu(), torch.gcd(a, b))
+    assert result.dtype == torch.int64
+
+
+def test_complex(device):
+    z = torch.randn(3, 5, dtype=torch.complex64)
+    assert torch.equal(torch.ops.foo_numba.conjugate(z.T.to(device)).cpu(), z.T.conj_physical())
+
+
+def test_in_place_and_out(device):
+    x, y = random(4, 6), random(6)
+    expected = torch.ops.foo_numba.soft(x, y, slope=2.0)
+    target = x.clone().to(device)
+    assert torch.ops.foo_numba.soft_(target, y.to(device), slope=2.0) is target
+    assert torch.equal(target.cpu(), expected)
+    assert target._version == 1
+    out = torch.empty(6, 4, dtype=torch.float64, device=device).T
+    torch.ops.foo_numba.soft.out(x.to(device), y.to(device), slope=2.0, out=out)
+    assert torch.equal(out.cpu(), expected.double())
+
+
+def test_forms():
+    """In place where the result can take the first tensor's place."""
+    assert str(torch.ops.foo_numba.soft.default._schema) == (
+        "foo_numba::soft(Tensor x, Tensor y, *, float slope=0.5, float? shift=None) -> Tensor"
+    )
+    assert sorted(torch.ops.foo_numba.soft.overloads()) == ["default", "out"]
+    assert str(torch.ops.foo_numba.soft_.default._schema) == (
+        "foo_numba::soft_(Tensor(a!) x, Tensor y, *, float slope=0.5, float? shift=None)"
+        " -> Tensor(a!)"
+    )
+    assert not hasattr(torch.ops.foo_numba, "parts_")
+
+
+def test_gradients(device):
+    x = torch.randn(5, 1, dtype=torch.float64, device=device, requires_grad=True)
+    y = torch.randn(7, dtype=torch.float64, device=device, requires_grad=True)
+
+    def function(x, y):
+        return torch.ops.foo_numba.soft(x, y, slope=-0.25, shift=1.0)
+
+    assert torch.autograd.gradcheck(function, (x, y))
+    wide = torch.randn(5, 7, dtype=torch.float64, device=device, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda x, y: torch.ops.foo_numba.soft_(x.clone(), y, slope=-0.25), (wide, y)
+    )
+
+
+def test_gradients_of_other_dtypes(device):
+    x = random(4, dtype=torch.bfloat16).to(device).requires_grad_()
+    y = random(4).to(device).requires_grad_()
+    torch.ops.foo_numba.soft(x, y).sum().backward()
+    assert (x.grad.dtype, y.grad.dtype) == (torch.bfloat16, torch.float32)
+    factor = torch.where(x > 0, 1.0, 0.5).detach()
+    torch.testing.assert_close(y.grad, x.detach().float() * factor, rtol=0, atol=0)
+    torch.testing.assert_close(x.grad, (y.detach() * factor).bfloat16(), rtol=0, atol=0)
+
+
+def test_second_derivative(device):
+    x = torch.ones(3, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(torch.ops.foo_numba.soft(x, x).sum(), x, create_graph=True)
+    message = "foo_numba::soft: backward= gives first derivatives; for more, give the operator a"
+    with pytest.raises(NotImplementedError, match=message):
+        grad.sum().backward()
+
+
+def test_out_with_a_gradient(device):
+    x = torch.ones(3, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="arguments don't support automatic differentiation"):
+        torch.ops.foo_numba.soft.out(x, x, out=torch.empty(3, device=device))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck(requires_grad, device):
+    x = random(3, 1).to(device).requires_grad_(requires_grad)
+    y = random(4).to(device)
+    for call, args, keywords in (
+        (torch.ops.foo_numba.soft.default, (x, y), {"shift": 1.0}),
+        (torch.ops.foo_numba.parts.default, (y,), {"digits": 1}),
+    ):
+        results = library.opcheck(call, args, keywords)
+        assert results == dict.fromkeys(results, "SUCCESS")
+        assert len(results) == 4
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic, device):
+    def function(x, y):
+        values, negative, _ = torch.ops.foo_numba.parts(torch.ops.foo_numba.soft(x * 2, y) + 1)
+        return values.where(negative, 0)
+
+    backend = "inductor" if device == "cpu" else "aot_eager"
+    graph = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    for rows, columns in ((5, 7), (9, 4)) if dynamic else ((5, 7),):
+        results = []
+        for call in (function, graph):
+            x = torch.linspace(-1, 1, rows, device=device)[:, None].requires_grad_()
+            y = torch.linspace(-2, 3, columns, device=device).requires_grad_()
+            output = call(x, y)
+            output.sum().backward()
+            results.append((output.detach(), x.grad, y.grad))
+        torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_it_ends_with_its_library():
+    lib = library.Library("foo_numba_gone", "FRAGMENT")
+    for factor in (2, 3):
+        packet = library.numba_op(
+            "foo_numba_gone::times", scaled_by(factor), backward=lambda g, x: g, lib=lib
+        )
+        assert packet(torch.ones(2)).tolist() == [factor, factor]
+        x = torch.ones(2, requires_grad=True)
+        packet(x).sum().backward()
+        assert x.grad.tolist() == [1, 1]
+        lib._destroy()
+        assert not torch._C._dispatch_has_kernel("foo_numba_gone::times")
+        lib = library.Library("foo_numba_gone", "FRAGMENT")
+
+
+def scaled_by(factor):
+    def scaled(x: float) -> float:
+        return x * factor
+
+    return scaled
+
+
+PROGRAM = """
+import sys, torch
+from foo_ops import library
+from foo_ops.kernels import jit
+import helper
+
+compiled = []
+compile_kernel = jit.compile_kernel
+jit.compile_kernel = lambda build: compiled.append(1) or compile_kernel(build)
+FACTOR = {factor}
+
+@library.numba_op("mylib::f", backward=lambda g, x: g)
+def f(x: float) -> float:
+    {comment}
+    return inner(x) * FACTOR + helper.offset(x)
+
+def inner(x):
+    return x + {addend}
+
+print(f(torch.ones(1)).item(), len(compiled), "numba" in sys.modules)
+"""
+
+
+def test_cache_knows_all_that_a_kernel_depends_on(tmp_path):
+    """Its code, what it calls in this file and in others, constants; and not its comments."""
+    helper = tmp_path / "helper.py"
+
+    def run(factor=2, addend=3, comment="", offset="0.0"):
+        helper.write_text(f"def offset(x):\n    return {offset}\n")
+        program = PROGRAM.format(factor=factor, addend=addend, comment=comment or "pass")
+        result = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={"FOO_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout.split()
+
+    assert run() == ["8.0", "1", "True"]
+    assert run() == ["8.0", "0", "False"]
+    assert run(comment="pass  # nothing new") == ["8.0", "0", "False"]
+    assert run(factor=3) == ["12.0", "1", "True"]
+    assert run(addend=4) == ["10.0", "1", "True"]
+    assert run(offset="1.5") == ["9.5", "1", "True"]
+    assert run() == ["8.0", "0", "False"]
