@@ -55,7 +55,7 @@ def test_block_runs(document, block, tmp_path):
 
 
 def test_every_python_block_is_found():
-    for document in DOCUMENTS:
+    for document in (*DOCUMENTS, "docs/tutorial.md"):
         text = (REPOSITORY / document).read_text()
         assert len(blocks(document)) == text.count("```python") > 0
 
@@ -73,3 +73,20 @@ def test_paths_exist():
     for name in re.findall(r"`((?:foo_ops|tests|benchmarks)/[\w./*]*)`", text):
         if not name.startswith("benchmarks/results/"):
             assert list(REPOSITORY.glob(name)), name
+
+
+def test_tutorial(tmp_path):
+    """Its blocks are one program."""
+    program = tmp_path / "tutorial.py"
+    program.write_text("\n".join(blocks("docs/tutorial.md")))
+    options = ["-W", "error::UserWarning"]
+    process = subprocess.run(
+        [sys.executable, *options, str(program)], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    assert "tutorial::mish(Tensor x) -> Tensor" in process.stdout
+    assert "log_sum_exp: input must have a dimension, got none" in process.stdout
+    message = (
+        "tutorial::wrong: its kernel cannot be compiled for float32: Unknown attribute 'middle'"
+    )
+    assert message in process.stdout

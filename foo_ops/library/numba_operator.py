@@ -191,7 +191,7 @@ class _Operator:
         outs = [f"Tensor({chr(97 + i)}!) out{i if count > 1 else ''}" for i in range(count)]
         written = [f"Tensor({chr(97 + i)}!)" for i in range(count)]
         compliant = torch.Tag.pt2_compliant_tag
-        schemas = [
+        schemas: list[tuple[str, str, tuple[torch.Tag, ...]]] = [
             (self.name, _schema(tensors, keywords, ["Tensor"] * count), (compliant,)),
             (f"{self.name}.out", _schema(tensors, keywords + outs, written), (compliant,)),
         ]
