@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import attention, device, peaks
+from benchmarks import attention, device, kit, peaks
 from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, Reference, calls_per_turn
 from benchmarks.targets import DECODING_LENGTH, FLOAT32, SHORT_LENGTH
 from benchmarks.workload import Workload
@@ -93,6 +93,18 @@ def call_cases() -> Iterator[Case]:
     for name, (requires_grad, context) in variants.items():
         prepare = partial(prepare_calls, requires_grad)
         yield Case("calls", name, prepare, context=context, headline=True)
+    yield Case("calls", "relu, made with numba_op", prepare_kit_relu, headline=True)
+    yield Case("calls", "sum of a row, made with tile_kernel", prepare_kit_sum, headline=True)
+
+
+def prepare_kit_relu() -> Contenders:
+    input = torch.randn(8)
+    return local_contenders(partial(kit.relu(), input), partial(torch.relu, input))
+
+
+def prepare_kit_sum() -> Contenders:
+    input = torch.randn(1, 8)
+    return local_contenders(partial(kit.row_sum(), input), partial(torch.sum, input, -1))
 
 
 def prepare_calls(requires_grad: bool) -> Contenders:

@@ -1,0 +1,42 @@
+"""Operators made with the kit as a user makes them, for the cost of their calls."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from foo_ops import language, library
+
+
+@cache
+def relu() -> Any:
+    """An elementwise operator beside torch.relu."""
+
+    @library.numba_op("foo_benchmark::relu")
+    def relu(x: float) -> float:
+        return max(x, 0.0)
+
+    return relu.default
+
+
+@cache
+def row_sum() -> Any:
+    """A tile kernel beside torch.sum."""
+    library.define("foo_benchmark::row_sum", "(Tensor input) -> Tensor")
+
+    @library.register_fake("foo_benchmark::row_sum")
+    def fake(input: torch.Tensor) -> torch.Tensor:
+        return input.new_empty(input.shape[:-1])
+
+    @library.register_kernel("foo_benchmark::row_sum", ("cpu", "foo"))
+    @library.tile_kernel(contiguous_rows=True)
+    def row_sum(input: Any, output: Any, rows: Any) -> None:
+        for row in rows:
+            x, total = input.row(row), language.zero(input)
+            for i in range(input.shape[-1]):
+                total = language.accumulate(total, x[i])
+            output.data[row] = total
+
+    return torch.ops.foo_benchmark.row_sum.default
