@@ -37,12 +37,52 @@ def test_foo_s_own_operators():
     assert torch.foo.operator_counts()["foo::abs"] == (1, 0)
 
 
+def own_operators():
+    """Those of the package that have a kernel for the device; tests define others."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
+    return {name for name in names if name.startswith(("foo::abs", "foo::attention"))}
+
+
+def test_each_of_foo_s_own_operators_counts():
+    input = torch.rand(3, device="foo")
+    out = torch.empty(3, device="foo")
+    heads = torch.randn(1, 2, 5, 8, device="foo", requires_grad=True)
+    packed = torch.randn(5, 2, 8, device="foo", requires_grad=True)
+    starts = torch.tensor([0, 5], dtype=torch.int32, device="foo")
+    bias = torch.zeros(5, 5, device="foo", requires_grad=True)
+    lengths = {"max_seqlen_q": 5, "max_seqlen_k": 5}
+    torch.foo.reset_operator_counts()
+
+    torch.ops.foo.abs(input)
+    torch.ops.foo.abs_(input)
+    torch.ops.foo.abs.out(input, out=out)
+    with torch.no_grad():
+        torch.ops.foo.attention(heads, heads, heads)
+        torch.ops.foo.attention_varlen(packed, packed, packed, starts, starts, **lengths)
+    output, _ = torch.ops.foo.attention(heads, heads, heads, bias, dropout_p=0.5)
+    (first,) = torch.autograd.grad(output.square().sum(), heads, create_graph=True)
+    first.sum().backward()
+    output, _ = torch.ops.foo.attention_varlen(packed, packed, packed, starts, starts, **lengths)
+    output.sum().backward()
+
+    counts = {name: count for name, count in torch.foo.operator_counts().items() if "foo::" in name}
+    assert counts.keys() == own_operators()
+    # With a gradient, the operator that is given its seed runs in place of the one that draws it.
+    once = {"abs", "abs_", "abs.out"}
+    once |= {f"attention{form}{seeded}" for form in ("", "_varlen") for seeded in ("", "_seeded")}
+    for name in once:
+        assert counts[f"foo::{name}"] == (1, 0)
+    assert all(count.fallback == 0 for count in counts.values())
+
+
 def test_attention_has_kernels_of_its_own():
     query = torch.randn(1, 2, 5, 8, device="foo", requires_grad=True)
     F.scaled_dot_product_attention(query, query, query).sum().backward()
     counts = torch.foo.operator_counts()
     for name in ("", "_backward"):
         assert counts[f"aten::_scaled_dot_product_fused_attention_overrideable{name}"] == (1, 0)
+    for name in ("seeded", "backward"):
+        assert counts[f"foo::attention_{name}"] == (1, 0)
     assert not any("softmax" in name for name in counts)
 
 

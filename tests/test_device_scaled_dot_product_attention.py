@@ -136,6 +136,80 @@ def test_values_and_gradients(example, dtype):
         assert_near(actual, expected, dtype)
 
 
+# Of float64 inputs with 2 query heads of dimension 3 and 4 keys, then options.
+SECOND_DERIVATIVES = {
+    "plain": (2, {}),
+    "causal": (2, {"is_causal": True, "scale": 0.7}),
+    "groups": (1, {"enable_gqa": True}),
+    "bool_mask": (2, {"attn_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0]]) > 0}),
+    "dropout": (2, {"dropout_p": 0.4}),
+}
+
+
+@pytest.mark.parametrize("case", SECOND_DERIVATIVES)
+def test_second_derivatives(case):
+    heads, options = SECOND_DERIVATIVES[case]
+    torch.manual_seed(0)
+    inputs = [on_foo(heads_in_front(1, *shape)) for shape in ((2, 3, 3), (heads, 4, 3))]
+    inputs.append(on_foo(heads_in_front(1, heads, 4, 2)))
+    if "attn_mask" in options:
+        options = options | {"attn_mask": options["attn_mask"].to("foo")}
+
+    def attend(*inputs):
+        torch.foo.manual_seed(4)
+        return F.scaled_dot_product_attention(*inputs, **options)
+
+    with Operators() as operators:
+        assert torch.autograd.gradgradcheck(attend, inputs)
+    assert FUSED in operators.names
+
+
+def test_second_derivatives_with_a_mask_that_has_some():
+    torch.manual_seed(0)
+    inputs = [on_foo(heads_in_front(1, 2, 3, 3)) for _ in range(3)]
+    mask = torch.randn(1, 3, device="foo", dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(F.scaled_dot_product_attention, (*inputs, mask))
+
+
+def test_second_derivatives_are_those_of_the_formula():
+    """With one tensor in all places, against torch's formula in float64."""
+    torch.manual_seed(0)
+    start, direction = torch.randn(2, 2, 3, 9, 8).double().unbind()
+
+    def second(device, dtype, backend):
+        tensor = start.to(device, dtype).requires_grad_()
+        with sdpa_kernel(backend):
+            output = F.scaled_dot_product_attention(tensor, tensor, tensor, is_causal=True)
+            (first,) = torch.autograd.grad(output.square().sum(), tensor, create_graph=True)
+            return torch.autograd.grad(first, tensor, direction.to(device, dtype))[0]
+
+    expected = second("cpu", torch.float64, SDPBackend.MATH)
+    for dtype in (torch.float64, torch.float32):
+        actual = second("foo", dtype, SDPBackend.OVERRIDEABLE)
+        assert actual.dtype == dtype
+        # Each element is a sum over 9 keys of sums over 8 elements.
+        tolerance = 9 * 8 * torch.finfo(dtype).eps * expected.abs().max().item()
+        torch.testing.assert_close(actual.cpu().double(), expected, rtol=0, atol=tolerance)
+
+
+def test_gradients_of_function_transforms():
+    """They are made with a graph; there is none for a second derivative, and torch says so."""
+    query = torch.randn(1, 2, 5, 8, device="foo")
+
+    def loss(query):
+        return F.scaled_dot_product_attention(query, query, query).square().sum()
+
+    with Operators() as operators:
+        gradient = torch.func.grad(loss)(query)
+    assert FUSED_BACKWARD in operators.names
+    (expected,) = torch.autograd.grad(loss(leaf := query.clone().requires_grad_()), leaf)
+    torch.testing.assert_close(gradient, expected)
+    with pytest.raises(RuntimeError, match=r"derivative for .*backward is not implemented"):
+        torch.func.jacrev(torch.func.grad(loss))(query)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.func.hessian(loss)(query).isfinite().all()
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (3, 2, 1, 0)])
 @pytest.mark.parametrize("value_dim", [8, 5])
 def test_results_lie_in_memory_as_the_query(order, value_dim):

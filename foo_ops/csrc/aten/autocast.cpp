@@ -11,13 +11,9 @@ using at::Scalar;
 using at::ScalarType;
 using at::Tensor;
 
-Tensor refuse_binary_cross_entropy(const Tensor&, const Tensor&, const std::optional<Tensor>&,
-                                   int64_t) {
-  TORCH_CHECK(
-      false,
-      "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast: "
-      "use torch.nn.functional.binary_cross_entropy_with_logits or "
-      "torch.nn.BCEWithLogitsLoss");
+// binary_cross_entropy: CUDA's kernel does nothing but raise, with advice.
+void refuse_as_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.callBoxedForDispatchKey(c10::DispatchKey::AutocastCUDA, *stack);
 }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
@@ -44,7 +40,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_PROMOTE(PROMOTE)
 #undef PROMOTE
 
-  m.impl("binary_cross_entropy", &refuse_binary_cross_entropy);
+  m.impl("binary_cross_entropy", torch::CppFunction::makeFromBoxedFunction<&refuse_as_cuda>());
 }
 
 }  // namespace

@@ -51,4 +51,12 @@ void register_own_kernel(torch::Library& library) {
   library.impl(name.text, &Counted<name, function>::call);
 }
 
+// The same kernel on the CPU, where nothing counts, and on foo.
+template <Name name, auto function>
+void register_shared_kernel(torch::Library& library) {
+  library.impl(name.text, torch::dispatch(c10::DispatchKey::CPU, function));
+  library.impl(name.text,
+               torch::dispatch(c10::DispatchKey::PrivateUse1, &Counted<name, function>::call));
+}
+
 }  // namespace foo::aten

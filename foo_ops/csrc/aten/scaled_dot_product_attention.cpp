@@ -12,6 +12,7 @@
 #include <ATen/ops/empty_permuted.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <array>
@@ -19,6 +20,7 @@
 #include <tuple>
 
 #include "aten/operator_counts.h"
+#include "registration.h"
 
 namespace foo::aten {
 namespace {
@@ -161,6 +163,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_attention_backward(
   return {in_order_of(query, grad_query), in_order_of(key, grad_key),
           in_order_of(value, grad_value), needed[3] ? grad_bias : Tensor()};
 }
+
+bool is_in_function_transform() {
+  return c10::impl::tls_local_dispatch_key_set().included_.has(
+      c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+// torch has no formula for the second derivative, but what the backward pass is made of here can be
+// differentiated. Not inside of torch.func's transforms, where custom formulas must not be.
+class DifferentiableBackward final : public c10::OperatorKernel {
+ public:
+  explicit DifferentiableBackward(c10::SafeKernelFunction of_torch)
+      : of_torch_(std::move(of_torch)),
+        formula_(c10::KernelFunction::makeFromUnboxedRuntimeFunction(&fused_attention_backward)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    if (needs_gradient(op, *stack) && !is_in_function_transform()) {
+      formula_.callBoxed(op, keys, stack);
+    } else {
+      of_torch_.callBoxed(op, keys, stack);
+    }
+  }
+
+ private:
+  c10::SafeKernelFunction of_torch_;
+  c10::KernelFunction formula_;
+};
+
+constexpr const char* kBackward = "aten::_scaled_dot_product_fused_attention_overrideable_backward";
+
+const bool backward_is_differentiable = [] {
+  constexpr auto kKey = c10::DispatchKey::AutogradPrivateUse1;
+  auto of_torch = find_operator(kBackward).getComputedKernelForDispatchKey(kKey);
+  register_kernel(kBackward, kKey,
+                  c10::KernelFunction::makeFromBoxedFunctor(
+                      std::make_unique<DifferentiableBackward>(std::move(of_torch))));
+  return true;
+}();
 
 }  // namespace
 

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "aten/operator_counts.h"
 #include "kernel_table.h"
 #include "ops/attention_work.h"
 
@@ -183,20 +184,14 @@ at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double 
   return kept;
 }
 
-void register_attention(torch::Library& library) {
-  library.impl("attention", &attention);
-  library.impl("attention_seeded", &attention_seeded);
-  library.impl("attention_backward", &attention_backward);
-  library.impl("attention_kept", &attention_kept);
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(foo, CPU, library) {
-  register_attention(library);
-}
-TORCH_LIBRARY_IMPL(foo, PrivateUse1, library) {
-  register_attention(library);
+TORCH_LIBRARY_FRAGMENT(foo, library) {
+  using aten::register_shared_kernel;
+  register_shared_kernel<"foo::attention", &attention>(library);
+  register_shared_kernel<"foo::attention_seeded", &attention_seeded>(library);
+  register_shared_kernel<"foo::attention_backward", &attention_backward>(library);
+  register_shared_kernel<"foo::attention_kept", &attention_kept>(library);
 }
 
 }  // namespace foo

@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "aten/operator_counts.h"
 #include "kernel_table.h"
 #include "ops/attention.h"
 #include "ops/attention_work.h"
@@ -339,19 +340,13 @@ PackedGradients attention_varlen_backward(
                          : packed_backward(inputs, lengths, options, results, seed);
 }
 
-void register_attention_varlen(torch::Library& library) {
-  library.impl("attention_varlen", &attention_varlen);
-  library.impl("attention_varlen_seeded", &attention_varlen_seeded);
-  library.impl("attention_varlen_backward", &attention_varlen_backward);
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(foo, CPU, library) {
-  register_attention_varlen(library);
-}
-TORCH_LIBRARY_IMPL(foo, PrivateUse1, library) {
-  register_attention_varlen(library);
+TORCH_LIBRARY_FRAGMENT(foo, library) {
+  using aten::register_shared_kernel;
+  register_shared_kernel<"foo::attention_varlen", &attention_varlen>(library);
+  register_shared_kernel<"foo::attention_varlen_seeded", &attention_varlen_seeded>(library);
+  register_shared_kernel<"foo::attention_varlen_backward", &attention_varlen_backward>(library);
 }
 
 }  // namespace foo
