@@ -378,17 +378,3 @@ holder.tensors = [torch.ones(1000, device="foo") + 1, torch.rand(9, 9, device="f
 torch.holder = holder
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_a_storage_without_memory_stays_on_its_device():
-    """What sharded training does between two uses of a parameter."""
-    tensor = torch.ones(100, device="foo:1")
-    storage = tensor.untyped_storage()
-    held = torch.foo.memory_allocated(1)
-    storage.resize_(0)
-    assert storage.device == tensor.device == torch.device("foo:1")
-    assert torch.foo.memory_allocated(1) == held - 448
-    storage.resize_(400)
-    assert storage.device == torch.device("foo:1")
-    assert torch.foo.memory_allocated(1) == held
-    assert tensor.fill_(2).sum().item() == 200

@@ -64,7 +64,6 @@ def test_forked_child_cannot_use_a_device_that_its_parent_used():
     program = """
 import os, torch
 tensor = torch.ones(1000, device="foo")
-event, stream = torch.foo.Event(), torch.foo.current_stream()
 child = os.fork()
 if child == 0:
     assert torch.foo._is_in_bad_fork() and not torch.foo.is_initialized()
@@ -78,14 +77,6 @@ if child == 0:
         lambda: tensor.cpu(),
         lambda: torch.foo.set_device(0),
         torch.foo.init,
-        torch.foo.synchronize,
-        torch.foo.Stream,
-        torch.foo.current_stream,
-        torch.foo.default_stream,
-        lambda: event.record(stream),
-        torch.foo.get_rng_state,
-        torch.foo.get_rng_state_all,
-        torch.foo.initial_seed,
     ):
         try:
             use()
@@ -96,11 +87,6 @@ if child == 0:
     # What makes no use of the device goes on.
     torch.manual_seed(0)
     assert torch.rand(3).sum() > 0
-    leaf = torch.ones(3, requires_grad=True)
-    leaf.square().sum().backward()
-    assert leaf.grad.tolist() == [2, 2, 2]
-    assert torch.foo.is_available() and torch.foo.memory_allocated() == 0
-    torch.foo.empty_cache()
     del tensor
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0

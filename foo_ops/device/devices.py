@@ -103,7 +103,6 @@ class device_of(device):  # noqa: N801 (the name it has in torch.cuda)
 
 def synchronize(device: Any = None) -> None:
     """Every operator is done when it returns, so this only checks its argument."""
-    _C.initialize()
     torch.accelerator.synchronize(_get_device_index(device, optional=True))
 
 

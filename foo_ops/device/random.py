@@ -20,7 +20,6 @@ def _generator(device: Any) -> torch.Generator:
 
 
 def get_rng_state(device: Any = "foo") -> torch.Tensor:
-    _C.initialize()
     return _generator(device).get_state()
 
 
@@ -29,7 +28,6 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "foo") -> None:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    _C.initialize()
     return [generator.get_state() for generator in default_generators]
 
 
@@ -60,5 +58,4 @@ def seed_all() -> None:
 
 def initial_seed() -> int:
     """The seed of the current device."""
-    _C.initialize()
     return _generator(None).initial_seed()

@@ -1,7 +1,5 @@
 // New tensors.
 
-#include "aten/factories.h"
-
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/TensorFactories.h>
 
@@ -72,14 +70,6 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
 }
 
 }  // namespace
-
-at::Tensor new_tensor(at::IntArrayRef size, at::IntArrayRef stride,
-                      const c10::TensorOptions& options) {
-  const auto dtype = c10::optTypeMetaToScalarType(options.dtype_opt());
-  const auto device = options.device_opt();
-  return stride.empty() ? empty(size, dtype, {}, device, {}, {})
-                        : empty_strided(size, stride, dtype, {}, device, {});
-}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   register_own_kernel<"aten::empty.memory_format", &empty>(library);
