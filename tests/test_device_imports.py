@@ -53,7 +53,8 @@ print(time.process_time() - start)
 heavy = {"numba", "llvmlite", "torch._dynamo", "torch._inductor"}
 assert not heavy & (set(sys.modules) - loaded), heavy & set(sys.modules)
 """
-    assert min(float(run(program)) for _ in range(3)) < 0.1
+    # 0.06 to 0.1 s on a Zen 3, half of it to load the extension. Numba alone would be 0.3 s.
+    assert min(float(run(program)) for _ in range(3)) < 0.25
 
 
 def test_module_is_torch_foo():
