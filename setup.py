@@ -1,15 +1,19 @@
-"""Builds the C++ companion foo_ops._C; everything else is in pyproject.toml."""
+"""Builds the C++ companion foo_ops._C and says what is installed under which name.
+
+Everything else is in pyproject.toml.
+"""
 
 import os
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_namespace_packages, setup
 
 # An earlier build that no longer loads must not keep torch, and so this build, from starting.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 SOURCE_FOLDER = Path("foo_ops/csrc")
+PLUGIN = "foo_ops.testing.pytest_plugin"
 
 
 class IncrementalBuildExtension(BuildExtension):
@@ -21,6 +25,9 @@ class IncrementalBuildExtension(BuildExtension):
 
 
 setup(
+    # Outside of foo_ops, whose import is that of torch, so that a run of pytest can do without.
+    packages=[*find_namespace_packages(include=["foo_ops*"], exclude=[PLUGIN]), "pytest_foo_ops"],
+    package_dir={"pytest_foo_ops": PLUGIN.replace(".", "/")},
     ext_modules=[
         CppExtension(
             name="foo_ops._C",

@@ -1,7 +1,8 @@
 """The pytest plugin of foo_ops: one test for each check of each operator.
 
-Every run of pytest in an environment with foo_ops imports this file. So it is a module of its own,
-outside the package, and torch is imported only where a test asks for ``operator_check``.
+Every run of pytest in an environment with foo_ops imports this file. So it is installed as a
+package of its own, ``pytest_foo_ops`` (see setup.py), and torch is imported only where a test asks
+for ``operator_check``.
 """
 
 from __future__ import annotations
