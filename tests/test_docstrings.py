@@ -5,7 +5,12 @@ import importlib
 
 import pytest
 
-MODULES = ("foo_ops.custom_ops", "foo_ops.testing.checks", "foo_ops.testing.spec")
+MODULES = (
+    "foo_ops.custom_ops",
+    "foo_ops.testing.checks.matrix",
+    "foo_ops.testing.checks.verdict",
+    "foo_ops.testing.spec",
+)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -139,7 +139,7 @@ def test_what_is_wrong_is_said(run):
         process.stdout,
     )
     # The checks' own code says nothing to the author.
-    assert "foo_ops/testing/checks.py" not in process.stdout
+    assert "foo_ops/testing/checks/" not in process.stdout
 
 
 def test_operators_must_be_named(run):

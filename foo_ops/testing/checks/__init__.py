@@ -1,0 +1,15 @@
+"""The checks that every operator has to pass, ours as anyone's: one table, one matrix.
+
+Each check is a function of a `Case`: an operator, a device, a dtype, a sample. `cases` lists them,
+the pytest plugin makes a test of each, and `check_operator` runs them all.
+"""
+
+# In the order in which they are run.
+# isort: off
+from foo_ops.testing.checks import values, gradients, memory, fakes, compilation, devices  # noqa: F401
+
+# isort: on
+from foo_ops.testing.checks.matrix import CHECKS, Case, cases
+from foo_ops.testing.checks.verdict import OperatorCheckError, check_operator
+
+__all__ = ["CHECKS", "Case", "OperatorCheckError", "cases", "check_operator"]

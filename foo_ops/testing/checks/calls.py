@@ -1,0 +1,110 @@
+"""How checks call an operator, and compare what comes out."""
+
+from __future__ import annotations
+
+import torch
+
+from foo_ops.testing.checks.contexts import failing_as
+from foo_ops.testing.checks.matrix import Case, dtype_name
+from foo_ops.testing.schema import named_tensors, out_names, unwritten
+from foo_ops.testing.spec import (
+    OpSpec,
+    Sample,
+    Tensors,
+    check_gradients,
+    check_outputs,
+    cotangents_for,
+    gradients_of,
+    has_gradients,
+)
+
+
+def arguments(case: Case) -> Sample:
+    """Those of a plain call, out arguments included."""
+    sample = case.sample()
+    functional = case.spec.functional
+    if functional is None:
+        return sample
+    outs = list(map(unwritten, sample.call(functional)))
+    if case.layout is not None:
+        outs = list(map(case.layout, outs))
+    names = out_names(case.spec.operator, functional)
+    return Sample(sample.inputs, dict(sample.keywords) | dict(zip(names, outs)))
+
+
+def run(case: Case, sample: Sample) -> Tensors:
+    """The outputs of a call."""
+    what = (
+        f"{case.spec.name}, whose OpSpec promises {dtype_name(case.dtype)} on {case.device}, "
+        f"called with {described(sample)}"
+    )
+    with failing_as(what):
+        return case.spec.call(sample)
+
+
+def run_backward(outputs: Tensors, sample: Sample, cotangents: Tensors) -> Tensors:
+    """The gradients of a sample's tensors."""
+    with failing_as("the formula of its gradient"):
+        return gradients_of(outputs, sample.differentiable(), cotangents)
+
+
+def run_both(case: Case, sample: Sample) -> tuple[Tensors, Tensors, Tensors]:
+    """Outputs, their gradients, and the gradients of the sample's tensors."""
+    outputs = run(case, sample)
+    require_history(case, sample, outputs)
+    cotangents = cotangents_for(outputs)
+    return outputs, cotangents, run_backward(outputs, sample, cotangents)
+
+
+AUTOGRAD_KEYS = {"cpu": ("AutogradCPU",), "foo": ("AutogradPrivateUse1",)}
+
+
+def require_history(case: Case, sample: Sample, outputs: Tensors) -> None:
+    """There is a formula, and outputs require a gradient where those of the reference do."""
+    keys = ("CompositeImplicitAutograd", "Autograd", *AUTOGRAD_KEYS[torch.device(case.device).type])
+    name = case.spec.name
+    if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys):
+        # A kernel in Python may have gradients all the same, but only in eager mode.
+        raise AssertionError(
+            "there is no formula of its gradient: register one (torch.library.register_autograd), "
+            "or say differentiable=False in the OpSpec"
+        )
+    if all(output.requires_grad for output in outputs if has_gradients(output.dtype)):
+        return
+    exact_sample = sample.exact().requiring_grad()
+    expected = exact_sample.call(case.spec.reference)
+    for position, (output, value) in enumerate(zip(outputs, expected)):
+        if value.requires_grad and not output.requires_grad:
+            raise AssertionError(
+                f"output {position} does not require a gradient although an input does, and the "
+                "reference's does: its formula marks the output as not differentiable"
+            )
+
+
+def check_both(case: Case, sample: Sample, outputs: Tensors, cotangents: Tensors) -> None:
+    """Values, and the gradients that follow from them."""
+    check_outputs(case.spec, sample, case.dtype, outputs)
+    gradients = run_backward(outputs, sample, cotangents)
+    names = differentiable_names(case.spec, sample)
+    check_gradients(case.spec, sample, gradients, cotangents, names)
+
+
+def differentiable_names(spec: OpSpec, sample: Sample) -> list[str]:
+    tensors = named_tensors(spec.operator, sample.inputs, sample.keywords)
+    return [name for name, tensor in tensors if tensor.requires_grad]
+
+
+def described(sample: Sample) -> str:
+    return ", ".join(
+        f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}" for tensor in sample.tensors()
+    )
+
+
+def same(what: str, actual: Tensors, expected: Tensors, *, check_stride: bool = True) -> None:
+    """Bit for bit, dtypes and layouts included, but for the payload of a NaN."""
+    try:
+        torch.testing.assert_close(
+            actual, expected, rtol=0, atol=0, equal_nan=True, check_stride=check_stride
+        )
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from None

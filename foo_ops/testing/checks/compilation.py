@@ -1,0 +1,150 @@
+"""torch.compile: one graph without breaks, for one size and for all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops.testing.checks.calls import differentiable_names, require_history, same
+from foo_ops.testing.checks.contexts import failing_as
+from foo_ops.testing.checks.matrix import (
+    Case,
+    check,
+    differentiable,
+    essential,
+    first,
+    no_name,
+    single_and_brain,
+)
+from foo_ops.testing.layouts import inside_padding, reversed_dimensions
+from foo_ops.testing.schema import as_tuple, tensors_in
+from foo_ops.testing.spec import (
+    Sample,
+    Tensors,
+    check_gradients,
+    check_outputs,
+    cotangents_for,
+    gradients_of,
+    has_gradients,
+)
+
+BACKENDS = {"cpu": "inductor", "foo": "aot_eager"}
+
+
+@contextlib.contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that another check compiled, in memory or on disk, and nothing left for the next."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    torch.compiler.reset()
+    with (
+        # A graph that was kept on disk still calls operators with the schemas of its day.
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+    ):
+        yield
+    torch.compiler.reset()
+
+
+def doubled(value: Any) -> Any:
+    """Tensors that may have gradients times two, which is exact."""
+    if isinstance(value, (list, tuple)):
+        return [doubled(element) for element in value]
+    if isinstance(value, Tensor) and has_gradients(value.dtype):
+        return value * 2
+    return value
+
+
+def compiled(case: Case, **options: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The operator between others, so that there is a graph around it; eager and compiled."""
+    operator = case.spec.function
+
+    def function(inputs: Any, keywords: Any) -> list[Any]:
+        arguments = [doubled(value) for value in inputs]
+        outputs = operator(*arguments, **{name: doubled(value) for name, value in keywords.items()})
+        return [doubled(output) for output in as_tuple(outputs)]
+
+    backend = BACKENDS[case.device]
+    return function, torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def check_compiled(
+    case: Case, sample: Sample, eager: Callable[..., Any], graph: Callable[..., Any]
+) -> None:
+    """Forward with and without gradients, and backward."""
+    keywords = dict(sample.keywords)
+    with torch.no_grad():
+        expected = tuple(tensors_in(eager(sample.inputs, keywords)))
+        with failing_as("torch.compile(fullgraph=True)"):
+            outputs = tuple(tensors_in(graph(sample.inputs, keywords)))
+    check_compiled_outputs(case, sample, outputs, expected)
+    if case.dtype in differentiable(case.spec):
+        check_compiled_gradients(case, sample.requiring_grad(), expected, graph)
+
+
+def check_compiled_outputs(case: Case, sample: Sample, outputs: Tensors, expected: Tensors) -> None:
+    """Bit for bit, unless the operator is made of others, which a compiler may change."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(case.spec.name, "CompositeImplicitAutograd"):
+        halves = tuple(output / 2 if has_gradients(output.dtype) else output for output in outputs)
+        check_outputs(case.spec, sample.map(doubled), case.dtype, halves)
+    else:
+        same("compiled, the outputs differ", outputs, expected)
+
+
+def check_compiled_gradients(
+    case: Case, leaves: Sample, expected: Tensors, graph: Callable[..., Any]
+) -> None:
+    """A compiler may have formulas round otherwise: they are compared with the reference's."""
+    with failing_as("torch.compile(fullgraph=True), where a gradient is needed,"):
+        outputs = tuple(tensors_in(graph(leaves.inputs, dict(leaves.keywords))))
+        plain = tuple(output.detach() for output in outputs)
+        check_compiled_outputs(case, leaves, plain, expected)
+        require_history(case, leaves, outputs)
+        cotangents = cotangents_for(outputs)
+        gradients = gradients_of(outputs, leaves.differentiable(), cotangents)
+    # Of 2 f(2 x): the gradients of f at 2 x, for twice the cotangents, times 2.
+    inner = leaves.map(lambda tensor: doubled(tensor.detach())).requiring_grad()
+    halves = tuple(gradient / 2 for gradient in gradients)
+    names = differentiable_names(case.spec, inner)
+    check_gradients(case.spec, inner, halves, tuple(map(doubled, cotangents)), names)
+
+
+@check(dtypes=first, names=essential)
+def compiled_graph(case: Case) -> None:
+    with fresh_compiler():
+        check_compiled(case, case.sample(), *compiled(case, dynamic=False))
+
+
+@check(dtypes=first, names=no_name, layouts=lambda spec: (reversed_dimensions, inside_padding))
+def compiled_for_layouts(case: Case) -> None:
+    with fresh_compiler():
+        check_compiled(case, case.sized(6), *compiled(case, dynamic=False))
+
+
+@check(dtypes=single_and_brain, names=no_name)
+def compiled_for_dynamic_shapes(case: Case) -> None:
+    """One graph serves all sizes."""
+    with fresh_compiler():
+        functions = compiled(case, dynamic=True)
+        check_compiled(case, case.sized(9), *functions)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for size in (6, 19):
+                check_without_recompiling(case, size, functions)
+
+
+def check_without_recompiling(case: Case, size: int, functions: tuple[Any, Any]) -> None:
+    try:
+        check_compiled(case, case.sized(size), *functions)
+    except AssertionError as error:
+        if "fail_on_recompile" not in str(error):
+            raise
+        raise AssertionError(
+            f"the graph that was compiled for size 9 does not serve size {size}: the fake kernel, "
+            f"or a formula, makes a decision of a size. {error}"
+        ) from error

@@ -1,0 +1,89 @@
+"""The fake kernel, and torch.library.opcheck."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from foo_ops import library
+from foo_ops.testing.checks.calls import arguments, run
+from foo_ops.testing.checks.contexts import failing_as
+from foo_ops.testing.checks.matrix import (
+    Case,
+    all_layouts,
+    check,
+    essential,
+    first,
+    first_and_last,
+    gradient_or_not,
+    in_layouts,
+)
+
+
+@check(dtypes=first_and_last, names=essential, gradients=gradient_or_not)
+def opcheck(case: Case) -> None:
+    """torch.library.opcheck: schema, autograd registration, fake kernel, AOTAutograd."""
+    sample = arguments(case)
+    if case.gradient:
+        sample = sample.requiring_grad()
+    results = library.opcheck(
+        case.spec.operator, sample.inputs, dict(sample.keywords), raise_exception=False
+    )
+    failed = [f"{name}: {result}" for name, result in results.items() if result != "SUCCESS"]
+    if failed:
+        raise AssertionError("; ".join(failed))
+
+
+@check()
+def fake_kernel(case: Case) -> None:
+    check_fake(case)
+
+
+@check(dtypes=first, names=in_layouts, layouts=all_layouts)
+def fake_kernel_in_layouts(case: Case) -> None:
+    check_fake(case)
+
+
+def check_fake(case: Case) -> None:
+    """Shape, dtype, device and strides."""
+    from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    outputs = run(case, case.sample())
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    fake_sample = case.sample().map(mode.from_tensor)
+    with mode, failing_as("the fake kernel (torch.library.register_fake)"):
+        try:
+            fakes = case.spec.call(fake_sample)
+        except UnsupportedOperatorException:
+            raise AssertionError(
+                "there is no fake kernel: register one (torch.library.register_fake)"
+            ) from None
+    if len(fakes) != len(outputs):
+        raise AssertionError(f"the fake kernel returns {len(fakes)} tensors, not {len(outputs)}")
+    for position, (output, fake) in enumerate(zip(outputs, fakes)):
+        for what, actual, expected in properties(output, fake):
+            if actual != expected:
+                raise AssertionError(
+                    f"the fake kernel gives output {position} the {what} {actual}, "
+                    f"the kernel gives it {expected}"
+                )
+
+
+def properties(output: Tensor, fake: Tensor) -> Iterator[tuple[str, Any, Any]]:
+    """What must agree, that of the fake first. A size that depends on data may be any."""
+    known = [size if isinstance(size, int) else None for size in fake.shape]
+    if len(known) == output.dim():
+        sizes = tuple(real if size is None else size for size, real in zip(known, output.shape))
+    else:
+        sizes = tuple(fake.shape)
+    yield "shape", sizes, tuple(output.shape)
+    yield "dtype", fake.dtype, output.dtype
+    yield "device", fake.device, output.device
+    if None not in known and output.numel() > 0:
+        strides = zip(output.shape, fake.stride(), output.stride())
+        # The stride of a dimension of size 1 means nothing.
+        differ = any(size > 1 and one != other for size, one, other in strides)
+        yield "stride", fake.stride() if differ else output.stride(), output.stride()

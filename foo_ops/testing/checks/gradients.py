@@ -1,0 +1,111 @@
+"""Gradients: against the reference, against numerical ones, and where none is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from foo_ops.testing.checks.calls import (
+    check_both,
+    differentiable_names,
+    require_history,
+    run,
+    run_backward,
+    run_both,
+    same,
+)
+from foo_ops.testing.checks.contexts import failing_as, poisoned_memory
+from foo_ops.testing.checks.matrix import Case, check, differentiable, double_precision, essential
+from foo_ops.testing.spec import Tensors, check_gradients, cotangents_for
+
+
+@check(dtypes=differentiable)
+def gradients(case: Case) -> None:
+    sample = case.sample().requiring_grad()
+    with poisoned_memory():
+        outputs = run(case, sample)
+        require_history(case, sample, outputs)
+        check_both(case, sample, outputs, cotangents_for(outputs))
+
+
+@check(dtypes=differentiable, names=essential)
+def gradient_of_each_input(case: Case) -> None:
+    """Which inputs need a gradient decides who computes, and never what comes out."""
+    sample = case.sample().requiring_grad()
+    outputs, cotangents, expected = run_both(case, sample)
+    tensors, names = sample.differentiable(), differentiable_names(case.spec, sample)
+    for name, tensor, gradient in zip(names, tensors, expected):
+        for other in tensors:
+            other.requires_grad_(other is tensor)
+        alone = run(case, sample)
+        what = f"where {name} alone requires a gradient"
+        same(f"the outputs differ {what}", alone, outputs)
+        if any(output.requires_grad for output in alone):
+            gradients = run_backward(alone, sample, cotangents)
+            same(f"the gradient differs {what}", gradients, (gradient,))
+        elif gradient.any():
+            raise AssertionError(f"no output requires a gradient {what}")
+
+
+@check(dtypes=differentiable, names=essential)
+def gradient_through_each_output(case: Case) -> None:
+    """An output that nothing depends on has no gradient: as good as one of zeros."""
+    sample = case.sample().requiring_grad()
+    names = differentiable_names(case.spec, sample)
+    outputs, *_ = run_both(case, sample)
+    for position, output in enumerate(outputs):
+        if not output.requires_grad:
+            continue
+        outputs = run(case, sample)
+        cotangents = tuple(
+            cotangent if index == position else torch.zeros_like(cotangent)
+            for index, cotangent in enumerate(cotangents_for(outputs))
+        )
+        chosen = (outputs[position],)
+        gradients = run_backward(chosen, sample, (cotangents[position],))
+        with failing_as(f"the gradient through output {position} alone"):
+            check_gradients(case.spec, sample, gradients, cotangents, names)
+
+
+@check(dtypes=differentiable, names=essential)
+def gradient_only_where_needed(case: Case) -> None:
+    sample = case.sample()
+    if any(output.requires_grad for output in run(case, sample)):
+        raise AssertionError("an output requires a gradient although no input does")
+    sample = sample.requiring_grad()
+    outputs = run(case, sample)
+    require_history(case, sample, outputs)
+    with torch.no_grad():
+        unrecorded = run(case, sample)
+    with torch.inference_mode():
+        inference = run(case, sample)
+    if not all(output.is_inference() for output in inference):
+        raise AssertionError("an output in inference_mode is no inference tensor")
+    for mode, results in (("no_grad", unrecorded), ("inference_mode", inference)):
+        if any(output.requires_grad for output in results):
+            raise AssertionError(f"an output under {mode} requires a gradient")
+        plain = tuple(output.clone() for output in results)
+        same(f"the outputs differ under {mode}", plain, outputs)
+
+
+def finite(outputs: Iterable[Tensor]) -> Tensors:
+    """Numerical derivatives know no infinity."""
+    return tuple(output.where(output.isfinite(), 0) for output in outputs)
+
+
+@check(dtypes=double_precision, names=essential)
+def gradcheck(case: Case) -> None:
+    """The formula against numerical derivatives of the kernel itself."""
+    sample = case.sample().requiring_grad()
+    tensors = sample.differentiable()
+    require_history(case, sample, run(case, sample))
+
+    def function(*values: Tensor) -> Tensors:
+        replaced = dict(zip(map(id, tensors), values))
+        outputs = case.spec.call(sample.map(lambda t: replaced.get(id(t), t)))
+        return finite(output for output in outputs if output.requires_grad)
+
+    with failing_as("gradcheck"):
+        torch.autograd.gradcheck(function, tensors)

@@ -1,0 +1,207 @@
+"""What is checked: for each check the combinations of devices, dtypes, samples and layouts.
+
+A check is a function of a `Case` with the decorator `check`, which says what it is run for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from foo_ops.testing.checks.contexts import seeded, threads
+from foo_ops.testing.layouts import LAYOUTS, Layout, expanded
+from foo_ops.testing.spec import OpSpec, Sample, has_gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One check of an operator. Calling it runs the check.
+
+    Attributes:
+        check: the name of the check.
+        spec: the operator.
+        device: where it is called.
+        dtype: of the sample.
+        name: of the sample; empty where a check needs none of them.
+        layout: what is done to the sample's tensors.
+        gradient: they require one.
+    """
+
+    check: str
+    spec: OpSpec
+    device: str
+    dtype: torch.dtype
+    name: str = ""
+    layout: Layout | None = None
+    gradient: bool = False
+
+    @property
+    def id(self) -> str:
+        """Such as ``rms_norm-foo-float32-opcheck-size7-gradient``."""
+        words = [self._operator_name(), self.device, dtype_name(self.dtype), self.check, self.name]
+        words += [self.layout.__name__] if self.layout is not None else []
+        words += ["gradient"] if self.gradient else []
+        return "-".join(word for word in words if word)
+
+    def _operator_name(self) -> str:
+        return self.spec.name.partition("::")[2].removesuffix(".default")
+
+    def sample(self) -> Sample:
+        """On the device, in the layout."""
+        with seeded():
+            sample = self.spec.samples[self.name](self.dtype)
+        return self.placed(sample)
+
+    def sized(self, size: int) -> Sample:
+        with seeded():
+            sample = self.spec.sized(self.dtype, size)
+        return self.placed(sample)
+
+    def large(self) -> Sample:
+        assert self.spec.large is not None
+        with seeded():
+            sample = self.spec.large(self.dtype)
+        return self.placed(sample)
+
+    def placed(self, sample: Sample) -> Sample:
+        if self.layout is not None:
+            sample = sample.map(self.layout)
+        return sample.to(self.device)
+
+    def __call__(self) -> None:
+        """Run the check.
+
+        Raises:
+            AssertionError: which says what is wrong with the operator.
+        """
+        # pytest leaves out such frames: the author wants to know what is wrong, not who found it.
+        __tracebackhide__ = True
+        try:
+            with threads(1):
+                CHECKS[self.check].run(self)
+        except AssertionError as error:
+            raise error.with_traceback(None)  # noqa: B904
+
+
+Run = Callable[[Case], None]
+Select = Callable[[OpSpec], Iterable[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A check, and the cases that it is run for.
+
+    Attributes:
+        run: raises AssertionError.
+        dtypes, names, layouts, gradients, devices: of each spec, which ones are combined.
+    """
+
+    run: Run
+    dtypes: Select
+    names: Select
+    layouts: Select
+    gradients: Select
+    devices: Select
+
+    def cases(self, name: str, spec: OpSpec) -> Iterator[Case]:
+        axes = (self.devices, self.dtypes, self.names, self.layouts, self.gradients)
+        for values in itertools.product(*(axis(spec) for axis in axes)):
+            yield Case(name, spec, *values)
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def cases(spec: OpSpec, checks: Collection[str] | None = None) -> list[Case]:
+    """All that is to be checked of an operator.
+
+    Args:
+        spec: the operator.
+        checks: the names of checks, of those in ``CHECKS``; without it all.
+
+    Raises:
+        ValueError: for a check that there is not.
+
+    Example:
+        >>> from foo_ops.testing import ABS
+        >>> [case.id for case in cases(ABS, ["gradcheck"])][:2]
+        ['abs-cpu-float64-gradcheck-0-d', 'abs-cpu-float64-gradcheck-empty inside']
+    """
+    names = CHECKS if checks is None else checks
+    for name in names:
+        if name not in CHECKS:
+            raise ValueError(f"cases: checks must be among {', '.join(CHECKS)}, got {name!r}")
+    return [case for name in names for case in CHECKS[name].cases(name, spec)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ------------------------------------------------------------------------- what is run for what
+
+
+def check(
+    *,
+    dtypes: Select = lambda spec: spec.dtypes,
+    names: Select = lambda spec: spec.samples,
+    layouts: Select = lambda spec: (None,),
+    gradients: Select = lambda spec: (False,),
+    devices: Select = lambda spec: spec.devices,
+) -> Callable[[Run], Run]:
+    """Put a function into the table of checks, by its name."""
+
+    def register(run: Run) -> Run:
+        CHECKS[run.__name__] = Check(run, dtypes, names, layouts, gradients, devices)
+        return run
+
+    return register
+
+
+def differentiable(spec: OpSpec) -> list[torch.dtype]:
+    return [dtype for dtype in spec.dtypes if spec.differentiable and has_gradients(dtype)]
+
+
+def double_precision(spec: OpSpec) -> list[torch.dtype]:
+    wide = (torch.float64, torch.complex128)
+    return [dtype for dtype in differentiable(spec) if dtype in wide]
+
+
+def first(spec: OpSpec) -> Sequence[torch.dtype]:
+    return spec.dtypes[:1]
+
+
+def first_and_last(spec: OpSpec) -> list[torch.dtype]:
+    """The last is the one that lies farthest from the first."""
+    return list(dict.fromkeys((spec.dtypes[0], spec.dtypes[-1])))
+
+
+def single_and_brain(spec: OpSpec) -> list[torch.dtype]:
+    """float32 and bfloat16, or else the first."""
+    chosen = [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in spec.dtypes]
+    return chosen or list(first(spec))
+
+
+def essential(spec: OpSpec) -> Collection[str]:
+    return spec.essential
+
+
+def no_name(spec: OpSpec) -> tuple[str]:
+    return ("",)
+
+
+def in_layouts(spec: OpSpec) -> Collection[str]:
+    return spec.in_layouts
+
+
+def all_layouts(spec: OpSpec) -> list[Layout]:
+    """What is written cannot lie in memory that is repeated."""
+    return [layout for layout in LAYOUTS if not (spec.mutates and layout is expanded)]
+
+
+def gradient_or_not(spec: OpSpec) -> tuple[bool, ...]:
+    return (False, True) if spec.differentiable and not spec.mutates else (False,)
