@@ -82,7 +82,7 @@ def imports(x):
 
 
 ELEMENTWISE = [
-    (unknown_attribute, "Unknown attribute 'wrong' of type float64", 2, "return y.wrong"),
+    (unknown_attribute, "Unknown attribute 'wrong' of type float32", 2, "return y.wrong"),
     (in_helper, "Unknown attribute 'nothing' of type float32", None, "return x.nothing"),
     (unknown_name, "NameError: name 'does_not_exist' is not defined", 0, "def unknown_name(x):"),
     (text, "the kernel returns unicode_type, which is no number", 0, "def text(x):"),

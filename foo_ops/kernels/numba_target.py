@@ -35,6 +35,7 @@ from numba.core.typing import mathdecl
 from numba.core.typing.context import BaseContext
 from numba.cpython import builtins, mathimpl, numbers, rangeobj, tupleobj  # noqa: F401
 
+from foo_ops.kernels.constants import AdaptConstants
 from foo_ops.kernels.target import target
 
 NAME = "foo_ops kernel"
@@ -179,6 +180,7 @@ class _Compiler(compiler.CompilerBase):
 
     def define_pipelines(self) -> list[PassManager]:
         pipeline = compiler.DefaultPassBuilder.define_untyped_pipeline(self.state, NAME)
+        pipeline.add_pass(AdaptConstants, "give constants the types of what they meet")
         pipeline.add_pass(NopythonTypeInference, "infer types")
         pipeline.add_pass(PreLowerStripPhis, "replace phi nodes by variables")
         pipeline.add_pass(IRLegalization, "insert the ends of variables")

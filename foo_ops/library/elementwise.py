@@ -172,8 +172,8 @@ def elementwise_kernel(
 
     Tensors may have any strides; they are broadcast and promoted to a common dtype. float16 and
     bfloat16 are computed in float32, all others in their own type, and so are arguments of type
-    float. Constants of another type promote as Numba's do: in float32, ``x * 0.5`` is computed in
-    float64. The same kernel serves ``f``, ``f_`` and ``f.out``, and each gets its fake kernel.
+    float. Constants do not promote, as in torch: ``x * 0.5`` is computed in x's type. The same
+    kernel serves ``f``, ``f_`` and ``f.out``, and each gets its fake kernel.
 
     Args:
         function: the function; without it this is a decorator.

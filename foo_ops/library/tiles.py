@@ -101,7 +101,8 @@ def tile_kernel(
     - A tensor is a view with ``shape``, ``strides``, ``ndim``, ``size``, ``rows``, ``data``,
       ``row(i)`` and elements ``x[i, j]`` (see foo_ops/kernels/view.py). bfloat16 and float16 are
       read as float32 and rounded when they are written.
-    - float, int and bool come as float64, int64 and bool; what is missing is None.
+    - float, int and bool come as float64, int64 and bool; what is missing is None. A float64 makes
+      what it meets float64, unless it is a constant: `foo_ops.language.cast` narrows it.
     - Results are allocated as the operator's fake kernel says, which is called once for the same
       shapes and numbers. They are not initialised.
     - Of an operator that works in place the function gets the argument, which it changes. Where it

@@ -1,0 +1,155 @@
+"""Constants that do not promote: in float32, ``x * 0.5`` is computed in float32, as in torch.
+
+For Numba a constant is an int64 or a float64, and ``float32 * int64`` a float64, as in NumPy before
+its second version. In a kernel that halves the lanes of a vector, and converts there and back.
+
+And powers that are constants: ``x ** 2`` becomes a product. For Numba's dispatch, in which a
+constant is a number like others, it is a loop, or a call of pow.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from numba.core import ir, types
+from numba.core.compiler_machinery import FunctionPass, register_pass
+from numba.extending import intrinsic
+
+_PARTS = {types.complex64: types.float32, types.float32: types.float32}
+# These are for integers only.
+_BITWISE = (
+    *(operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift),
+    *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+)
+# As products these take at most six multiplications.
+_EXPONENTS = range(1, 17)
+
+
+@intrinsic
+def _adapt(typing_context, constant, other):
+    """A constant in the type of the number that it meets, where that is the narrower one."""
+    own = types.unliteral(constant)
+    type_ = _PARTS.get(other, own)
+
+    def generate(context, builder, signature, args):
+        return context.cast(builder, args[0], own, type_)
+
+    return type_(own, other), generate
+
+
+@intrinsic(prefer_literal=True)
+def _power(typing_context, base, exponent):
+    """A number to a power, by squaring."""
+    number = types.unliteral(base)
+    product = typing_context.resolve_function_type(operator.mul, (number,) * 2, {}).return_type
+
+    def generate(context, builder, signature, args):
+        multiply = context.get_function(operator.mul, product(product, product))
+        square = context.cast(builder, args[0], number, product)
+        result, rest = None, exponent.literal_value
+        while rest:
+            if rest & 1:
+                result = square if result is None else multiply(builder, (result, square))
+            rest >>= 1
+            square = multiply(builder, (square, square)) if rest else square
+        return result
+
+    return product(number, exponent), generate
+
+
+@register_pass(mutates_CFG=False, analysis_only=False)
+class AdaptConstants(FunctionPass):
+    """Before types are inferred: a constant beside a variable is converted to its type."""
+
+    _name = "foo_ops_adapt_constants"
+
+    def __init__(self) -> None:
+        FunctionPass.__init__(self)
+
+    def run_pass(self, state: Any) -> bool:
+        for block in state.func_ir.blocks.values():
+            block.body = list(_adapted(state.func_ir, block))
+        return True
+
+
+def _adapted(func_ir: ir.FunctionIR, block: ir.Block) -> Iterator[ir.Stmt]:
+    for statement in block.body:
+        expression: Any = getattr(statement, "value", None)
+        if _is_product(func_ir, expression):
+            function, operands = _variable(block, "power"), [expression.lhs, expression.rhs]
+            yield _define(func_ir, function, ir.Global("_power", _power, statement.loc))
+            statement.value = ir.Expr.call(function, operands, (), statement.loc)
+        for constant, other in _meetings(func_ir, expression):
+            function, result = _variable(block, "adapt"), _variable(block, "adapted")
+            call = ir.Expr.call(function, [constant, other], (), statement.loc)
+            yield _define(func_ir, function, ir.Global("_adapt", _adapt, statement.loc))
+            yield _define(func_ir, result, call)
+            _replace(expression, constant, result)
+        yield statement
+
+
+def _variable(block: ir.Block, name: str) -> ir.Var:
+    return block.scope.redefine(f"${name}", block.loc)
+
+
+def _define(func_ir: ir.FunctionIR, variable: ir.Var, value: Any) -> ir.Assign:
+    func_ir._definitions[variable.name].append(value)
+    return ir.Assign(value, variable, value.loc)
+
+
+def _is_product(func_ir: ir.FunctionIR, expression: Any) -> bool:
+    """A power with a constant exponent that is small."""
+    if not _is_operation(expression) or expression.fn not in (operator.pow, operator.ipow):
+        return False
+    exponent = _value(func_ir, expression.rhs)
+    return type(exponent) is int and exponent in _EXPONENTS
+
+
+def _meetings(func_ir: ir.FunctionIR, expression: Any) -> list[tuple[ir.Var, ir.Var]]:
+    """Each constant operand of an expression, with an operand that is none."""
+    operands = _operands(func_ir, expression)
+    constants = [operand for operand in operands if _is_constant(func_ir, operand)]
+    others = [operand for operand in operands if not _is_constant(func_ir, operand)]
+    return [(constant, others[0]) for constant in constants] if others else []
+
+
+def _operands(func_ir: ir.FunctionIR, expression: Any) -> list[ir.Var]:
+    """Of an operation whose operands are promoted to one type, which those of a power are too."""
+    if _is_operation(expression):
+        return [] if expression.fn in _BITWISE else [expression.lhs, expression.rhs]
+    is_call = isinstance(expression, ir.Expr) and expression.op == "call"
+    if is_call and _value(func_ir, expression.func) in (max, min):
+        return list(expression.args)
+    return []
+
+
+def _is_operation(expression: Any) -> bool:
+    return isinstance(expression, ir.Expr) and expression.op in ("binop", "inplace_binop")
+
+
+def _is_constant(func_ir: ir.FunctionIR, variable: ir.Var) -> bool:
+    return type(_value(func_ir, variable)) in (int, float)
+
+
+def _value(func_ir: ir.FunctionIR, variable: ir.Var) -> Any:
+    """What a variable is that always is the same, else None."""
+    definitions = func_ir._definitions.get(variable.name, [])
+    definition = definitions[0] if len(definitions) == 1 else None
+    if isinstance(definition, (ir.Const, ir.Global, ir.FreeVar)):
+        return definition.value
+    if isinstance(definition, ir.Expr) and definition.op == "getattr":
+        module = _value(func_ir, definition.value)
+        return getattr(module, definition.attr, None) if isinstance(module, ModuleType) else None
+    return None
+
+
+def _replace(expression: ir.Expr, operand: ir.Var, by: ir.Var) -> None:
+    if expression.op == "call":
+        expression.args = [by if argument is operand else argument for argument in expression.args]
+        return
+    for side in ("lhs", "rhs"):
+        if getattr(expression, side) is operand:
+            setattr(expression, side, by)
