@@ -12,6 +12,7 @@ from torch import Tensor
 from foo_ops import _C
 from foo_ops.library.autograd import register_autograd
 from foo_ops.library.kernels import (
+    Launcher,
     NumbaKernel,
     add_source,
     count_parameters,
@@ -22,8 +23,6 @@ from foo_ops.library.kernels import (
 from foo_ops.library.operators import (
     Parameter,
     find,
-    functionalize_out,
-    keep,
     library_of,
     parameters_of,
 )
@@ -78,13 +77,9 @@ class ElementwiseKernel(NumbaKernel):
         added = _variants(function, dtypes, result_type, on_bits)
         return dataclasses.replace(self, variants={**self.variants, **added})
 
-    def register(
-        self,
-        operator: torch._ops.OpOverload,
-        keys: Sequence[str],
-        lib: torch.library.Library | None,
-    ) -> None:
-        parameters = parameters_of(operator)
+    def launcher(
+        self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
+    ) -> Launcher:
         _check(operator, parameters, self)
         results = len(operator._schema.returns) or sum(p.role != "read" for p in parameters)
         types = {
@@ -98,13 +93,17 @@ class ElementwiseKernel(NumbaKernel):
             {dtype: list(results) for dtype, results in types.items()},
             in_words(self.variants),
         )
-        for key in keys:
-            keep(elementwise.register_for(key), lib)
-        if operator._schema.is_mutable:
-            keep(_C.count_versions(operator.name()), lib)
-        _register_fake(operator, parameters, elementwise, lib)
+        return Launcher(elementwise.register_for, _fake(operator, parameters, elementwise))
+
+    def register(
+        self,
+        operator: torch._ops.OpOverload,
+        keys: Sequence[str],
+        lib: torch.library.Library | None,
+    ) -> None:
+        super().register(operator, keys, lib)
         if self.backward is not None and not operator._schema.is_mutable:
-            _register_backward(self, operator, parameters, keys, lib)
+            _register_backward(self, operator, keys, lib)
 
     def _add_source(
         self,
@@ -261,12 +260,9 @@ def _result_types(
 # ---------------------------------------------------------------------------------- fake kernel
 
 
-def _register_fake(
-    operator: torch._ops.OpOverload,
-    parameters: Sequence[Parameter],
-    elementwise: Any,
-    lib: torch.library.Library | None,
-) -> None:
+def _fake(
+    operator: torch._ops.OpOverload, parameters: Sequence[Parameter], elementwise: Any
+) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
         given = {p.name: argument for p, argument in zip(parameters, args)} | kwargs
         tensors = [(p, given.get(p.name)) for p in parameters if p.is_tensor]
@@ -284,9 +280,7 @@ def _register_fake(
         count = len(operator._schema.returns)
         return results[0] if count == 1 else tuple(results[:count]) or None
 
-    torch.library.register_fake(operator.name(), fake, lib=lib)
-    if any(p.role == "out" for p in parameters):
-        functionalize_out(operator)
+    return fake
 
 
 def _broadcast_shape(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -323,13 +317,12 @@ def _layout(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]
 def _register_backward(
     kernel: ElementwiseKernel,
     operator: torch._ops.OpOverload,
-    parameters: Sequence[Parameter],
     keys: Sequence[str],
     lib: torch.library.Library | None,
 ) -> None:
     """Define ``f_backward(gradients, arguments)``, and make it the formula of ``f``."""
     assert kernel.backward is not None
-    name = operator.name()
+    name, parameters = operator.name(), parameters_of(operator)
     results = len(operator._schema.returns)
     tensors = [p for p in parameters if p.is_tensor]
     if any(p.is_optional for p in tensors):

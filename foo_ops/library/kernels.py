@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,17 +14,36 @@ import torch
 from foo_ops import _C
 from foo_ops.kernels.sources import SOURCES
 from foo_ops.kernels.user import UserKernel
-from foo_ops.library.operators import Parameter, find
+from foo_ops.library.operators import Parameter, find, functionalize_out, keep, parameters_of
 
 DISPATCH_KEYS = {"cpu": "CPU", "foo": "PrivateUse1", "CPU": "CPU", "PrivateUse1": "PrivateUse1"}
 
 _serial_numbers = itertools.count(2)
 
 
-class NumbaKernel:
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """How an operator calls its kernel.
+
+    Attributes:
+        register_for: makes the registration for a dispatch key.
+        fake: the fake kernel; None where the operator's author brings it.
+    """
+
+    register_for: Callable[[str], Any]
+    fake: Callable[..., Any] | None
+
+
+class NumbaKernel(abc.ABC):
     """What `elementwise_kernel` and `tile_kernel` make of a function."""
 
     function: Callable[..., Any]
+
+    @abc.abstractmethod
+    def launcher(
+        self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
+    ) -> Launcher:
+        """Of an operator with these parameters; TypeError where the kernel takes others."""
 
     def register(
         self,
@@ -30,7 +51,18 @@ class NumbaKernel:
         keys: Sequence[str],
         lib: torch.library.Library | None,
     ) -> None:
-        raise NotImplementedError
+        """Make this an operator's kernel for some dispatch keys."""
+        parameters = parameters_of(operator)
+        launcher = self.launcher(operator, parameters)
+        for key in keys:
+            keep(launcher.register_for(key), lib)
+        if operator._schema.is_mutable:
+            keep(_C.count_versions(operator.name()), lib)
+        if launcher.fake is None:
+            return
+        torch.library.register_fake(operator.name(), launcher.fake, lib=lib)
+        if any(p.role == "out" for p in parameters):
+            functionalize_out(operator)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(

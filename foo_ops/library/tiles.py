@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foo_ops import _C
 from foo_ops.library.kernels import (
+    Launcher,
     NumbaKernel,
     add_source,
     count_parameters,
@@ -18,7 +19,7 @@ from foo_ops.library.kernels import (
     describe,
     kinds_of,
 )
-from foo_ops.library.operators import Parameter, find, functionalize_out, keep, parameters_of
+from foo_ops.library.operators import Parameter, find
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +30,9 @@ class TileKernel(NumbaKernel):
     tiles: Callable[..., int] | None
     contiguous_rows: bool
 
-    def register(
-        self,
-        operator: torch._ops.OpOverload,
-        keys: Sequence[str],
-        lib: torch.library.Library | None,
-    ) -> None:
-        parameters = parameters_of(operator)
+    def launcher(
+        self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
+    ) -> Launcher:
         results = _results(self.function, operator, parameters)
         functions = [self.function]
         if self.tiles is not None:
@@ -49,8 +46,9 @@ class TileKernel(NumbaKernel):
         kinds = kinds_of(parameters) + ("tensor",) * results
         kernel = add_source(operator, functions, "tile.tile", kinds)
         is_repeated = results > 0 and not _fresh(operator)
-        for key in keys:
-            registration = _C.register_tile(
+
+        def register_for(key: str) -> Any:
+            return _C.register_tile(
                 operator.name(),
                 key,
                 kernel,
@@ -58,11 +56,8 @@ class TileKernel(NumbaKernel):
                 self.contiguous_rows,
                 is_repeated,
             )
-            keep(registration, lib)
-        if operator._schema.is_mutable:
-            keep(_C.count_versions(operator.name()), lib)
-        if any(p.role == "out" for p in parameters):
-            _register_fake_of_out(operator, parameters, lib)
+
+        return Launcher(register_for, _fake_of_out(operator, parameters))
 
 
 @overload
@@ -175,14 +170,14 @@ def _check_tiles(tiles: Callable[..., int], operator: torch._ops.OpOverload, cou
         )
 
 
-def _register_fake_of_out(
-    operator: torch._ops.OpOverload,
-    parameters: Sequence[Parameter],
-    lib: torch.library.Library | None,
-) -> None:
-    """As of the operator without ``out``."""
-    functional = find(operator.name().partition(".")[0])
+def _fake_of_out(
+    operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
+) -> Callable[..., Any] | None:
+    """As of the operator without ``out``; None for that one."""
     outs = [p.name for p in parameters if p.role == "out"]
+    if not outs:
+        return None
+    functional = find(operator.name().partition(".")[0])
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         targets: list[Tensor] = [kwargs.pop(name) for name in outs]
@@ -192,5 +187,4 @@ def _register_fake_of_out(
                 target.resize_(result.shape)
         return targets[0] if len(targets) == 1 else tuple(targets)
 
-    torch.library.register_fake(operator.name(), fake, lib=lib)
-    functionalize_out(operator)
+    return fake
