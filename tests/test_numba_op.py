@@ -30,6 +30,22 @@ def operators():
         whole = math.floor(x * 10**digits)
         return (-x if negate else x), x < 0, whole
 
+    @library.elementwise_kernel(backward=cubed_times_second)
+    def cubed_times_first(grad, x, y, factor):
+        return 3 * factor * x * x * y * grad, factor * x * x * x * grad
+
+    @library.numba_op("foo_numba::cubed_times", backward=cubed_times_first, lib=lib)
+    def cubed_times(x: float, y: float, factor: float = 1.0) -> float:
+        return factor * x * x * x * y
+
+    @library.numba_op("foo_numba::masked_power", backward=masked_power_gradient, lib=lib)
+    def masked_power(x: float, keep: bool, exponent: int) -> float:
+        return x**exponent if keep else 0.0
+
+    @library.numba_op("foo_numba::split", backward=lambda g, _, x: g if x > 0 else -g, lib=lib)
+    def split(x: float) -> tuple[float, bool]:
+        return abs(x), x > 0
+
     @library.numba_op("foo_numba::gcd", lib=lib)
     def gcd(a: int, b: int) -> int:
         while b != 0:
@@ -46,6 +62,17 @@ def operators():
 def soft_gradient(grad, x, y, slope, shift):
     factor = 1.0 if x > 0 else slope
     return grad * y * factor, grad * x * factor
+
+
+def cubed_times_second(grad_x, grad_y, grad, x, y, factor):
+    """Of both gradients, by what they are made of."""
+    by_grad = 3 * factor * x * x * y * grad_x + factor * x * x * x * grad_y
+    by_x = 6 * factor * x * y * grad * grad_x + 3 * factor * x * x * grad * grad_y
+    return by_grad, by_x, 3 * factor * x * x * grad * grad_x
+
+
+def masked_power_gradient(grad, x, keep, exponent):
+    return (grad * exponent * x ** (exponent - 1) if keep else 0.0), 0.0, 0.0
 
 
 def soft_reference(x, y, slope=0.5, shift=None):
@@ -176,12 +203,84 @@ def test_gradients_of_other_dtypes(device):
     torch.testing.assert_close(x.grad, (y.detach() * factor).bfloat16(), rtol=0, atol=0)
 
 
-def test_second_derivative(device):
+def test_second_derivative_of_a_function(device):
     x = torch.ones(3, device=device, requires_grad=True)
     (grad,) = torch.autograd.grad(torch.ops.foo_numba.soft(x, x).sum(), x, create_graph=True)
-    message = "foo_numba::soft: backward= gives first derivatives; for more, give the operator a"
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises(NotImplementedError) as error:
         grad.sum().backward()
+    assert str(error.value) == (
+        "foo_numba::soft: its backward= has no derivative: give it as elementwise_kernel(function, "
+        "backward=...), or give the operator a formula with foo_ops.library.register_autograd "
+        "instead of backward="
+    )
+
+
+def test_second_derivative_of_a_kernel(device):
+    """Each ``backward=`` may have one of its own."""
+    x = torch.randn(5, 1, dtype=torch.float64, device=device, requires_grad=True)
+    y = torch.randn(3, dtype=torch.float64, device=device, requires_grad=True)
+
+    def function(x, y):
+        return torch.ops.foo_numba.cubed_times(x, y, factor=0.5)
+
+    assert torch.autograd.gradcheck(function, (x, y))
+    assert torch.autograd.gradgradcheck(function, (x, y))
+    assert str(torch.ops.foo_numba.cubed_times_backward_backward.default._schema) == (
+        "foo_numba::cubed_times_backward_backward(Tensor grad_grad0, Tensor grad_grad1, "
+        "Tensor grad0, Tensor x, Tensor y, float factor) -> (Tensor, Tensor, Tensor)"
+    )
+    (first,) = torch.autograd.grad(function(x, y).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="foo_numba::cubed_times_backward: its"):
+        torch.autograd.grad(second.sum(), x)
+
+
+def test_gradients_beside_a_mask_and_integers(device):
+    """They are promoted as in the operator itself, and get no gradient."""
+    x = torch.tensor([1.5, -2.0, 3.0], device=device, requires_grad=True)
+    keep = torch.tensor([True, False, True], device=device)
+    exponent = torch.tensor([[2], [3]], device=device)
+    output = torch.ops.foo_numba.masked_power(x, keep, exponent)
+    assert output.dtype == torch.float32
+    values, kept = x.detach(), keep.float()
+    torch.testing.assert_close(output.detach(), values**exponent * kept, rtol=1e-6, atol=0)
+    output.sum().backward()
+    torch.testing.assert_close(x.grad, (2 * values + 3 * values**2) * kept, rtol=1e-6, atol=0)
+
+
+def test_gradients_of_numbers_beside_tensors(device):
+    """A tensor without dimensions does not widen the others, and its gradient has its own dtype."""
+    x = torch.randn(4, dtype=torch.bfloat16, device=device, requires_grad=True)
+    y = torch.tensor(3.0, dtype=torch.float64, device=device, requires_grad=True)
+    output = torch.ops.foo_numba.soft(x, y, slope=1.0)
+    assert output.dtype == torch.bfloat16
+    output.sum().backward()
+    assert (x.grad.dtype, y.grad.dtype, y.grad.shape) == (torch.bfloat16, torch.float64, ())
+    assert x.grad.tolist() == [3.0] * 4
+    torch.testing.assert_close(y.grad.item(), x.detach().double().sum().item(), rtol=0.02, atol=0)
+
+
+def test_gradient_through_some_results(device):
+    """Others have none: the kernel gets zeros for them."""
+    x = torch.tensor([1.5, -2.0], device=device, requires_grad=True)
+    value, sign = torch.ops.foo_numba.split(x)
+    assert not sign.requires_grad
+    (2 * value).sum().backward()
+    assert x.grad.tolist() == [2.0, -2.0]
+
+
+def test_gradient_of_a_real_input_with_a_complex_result(device):
+    lib = library.Library("foo_numba_complex", "FRAGMENT")
+    lib.define("turned(Tensor x) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+    kernel = library.elementwise_kernel(
+        lambda x: x * 2j,
+        dtypes=[torch.float64],
+        result_type=torch.complex128,
+        backward=lambda grad, x: grad * -2j,
+    )
+    library.register_kernel("foo_numba_complex::turned", ("cpu", "foo"), kernel, lib=lib)
+    x = torch.randn(3, dtype=torch.float64, device=device, requires_grad=True)
+    assert torch.autograd.gradcheck(torch.ops.foo_numba_complex.turned, x)
 
 
 def test_out_with_a_gradient(device):

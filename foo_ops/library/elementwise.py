@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -46,6 +47,8 @@ ResultType = (
     | Sequence[torch.dtype | None]
     | Mapping[torch.dtype, torch.dtype | Sequence[torch.dtype]]
 )
+# A function of scalars, or a kernel of one that has a ``backward`` of its own.
+Backward: TypeAlias = "Callable[..., Any] | ElementwiseKernel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +66,7 @@ class ElementwiseKernel(NumbaKernel):
 
     function: Callable[..., Any]
     variants: Mapping[torch.dtype, _Variant]
-    backward: Callable[..., Any] | None = None
+    backward: Backward | None = None
 
     def overload(
         self,
@@ -137,7 +140,7 @@ def elementwise_kernel(
     dtypes: Dtypes = ...,
     result_type: ResultType = ...,
     on_bits: bool = ...,
-    backward: Callable[..., Any] | None = ...,
+    backward: Backward | None = ...,
 ) -> ElementwiseKernel: ...
 
 
@@ -149,7 +152,7 @@ def elementwise_kernel(
     dtypes: Dtypes = ...,
     result_type: ResultType = ...,
     on_bits: bool = ...,
-    backward: Callable[..., Any] | None = ...,
+    backward: Backward | None = ...,
 ) -> Callable[[Callable[..., Any]], ElementwiseKernel]: ...
 
 
@@ -160,7 +163,7 @@ def elementwise_kernel(
     dtypes: Dtypes = FLOATING,
     result_type: ResultType = None,
     on_bits: bool = False,
-    backward: Callable[..., Any] | None = None,
+    backward: Backward | None = None,
 ) -> Any:
     """Make a kernel of a function of scalars, for `register_kernel`.
 
@@ -182,7 +185,10 @@ def elementwise_kernel(
         on_bits: give the function the elements' bits as an unsigned integer, and take those of the
             results. ``kernel.overload(function, dtypes, ...)`` adds a function for other dtypes.
         backward: ``backward(*gradients, *arguments)``, a scalar function too, returns the gradient
-            of each tensor among the arguments: a number, or a tuple.
+            of each tensor among the arguments: a number, or a tuple. That of a tensor that can
+            have none, such as a mask, is not looked at. For second derivatives give an
+            ``elementwise_kernel(function, backward=...)`` instead of a function, whose
+            ``backward(*gradients, *arguments)`` gets what this one gives and takes, and so on.
 
     Example:
         >>> @foo_ops.library.elementwise_kernel(backward=lambda grad, x: 2 * x * grad)
@@ -330,10 +336,24 @@ def _register_backward(
     if not torch._C._dispatch_has_kernel(f"{name}_backward"):
         _define_backward(operator, parameters, results, lib)
         _register_formula(operator, parameters, lib)
-    gradient = find(f"{name}_backward")
-    differentiable = [dtype for dtype in kernel.variants if dtype in FLOATING + COMPLEX]
-    derived = elementwise_kernel(kernel.backward, dtypes=differentiable)
-    derived.register(gradient, keys, lib)
+    derivative = _derivative(kernel, operator)
+    derivative.register(find(f"{name}_backward"), keys, lib)
+    if derivative.backward is None:
+        _refuse_to_differentiate(f"{name}_backward", operator, lib)
+
+
+def _derivative(kernel: ElementwiseKernel, operator: torch._ops.OpOverload) -> ElementwiseKernel:
+    """Of ``f_backward``, whose arguments are those of ``f`` and its results' gradients."""
+    if isinstance(kernel.backward, ElementwiseKernel):
+        return kernel.backward
+    assert kernel.backward is not None
+    count = len(operator._schema.returns)
+    dtypes = {
+        functools.reduce(torch.promote_types, _result_types(operator, dtype, variant, count), dtype)
+        for dtype, variant in kernel.variants.items()
+    }
+    differentiable = [dtype for dtype in FLOATING + COMPLEX if dtype in dtypes]
+    return elementwise_kernel(kernel.backward, dtypes=differentiable)
 
 
 def _define_backward(
@@ -343,7 +363,7 @@ def _define_backward(
     lib: torch.library.Library | None,
 ) -> None:
     types = {"tensor": "Tensor"}
-    arguments = [f"Tensor grad{i}" for i in range(results)] + [
+    arguments = [f"Tensor {name}" for name in _gradient_names(parameters, results)] + [
         f"{types.get(p.kind, p.kind)}{'?' * p.is_optional} {p.name}" for p in parameters
     ]
     count = sum(p.is_tensor for p in parameters)
@@ -353,6 +373,14 @@ def _define_backward(
         f"{name}_backward({', '.join(arguments)}) -> {returned}",
         tags=torch.Tag.pt2_compliant_tag,
     )
+
+
+def _gradient_names(parameters: Sequence[Parameter], count: int) -> list[str]:
+    """grad0 and so on; those of a derivative, which has such arguments, are grad_grad0."""
+    prefix = "grad"
+    while any(p.name.startswith(prefix) for p in parameters):
+        prefix = f"grad_{prefix}"
+    return [f"{prefix}{position}" for position in range(count)]
 
 
 def _register_formula(
@@ -386,20 +414,28 @@ def _register_formula(
             _of_shape(next(found), x) if p.is_tensor else None for p, x in zip(positional, inputs)
         )
 
-    def twice(ctx: Any, *gradients: Tensor) -> None:
-        raise NotImplementedError(
-            f"{name}: backward= gives first derivatives; for more, give the operator a formula "
-            "with foo_ops.library.register_autograd"
-        )
-
     register_autograd(
         name, formula, setup_context=save_all if keywords else save_positional, lib=lib
     )
-    register_autograd(f"{name}_backward", twice, lib=lib)
+
+
+def _refuse_to_differentiate(
+    name: str, operator: torch._ops.OpOverload, lib: torch.library.Library | None
+) -> None:
+    def formula(ctx: Any, *gradients: Tensor) -> None:
+        raise NotImplementedError(
+            f"{operator.name()}: its backward= has no derivative: give it as "
+            "elementwise_kernel(function, backward=...), or give the operator a formula with "
+            "foo_ops.library.register_autograd instead of backward="
+        )
+
+    register_autograd(name, formula, lib=lib)
 
 
 def _of_shape(gradient: Tensor, input: Tensor) -> Tensor | None:
-    """Summed over what was broadcast. Integers have no gradient."""
+    """Summed over what was broadcast. Integers have no gradient, real numbers a real one."""
     if not (input.is_floating_point() or input.is_complex()):
         return None
+    if gradient.is_complex() and not input.is_complex():
+        gradient = gradient.real
     return gradient.sum_to_size(input.shape).to(input.dtype)

@@ -11,7 +11,14 @@ from typing import Any, overload
 import torch
 
 from foo_ops.library.autograd import register_variant_autograd
-from foo_ops.library.elementwise import COMPLEX, FLOATING, SIGNED, UNSIGNED, elementwise_kernel
+from foo_ops.library.elementwise import (
+    COMPLEX,
+    FLOATING,
+    SIGNED,
+    UNSIGNED,
+    Backward,
+    elementwise_kernel,
+)
 from foo_ops.library.kernels import describe, register_kernel
 
 # What an annotation of an element means, from the narrowest.
@@ -31,7 +38,7 @@ def numba_op(
     function: None = None,
     /,
     *,
-    backward: Callable[..., Any] | None = ...,
+    backward: Backward | None = ...,
     dtypes: Sequence[torch.dtype] | None = ...,
     device_types: str | Sequence[str] = ...,
     lib: torch.library.Library | None = ...,
@@ -44,7 +51,7 @@ def numba_op(
     function: Callable[..., Any],
     /,
     *,
-    backward: Callable[..., Any] | None = ...,
+    backward: Backward | None = ...,
     dtypes: Sequence[torch.dtype] | None = ...,
     device_types: str | Sequence[str] = ...,
     lib: torch.library.Library | None = ...,
@@ -56,7 +63,7 @@ def numba_op(
     function: Callable[..., Any] | None = None,
     /,
     *,
-    backward: Callable[..., Any] | None = None,
+    backward: Backward | None = None,
     dtypes: Sequence[torch.dtype] | None = None,
     device_types: str | Sequence[str] = ("cpu", "foo"),
     lib: torch.library.Library | None = None,
