@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import attention, device, kit, peaks
+from benchmarks import attention, device, kit, operators, peaks
 from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, Reference, calls_per_turn
 from benchmarks.targets import DECODING_LENGTH, FLOAT32, SHORT_LENGTH
 from benchmarks.workload import Workload
@@ -34,6 +34,7 @@ class Sizes:
 
     Attributes:
         elements: of abs.
+        rows: of the operators beside attention.
         dtypes: of attention.
         lengths: of queries and keys.
         head_dims: with all dtypes, directions and masks.
@@ -44,6 +45,7 @@ class Sizes:
     """
 
     elements: tuple[int, ...] = (2**20, 2**25)
+    rows: int = 2048
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     lengths: tuple[int, ...] = (128, 512, 2048)
     head_dims: tuple[int, ...] = (64, 128)
@@ -57,6 +59,7 @@ DEFAULT = Sizes()
 FULL = replace(DEFAULT, lengths=(128, 512, 2048, 8192))
 QUICK = Sizes(
     elements=(2**16,),
+    rows=16,
     lengths=(128,),
     head_dims=(64,),
     single_head=256,
@@ -72,6 +75,7 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
         *call_cases(),
         *abs_cases(sizes.elements, threads[-1]),
         *device.cases(sizes.elements, threads[-1]),
+        *operators.cases(sizes.rows, sizes.dtypes, threads),
         *(attention_case(workload, threads) for workload in square_workloads(sizes)),
         *(attention_case(workload, threads) for workload in single_head_workloads(sizes)),
         *(attention_case(workload, threads) for workload in shared_workloads(sizes)),

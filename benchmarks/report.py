@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import foo_ops
-from benchmarks import device, peaks
+from benchmarks import device, operators, peaks
 from benchmarks.measure import OURS, Result
 from benchmarks.targets import (
     FIRST_CALL_SECONDS,
@@ -54,6 +54,9 @@ SECTIONS = {
     "bandwidth": Section("What the machine can read from memory, GB/s", "GB/s"),
     "calls": Section("A call with 8 floats, microseconds (less is better)", "us"),
     "abs": Section("Elementwise, GB/s of memory read and written (more is better)", "GB/s"),
+    "operators": Section(
+        "Operators beside attention, GB/s of memory read and written (more is better)", "GB/s"
+    ),
     "device": Section("Device foo beside the CPU, microseconds (less is better)", "us"),
     "attention forward": Section(
         "Attention forward, heads x head dimension, GFLOP/s of useful work (more is better)",
@@ -190,6 +193,8 @@ def table_of(content: Content, section: str, results: Sequence[Result]) -> list[
         return peak_table(results, SECTIONS[section].unit)
     if section == "first call":
         return first_call_table(results)
+    if section == operators.SECTION:
+        return operator_table(results, SECTIONS[section].unit)
     if section == device.SECTION:
         return device_table(results, SECTIONS[section].unit)
     if results[0].workload is None:
@@ -231,6 +236,25 @@ def device_table(results: Sequence[Result], unit: str) -> list[list[str]]:
         cells = [peer_cell(result, name, unit) for name in (OURS, device.CPU)]
         rows.append(
             [result.name, str(result.threads), *cells, median(limits), device_verdict(result)]
+        )
+    return rows
+
+
+def operator_table(results: Sequence[Result], unit: str) -> list[list[str]]:
+    peers = list(dict.fromkeys(name for result in results for name in result.peers()))
+    rows = [["case", "threads", OURS, "of reading", *peers, f"{OURS} / best peer", "verdict"]]
+    for result in results:
+        peer = best_peer(result)
+        rows.append(
+            [
+                result.name,
+                str(result.threads),
+                median([figure(it, result.work, unit) for it in result.seconds[OURS]]),
+                median(fractions(result, peaks.READ)) if result.references else NONE,
+                *(peer_cell(result, name, unit) for name in peers),
+                spread(ratios(result.rates(OURS), result.rates(peer))) if peer else NONE,
+                against_peer(result) or "reached",
+            ]
         )
     return rows
 

@@ -7,9 +7,25 @@ from foo_ops._autoload import autoload
 
 autoload()
 
-from foo_ops.ops.abs import abs  # noqa: E402
-from foo_ops.ops.attention import attention  # noqa: E402
-from foo_ops.ops.attention_varlen import attention_varlen  # noqa: E402
+from foo_ops.ops import (  # noqa: E402
+    abs,
+    add_rms_norm,
+    attention,
+    attention_varlen,
+    rms_norm,
+    rotary_embedding,
+    silu_mul,
+    softmax_cross_entropy,
+)
 
-__all__ = ["abs", "attention", "attention_varlen"]
+__all__ = [
+    "abs",
+    "add_rms_norm",
+    "attention",
+    "attention_varlen",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_mul",
+    "softmax_cross_entropy",
+]
 __version__ = "0.1.0"

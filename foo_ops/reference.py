@@ -20,6 +20,59 @@ def abs(input: Tensor) -> Tensor:
     return torch.abs(input)
 
 
+def rms_norm(input: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
+    """Rows over their root mean square, times a weight."""
+    output = input / torch.sqrt(input.square().mean(-1, keepdim=True) + eps)
+    return output if weight is None else output * weight
+
+
+def add_rms_norm(
+    input: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """The norm of a sum, and the sum."""
+    total = input + residual
+    return rms_norm(total, weight, eps=eps), total
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """The gate of a SwiGLU."""
+    return gate * torch.sigmoid(gate) * up
+
+
+def rotary_embedding(
+    input: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    *,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> Tensor:
+    """Pairs of elements as complex numbers, times those of the angles."""
+    half = cosine.shape[-1]
+    angles = torch.complex(cosine, -sine if inverse else sine)
+    turning, rest = input[..., : 2 * half], input[..., 2 * half :]
+    if interleaved:
+        pairs = torch.complex(turning[..., 0::2], turning[..., 1::2]) * angles
+        turned = torch.stack((pairs.real, pairs.imag), -1).flatten(-2)
+    else:
+        pairs = torch.complex(turning[..., :half], turning[..., half:]) * angles
+        turned = torch.cat((pairs.real, pairs.imag), -1)
+    return torch.cat((turned, rest), -1)
+
+
+def softmax_cross_entropy(
+    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """Each row's loss, and the logarithm of the softmax's denominator."""
+    logsumexp = logits.logsumexp(-1)
+    is_ignored = target == ignore_index
+    chosen = logits.gather(-1, target.masked_fill(is_ignored, 0).unsqueeze(-1)).squeeze(-1)
+    loss = (1 - label_smoothing) * (logsumexp - chosen)
+    if label_smoothing:
+        loss = loss + label_smoothing * (logsumexp - logits.mean(-1))
+    return loss.masked_fill(is_ignored, 0), logsumexp
+
+
 def attention(
     query: Tensor,
     key: Tensor,

@@ -1,5 +1,6 @@
 // The only file that includes pybind11: it gives Python the names of foo_ops._C.
 
+#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
 
 #include "aten/fallback.h"
@@ -94,6 +95,34 @@ foo::Parameter make_parameter(std::string name, const std::string& kind, bool is
   return {std::move(name), kinds.at(kind), is_optional, roles.at(role)};
 }
 
+// A Python exception must not pass through the dispatcher, which may run without Python.
+[[noreturn]] void throw_as_torch_does(const py::error_already_set& error) {
+  const std::string message = py::str(error.value());
+  TORCH_CHECK_INDEX(!error.matches(PyExc_IndexError), message);
+  TORCH_CHECK_VALUE(!error.matches(PyExc_ValueError), message);
+  TORCH_CHECK_TYPE(!error.matches(PyExc_TypeError), message);
+  TORCH_CHECK(false, message);
+}
+
+// Calls a function of Python that raises what is wrong with an operator's arguments.
+foo::Refusal refusal(py::object function) {
+  // Registrations of the process outlive the interpreter, and objects of Python must not.
+  const py::handle refuse = function.release();
+  return [refuse](c10::ArrayRef<c10::IValue> arguments) {
+    const py::gil_scoped_acquire gil;
+    try {
+      py::tuple values(arguments.size());
+      for (size_t i = 0; i < arguments.size(); ++i) {
+        values[i] = torch::jit::toPyObject(arguments[i]);
+      }
+      refuse(*values);
+    } catch (py::error_already_set& error) {
+      throw_as_torch_does(error);
+    }
+    TORCH_CHECK(false, "a tile kernel's check did not pass, and its refuse raised nothing");
+  };
+}
+
 void bind_kernels(py::module_& module) {
   using foo::Elementwise;
   using foo::Parameter;
@@ -114,13 +143,13 @@ void bind_kernels(py::module_& module) {
       .def("register_for", [](Elementwise& elementwise, const std::string& key) {
         return Registration(elementwise.register_for(c10::parseDispatchKey(key)));
       });
-  module.def("register_tile",
-             [](const std::string& operator_name, const std::string& key, const std::string& kernel,
-                std::vector<Parameter> parameters, bool contiguous_rows, bool repeats_written) {
-               return Registration(foo::register_tile(operator_name, c10::parseDispatchKey(key),
-                                                      kernel, std::move(parameters),
-                                                      {contiguous_rows, repeats_written}));
-             });
+  module.def("register_tile", [](const std::string& operator_name, const std::string& key,
+                                 const std::string& kernel, std::vector<Parameter> parameters,
+                                 bool contiguous_rows, bool repeats_written, py::object refuse) {
+    return Registration(
+        foo::register_tile(operator_name, c10::parseDispatchKey(key), kernel, std::move(parameters),
+                           {contiguous_rows, repeats_written, refusal(std::move(refuse))}));
+  });
   module.def("count_versions", [](const std::string& operator_name) {
     return Registration(foo::count_versions(operator_name));
   });

@@ -26,7 +26,11 @@ SCALARS = {"float": types.float64, "int": types.int64, "bool": types.boolean}
 
 
 def tile(
-    signature: str, kinds: tuple[str, ...], function: Callable, tiles: Callable | None = None
+    signature: str,
+    kinds: tuple[str, ...],
+    names: tuple[str, ...],
+    function: Callable,
+    *others: Callable,
 ) -> Kernel:
     """Kernel that runs a function over ranges of tiles.
 
@@ -34,22 +38,29 @@ def tile(
         signature: a dtype for each tensor, "none" or "given" for what is optional.
         kinds: "tensor" or one of `SCALARS` for each argument, with "?" after it where it is
             optional.
+        names: what the other functions are.
         function: ``function(*arguments, tiles)``.
-        tiles: ``tiles(*arguments)``, the number of tiles; by default that of the rows of the first
-            tensor.
+        others: "tiles" of the arguments is the number of tiles, by default that of the rows of the
+            first tensor; "check" tells whether there may be any.
     """
-    if tiles is None:
-        tiles = _rows_of(kinds.index("tensor"))
+    named = dict(zip(names, others))
+    tiles = named["tiles"] if "tiles" in named else _rows_of(kinds.index("tensor"))
+    check = named.get("check", _always)
     arguments_at = _arguments_at(_argument_types(signature, kinds))
 
     def loop(arguments, count, begin, end):
         values = arguments_at(arguments)
         if begin == end:
-            count[0] = tiles(*values)
+            count[0] = tiles(*values) if check(*values) else -1
         else:
             function(*values, range(begin, end))
 
     return Kernel(loop, ARGUMENT_TYPES, vectorizes=True)
+
+
+@njit
+def _always(*arguments):
+    return True
 
 
 def _rows_of(position: int) -> Callable:

@@ -278,15 +278,28 @@ def _fake(
         if outputs:
             results = [_written(output, inputs) for output in outputs]
         else:
-            shape, strides = _layout(inputs)
+            (shape, strides), device = _layout(inputs), _common_device(inputs)
             results = [
-                torch.empty_strided(shape, strides, dtype=dtype, device=inputs[0].device)
-                for dtype in types
+                torch.empty_strided(shape, strides, dtype=dtype, device=device) for dtype in types
             ]
         count = len(operator._schema.returns)
         return results[0] if count == 1 else tuple(results[:count]) or None
 
     return fake
+
+
+def _common_device(inputs: Sequence[Tensor]) -> torch.device:
+    """As TensorIterator finds it: a 0-d tensor on cpu goes with any other."""
+    devices = dict.fromkeys(
+        tensor.device for tensor in inputs if tensor.dim() > 0 or tensor.device.type != "cpu"
+    )
+    if len(devices) > 1:
+        first, second = list(devices)[:2]
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{first} and {second}!"
+        )
+    return next(iter(devices), inputs[0].device)
 
 
 def _broadcast_shape(inputs: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -29,22 +29,25 @@ class TileKernel(NumbaKernel):
     function: Callable[..., Any]
     tiles: Callable[..., int] | None
     contiguous_rows: bool
+    check: Callable[..., bool] | None
+    refuse: Callable[..., None] | None
 
     def launcher(
         self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
     ) -> Launcher:
         results = _results(self.function, operator, parameters)
-        functions = [self.function]
-        if self.tiles is not None:
-            functions.append(self.tiles)
-            _check_tiles(self.tiles, operator, len(parameters) + results)
-        elif not any(p.is_tensor and not p.is_optional for p in parameters):
+        optional = {"tiles": self.tiles, "check": self.check}
+        others = {name: function for name, function in optional.items() if function is not None}
+        for name, function in others.items():
+            _check_parameters(name, function, operator, len(parameters) + results)
+        if self.tiles is None and not any(p.is_tensor and not p.is_optional for p in parameters):
             raise TypeError(
                 f"{operator.name()}: without a tensor that is always there, tile_kernel must be "
                 "given the number of tiles, tiles=..."
             )
         kinds = kinds_of(parameters) + ("tensor",) * results
-        kernel = add_source(operator, functions, "tile.tile", kinds)
+        functions = (self.function, *others.values())
+        kernel = add_source(operator, functions, "tile.tile", kinds, tuple(others))
         is_repeated = results > 0 and not _fresh(operator)
 
         def register_for(key: str) -> Any:
@@ -55,6 +58,7 @@ class TileKernel(NumbaKernel):
                 cpp_parameters(parameters),
                 self.contiguous_rows,
                 is_repeated,
+                self.refuse,
             )
 
         return Launcher(register_for, _fake_of_out(operator, parameters))
@@ -67,6 +71,8 @@ def tile_kernel(
     *,
     tiles: Callable[..., int] | None = None,
     contiguous_rows: bool = False,
+    check: Callable[..., bool] | None = None,
+    refuse: Callable[..., None] | None = None,
 ) -> TileKernel: ...
 
 
@@ -77,6 +83,8 @@ def tile_kernel(
     *,
     tiles: Callable[..., int] | None = None,
     contiguous_rows: bool = False,
+    check: Callable[..., bool] | None = None,
+    refuse: Callable[..., None] | None = None,
 ) -> Callable[[Callable[..., Any]], TileKernel]: ...
 
 
@@ -86,6 +94,8 @@ def tile_kernel(
     *,
     tiles: Callable[..., int] | None = None,
     contiguous_rows: bool = False,
+    check: Callable[..., bool] | None = None,
+    refuse: Callable[..., None] | None = None,
 ) -> Any:
     """Make a kernel of a function over arrays, for `register_kernel`.
 
@@ -116,6 +126,10 @@ def tile_kernel(
             last, multiplied.
         contiguous_rows: give the function copies of those tensors whose last dimension has another
             stride than 1, so that a row is adjacent elements.
+        check: ``check(*arguments, *results)``, compiled as well, tells before anything is written
+            whether what the tensors contain can be used, such as indices.
+        refuse: ``refuse(*arguments)``, a Python function, which is called where it cannot, and
+            raises what is wrong: a ValueError, an IndexError, a TypeError or a RuntimeError.
 
     Example:
         >>> foo_ops.library.define("mylib::row_sum", "(Tensor input) -> Tensor")
@@ -133,7 +147,9 @@ def tile_kernel(
     """
 
     def make(function: Callable[..., Any]) -> TileKernel:
-        return TileKernel(function, tiles, contiguous_rows)
+        if (check is None) != (refuse is None):
+            raise TypeError("tile_kernel must be given both check and refuse, or neither")
+        return TileKernel(function, tiles, contiguous_rows, check, refuse)
 
     return make if function is None else make(function)
 
@@ -161,12 +177,14 @@ def _results(
     )
 
 
-def _check_tiles(tiles: Callable[..., int], operator: torch._ops.OpOverload, count: int) -> None:
-    taken = count_parameters(tiles)
+def _check_parameters(
+    name: str, function: Callable[..., Any], operator: torch._ops.OpOverload, count: int
+) -> None:
+    taken = count_parameters(function)
     if taken != count:
         raise TypeError(
-            f"{operator.name()}: tiles must take the kernel's {count} arguments without the range, "
-            f"and {describe(tiles)} takes {taken}"
+            f"{operator.name()}: {name} must take the kernel's {count} arguments without the "
+            f"range, and {describe(function)} takes {taken}"
         )
 
 

@@ -3,5 +3,18 @@
 from foo_ops.ops.abs import abs
 from foo_ops.ops.attention import attention
 from foo_ops.ops.attention_varlen import attention_varlen
+from foo_ops.ops.rms_norm import add_rms_norm, rms_norm
+from foo_ops.ops.rotary_embedding import rotary_embedding
+from foo_ops.ops.silu_mul import silu_mul
+from foo_ops.ops.softmax_cross_entropy import softmax_cross_entropy
 
-__all__ = ["abs", "attention", "attention_varlen"]
+__all__ = [
+    "abs",
+    "add_rms_norm",
+    "attention",
+    "attention_varlen",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_mul",
+    "softmax_cross_entropy",
+]

@@ -15,6 +15,10 @@ from foo_ops.testing.attention import ATTENTION
 from foo_ops.testing.attention_varlen import ATTENTION_VARLEN
 from foo_ops.testing.checks import CHECKS, Case, OperatorCheckError, cases, check_operator
 from foo_ops.testing.layouts import LAYOUTS, copy_with_layout
+from foo_ops.testing.rms_norm import ADD_RMS_NORM, RMS_NORM
+from foo_ops.testing.rotary_embedding import ROTARY_EMBEDDING, ROTARY_EMBEDDING_IN_PLACE
+from foo_ops.testing.silu_mul import SILU_MUL
+from foo_ops.testing.softmax_cross_entropy import SOFTMAX_CROSS_ENTROPY
 from foo_ops.testing.spec import (
     OpSpec,
     Sample,
@@ -26,11 +30,16 @@ from foo_ops.testing.spec import (
 
 __all__ = [
     "ABS",
+    "ADD_RMS_NORM",
     "ATTENTION",
     "ATTENTION_VARLEN",
     "CHECKS",
     "LAYOUTS",
     "OPERATORS",
+    "RMS_NORM",
+    "ROTARY_EMBEDDING",
+    "SILU_MUL",
+    "SOFTMAX_CROSS_ENTROPY",
     "Case",
     "OpSpec",
     "OperatorCheckError",
@@ -44,4 +53,9 @@ __all__ = [
     "random",
 ]
 
-OPERATORS = (ABS, ABS_IN_PLACE, ABS_OUT, ATTENTION, ATTENTION_VARLEN)
+OPERATORS = (
+    *(ABS, ABS_IN_PLACE, ABS_OUT),
+    *(ATTENTION, ATTENTION_VARLEN),
+    *(RMS_NORM, ADD_RMS_NORM, SILU_MUL, SOFTMAX_CROSS_ENTROPY),
+    *(ROTARY_EMBEDDING, ROTARY_EMBEDDING_IN_PLACE),
+)

@@ -40,7 +40,7 @@ at::TensorIterator make_iterator(at::ScalarType result_type, at::TensorList outp
       config.add_owned_const_input(input.to(common));
     }
   }
-  config.set_check_mem_overlap(is_given).check_all_same_dtype(false);
+  config.set_check_mem_overlap(is_given).check_all_same_dtype(false).allow_cpu_scalars(true);
   if (!is_given) config.declare_static_dtype(result_type);
   return config.build();
 }
@@ -106,18 +106,25 @@ Elementwise::Elementwise(const std::string& operator_name, const std::string& ke
       parameters_(std::move(parameters)),
       result_types_(std::move(result_types)),
       input_types_(std::move(input_types)),
-      returns_(find_operator(operator_name).schema().returns().size()) {}
+      returns_(find_operator(operator_name).schema().returns().size()) {
+  for (const Parameter& parameter : parameters_) {
+    if (!parameter.is_tensor()) continue;
+    if (parameter.role != Parameter::Role::kRead) written_names_.push_back(parameter.name);
+    if (parameter.role == Parameter::Role::kOut) continue;
+    input_names_ += (input_names_.empty() ? "" : " and ") + parameter.name;
+  }
+}
 
 const std::vector<at::ScalarType>& Elementwise::result_types(at::TensorList inputs,
                                                              at::TensorList outputs) const {
   const at::ScalarType common = common_type(inputs);
   const auto entry = result_types_.find(common);
-  TORCH_CHECK_TYPE(entry != result_types_.end(), name_, ": input must have ", input_types_,
-                   ", got ", dtype_name(common));
+  TORCH_CHECK_TYPE(entry != result_types_.end(), name_, ": ", input_names_, " must have ",
+                   input_types_, ", got ", dtype_name(common));
   for (size_t i = 0; i < outputs.size(); ++i) {
     const at::ScalarType result = entry->second[i];
-    TORCH_CHECK_TYPE(c10::canCast(result, outputs[i].scalar_type()), name_,
-                     ": out must have a dtype that ", dtype_name(result), " can be cast to, got ",
+    TORCH_CHECK_TYPE(c10::canCast(result, outputs[i].scalar_type()), name_, ": ", written_names_[i],
+                     " must have a dtype that ", dtype_name(result), " can be cast to, got ",
                      dtype_name(outputs[i].scalar_type()));
   }
   return entry->second;

@@ -44,6 +44,9 @@ class Elementwise : public std::enable_shared_from_this<Elementwise> {
   std::vector<Parameter> parameters_;
   ResultTypes result_types_;
   std::string input_types_;
+  // "gate and up", for messages.
+  std::string input_names_;
+  std::vector<std::string> written_names_;
   size_t returns_;
 };
 

@@ -39,7 +39,8 @@ View view_of(const at::Tensor& tensor, bool is_written) {
 }
 
 // `arguments` points to a number for each argument: a View's address, or a scalar's bits. Where
-// `count` is given, the kernel only writes there how many tiles there are.
+// `count` is given, the kernel only writes there how many tiles there are, or a negative number
+// where its check does not pass.
 using TileFunction = void(const int64_t* arguments, int64_t* count, int64_t begin, int64_t end);
 
 using Tensors = c10::SmallVector<at::Tensor, 8>;
@@ -166,7 +167,8 @@ class Call {
     signature_.push_back(kAbsent);
   }
 
-  void run(Kernel& kernel) {
+  // False, and nothing is written, where the kernel's check does not pass.
+  bool run(Kernel& kernel) {
     auto* function = kernel.get<TileFunction>(signature_);
     c10::SmallVector<View, 8> views;
     int64_t largest = 0;
@@ -179,11 +181,12 @@ class Call {
     }
     int64_t tiles = 0;
     function(numbers_.data(), &tiles, 0, 0);
-    if (tiles <= 0) return;
+    if (tiles <= 0) return tiles == 0;
     const int64_t grain = std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1));
     at::parallel_for(0, tiles, grain, [&](int64_t begin, int64_t end) {
       function(numbers_.data(), nullptr, begin, end);
     });
+    return true;
   }
 
  private:
@@ -207,7 +210,7 @@ class TileLauncher final : public c10::OperatorKernel {
                std::vector<Parameter> parameters, TileOptions options)
       : name_(short_name(c10::toString(op.operator_name()))),
         parameters_(std::move(parameters)),
-        options_(options),
+        options_(std::move(options)),
         inputs_(std::count_if(
             parameters_.begin(), parameters_.end(),
             [](const Parameter& parameter) { return parameter.role != Parameter::Role::kOut; })),
@@ -249,7 +252,7 @@ class TileLauncher final : public c10::OperatorKernel {
     if (options_.repeats_written) {
       for (const Written& output : written) call.add_tensor(output.buffer, true);
     }
-    call.run(kernel_);
+    if (!call.run(kernel_)) options_.refuse(arguments);
     for (const Written& output : written) {
       if (!output.buffer.is_same(output.target)) output.target.copy_(output.buffer);
     }
@@ -329,7 +332,7 @@ c10::RegistrationHandleRAII register_tile(const std::string& operator_name, c10:
   const auto op = find_operator(operator_name);
   return hold_kernel(operator_name, key,
                      c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<TileLauncher>(
-                         op, key, kernel, std::move(parameters), options)));
+                         op, key, kernel, std::move(parameters), std::move(options))));
 }
 
 }  // namespace foo

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,11 +12,16 @@
 
 namespace foo {
 
+// Throws what is wrong with the contents of an operator's arguments.
+using Refusal = std::function<void(c10::ArrayRef<c10::IValue> arguments)>;
+
 struct TileOptions {
   // The last dimension of every tensor is given to the kernel with stride 1.
   bool contiguous_rows;
   // The kernel takes the tensors that it writes in place once more, as its outputs.
   bool repeats_written;
+  // Called where the kernel's check does not pass.
+  Refusal refuse;
 };
 
 // Gives an operator a tile kernel on a dispatch key, CPU or PrivateUse1. What the schema returns,

@@ -1,0 +1,168 @@
+"""The operators that models need beside attention, in PyTorch's own operators and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch.nn.functional as F
+from torch import Tensor
+
+import foo_ops
+from benchmarks import peaks
+from benchmarks.measure import OURS, Case, Contenders, Local
+
+SECTION = "operators"
+EPS = 1e-6
+HEAD_DIM = 128
+Function = Callable[..., Any]
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What is compared.
+
+    Attributes:
+        ours: our function.
+        theirs: the same of PyTorch's operators, which is also what is compiled.
+        shapes: of the arguments, by the number of rows and their width.
+        moved: how often a call reads or writes a tensor of the first argument's size: forward, and
+            backward.
+        width: of a row.
+        differentiable: how many arguments need a gradient; None stands for all.
+    """
+
+    ours: Function
+    theirs: Function
+    shapes: Callable[[int, int], Shapes]
+    moved: tuple[int, int]
+    width: int
+    differentiable: int | None = None
+
+
+def torch_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(input, weight.shape, weight, EPS)
+
+
+def torch_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = input + residual
+    return F.rms_norm(total, weight.shape, weight, EPS), total
+
+
+def torch_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def torch_rotary_embedding(input: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = input.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+def loss_of(function: Function) -> Function:
+    """With targets that are the same for every contender."""
+
+    def loss(logits: Tensor) -> Tensor:
+        target = torch.arange(logits.shape[0]) * 37 % logits.shape[1]
+        # In float32, as ours is; PyTorch's is rounded to the dtype of the logits.
+        return function(logits, target).float()
+
+    return loss
+
+
+def like_input(rows: int, width: int, *, count: int, has_weight: bool = False) -> Shapes:
+    shapes = [(rows, width)] * count
+    return [*shapes, (width,)] if has_weight else shapes
+
+
+def heads_and_tables(rows: int, width: int) -> Shapes:
+    """Heads of so many positions, and the cosines and sines of these."""
+    table = (rows, HEAD_DIM // 2)
+    return [(width // HEAD_DIM, rows, HEAD_DIM), table, table]
+
+
+OPERATORS = {
+    "rms_norm": Operator(
+        foo_ops.rms_norm,
+        torch_rms_norm,
+        partial(like_input, count=1, has_weight=True),
+        (2, 3),
+        4096,
+    ),
+    "add_rms_norm": Operator(
+        foo_ops.add_rms_norm,
+        torch_add_rms_norm,
+        partial(like_input, count=2, has_weight=True),
+        (4, 4),
+        4096,
+    ),
+    "silu_mul": Operator(
+        foo_ops.silu_mul, torch_silu_mul, partial(like_input, count=2), (3, 5), 11_008
+    ),
+    "rotary_embedding": Operator(
+        foo_ops.rotary_embedding, torch_rotary_embedding, heads_and_tables, (2, 2), 4096, 1
+    ),
+    "softmax_cross_entropy": Operator(
+        loss_of(foo_ops.softmax_cross_entropy),
+        loss_of(F.cross_entropy),
+        partial(like_input, count=1),
+        (1, 2),
+        32_000,
+    ),
+}
+
+
+def cases(rows: int, dtypes: Sequence[str], threads: Sequence[int]) -> Iterator[Case]:
+    """One row as in decoding, and many as in training, there with gradients too."""
+    for name, operator in OPERATORS.items():
+        for dtype in dtypes:
+            for count, is_backward in ((1, False), (rows, False), (rows, True)):
+                direction = "backward" if is_backward else "forward"
+                size = count * operator.width * getattr(torch, dtype).itemsize
+                yield Case(
+                    SECTION,
+                    f"{name} {direction}, {dtype}, {count} x {operator.width}",
+                    partial(contenders, operator, dtype, count, is_backward),
+                    tuple(threads) if count > 1 else (1,),
+                    operator.moved[is_backward] * size,
+                    references=peaks.references(peaks.READ) if count > 1 else {},
+                    headline=dtype == "bfloat16",
+                )
+
+
+def contenders(operator: Operator, dtype: str, rows: int, is_backward: bool) -> Contenders:
+    """Ours, PyTorch's operators one by one, and the same compiled."""
+    inputs = [
+        torch.randn(shape, dtype=getattr(torch, dtype))
+        for shape in operator.shapes(rows, operator.width)
+    ]
+    for input in inputs[: operator.differentiable]:
+        input.requires_grad_(is_backward)
+    make = backward if is_backward else forward
+    return {
+        OURS: partial(make, operator.ours, inputs),
+        "torch": partial(make, operator.theirs, inputs),
+        "compiled": lambda: make(
+            torch.compile(operator.theirs, fullgraph=True, dynamic=False), inputs
+        ),
+    }
+
+
+def forward(function: Function, inputs: list[Tensor]) -> Local:
+    return Local(partial(function, *inputs), torch.no_grad)
+
+
+def backward(function: Function, inputs: list[Tensor]) -> Local:
+    # Buffers that are given away would be missing in the second call.
+    with torch._functorch.config.patch(donated_buffer=False):
+        outputs = function(*inputs)
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        gradients = [torch.ones_like(output) for output in outputs]
+        wanted = [input for input in inputs if input.requires_grad]
+        gradient = partial(torch.autograd.grad, outputs, wanted, gradients, retain_graph=True)
+        gradient()
+    return Local(gradient)

@@ -1,0 +1,64 @@
+"""What fake kernels ask of an operator's arguments, in the same words for every operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def require_int64(operator: str, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.int64:
+            raise TypeError(f"{operator}: {name} must be int64, got {_name(tensor)}")
+
+
+def require_floating(operator: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_floating_point():
+            raise TypeError(f"{operator}: {name} must be floating-point, got {_name(tensor)}")
+
+
+def require_rows(operator: str, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dim() == 0:
+            raise ValueError(f"{operator}: {name} must have at least 1 dimension, got 0")
+
+
+def require_shape(
+    operator: str, name: str, tensor: Tensor, shape: Sequence[int | torch.SymInt], reason: str
+) -> None:
+    """``reason`` says whose shape that is: "as input has"."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(
+            f"{operator}: {name} must have shape {list(shape)} {reason}, got {list(tensor.shape)}"
+        )
+
+
+def require_like(operator: str, name: str, tensor: Tensor, of: str, like: Tensor) -> None:
+    """The shape and the dtype of another argument, which is called ``of``."""
+    require_shape(operator, name, tensor, like.shape, f"as {of} has")
+    if tensor.dtype != like.dtype:
+        raise TypeError(f"{operator}: {name} must be {_name(like)} as {of} is, got {_name(tensor)}")
+
+
+def require_device(operator: str, **tensors: Tensor | None) -> None:
+    """One device for all. Kernels ask that too, in the same words."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first, *rest = given
+    for name in rest:
+        if given[name].device != given[first].device:
+            raise ValueError(
+                f"{operator}: {name} must be on {given[first].device} as {first} is, "
+                f"got {given[name].device}"
+            )
+
+
+def compute_type(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

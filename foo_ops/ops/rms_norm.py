@@ -1,0 +1,299 @@
+"""foo::rms_norm and foo::add_rms_norm: rows over their root mean square.
+
+    output = input / sqrt(mean(input^2) + eps) * weight
+
+(Zhang and Sennrich 2019, equation 4), and the same of a sum, as between the blocks of a model.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops import language, library
+from foo_ops.ops.arguments import (
+    compute_type,
+    require_device,
+    require_floating,
+    require_like,
+    require_rows,
+    require_shape,
+)
+
+TAGS = torch.Tag.pt2_compliant_tag
+library.define(
+    "foo::rms_norm", "(Tensor input, Tensor? weight=None, *, float eps=1e-6) -> Tensor", tags=TAGS
+)
+library.define(
+    "foo::add_rms_norm",
+    "(Tensor input, Tensor residual, Tensor? weight=None, *, float eps=1e-6) "
+    "-> (Tensor output, Tensor sum)",
+    tags=TAGS,
+)
+# The gradient of the weight comes as the sums over parts of the rows, which are added up last, so
+# that it is the same for every number of threads. grad_sum is the gradient of add_rms_norm's second
+# output, which is added to that of the input.
+library.define(
+    "foo::rms_norm_backward",
+    "(Tensor grad_output, Tensor input, Tensor? weight, Tensor? grad_sum, *, float eps) "
+    "-> (Tensor grad_input, Tensor grad_weight_parts)",
+    tags=TAGS,
+)
+MOST_PARTS = 64
+
+
+def rms_norm(input: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
+    """Divide each row by its root mean square, and multiply by a weight.
+
+    Args:
+        input: (..., D), floating-point, any strides. float16 and bfloat16 are computed in float32
+            and rounded once.
+        weight: (D,), floating-point; also float32 beside input in half precision.
+        eps: is added to the mean of the squares.
+
+    Returns:
+        A contiguous tensor of input's shape and dtype. Has gradients for input and weight.
+
+    Raises:
+        ValueError, TypeError: for shapes and dtypes that do not fit.
+
+    Example:
+        >>> foo_ops.rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]))
+        tensor([[0.8485, 2.2627]])
+    """
+    return torch.ops.foo.rms_norm(input, weight, eps=eps)
+
+
+def add_rms_norm(
+    input: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm(input + residual)`` and the sum itself, which is read and written once.
+
+    Args:
+        input: as for `rms_norm`.
+        residual: of input's shape and dtype.
+        weight, eps: as for `rms_norm`.
+
+    Returns:
+        The norm and the sum, both in input's shape and dtype. Has gradients for all tensors.
+
+    Raises:
+        ValueError, TypeError: for shapes and dtypes that do not fit.
+
+    Example:
+        >>> foo_ops.add_rms_norm(torch.tensor([[1.0, 4.0]]), torch.tensor([[2.0, 0.0]]))
+        (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
+    """
+    return torch.ops.foo.add_rms_norm(input, residual, weight, eps=eps)
+
+
+# ---------------------------------------------------------------------------------------- kernels
+
+
+@library.tile_kernel(contiguous_rows=True)
+def forward_kernel(input: Any, weight: Any, eps: Any, output: Any, rows: Any) -> None:
+    size = input.shape[-1]
+    for row in rows:
+        x, y = input.row(row), output.row(row)
+        total = language.zero(input)
+        for i in range(size):
+            total = language.accumulate(total, x[i] * x[i])
+        scale = language.cast(1.0 / math.sqrt(total / size + eps), input)
+        for i in range(size):
+            value = x[i] * scale
+            if weight is not None:
+                value = value * weight.data[i]
+            y[i] = value
+
+
+@library.tile_kernel(contiguous_rows=True)
+def add_kernel(
+    input: Any, residual: Any, weight: Any, eps: Any, output: Any, sum: Any, rows: Any
+) -> None:
+    size = input.shape[-1]
+    for row in rows:
+        x, r, s, y = input.row(row), residual.row(row), sum.row(row), output.row(row)
+        total = language.zero(input)
+        for i in range(size):
+            s[i] = x[i] + r[i]
+            # What is normalised is the sum as it was rounded.
+            total = language.accumulate(total, s[i] * s[i])
+        scale = language.cast(1.0 / math.sqrt(total / size + eps), input)
+        for i in range(size):
+            value = s[i] * scale
+            if weight is not None:
+                value = value * weight.data[i]
+            y[i] = value
+
+
+def parts_of(
+    grad_output: Any, input: Any, weight: Any, grad_sum: Any, eps: Any, grad_input: Any, parts: Any
+) -> int:
+    # Also where there is no weight, and parts have no columns.
+    return parts.shape[0]
+
+
+@library.tile_kernel(tiles=parts_of, contiguous_rows=True)
+def backward_kernel(
+    grad_output: Any,
+    input: Any,
+    weight: Any,
+    grad_sum: Any,
+    eps: Any,
+    grad_input: Any,
+    grad_weight_parts: Any,
+    parts: Any,
+) -> None:
+    """With r = 1 / sqrt(mean(x^2) + eps) and g = grad_output * weight:
+
+    grad_input = r * g - x * r^3 * mean(g * x).
+    """
+    size, count = input.shape[-1], grad_weight_parts.shape[0]
+    for part in parts:
+        sums = grad_weight_parts.row(part)
+        for i in range(grad_weight_parts.shape[1]):
+            sums[i] = 0.0
+        for row in range(part * input.rows // count, (part + 1) * input.rows // count):
+            g, x, target = grad_output.row(row), input.row(row), grad_input.row(row)
+            squares, product = language.zero(input), language.zero(input)
+            for i in range(size):
+                squares = language.accumulate(squares, x[i] * x[i])
+                weighted = g[i]
+                if weight is not None:
+                    weighted = weighted * weight.data[i]
+                product = language.accumulate(product, weighted * x[i])
+            inverse = 1.0 / math.sqrt(squares / size + eps)
+            scale = language.cast(inverse, input)
+            slope = language.cast(inverse * inverse * inverse * product / size, input)
+            for i in range(size):
+                weighted = g[i]
+                if weight is not None:
+                    weighted = weighted * weight.data[i]
+                    sums[i] = sums[i] + g[i] * x[i] * scale
+                value = scale * weighted - x[i] * slope
+                if grad_sum is not None:
+                    value = value + grad_sum.row(row)[i]
+                target[i] = value
+
+
+# ------------------------------------------------------------------------------------------- fake
+
+
+def check(operator: str, input: Tensor, weight: Tensor | None) -> None:
+    require_floating(operator, input=input, weight=weight)
+    require_rows(operator, input=input)
+    if weight is not None:
+        require_shape(operator, "weight", weight, input.shape[-1:], "as input's rows have")
+
+
+@library.register_fake("foo::rms_norm")
+def fake_rms_norm(input: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
+    require_device("rms_norm", input=input, weight=weight)
+    check("rms_norm", input, weight)
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+@library.register_fake("foo::add_rms_norm")
+def fake_add_rms_norm(
+    input: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    require_device("add_rms_norm", input=input, residual=residual, weight=weight)
+    check("add_rms_norm", input, weight)
+    require_like("add_rms_norm", "residual", residual, "input", input)
+    output = torch.empty_like(input, memory_format=torch.contiguous_format)
+    return output, torch.empty_like(output)
+
+
+@library.register_fake("foo::rms_norm_backward")
+def fake_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    grad_sum: Tensor | None,
+    *,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    operator = "rms_norm_backward"
+    require_device(operator, grad_output=grad_output, input=input, weight=weight, grad_sum=grad_sum)
+    check(operator, input, weight)
+    require_like(operator, "grad_output", grad_output, "input", input)
+    if grad_sum is not None:
+        require_like(operator, "grad_sum", grad_sum, "input", input)
+    grad_input = torch.empty_like(input, memory_format=torch.contiguous_format)
+    rows, columns = math.prod(input.shape[:-1]), input.shape[-1] if weight is not None else 0
+    parts = input.new_empty(
+        (torch.sym_min(rows, MOST_PARTS), columns), dtype=compute_type(input.dtype)
+    )
+    return grad_input, parts
+
+
+for name, kernel in (
+    ("foo::rms_norm", forward_kernel),
+    ("foo::add_rms_norm", add_kernel),
+    ("foo::rms_norm_backward", backward_kernel),
+):
+    library.register_kernel(name, ("cpu", "foo"), kernel)
+
+
+# --------------------------------------------------------------------------------------- autograd
+
+
+def gradients(
+    grad_output: Tensor, input: Tensor, weight: Tensor | None, grad_sum: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Of a norm's input and weight."""
+    if torch.is_grad_enabled():
+        return differentiable_gradients(grad_output, input, weight, grad_sum, eps)
+    grad_input, parts = torch.ops.foo.rms_norm_backward(
+        grad_output, input, weight, grad_sum, eps=eps
+    )
+    return grad_input, None if weight is None else parts.sum(0).to(weight.dtype)
+
+
+def differentiable_gradients(
+    grad_output: Tensor, input: Tensor, weight: Tensor | None, grad_sum: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """The same made of torch's own operators, for second derivatives."""
+    compute = compute_type(input.dtype)
+    grad, x = grad_output.to(compute), input.to(compute)
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    weighted = grad if weight is None else grad * weight
+    grad_input = scale * weighted - x * scale**3 * (weighted * x).mean(-1, keepdim=True)
+    if grad_sum is not None:
+        grad_input = grad_input + grad_sum
+    grad_weight = None
+    if weight is not None:
+        grad_weight = (grad * x * scale).flatten(0, -2).sum(0).to(weight.dtype)
+    return grad_input.to(input.dtype), grad_weight
+
+
+def setup_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.eps = keyword_only_inputs["eps"]
+
+
+def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight = ctx.saved_tensors
+    return gradients(grad_output, input, weight, None, ctx.eps)
+
+
+def setup_add_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+) -> None:
+    ctx.save_for_backward(output[1], inputs[2])
+    ctx.eps = keyword_only_inputs["eps"]
+
+
+def add_backward(ctx: Any, grad_output: Tensor, grad_sum: Tensor) -> tuple[Tensor | None, ...]:
+    sum_, weight = ctx.saved_tensors
+    grad_input, grad_weight = gradients(grad_output, sum_, weight, grad_sum, ctx.eps)
+    return grad_input, grad_input, grad_weight
+
+
+library.register_autograd("foo::rms_norm", backward, setup_context=setup_context)
+library.register_autograd("foo::add_rms_norm", add_backward, setup_context=setup_add_context)

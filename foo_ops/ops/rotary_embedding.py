@@ -1,0 +1,238 @@
+"""foo::rotary_embedding: positions as rotations (Su et al. 2021, equation 34).
+
+A pair of elements (a, b) of a row turns by an angle: (a cos - b sin, a sin + b cos).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops import library
+from foo_ops.ops.arguments import (
+    compute_type,
+    require_device,
+    require_floating,
+    require_rows,
+    require_shape,
+)
+
+# inverse: by the angles' negatives, which is what the gradient needs.
+ARGUMENTS = "Tensor cosine, Tensor sine, *, bool interleaved=False, bool inverse=False"
+library.define(
+    "foo::rotary_embedding",
+    f"(Tensor input, {ARGUMENTS}) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+library.define(
+    "foo::rotary_embedding_",
+    f"(Tensor(a!) input, {ARGUMENTS}) -> Tensor(a!)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.inplace),
+)
+
+
+def rotary_embedding(
+    input: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    *,
+    interleaved: bool = False,
+    inplace: bool = False,
+) -> Tensor:
+    """Turn pairs of elements by the angles of their positions.
+
+    Args:
+        input: (..., D), query or key, floating-point, any strides. float16 and bfloat16 are
+            computed in float32 and rounded once.
+        cosine, sine: (..., R / 2), floating-point, of one shape, whose leading dimensions broadcast
+            to those of input: (S, R / 2) for input (B, H, S, D), and (S, 1, R / 2) for
+            (B, S, H, D). The first R <= D elements of a row turn, the others stay.
+        interleaved: the pairs are (0, 1), (2, 3) ... as in GPT-J; otherwise (0, R / 2),
+            (1, R / 2 + 1) ... as in GPT-NeoX and Llama.
+        inplace: write to input, and return it.
+
+    Returns:
+        A contiguous tensor of input's shape and dtype. Has gradients for all tensors.
+
+    Raises:
+        ValueError, TypeError: for shapes and dtypes that do not fit.
+
+    Example:
+        >>> angle = torch.tensor([torch.pi / 2, 0.0])
+        >>> query = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        >>> foo_ops.rotary_embedding(query, angle.cos(), angle.sin())
+        tensor([-3.,  2.,  1.,  4.])
+    """
+    function = torch.ops.foo.rotary_embedding_ if inplace else torch.ops.foo.rotary_embedding
+    return function(input, cosine, sine, interleaved=interleaved)
+
+
+# ----------------------------------------------------------------------------------------- kernel
+
+
+def offset_of(view: Any, of: Any, row: Any) -> Any:
+    """Where in a view, broadcast over the leading dimensions of another, a row of that begins."""
+    offset = 0
+    for back in range(2, of.ndim + 1):
+        index = row % of.shape[-back]
+        row = row // of.shape[-back]
+        if back <= view.ndim and view.shape[-back] > 1:
+            offset += index * view.strides[-back]
+    return offset
+
+
+def step_of(view: Any) -> Any:
+    """From a row to the next, of those that differ in the last index but one."""
+    return view.strides[-2] if view.ndim > 1 and view.shape[-2] > 1 else 0
+
+
+def turn(
+    x: Any, x0: Any, size: Any, c: Any, c0: Any, s: Any, s0: Any, half: Any,
+    interleaved: Any, inverse: Any, y: Any, y0: Any,
+) -> None:  # fmt: skip
+    """One row: x from x0 on to y from y0 on."""
+    pair, partner = (2, 1) if interleaved else (1, half)
+    sign = -1 if inverse else 1
+    for i in range(half):
+        a, b = x[x0 + pair * i], x[x0 + pair * i + partner]
+        cosine, sine = c[c0 + i], s[s0 + i] * sign
+        y[y0 + pair * i] = a * cosine - b * sine
+        y[y0 + pair * i + partner] = b * cosine + a * sine
+    for i in range(2 * half, size):
+        y[y0 + i] = x[x0 + i]
+
+
+def turn_rows(
+    input: Any, cosine: Any, sine: Any, interleaved: Any, inverse: Any, output: Any, rows: Any
+) -> None:
+    size, half = input.shape[-1], cosine.shape[-1]
+    left = x0 = y0 = c0 = s0 = 0
+    for row in rows:
+        if left == 0:
+            # Indices are divided once for the rows that differ in the last of them.
+            left = input.shape[-2] - row % input.shape[-2] if input.ndim > 1 else 1
+            x0, y0 = offset_of(input, input, row), offset_of(output, input, row)
+            c0, s0 = offset_of(cosine, input, row), offset_of(sine, input, row)
+        if interleaved:
+            turn(input.data, x0, size, cosine.data, c0, sine.data, s0, half, True, inverse,
+                 output.data, y0)  # fmt: skip
+        else:
+            turn(input.data, x0, size, cosine.data, c0, sine.data, s0, half, False, inverse,
+                 output.data, y0)  # fmt: skip
+        x0, y0 = x0 + step_of(input), y0 + step_of(output)
+        c0, s0 = c0 + step_of(cosine), s0 + step_of(sine)
+        left -= 1
+
+
+@library.tile_kernel(contiguous_rows=True)
+def kernel(
+    input: Any, cosine: Any, sine: Any, interleaved: Any, inverse: Any, output: Any, rows: Any
+) -> None:
+    turn_rows(input, cosine, sine, interleaved, inverse, output, rows)
+
+
+@library.tile_kernel(contiguous_rows=True)
+def in_place_kernel(
+    input: Any, cosine: Any, sine: Any, interleaved: Any, inverse: Any, rows: Any
+) -> None:
+    # The compiler sees that what is written is what was read, and needs no other check.
+    turn_rows(input, cosine, sine, interleaved, inverse, input, rows)
+
+
+# ------------------------------------------------------------------------------------------- fake
+
+
+def check(operator: str, input: Tensor, cosine: Tensor, sine: Tensor) -> None:
+    require_device(operator, input=input, cosine=cosine, sine=sine)
+    require_floating(operator, input=input, cosine=cosine, sine=sine)
+    require_rows(operator, input=input, cosine=cosine)
+    require_shape(operator, "sine", sine, cosine.shape, "as cosine has")
+    if 2 * cosine.shape[-1] > input.shape[-1]:
+        raise ValueError(
+            f"{operator}: cosine must have a last dimension of at most {input.shape[-1] // 2}, "
+            f"half of input's, got {cosine.shape[-1]}"
+        )
+    leading, target = cosine.shape[:-1], input.shape[:-1]
+    aligned = zip(reversed(leading), reversed(target))
+    if len(leading) > len(target) or any(own not in (1, other) for own, other in aligned):
+        raise ValueError(
+            f"{operator}: cosine must have leading dimensions that broadcast to {list(target)} as "
+            f"input has, got {list(leading)}"
+        )
+
+
+@library.register_fake("foo::rotary_embedding")
+def fake(
+    input: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    *,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> Tensor:
+    check("rotary_embedding", input, cosine, sine)
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+@library.register_fake("foo::rotary_embedding_")
+def fake_in_place(
+    input: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    *,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> Tensor:
+    check("rotary_embedding_", input, cosine, sine)
+    return input
+
+
+library.register_kernel("foo::rotary_embedding", ("cpu", "foo"), kernel)
+library.register_kernel("foo::rotary_embedding_", ("cpu", "foo"), in_place_kernel)
+
+
+# --------------------------------------------------------------------------------------- autograd
+
+
+def setup_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
+    input, cosine, sine = inputs
+    # Tables are constants as a rule, and then input need not be kept.
+    ctx.has_table_gradients = cosine.requires_grad or sine.requires_grad
+    ctx.save_for_backward(input if ctx.has_table_gradients else None, cosine, sine)
+    ctx.keywords = keyword_only_inputs
+
+
+def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    input, cosine, sine = ctx.saved_tensors
+    back = {**ctx.keywords, "inverse": not ctx.keywords["inverse"]}
+    grad_input = torch.ops.foo.rotary_embedding(grad, cosine, sine, **back)
+    if not ctx.has_table_gradients:
+        return grad_input, None, None
+    return grad_input, *table_gradients(grad, input, cosine, sine, **ctx.keywords)
+
+
+def table_gradients(
+    grad: Tensor, input: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Of cosine and sine, made of torch's own operators."""
+    half = cosine.shape[-1]
+
+    def parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+        turned = tensor[..., : 2 * half].to(compute_type(tensor.dtype))
+        pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))
+        first, second = pairs.unbind(-1 if interleaved else -2)
+        return first, second
+
+    (grad_a, grad_b), (a, b) = parts(grad), parts(input)
+    grad_cosine = (grad_a * a + grad_b * b).sum_to_size(cosine.shape)
+    grad_sine = (grad_b * a - grad_a * b).sum_to_size(sine.shape)
+    grad_sine = -grad_sine if inverse else grad_sine
+    return grad_cosine.to(cosine.dtype), grad_sine.to(sine.dtype)
+
+
+library.register_autograd("foo::rotary_embedding", backward, setup_context=setup_context)
+library.register_variant_autograd("foo::rotary_embedding_")

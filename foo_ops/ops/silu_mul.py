@@ -1,0 +1,48 @@
+"""foo::silu_mul: the gate of a SwiGLU (Shazeer 2020, equation 6), silu(gate) * up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops import language, library
+
+library.define(
+    "foo::silu_mul", "(Tensor gate, Tensor up) -> Tensor", tags=torch.Tag.pt2_compliant_tag
+)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``, element by element, where silu(x) = x / (1 + exp(-x)).
+
+    Args:
+        gate, up: floating-point, of shapes that broadcast and any strides. float16 and bfloat16
+            are computed in float32 and rounded once.
+
+    Returns:
+        A tensor of the shape and dtype that gate * up has. Has gradients for both.
+
+    Raises:
+        TypeError: for dtypes that are not floating-point.
+
+    Example:
+        >>> foo_ops.silu_mul(torch.tensor([0.0, 1.0]), torch.tensor([5.0, 2.0]))
+        tensor([0.0000, 1.4621])
+    """
+    return torch.ops.foo.silu_mul(gate, up)
+
+
+def gradient(grad: Any, gate: Any, up: Any) -> Any:
+    sigmoid = 1 / (1 + language.exp(-gate))
+    silu = gate * sigmoid
+    return grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu
+
+
+@library.elementwise_kernel(backward=gradient)
+def kernel(gate: Any, up: Any) -> Any:
+    return gate / (1 + language.exp(-gate)) * up
+
+
+library.register_kernel("foo::silu_mul", ("cpu", "foo"), kernel)

@@ -1,0 +1,332 @@
+"""foo::softmax_cross_entropy: the loss of a classifier or a language model, from its logits.
+
+    logsumexp = log(sum_v exp(x_v))
+    loss = (1 - smoothing) (logsumexp - x_target) + smoothing (logsumexp - mean_v x_v)
+
+Of a row of V logits: V steps through a running maximum and sum (Milakov and Gimelshein 2018,
+algorithm 3), in chunks that stay in the first cache. What is kept for the gradient beside the
+logits is one number a row; neither probabilities nor their logarithms are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foo_ops import language, library
+from foo_ops.ops.arguments import (
+    compute_type,
+    require_device,
+    require_floating,
+    require_int64,
+    require_like,
+    require_rows,
+    require_shape,
+)
+
+ARGUMENTS = "float label_smoothing=0.0, int ignore_index=-100"
+library.define(
+    "foo::softmax_cross_entropy",
+    f"(Tensor logits, Tensor target, *, {ARGUMENTS}) -> (Tensor loss, Tensor logsumexp)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+library.define(
+    "foo::softmax_cross_entropy_backward",
+    "(Tensor grad_loss, Tensor? grad_logsumexp, Tensor logits, Tensor target, Tensor logsumexp, "
+    f"*, {ARGUMENTS}) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+CHUNK = 1024
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def softmax_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    return_logsumexp: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The cross-entropy of softmax(logits) with the target classes, in nats.
+
+    Args:
+        logits: (..., V), floating-point, any strides. float16 and bfloat16 are computed in float32.
+        target: (...), int64, classes in [0, V), or ignore_index.
+        reduction: "none" gives a loss for each row, "sum" their sum, "mean" their mean over the
+            rows that are not ignored (NaN if there is none).
+        label_smoothing: in [0, 1], how much of the target is spread over all classes.
+        ignore_index: rows with this target have loss zero and no gradient.
+        return_logsumexp: return also the logarithms of the sums, (...), for a loss on them.
+
+    Returns:
+        The loss, float32 (float64 for float64 logits), which is more than half precision could
+        hold of it. Has a gradient for logits, also through logsumexp.
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes and options that do not fit.
+        IndexError: for a target that is no class.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0], [0.0, 0.0]])
+        >>> foo_ops.softmax_cross_entropy(logits, torch.tensor([0, 1]), reduction="none")
+        tensor([0.1269, 0.6931])
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"softmax_cross_entropy: reduction must be one of {', '.join(REDUCTIONS)}, "
+            f"got {reduction!r}"
+        )
+    losses, logsumexp = torch.ops.foo.softmax_cross_entropy(
+        logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index
+    )
+    loss = losses
+    if reduction != "none":
+        loss = losses.sum()
+    if reduction == "mean":
+        loss = loss / (target != ignore_index).sum()
+    return (loss, logsumexp) if return_logsumexp else loss
+
+
+# ---------------------------------------------------------------------------------------- kernels
+
+
+def offset_of(view: Any, number: Any) -> Any:
+    """Where in a view an element is, by its number in the order of rows."""
+    offset = 0
+    for back in range(1, view.ndim + 1):
+        offset += number % view.shape[-back] * view.strides[-back]
+        number = number // view.shape[-back]
+    return offset
+
+
+def are_classes(target: Any, logits: Any, ignored: Any) -> bool:
+    classes = logits.shape[-1]
+    for row in range(target.size):
+        label = target.data[offset_of(target, row)]
+        if label != ignored and (label < 0 or label >= classes):
+            return False
+    return True
+
+
+def refuse(operator: str, logits: Tensor, target: Tensor, ignore_index: int) -> None:
+    classes = logits.shape[-1]
+    is_wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
+    raise IndexError(
+        f"{operator}: target must be in [0, {classes}) as logits have classes, or ignore_index "
+        f"{ignore_index}, got {target[is_wrong][0].item()}"
+    )
+
+
+def check_targets(
+    logits: Any, target: Any, smoothing: Any, ignored: Any, loss: Any, logsumexp: Any
+) -> bool:
+    return are_classes(target, logits, ignored)
+
+
+def refuse_targets(logits: Tensor, target: Tensor, smoothing: float, ignore_index: int) -> None:
+    refuse("softmax_cross_entropy", logits, target, ignore_index)
+
+
+@library.tile_kernel(contiguous_rows=True, check=check_targets, refuse=refuse_targets)
+def forward_kernel(
+    logits: Any, target: Any, smoothing: Any, ignored: Any, loss: Any, logsumexp: Any, rows: Any
+) -> None:
+    size = logits.shape[-1]
+    for row in rows:
+        x = logits.row(row)
+        largest, total, plain = language.cast(-math.inf, logits), language.zero(logits), 0.0
+        for start in range(0, size, CHUNK):
+            stop = min(start + CHUNK, size)
+            peak = largest
+            for i in range(start, stop):
+                peak = language.accumulate_maximum(peak, x[i])
+            # Where all logits so far are -inf, differences of infinities would be NaN.
+            shift = language.zero(logits) if peak == -math.inf else peak
+            chunk, values = language.zero(logits), language.zero(logits)
+            for i in range(start, stop):
+                chunk = language.accumulate(chunk, language.exp(x[i] - shift))
+            if smoothing != 0.0:
+                for i in range(start, stop):
+                    values = language.accumulate(values, x[i])
+            total = total * language.exp(largest - shift) + chunk
+            largest, plain = peak, plain + values
+        result = largest + math.log(total) if largest != math.inf else largest
+        logsumexp.data[row] = result
+        label = target.data[offset_of(target, row)]
+        value = 0.0
+        if label != ignored:
+            value = result - (1.0 - smoothing) * x[label]
+            if smoothing != 0.0:
+                value -= smoothing * plain / size
+        loss.data[row] = value
+
+
+def rows_of_logits(
+    grad_loss: Any, grad_logsumexp: Any, logits: Any, target: Any, logsumexp: Any, smoothing: Any,
+    ignored: Any, output: Any,
+) -> int:  # fmt: skip
+    rows: int = logits.rows
+    return rows
+
+
+def check_backward_targets(
+    grad_loss: Any, grad_logsumexp: Any, logits: Any, target: Any, logsumexp: Any, smoothing: Any,
+    ignored: Any, output: Any,
+) -> bool:  # fmt: skip
+    return are_classes(target, logits, ignored)
+
+
+def refuse_backward_targets(
+    grad_loss: Tensor, grad_logsumexp: Tensor | None, logits: Tensor, target: Tensor,
+    logsumexp: Tensor, smoothing: float, ignore_index: int,
+) -> None:  # fmt: skip
+    refuse("softmax_cross_entropy_backward", logits, target, ignore_index)
+
+
+@library.tile_kernel(
+    tiles=rows_of_logits,
+    contiguous_rows=True,
+    check=check_backward_targets,
+    refuse=refuse_backward_targets,
+)
+def backward_kernel(
+    grad_loss: Any,
+    grad_logsumexp: Any,
+    logits: Any,
+    target: Any,
+    logsumexp: Any,
+    smoothing: Any,
+    ignored: Any,
+    output: Any,
+    rows: Any,
+) -> None:
+    """softmax(x) (grad_loss + grad_logsumexp) - grad_loss (the target, smoothed)."""
+    size = logits.shape[-1]
+    for row in rows:
+        x, y = logits.row(row), output.row(row)
+        label = target.data[offset_of(target, row)]
+        slope = language.zero(logits)
+        if label != ignored:
+            slope = grad_loss.data[offset_of(grad_loss, row)]
+        scale = slope
+        if grad_logsumexp is not None:
+            scale = scale + grad_logsumexp.data[offset_of(grad_logsumexp, row)]
+        each = language.cast(smoothing * slope / size, logits)
+        shift = logsumexp.data[offset_of(logsumexp, row)]
+        for i in range(size):
+            y[i] = language.exp(x[i] - shift) * scale - each
+        if label != ignored:
+            once = language.exp(x[label] - shift) * scale - each
+            y[label] = once - language.cast(1.0 - smoothing, logits) * slope
+
+
+# ------------------------------------------------------------------------------------------- fake
+
+
+def check(operator: str, logits: Tensor, target: Tensor, label_smoothing: float) -> None:
+    require_floating(operator, logits=logits)
+    require_rows(operator, logits=logits)
+    require_int64(operator, target=target)
+    require_shape(operator, "target", target, logits.shape[:-1], "as logits have rows")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{operator}: label_smoothing must be in [0, 1], got {label_smoothing}")
+
+
+@library.register_fake("foo::softmax_cross_entropy")
+def fake(
+    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    operator = "softmax_cross_entropy"
+    require_device(operator, logits=logits, target=target)
+    check(operator, logits, target, label_smoothing)
+    loss = logits.new_empty(logits.shape[:-1], dtype=compute_type(logits.dtype))
+    return loss, torch.empty_like(loss)
+
+
+@library.register_fake("foo::softmax_cross_entropy_backward")
+def fake_backward(
+    grad_loss: Tensor,
+    grad_logsumexp: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    logsumexp: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+) -> Tensor:
+    operator = "softmax_cross_entropy_backward"
+    require_device(
+        operator,
+        grad_loss=grad_loss,
+        grad_logsumexp=grad_logsumexp,
+        logits=logits,
+        target=target,
+        logsumexp=logsumexp,
+    )
+    check(operator, logits, target, label_smoothing)
+    require_shape(operator, "logsumexp", logsumexp, target.shape, "as target has")
+    require_like(operator, "grad_loss", grad_loss, "logsumexp", logsumexp)
+    if grad_logsumexp is not None:
+        require_like(operator, "grad_logsumexp", grad_logsumexp, "logsumexp", logsumexp)
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+library.register_kernel("foo::softmax_cross_entropy", ("cpu", "foo"), forward_kernel)
+library.register_kernel("foo::softmax_cross_entropy_backward", ("cpu", "foo"), backward_kernel)
+
+
+# --------------------------------------------------------------------------------------- autograd
+
+
+def setup_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.keywords = keyword_only_inputs
+    ctx.set_materialize_grads(False)
+
+
+def backward(
+    ctx: Any, grad_loss: Tensor | None, grad_logsumexp: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    logits, target, logsumexp = ctx.saved_tensors
+    if grad_loss is None:
+        grad_loss = torch.zeros_like(logsumexp)
+    if torch.is_grad_enabled():
+        gradient = differentiable_gradient(
+            grad_loss, grad_logsumexp, logits, target, **ctx.keywords
+        )
+    else:
+        gradient = torch.ops.foo.softmax_cross_entropy_backward(
+            grad_loss, grad_logsumexp, logits, target, logsumexp, **ctx.keywords
+        )
+    return gradient, None
+
+
+def differentiable_gradient(
+    grad_loss: Tensor,
+    grad_logsumexp: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float,
+    ignore_index: int,
+) -> Tensor:
+    """The same made of torch's own operators, for second derivatives."""
+    is_ignored = target == ignore_index
+    slope = grad_loss.masked_fill(is_ignored, 0).unsqueeze(-1)
+    scale = slope if grad_logsumexp is None else slope + grad_logsumexp.unsqueeze(-1)
+    classes = logits.shape[-1]
+    wanted = F.one_hot(target.masked_fill(is_ignored, 0), classes)
+    smoothed = (1 - label_smoothing) * wanted + label_smoothing / classes
+    probabilities = logits.to(compute_type(logits.dtype)).softmax(-1)
+    return (probabilities * scale - smoothed * slope).to(logits.dtype)
+
+
+library.register_autograd("foo::softmax_cross_entropy", backward, setup_context=setup_context)
