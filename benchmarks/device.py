@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.measure import OURS, Case, Contender, Contenders, Local
 from foo_ops.demo.corpus import Batch
-from foo_ops.demo.model import ATTENTIONS, GPT, VOCABULARY, GPTConfig
+from foo_ops.demo.model import GPT, OPERATORS, VOCABULARY, GPTConfig
 from foo_ops.demo.training import BATCH, Setup, Trainer
 
 CPU = "cpu"
@@ -56,7 +56,7 @@ def training(device: str) -> Contender:
     """Steps on one batch; both start at the same weights."""
     torch.manual_seed(0)
     config = GPTConfig()
-    trainer = Trainer(GPT(config, ATTENTIONS["foo"]), Setup(device, "foo", False), steps=STEPS)
+    trainer = Trainer(GPT(config, OPERATORS["foo"]), Setup(device, "foo", False), steps=STEPS)
     tokens = torch.randint(VOCABULARY, (BATCH, config.context + 1))
     batch: Batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     return Local(lambda: torch.tensor(trainer.step(batch)))

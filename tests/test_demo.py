@@ -14,7 +14,7 @@ from rich.console import Console
 from foo_ops.demo import __main__ as demo
 from foo_ops.demo import report
 from foo_ops.demo.corpus import Corpus, windows
-from foo_ops.demo.model import ATTENTIONS, GPT, GPTConfig, rotary_table, rotate
+from foo_ops.demo.model import GPT, OPERATORS, GPTConfig, rotary_table
 from foo_ops.demo.training import (
     Point,
     Setup,
@@ -27,13 +27,13 @@ from foo_ops.demo.training import (
 )
 
 SETUPS = [
-    Setup(device, attention, compiled=False)
+    Setup(device, operators, compiled=False)
     for device in ("cpu", "foo")
-    for attention in ("foo", "sdpa")
+    for operators in ("foo", "torch")
 ]
 ROUNDING = 1e-5
 """Relative; float32 losses after a few steps, with sums in another order."""
-SMALL = GPTConfig(layers=1, width=32, heads=2, context=64)
+SMALL = GPTConfig(layers=1, width=32, heads=2, inner=88, context=64)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def start(arguments, **environment):
 
 def losses(corpus, setup, *, seed, steps=6, config=SMALL):
     torch.manual_seed(seed)
-    trainer = Trainer(GPT(config, ATTENTIONS[setup.attention]), setup, steps=steps)
+    trainer = Trainer(GPT(config, OPERATORS[setup.operators]), setup, steps=steps)
     return [point.loss for point in train(trainer, corpus, steps=steps, seed=seed)]
 
 
@@ -99,7 +99,13 @@ def test_checkpoint_loads_as_plain_data_and_its_loss_is_the_same(finished):
     ).groups()
     assert float(trained) == pytest.approx(float(reloaded), rel=1e-5)
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    assert checkpoint["config"] == {"layers": 4, "width": 128, "heads": 4, "context": 256}
+    assert checkpoint["config"] == {
+        "layers": 4,
+        "width": 128,
+        "heads": 4,
+        "inner": 352,
+        "context": 256,
+    }
     assert {tensor.device.type for tensor in checkpoint["weights"].values()} == {"cpu"}
 
 
@@ -128,8 +134,8 @@ def test_sample_is_framed_and_starts_with_the_prompt(finished):
 def test_speed_is_compared_with_the_cpu(finished):
     output, _ = finished
     ours, theirs, ratio = re.search(
-        r"Speed: ([\d,]+) tokens/s with torch\.ops\.foo\.attention on foo,\s+([\d,]+)\s+with\s+"
-        r"scaled_dot_product_attention\s+on\s+cpu:\s+([\d.]+)\s+times\s+as\s+fast\.",
+        r"Speed: ([\d,]+) tokens/s with torch\.ops\.foo on foo,\s+([\d,]+)\s+with\s+"
+        r"PyTorch's\s+operators\s+on\s+cpu:\s+([\d.]+)\s+times\s+as\s+fast\.",
         output,
     ).groups()
     ours, theirs = int(ours.replace(",", "")), int(theirs.replace(",", ""))
@@ -140,10 +146,10 @@ def test_speed_is_compared_with_the_cpu(finished):
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_every_device_trains_with_every_attention(setup, small, tmp_path, capsys):
-    device, attention = setup.device, setup.attention
+def test_every_device_trains_with_all_operators(setup, small, tmp_path, capsys):
+    device, operators = setup.device, setup.operators
     demo.main(
-        ["--device", device, "--attention", attention, "--steps", "2", "--output", str(tmp_path)]
+        ["--device", device, "--operators", operators, "--steps", "2", "--output", str(tmp_path)]
     )
     output = capsys.readouterr().out
     assert f"{setup}, {torch.get_num_threads()} threads." in re.sub(r"\s+", " ", output)
@@ -155,7 +161,7 @@ def test_every_device_trains_with_every_attention(setup, small, tmp_path, capsys
 def test_compiled_training_gives_the_same_losses(device, backend, corpus):
     eager = Setup(device, "foo", compiled=False)
     compiled = Setup(device, "foo", compiled=True)
-    assert str(compiled) == f"torch.ops.foo.attention on {device}, compiled by {backend}"
+    assert str(compiled) == f"torch.ops.foo on {device}, compiled by {backend}"
     expected = losses(corpus, eager, seed=0, steps=3)
     assert losses(corpus, compiled, seed=0, steps=3) == pytest.approx(expected, rel=ROUNDING)
 
@@ -191,7 +197,7 @@ def test_devices_agree_on_the_losses(corpus):
         (["--seed", "-1"], "argument --seed: must be a whole number from 0 to 2**63 - 1, got -1"),
         (["--output", __file__], f"--output: must be a folder, got {__file__} (File exists)"),
         (["--device", "gpu"], "argument --device: invalid choice: 'gpu'"),
-        (["--attention", "flash"], "argument --attention: invalid choice: 'flash'"),
+        (["--operators", "flash"], "argument --operators: invalid choice: 'flash'"),
         (["--step", "3"], "unrecognized arguments: --step 3"),
     ],
     ids=lambda value: value[0] + value[1][:5] if isinstance(value, list) else "",
@@ -226,7 +232,7 @@ def test_missing_extras_are_named():
 
 
 def test_reload_fails_loudly_when_the_weights_differ(corpus, tmp_path):
-    model = GPT(SMALL, ATTENTIONS["sdpa"])
+    model = GPT(SMALL, OPERATORS["torch"])
     model.save(tmp_path / "checkpoint.pt")
     with torch.no_grad():
         model.embedding.weight.mul_(1.001)
@@ -257,7 +263,7 @@ def test_validation_reaches_the_last_byte(corpus):
 
 def test_model_does_not_look_ahead():
     torch.manual_seed(0)
-    model = GPT(SMALL, ATTENTIONS["foo"])
+    model = GPT(SMALL, OPERATORS["foo"])
     tokens = torch.randint(256, (1, 32))
     changed = tokens.clone()
     changed[0, 20] += 1
@@ -266,8 +272,10 @@ def test_model_does_not_look_ahead():
     assert difference[20:].min() > 0
 
 
-def test_rotation_depends_on_distance_only():
+@pytest.mark.parametrize("name", OPERATORS)
+def test_rotation_depends_on_distance_only(name):
     torch.manual_seed(0)
+    rotate = OPERATORS[name].rotary_embedding
     query, key = torch.randn(2, 16).double()
     cosine, sine = rotary_table(64, 16).double()
     turned = [rotate(x.expand(1, 64, 1, 1, 16), cosine, sine)[0, :, 0, 0] for x in (query, key)]
@@ -308,7 +316,7 @@ def test_speed_is_the_median_of_the_counted_rounds():
 
 def test_sample_follows_the_seed():
     torch.manual_seed(0)
-    model = GPT(SMALL, ATTENTIONS["sdpa"])
+    model = GPT(SMALL, OPERATORS["torch"])
     first = generate(model, "cpu", b"prompt", 80, seed=1)
     assert len(first) == 80
     assert generate(model, "cpu", b"prompt", 80, seed=1) == first

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from foo_ops.demo.corpus import Batch, Corpus
-from foo_ops.demo.model import ATTENTIONS, GPT, GPTConfig
+from foo_ops.demo.model import GPT, OPERATORS, GPTConfig
 from foo_ops.demo.training import (
     BATCH,
     COMPILE_BACKENDS,
@@ -44,7 +44,7 @@ class Options:
     """The command line."""
 
     device: str
-    attention: str
+    operators: str
     compile: bool
     steps: int
     seed: int
@@ -69,7 +69,7 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
     )
     add = parser.add_argument
     add("--device", choices=tuple(COMPILE_BACKENDS), default="foo", help="where to train")
-    add("--attention", choices=tuple(ATTENTIONS), default="foo", help="which attention to train")
+    add("--operators", choices=tuple(OPERATORS), default="foo", help="what the model is made of")
     add("--compile", action="store_true", help="train through torch.compile")
     add("--steps", type=positive_number, default=DEFAULT_STEPS, help="how many training steps")
     add("--seed", type=seed_number, default=0, help="of the weights, the batches and the sample")
@@ -114,10 +114,10 @@ def run(options: Options) -> None:
     from foo_ops.demo import report
 
     console = Console(markup=False)
-    setup = Setup(options.device, options.attention, options.compile)
+    setup = Setup(options.device, options.operators, options.compile)
     corpus = Corpus.load()
     torch.manual_seed(options.seed)
-    model = GPT(GPTConfig(), ATTENTIONS[setup.attention])
+    model = GPT(GPTConfig(), OPERATORS[setup.operators])
     console.print(introduction(setup, model, corpus))
 
     trainer = Trainer(model, setup, steps=options.steps)
@@ -152,7 +152,7 @@ def introduction(setup: Setup, model: GPT, corpus: Corpus) -> str:
 def compare_reloaded(model: GPT, setup: Setup, checkpoint: Path, batch: Batch) -> str:
     """Load the checkpoint on the CPU; its loss must be that of the trained model."""
     trained = evaluate(model, setup.device, batch)
-    reloaded = evaluate(GPT.load(checkpoint, ATTENTIONS[setup.attention]), "cpu", batch)
+    reloaded = evaluate(GPT.load(checkpoint, OPERATORS[setup.operators]), "cpu", batch)
     losses = f"loss on {setup.device} {trained:.6f}, reloaded on cpu {reloaded:.6f}"
     if not math.isclose(trained, reloaded, rel_tol=RELOAD_TOLERANCE):
         sys.exit(f"The checkpoint does not hold the model that was trained: {losses}")
@@ -163,7 +163,7 @@ def compare_with_baseline(setup: Setup, checkpoint: Path, batch: Batch) -> str:
     """Say how fast the model trains, and how fast it does so on PyTorch's own CPU path."""
     baseline = setup.baseline()
     trainers = [
-        Trainer(GPT.load(checkpoint, ATTENTIONS[each.attention]), each, steps=COMPARISON_ROUNDS)
+        Trainer(GPT.load(checkpoint, OPERATORS[each.operators]), each, steps=COMPARISON_ROUNDS)
         for each in (setup, baseline)
     ]
     ours, theirs = compare_speed(trainers, batch, COMPARISON_ROUNDS)

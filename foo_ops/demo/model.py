@@ -1,4 +1,4 @@
-"""A GPT on bytes that takes its attention as an argument.
+"""A GPT on bytes in the manner of Llama, which takes its operators as an argument.
 
 Shapes: B sequences in a batch, S bytes in a sequence, W width, H heads, D = W / H.
 """
@@ -14,11 +14,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import foo_ops
+
 VOCABULARY = 256
 """Every byte is a token."""
+EPS = 1e-6
+"""Of the norms."""
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Causal attention: query, key and value (B, H, S, D) to output (B, H, S, D)."""
+
+@dataclass(frozen=True)
+class Operators:
+    """What a block is made of, beside matrix products.
+
+    Attributes:
+        attention: causal, query, key and value (B, H, S, D) to output (B, H, S, D).
+        rms_norm: of rows, with a weight.
+        add_rms_norm: the norm of a sum, and the sum.
+        rotary_embedding: turns the pairs (d, d + D / 2) of rows by angles.
+        silu_mul: silu(gate) * up.
+        cross_entropy: the mean loss of logits (N, V) with targets (N).
+    """
+
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Tensor], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    rotary_embedding: Callable[[Tensor, Tensor, Tensor], Tensor]
+    silu_mul: Callable[[Tensor, Tensor], Tensor]
+    cross_entropy: Callable[[Tensor, Tensor], Tensor]
 
 
 def foo_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -30,7 +52,48 @@ def sdpa_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-ATTENTIONS: dict[str, Attention] = {"foo": foo_attention, "sdpa": sdpa_attention}
+def torch_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(input, weight.shape, weight, EPS)
+
+
+def torch_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = input + residual
+    return torch_rms_norm(total, weight), total
+
+
+def torch_rotary_embedding(input: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = input.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+
+
+def torch_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def foo_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    loss = foo_ops.softmax_cross_entropy(logits, target)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+OPERATORS = {
+    "foo": Operators(
+        foo_attention,
+        foo_ops.rms_norm,
+        foo_ops.add_rms_norm,
+        foo_ops.rotary_embedding,
+        foo_ops.silu_mul,
+        foo_cross_entropy,
+    ),
+    "torch": Operators(
+        sdpa_attention,
+        torch_rms_norm,
+        torch_add_rms_norm,
+        torch_rotary_embedding,
+        torch_silu_mul,
+        F.cross_entropy,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +101,7 @@ class GPTConfig:
     layers: int = 4
     width: int = 128
     heads: int = 4
+    inner: int = 352
     context: int = 256
 
 
@@ -46,12 +110,13 @@ class GPT(nn.Module):
 
     rotation: Tensor
 
-    def __init__(self, config: GPTConfig, attention: Attention) -> None:
+    def __init__(self, config: GPTConfig, operators: Operators) -> None:
         super().__init__()
         self.config = config
+        self.operators = operators
         self.embedding = nn.Embedding(VOCABULARY, config.width)
-        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
+        self.blocks = nn.ModuleList(Block(config, operators) for _ in range(config.layers))
+        self.norm = nn.Parameter(torch.ones(config.width))
         rotation = rotary_table(config.context, config.width // config.heads)
         self.register_buffer("rotation", rotation, persistent=False)
         self.apply(initialise)
@@ -62,47 +127,52 @@ class GPT(nn.Module):
         cosine, sine = self.rotation[:, : tokens.shape[1]]
         for block in self.blocks:
             hidden = block(hidden, cosine, sine)
-        return F.linear(self.norm(hidden), self.embedding.weight)
+        return F.linear(self.operators.rms_norm(hidden, self.norm), self.embedding.weight)
 
     def save(self, path: Path) -> None:
         """Write a checkpoint of tensors and plain numbers, which loads with ``weights_only``."""
         torch.save({"config": asdict(self.config), "weights": self.state_dict()}, path)
 
     @classmethod
-    def load(cls, path: Path, attention: Attention) -> GPT:
+    def load(cls, path: Path, operators: Operators) -> GPT:
         """Read a checkpoint onto the CPU, wherever its tensors were saved."""
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        model = cls(GPTConfig(**checkpoint["config"]), attention)
+        model = cls(GPTConfig(**checkpoint["config"]), operators)
         model.load_state_dict(checkpoint["weights"])
         return model
 
 
 class Block(nn.Module):
-    """Attention and a GELU MLP, each behind a norm and beside a residual connection."""
+    """Attention and a SwiGLU, each behind a norm and beside a residual connection."""
 
-    def __init__(self, config: GPTConfig, attention: Attention) -> None:
+    def __init__(self, config: GPTConfig, operators: Operators) -> None:
         super().__init__()
-        width = config.width
+        width, inner = config.width, config.inner
         self.heads = config.heads
-        self.attention = attention
-        self.attention_norm = nn.LayerNorm(width)
+        self.operators = operators
+        self.attention_norm = nn.Parameter(torch.ones(width))
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.attention_output = nn.Linear(width, width, bias=False)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp_input = nn.Linear(width, 4 * width, bias=False)
-        self.mlp_output = nn.Linear(4 * width, width, bias=False)
+        self.mlp_norm = nn.Parameter(torch.ones(width))
+        self.mlp_input = nn.Linear(width, 2 * inner, bias=False)
+        self.mlp_output = nn.Linear(inner, width, bias=False)
 
     def forward(self, hidden: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Map hidden (B, S, W) to (B, S, W)."""
-        hidden = hidden + self.attend(self.attention_norm(hidden), cosine, sine)
-        return hidden + self.mlp_output(F.gelu(self.mlp_input(self.mlp_norm(hidden))))
+        normalised = self.operators.rms_norm(hidden, self.attention_norm)
+        attended = self.attend(normalised, cosine, sine)
+        normalised, hidden = self.operators.add_rms_norm(attended, hidden, self.mlp_norm)
+        gate, up = self.mlp_input(normalised).chunk(2, dim=-1)
+        return hidden + self.mlp_output(self.operators.silu_mul(gate, up))
 
     def attend(self, hidden: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         query_key_value = self.query_key_value(hidden).unflatten(-1, (3, self.heads, -1))
         # Query and key turn together, (B, S, 2, H, D): half as many calls as one after the other.
-        query, key = rotate(query_key_value[:, :, :2], cosine, sine).transpose(1, 3).unbind(2)
+        turned = self.operators.rotary_embedding(query_key_value[:, :, :2], cosine, sine)
+        query, key = turned.transpose(1, 3).unbind(2)
         value = query_key_value[:, :, 2].transpose(1, 2)
-        return self.attention_output(self.attention(query, key, value).transpose(1, 2).flatten(2))
+        output = self.operators.attention(query, key, value)
+        return self.attention_output(output.transpose(1, 2).flatten(2))
 
 
 def rotary_table(context: int, head_dimension: int) -> Tensor:
@@ -113,12 +183,6 @@ def rotary_table(context: int, head_dimension: int) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()))[:, :, None, None, :]
 
 
-def rotate(vectors: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn the pairs (d, d + D / 2) of vectors (B, S, 2, H, D) by the angle of their position."""
-    first, second = vectors.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
-
-
 def initialise(module: nn.Module) -> None:
     """Draw weights of variance 1 / fan-in."""
     if isinstance(module, nn.Linear):
@@ -127,6 +191,6 @@ def initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=1 / math.sqrt(module.embedding_dim))
 
 
-def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+def next_byte_loss(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats per byte, 0-d, for two (B, S) int64 tensors."""
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    return model.operators.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())

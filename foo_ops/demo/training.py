@@ -27,26 +27,26 @@ TEMPERATURE = 0.8
 """Less than this and the lines lose their ends: a space is always likelier than a line break."""
 CANDIDATES = 20
 
-ATTENTION_NAMES = {"foo": "torch.ops.foo.attention", "sdpa": "scaled_dot_product_attention"}
+OPERATOR_NAMES = {"foo": "torch.ops.foo", "torch": "PyTorch's operators"}
 COMPILE_BACKENDS = {"cpu": "inductor", "foo": "aot_eager"}
 """A device without a code generator of its own offers graph capture, not generated kernels."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Where a model trains and what computes its attention."""
+    """Where a model trains and whose operators it is made of."""
 
     device: str
-    attention: str
+    operators: str
     compiled: bool
 
     def __str__(self) -> str:
         compiled = f", compiled by {COMPILE_BACKENDS[self.device]}" if self.compiled else ""
-        return f"{ATTENTION_NAMES[self.attention]} on {self.device}{compiled}"
+        return f"{OPERATOR_NAMES[self.operators]} on {self.device}{compiled}"
 
     def baseline(self) -> Setup:
         """Return what one would use without foo_ops."""
-        return replace(self, device="cpu", attention="sdpa")
+        return replace(self, device="cpu", operators="torch")
 
 
 @dataclass(frozen=True)
