@@ -87,11 +87,24 @@ def test_accumulated_figures_and_their_reset():
 
 def test_accelerator_reports_the_same_figures():
     tensor = torch.empty(12345, device="foo:1")
+    assert torch.foo.device_memory_used(1) == torch.foo.memory_reserved(1)
     assert torch.accelerator.memory_allocated(1) == torch.foo.memory_allocated(1)
     assert torch.accelerator.memory_reserved(1) == torch.foo.memory_reserved(1)
     assert torch.foo.memory_reserved(1) >= tensor.nbytes
     free, total = torch.foo.mem_get_info()
     assert 0 < free < total
+
+
+def test_nested_figures():
+    tensor = torch.empty(12345, device="foo:1")
+    nested, flat = torch.foo.memory_stats_as_nested_dict(1), torch.foo.memory_stats(1)
+    assert nested["allocated_bytes"]["all"]["current"] == torch.foo.memory_allocated(1)
+    assert nested["allocated_bytes"]["all"]["current"] >= tensor.nbytes
+    assert nested["num_ooms"] == flat["num_ooms"]
+    assert nested["allocation"]["small_pool"] == {
+        each: flat[f"allocation.small_pool.{each}"]
+        for each in ("current", "peak", "allocated", "freed")
+    }
 
 
 def test_out_of_memory_leaves_the_process_usable():
@@ -378,3 +391,17 @@ holder.tensors = [torch.ones(1000, device="foo") + 1, torch.rand(9, 9, device="f
 torch.holder = holder
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_storage_without_memory_stays_on_its_device():
+    """What sharded training does between two uses of a parameter."""
+    tensor = torch.ones(100, device="foo:1")
+    storage = tensor.untyped_storage()
+    held = torch.foo.memory_allocated(1)
+    storage.resize_(0)
+    assert storage.device == tensor.device == torch.device("foo:1")
+    assert torch.foo.memory_allocated(1) == held - 448
+    storage.resize_(400)
+    assert storage.device == torch.device("foo:1")
+    assert torch.foo.memory_allocated(1) == held
+    assert tensor.fill_(2).sum().item() == 200

@@ -57,6 +57,8 @@ def test_invalid_index(index):
         lambda: torch.Generator("foo:5"),
         lambda: torch.accelerator.set_device_index(5),
         lambda: torch.foo.device(5).__enter__(),
+        lambda: torch.foo.can_device_access_peer(5, 0),
+        lambda: torch.foo.can_device_access_peer(0, 5),
     ],
 )
 def test_invalid_device(call):
@@ -117,6 +119,17 @@ def test_device_properties():
     assert torch.float32 in torch.accelerator.get_device_capability("foo:1")["supported_dtypes"]
 
 
+def test_abilities():
+    assert torch.foo.can_device_access_peer(0, "foo:1")
+    assert not torch.foo.can_device_access_peer(None, 0)
+    assert torch.foo.is_bf16_supported()
+    assert not torch.foo.is_tf32_supported()
+    assert not torch.foo.is_current_stream_capturing()
+    assert torch.foo.get_allocator_backend() == "native"
+    assert torch.foo.OutOfMemoryError is torch.OutOfMemoryError
+    assert torch.foo.ipc_collect() is None
+
+
 def test_streams():
     stream = torch.Stream(device="foo:1")
     assert stream != torch.Stream(device="foo:1")
@@ -127,8 +140,9 @@ def test_streams():
         assert stream.query()
         stream.synchronize()
     assert torch.foo.current_stream(1) == torch.foo.default_stream(1)
-    with torch.foo.stream(None):
+    with torch.foo.stream(None) as entered:
         assert torch.foo.current_device() == 0
+        assert entered is None
     torch.ones(2, device="foo").record_stream(stream)
 
 
@@ -142,6 +156,22 @@ def test_contexts_restore_after_an_exception():
     with pytest.raises(KeyError), torch.accelerator.device_index(1):
         raise KeyError
     assert torch.foo.current_device() == 0
+
+
+def test_stream_contexts_nest():
+    """Each restores the device and the stream of that device, also if it is used twice."""
+    outer, inner = (torch.Stream(device=f"foo:{index}") for index in range(2))
+    context = torch.foo.StreamContext(inner)
+    for _ in range(2):
+        with torch.foo.stream(outer):
+            with context:
+                assert (torch.foo.current_stream(0), torch.foo.current_stream(1)) == (outer, inner)
+                with torch.foo.stream(outer):
+                    assert torch.foo.current_device() == 0
+                assert torch.foo.current_stream() == inner
+            assert torch.foo.current_stream(1) == torch.foo.default_stream(1)
+            assert torch.foo.current_stream() == outer
+        assert torch.foo.current_stream() == torch.foo.default_stream(0)
 
 
 def test_set_stream():
@@ -199,3 +229,13 @@ def test_bad_device_count(value):
     assert result.returncode != 0
     message = f"ValueError: FOO_DEVICE_COUNT must be an integer from 1 to 64, got '{value}'"
     assert message in result.stderr.splitlines()
+
+
+def test_elapsed_time_of_two_devices():
+    events = []
+    for index in range(2):
+        events.append(torch.foo.Event(enable_timing=True))
+        events[-1].record(torch.foo.default_stream(index))
+    message = "foo: both events must be of one device, got one of foo:0 and one of foo:1"
+    with pytest.raises(RuntimeError, match=message):
+        events[0].elapsed_time(events[1])

@@ -64,7 +64,10 @@ def test_module_is_torch_foo():
 def test_forked_child_cannot_use_a_device_that_its_parent_used():
     program = """
 import os, torch
+from multiprocessing.reduction import ForkingPickler
 tensor = torch.ones(1000, device="foo")
+event, stream = torch.foo.Event(), torch.foo.current_stream()
+pinned = torch.ones(3).pin_memory()
 child = os.fork()
 if child == 0:
     assert torch.foo._is_in_bad_fork() and not torch.foo.is_initialized()
@@ -78,17 +81,40 @@ if child == 0:
         lambda: tensor.cpu(),
         lambda: torch.foo.set_device(0),
         torch.foo.init,
+        torch.foo.current_device,
+        torch.foo.synchronize,
+        torch.foo.Stream,
+        torch.foo.current_stream,
+        torch.foo.default_stream,
+        lambda: event.record(stream),
+        torch.foo.get_rng_state,
+        torch.foo.get_rng_state_all,
+        torch.foo.initial_seed,
+        torch.foo.get_device_properties,
+        torch.foo.get_device_capability,
+        lambda: torch.foo.can_device_access_peer(0, 1),
+        torch.foo.ipc_collect,
+        torch.ones(3).pin_memory,
+        lambda: torch.empty(3, pin_memory=True),
+        lambda: ForkingPickler.dumps(tensor),
     ):
         try:
             use()
         except RuntimeError as error:
             assert str(error).splitlines()[0] == message, error
         else:
-            raise AssertionError("no error")
+            raise AssertionError(f"no error of {use}")
     # What makes no use of the device goes on.
     torch.manual_seed(0)
     assert torch.rand(3).sum() > 0
-    del tensor
+    leaf = torch.ones(3, requires_grad=True)
+    leaf.square().sum().backward()
+    assert leaf.grad.tolist() == [2, 2, 2]
+    assert torch.foo.is_available() and torch.foo.memory_allocated() == 0
+    assert not torch.foo.memory_stats() and not torch.foo.host_memory_stats()
+    torch.foo.empty_cache()
+    assert pinned.tolist() == [1, 1, 1] and not pinned.is_pinned()
+    del tensor, pinned
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 assert tensor.sum().item() == 1000
@@ -115,6 +141,7 @@ import torch
 assert torch.foo.is_available() and torch.foo.device_count() == 2
 assert not torch.foo.is_initialized() and not torch.foo._initialized
 assert torch.foo.memory_allocated() == 0
+assert not torch.foo.memory_stats() and not torch.foo.host_memory_stats()
 torch.foo.init()
 assert torch.foo.is_initialized() and torch.foo._initialized
 """

@@ -100,3 +100,39 @@ def test_device_memory_cannot_be_pinned():
     ):
         with pytest.raises(RuntimeError, match="dense CPU tensors can be pinned"):
             function()
+
+
+def test_figures():
+    torch.foo.init()
+    torch.accelerator.memory.empty_host_cache()
+    first = torch.foo.host_memory_stats()
+
+    def change(name):
+        return torch.foo.host_memory_stats()[name] - first[name]
+
+    tensor = torch.empty(3000, dtype=torch.uint8, pin_memory=True)
+    # The cache rounds up to a power of two.
+    assert (change("active_requests.current"), change("active_bytes.current")) == (1, 4096)
+    assert (change("allocations.current"), change("allocated_bytes.current")) == (1, 4096)
+    del tensor
+    assert (change("active_requests.current"), change("active_bytes.current")) == (0, 0)
+    assert (change("allocations.current"), change("num_host_free")) == (1, 0)
+    torch.accelerator.memory.empty_host_cache()
+    assert (change("allocations.current"), change("allocated_bytes.current")) == (0, 0)
+    assert (change("num_host_alloc"), change("num_host_free")) == (1, 1)
+    assert (change("allocated_bytes.allocated"), change("allocated_bytes.freed")) == (4096, 4096)
+
+
+def test_resets_of_figures():
+    tensor = torch.empty(3000, dtype=torch.uint8, pin_memory=True)
+    more = torch.empty(3000, dtype=torch.uint8, pin_memory=True)
+    del more
+    torch.foo.reset_peak_host_memory_stats()
+    torch.foo.reset_accumulated_host_memory_stats()
+    stats = torch.foo.host_memory_stats_as_nested_dict()
+    for name in ("allocations", "allocated_bytes", "active_requests", "active_bytes"):
+        figure = stats[name]
+        assert figure["peak"] == figure["current"] > 0
+        assert figure["allocated"] == figure["freed"] == 0
+    assert stats["active_bytes"]["current"] >= tensor.nbytes
+    assert stats["num_host_alloc"] == 0

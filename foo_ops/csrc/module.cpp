@@ -11,6 +11,7 @@
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/guard.h"
+#include "device/pinned_memory.h"
 #include "device/process.h"
 #include "kernel_table.h"
 #include "ops/attention.h"
@@ -212,12 +213,23 @@ void deallocate(uintptr_t address) {
   foo::device::allocator().raw_deallocate(reinterpret_cast<void*>(address));
 }
 
+// A storage of foo in the memory of one of the CPU, which may be shared with other processes.
+void place_in(const at::Storage& foo, const at::Storage& host) {
+  foo.set_data_ptr_noswap(foo::device::adopt(host, foo.device()));
+  foo.set_nbytes(host.nbytes());
+}
+
 void bind_memory(py::module_& device) {
   device.def("memory_snapshot", &memory_snapshot);
   device.def("set_memory_fraction", &foo::device::set_memory_fraction);
   device.def("memory_fraction", &foo::device::memory_fraction);
   device.def("allocate", &allocate);
   device.def("deallocate", &deallocate);
+  device.def("place_in", &place_in);
+  device.def("pinned_memory_stats", &foo::device::pinned_memory_stats);
+  device.def("reset_accumulated_pinned_memory_stats",
+             &foo::device::reset_accumulated_pinned_memory_stats);
+  device.def("reset_peak_pinned_memory_stats", &foo::device::reset_peak_pinned_memory_stats);
 }
 
 // The device: what torch's own Python functions for accelerators do not already give.

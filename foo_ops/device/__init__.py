@@ -6,6 +6,8 @@ The names, and what they do, are those of ``torch.cuda``.
 import sys
 from typing import Any
 
+import torch
+
 from foo_ops.device import _registration, _utils, amp, memory, random, streams
 from foo_ops.device.amp import (
     get_amp_supported_dtype,
@@ -21,6 +23,7 @@ from foo_ops.device.devices import (
     _is_in_bad_fork,
     _lazy_init,
     _maybe_exchange_device,
+    can_device_access_peer,
     current_device,
     device,
     device_count,
@@ -29,17 +32,23 @@ from foo_ops.device.devices import (
     get_device_name,
     get_device_properties,
     init,
+    ipc_collect,
     is_available,
     is_bf16_supported,
     is_initialized,
+    is_tf32_supported,
     set_device,
     synchronize,
 )
 from foo_ops.device.memory import (
     caching_allocator_alloc,
     caching_allocator_delete,
+    device_memory_used,
     empty_cache,
+    get_allocator_backend,
     get_per_process_memory_fraction,
+    host_memory_stats,
+    host_memory_stats_as_nested_dict,
     max_memory_allocated,
     max_memory_reserved,
     mem_get_info,
@@ -47,8 +56,11 @@ from foo_ops.device.memory import (
     memory_reserved,
     memory_snapshot,
     memory_stats,
+    memory_stats_as_nested_dict,
     memory_summary,
+    reset_accumulated_host_memory_stats,
     reset_accumulated_memory_stats,
+    reset_peak_host_memory_stats,
     reset_peak_memory_stats,
     set_per_process_memory_fraction,
 )
@@ -72,18 +84,24 @@ from foo_ops.device.random import (
 from foo_ops.device.streams import (
     Event,
     Stream,
+    StreamContext,
     current_stream,
     default_stream,
+    is_current_stream_capturing,
     set_stream,
     stream,
 )
+
+OutOfMemoryError = torch.OutOfMemoryError
 
 # The names with an underscore are those that torch looks up in a device module.
 __all__ = [
     "DeviceProperties",
     "Event",
     "OperatorCount",
+    "OutOfMemoryError",
     "Stream",
+    "StreamContext",
     "_exchange_device",
     "_initialized",
     "_is_in_bad_fork",
@@ -93,14 +111,17 @@ __all__ = [
     "amp",
     "caching_allocator_alloc",
     "caching_allocator_delete",
+    "can_device_access_peer",
     "current_device",
     "current_stream",
     "default_generators",
     "default_stream",
     "device",
     "device_count",
+    "device_memory_used",
     "device_of",
     "empty_cache",
+    "get_allocator_backend",
     "get_amp_supported_dtype",
     "get_autocast_dtype",
     "get_backend_meta",
@@ -110,12 +131,17 @@ __all__ = [
     "get_per_process_memory_fraction",
     "get_rng_state",
     "get_rng_state_all",
+    "host_memory_stats",
+    "host_memory_stats_as_nested_dict",
     "init",
     "initial_seed",
+    "ipc_collect",
     "is_autocast_enabled",
     "is_available",
     "is_bf16_supported",
+    "is_current_stream_capturing",
     "is_initialized",
+    "is_tf32_supported",
     "manual_seed",
     "manual_seed_all",
     "max_memory_allocated",
@@ -126,11 +152,14 @@ __all__ = [
     "memory_reserved",
     "memory_snapshot",
     "memory_stats",
+    "memory_stats_as_nested_dict",
     "memory_summary",
     "operator_counts",
     "random",
+    "reset_accumulated_host_memory_stats",
     "reset_accumulated_memory_stats",
     "reset_operator_counts",
+    "reset_peak_host_memory_stats",
     "reset_peak_memory_stats",
     "seed",
     "seed_all",

@@ -25,7 +25,9 @@ _DEVICE_COUNT: int = _C.device_count()
 
 def init() -> None:
     """Initialize the device, as its first use does. Raises in a forked child, see there."""
-    _C.initialize()
+    # What torch.compile traces goes through operators, which do it themselves.
+    if not torch.compiler.is_compiling():
+        _C.initialize()
 
 
 # torch calls it by this name before it makes the first tensor on the device.
@@ -55,6 +57,7 @@ def device_count() -> int:
 
 
 def current_device() -> int:
+    init()
     return torch.accelerator.current_device_index()
 
 
@@ -103,6 +106,7 @@ class device_of(device):  # noqa: N801 (the name it has in torch.cuda)
 
 def synchronize(device: Any = None) -> None:
     """Every operator is done when it returns, so this only checks its argument."""
+    init()
     torch.accelerator.synchronize(_get_device_index(device, optional=True))
 
 
@@ -111,6 +115,7 @@ def get_device_name(device: Any = None) -> str:
 
 
 def get_device_properties(device: Any = None) -> DeviceProperties:
+    init()
     _, total_memory = memory.mem_get_info(device)
     return DeviceProperties(
         name=f"foo on {platform.processor() or platform.machine()}",
@@ -121,6 +126,7 @@ def get_device_properties(device: Any = None) -> DeviceProperties:
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
     """Major and minor version of the device, which are those of foo_ops."""
+    init()
     index = _get_device_index(device, optional=True)
     _C.check_device_index(index)
     from foo_ops import __version__
@@ -129,6 +135,25 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def can_device_access_peer(device: Any, peer_device: Any) -> bool:
+    """Whether one device reads the memory of another: any two do, as all of it is the host's."""
+    init()
+    index, peer = _get_device_index(device, optional=True), _get_device_index(peer_device)
+    _C.check_device_index(index)
+    _C.check_device_index(peer)
+    return index != peer
+
+
 def is_bf16_supported(including_emulation: bool = True) -> bool:
     """bfloat16 tensors work on every CPU."""
     return True
+
+
+def is_tf32_supported() -> bool:
+    """There is no such mode: float32 is multiplied as float32."""
+    return False
+
+
+def ipc_collect() -> None:
+    """Nothing to do: memory that processes share goes back when the last of them has freed it."""
+    init()

@@ -16,6 +16,17 @@ def _index(device: Any) -> int:
     return index
 
 
+def _nested(figures: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in figures.items():
+        *levels, last = name.split(".")
+        level = result
+        for each in levels:
+            level = level.setdefault(each, {})
+        level[last] = value
+    return result
+
+
 def memory_stats(device: Any = None) -> "OrderedDict[str, Any]":
     """The figures of the allocator, under the names that ``torch.cuda.memory_stats`` gives them.
 
@@ -23,27 +34,29 @@ def memory_stats(device: Any = None) -> "OrderedDict[str, Any]":
     blocks that they got; ``reserved_bytes`` what the device holds of the system's memory. Empty
     until the device is first used.
     """
+    if not _C.is_initialized():
+        return OrderedDict()
     return torch.accelerator.memory_stats(_index(device))
 
 
 def memory_allocated(device: Any = None) -> int:
     """Bytes that tensors hold now."""
-    return torch.accelerator.memory_allocated(_index(device))
+    return memory_stats(device).get("allocated_bytes.all.current", 0)
 
 
 def max_memory_allocated(device: Any = None) -> int:
     """The most bytes that tensors held since the start or :func:`reset_peak_memory_stats`."""
-    return torch.accelerator.max_memory_allocated(_index(device))
+    return memory_stats(device).get("allocated_bytes.all.peak", 0)
 
 
 def memory_reserved(device: Any = None) -> int:
     """Bytes that the device holds now, for tensors and in its cache."""
-    return torch.accelerator.memory_reserved(_index(device))
+    return memory_stats(device).get("reserved_bytes.all.current", 0)
 
 
 def max_memory_reserved(device: Any = None) -> int:
     """The most bytes that the device held since the start or :func:`reset_peak_memory_stats`."""
-    return torch.accelerator.max_memory_reserved(_index(device))
+    return memory_stats(device).get("reserved_bytes.all.peak", 0)
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
@@ -59,6 +72,21 @@ def reset_accumulated_memory_stats(device: Any = None) -> None:
 def empty_cache() -> None:
     """Return all memory to the system that no tensor holds, of all devices."""
     torch.accelerator.empty_cache()
+
+
+def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
+    """The figures of :func:`memory_stats`, of which each part of a name is a level."""
+    return _nested(memory_stats(device))
+
+
+def device_memory_used(device: Any = None) -> int:
+    """What :func:`memory_reserved` gives: the device belongs to this process alone."""
+    return memory_reserved(device)
+
+
+def get_allocator_backend() -> str:
+    """``native``: PyTorch's name for a caching allocator of a device's own."""
+    return "native"
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
@@ -91,6 +119,31 @@ def caching_allocator_alloc(size: int, device: Any = None) -> int:
 def caching_allocator_delete(mem_ptr: int) -> None:
     """Free a block that :func:`caching_allocator_alloc` gave."""
     _C.deallocate(mem_ptr)
+
+
+def host_memory_stats() -> "OrderedDict[str, Any]":
+    """The figures of pinned memory, under the names that ``torch.cuda`` gives them.
+
+    ``allocated_bytes`` counts the blocks, in use or cached, and ``active_bytes`` those in use.
+    ``num_host_alloc`` and ``num_host_free`` say how often the system was asked. Empty until the
+    device is first used.
+    """
+    return OrderedDict(_C.pinned_memory_stats() if _C.is_initialized() else {})
+
+
+def host_memory_stats_as_nested_dict() -> dict[str, Any]:
+    """The figures of :func:`host_memory_stats`, of which each part of a name is a level."""
+    return _nested(host_memory_stats())
+
+
+def reset_peak_host_memory_stats() -> None:
+    """Let the peaks of pinned memory begin again at what is held now."""
+    _C.reset_peak_pinned_memory_stats()
+
+
+def reset_accumulated_host_memory_stats() -> None:
+    """Let the sums of all pinned memory that was allocated and freed begin again at zero."""
+    _C.reset_accumulated_pinned_memory_stats()
 
 
 def memory_snapshot() -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import torch
 
 from foo_ops._C import device as _C
 from foo_ops.device._utils import _get_device_index
+from foo_ops.device.devices import init
 
 default_generators: tuple[torch.Generator, ...] = tuple(
     _C.default_generator(index) for index in range(_C.device_count())
@@ -20,6 +21,7 @@ def _generator(device: Any) -> torch.Generator:
 
 
 def get_rng_state(device: Any = "foo") -> torch.Tensor:
+    init()
     return _generator(device).get_state()
 
 
@@ -28,6 +30,7 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "foo") -> None:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
+    init()
     return [generator.get_state() for generator in default_generators]
 
 
@@ -58,4 +61,5 @@ def seed_all() -> None:
 
 def initial_seed() -> int:
     """The seed of the current device."""
+    init()
     return _generator(None).initial_seed()

@@ -1,12 +1,13 @@
 """Streams and events. Every operator is done when it returns, whatever stream is current."""
 
-from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from foo_ops._C import device as _C
 from foo_ops.device._utils import _get_device_index
+from foo_ops.device.devices import init
 
 # torch's own classes serve the accelerator of the process, which is foo.
 Stream = torch.Stream
@@ -21,6 +22,7 @@ def _stream_by_id(stream_id: int, index: int) -> torch.Stream:
 
 
 def default_stream(device: Any = None) -> torch.Stream:
+    init()
     return _stream_by_id(0, _get_device_index(device, optional=True))
 
 
@@ -34,6 +36,38 @@ def set_stream(stream: torch.Stream | None) -> None:
         torch.accelerator.set_stream(stream)
 
 
-def stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Context manager that makes a stream, and its device, the current one."""
-    return nullcontext() if stream is None else stream
+class StreamContext:
+    """Context manager that makes a stream, and its device, the current one.
+
+    None changes nothing.
+    """
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+        # For each entry the current streams: of the device of this one, and of the current device.
+        self._previous: list[tuple[torch.Stream, torch.Stream]] = []
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._previous.append((current_stream(self.stream.device), current_stream()))
+            set_stream(self.stream)
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.stream is not None:
+            for stream in self._previous.pop():
+                set_stream(stream)
+
+
+def stream(stream: torch.Stream | None) -> StreamContext:
+    """:class:`StreamContext` of a stream."""
+    return StreamContext(stream)
+
+
+def is_current_stream_capturing() -> bool:
+    """Streams cannot be captured, so none ever is."""
+    return False

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include "device/device.h"
+#include "device/process.h"
 #include "device/stream.h"
 
 namespace foo::device {
@@ -54,6 +55,7 @@ c10::DeviceCapability GuardImpl::getDeviceCapability(c10::Device) const {
 }
 
 void GuardImpl::synchronizeDevice(c10::DeviceIndex index) const {
+  initialize();
   check_device_index(index);
 }
 
@@ -94,6 +96,7 @@ void GuardImpl::recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) c
 
 void GuardImpl::record(void** event, const c10::Stream& stream, c10::DeviceIndex index,
                        c10::EventFlag) const {
+  initialize();
   check_type(stream.device());
   TORCH_CHECK(index == -1 || index == stream.device_index(),
               "foo: event of device foo:", int{index}, " cannot be recorded on a stream of device ",
@@ -111,7 +114,12 @@ bool GuardImpl::queryEvent(void*) const {
 void GuardImpl::synchronizeEvent(void*) const {}
 
 double GuardImpl::elapsedTime(void* start, void* end, c10::DeviceIndex) const {
-  return elapsed_milliseconds(*static_cast<Event*>(start), *static_cast<Event*>(end));
+  const auto& first = *static_cast<Event*>(start);
+  const auto& last = *static_cast<Event*>(end);
+  TORCH_CHECK(first.device == last.device,
+              "foo: both events must be of one device, got one of foo:", int{first.device},
+              " and one of foo:", int{last.device});
+  return elapsed_milliseconds(first, last);
 }
 
 void GuardImpl::destroyEvent(void* event, c10::DeviceIndex) const noexcept {

@@ -73,8 +73,11 @@ bool Hooks::isPinnedPtr(const void* address) const {
 
 void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const {
   // The allocator serves the current device; the storage may be on another one.
-  const DeviceGuard guard(storage.device());
+  const c10::Device device = storage.device();
+  const DeviceGuard guard(device);
   at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
+  // torch's function leaves a storage without memory to the CPU.
+  if (bytes == 0) storage.set_data_ptr_noswap({nullptr, device});
 }
 
 namespace {

@@ -9,8 +9,9 @@
 
 #include <cstring>
 #include <functional>
-#include <map>
 #include <mutex>
+
+#include "device/process.h"
 
 namespace foo::device {
 namespace {
@@ -60,7 +61,15 @@ class CachingImpl final : public at::CachingHostAllocatorImpl<c10::Stream, NoEve
 
 void free_pinned(void* context);
 
-using PinnedMemoryAllocator = at::CachingHostAllocatorInterface<CachingImpl, &free_pinned>;
+using CachingAllocator = at::CachingHostAllocatorInterface<CachingImpl, &free_pinned>;
+
+class PinnedMemoryAllocator final : public CachingAllocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    initialize();
+    return CachingAllocator::allocate(bytes);
+  }
+};
 
 PinnedMemoryAllocator& instance() {
   static auto* allocator = new PinnedMemoryAllocator();
@@ -68,10 +77,19 @@ PinnedMemoryAllocator& instance() {
 }
 
 void free_pinned(void* context) {
-  instance().free(context);
+  // The lock may be one that nobody will ever release; and the memory goes with the process.
+  if (!is_in_bad_fork()) instance().free(context);
 }
 
 REGISTER_HOST_ALLOCATOR(c10::DeviceType::PrivateUse1, &instance())
+
+void add_figures(const std::string& name, const c10::CachingAllocator::Stat& stat,
+                 std::map<std::string, int64_t>& figures) {
+  figures[name + ".current"] = stat.current;
+  figures[name + ".peak"] = stat.peak;
+  figures[name + ".allocated"] = stat.allocated;
+  figures[name + ".freed"] = stat.freed;
+}
 
 }  // namespace
 
@@ -79,7 +97,29 @@ c10::Allocator& pinned_memory_allocator() {
   return instance();
 }
 
+std::map<std::string, int64_t> pinned_memory_stats() {
+  const at::HostStats stats = instance().get_stats();
+  std::map<std::string, int64_t> figures;
+  add_figures("allocations", stats.allocations, figures);
+  add_figures("allocated_bytes", stats.allocated_bytes, figures);
+  add_figures("active_requests", stats.active_requests, figures);
+  add_figures("active_bytes", stats.active_bytes, figures);
+  figures["num_host_alloc"] = stats.num_host_alloc;
+  figures["num_host_free"] = stats.num_host_free;
+  return figures;
+}
+
+void reset_accumulated_pinned_memory_stats() {
+  instance().reset_accumulated_stats();
+}
+
+void reset_peak_pinned_memory_stats() {
+  instance().reset_peak_stats();
+}
+
+// In a forked child the lock may be one that nobody will ever release.
 bool is_pinned(const void* address) {
+  if (is_in_bad_fork()) return false;
   const std::lock_guard<std::mutex> lock(blocks().mutex);
   const auto* position = static_cast<const char*>(address);
   auto after = blocks().end_of.upper_bound(position);

@@ -4,9 +4,19 @@
 
 #include <c10/core/Allocator.h>
 
+#include <cstdint>
+#include <map>
+#include <string>
+
 namespace foo::device {
 
+// Raises in a forked child of a process that has touched the device.
 c10::Allocator& pinned_memory_allocator();
+
+// Figures of the cache, under the names that they have in torch.cuda.host_memory_stats.
+std::map<std::string, int64_t> pinned_memory_stats();
+void reset_accumulated_pinned_memory_stats();
+void reset_peak_pinned_memory_stats();
 
 // Whether the address lies in a block of that allocator.
 bool is_pinned(const void* address);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "device/device.h"
+#include "device/process.h"
 
 namespace foo::device {
 namespace {
@@ -20,17 +21,20 @@ c10::Stream make_stream(c10::DeviceIndex index, c10::StreamId id) {
 }  // namespace
 
 c10::Stream default_stream(c10::DeviceIndex index) {
+  initialize();
   check_device_index(index);
   return make_stream(index, kDefaultStream);
 }
 
 c10::Stream new_stream(c10::DeviceIndex index) {
   static std::atomic<c10::StreamId> next_id{kDefaultStream + 1};
+  initialize();
   check_device_index(index);
   return make_stream(index, next_id.fetch_add(1, std::memory_order_relaxed));
 }
 
 c10::Stream current_stream(c10::DeviceIndex index) {
+  initialize();
   check_device_index(index);
   return make_stream(index, current_stream_ids[index]);
 }
