@@ -142,6 +142,42 @@ def test_growth_is_seen_by_all_tensors_of_the_storage():
     assert torch.equal(view.cpu().flatten(), out.cpu().flatten()[:4])
 
 
+def test_long_lists():
+    """From 16 tensors on they are found by a table. Some come twice, some are parts of another."""
+
+    def function(whole):
+        parts = [*whole.split(1), *whole.t().split(1), whole[:3], whole[:3], whole + 1]
+        return (
+            torch.cat([part.reshape(-1) for part in parts]),
+            torch.cat([*whole.unbind(), *whole.unbind()], out=whole.new_empty(0)),
+            torch.split_copy(whole, 1),
+            torch.cat([whole[0:0]] * 20 + [whole]),
+        )
+
+    check(*both(function, (30, 20)))
+
+
+def test_long_lists_that_are_written():
+    """The moments and the weights of forty parameters change in one call."""
+    results = []
+    for device in ("cpu", "foo:1"):
+        generator = torch.Generator().manual_seed(0)
+        weights = [torch.rand(n + 1, generator=generator).to(device) for n in range(40)]
+        for weight in weights:
+            weight.grad = weight * 2
+        optimizer = torch.optim.AdamW(weights, fused=True)
+        for _ in range(2):
+            optimizer.step()
+        results.append([*weights, *(optimizer.state[each]["exp_avg"] for each in weights)])
+    check(results[1], results[0])
+
+
+def test_overlap_is_found_in_long_lists():
+    tensor = torch.ones(30, 4, device="foo")
+    with pytest.raises(RuntimeError, match="refer to a single memory location"):
+        torch.cat(tensor[:-1].split(1), out=tensor[1:])
+
+
 def test_overlap_is_found_between_arguments():
     tensor = torch.arange(5.0, device="foo")
     with pytest.raises(RuntimeError, match="refer to a single memory location"):

@@ -2,7 +2,6 @@
 
 #include <c10/core/TensorImpl.h>
 
-#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -106,33 +105,27 @@ HostCall::HostCall(c10::Device device, c10::Device result_device)
       below_autograd_(kExcludedKeys) {}
 
 c10::Storage HostCall::storage_to_host(const c10::Storage& foo) {
-  for (const auto& pair : storages_) {
-    if (pair.foo.is_alias_of(foo)) return pair.host;
-  }
+  if (const c10::Storage* known = storages_.host_of(foo)) return *known;
   c10::Storage host(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(foo.nbytes()), host_view_of(foo),
       host_alias_allocator(foo.device()), foo.resizable()));
-  storages_.push_back({foo, host});
+  storages_.add(foo, host);
   return host;
 }
 
 c10::Storage HostCall::storage_to_foo(const c10::Storage& host) {
-  for (const auto& pair : storages_) {
-    if (pair.host.is_alias_of(host)) return pair.foo;
-  }
+  if (const c10::Storage* known = storages_.foo_of(host)) return *known;
   c10::Storage foo = device::make_storage(to_foo_memory(host, result_device_), host.nbytes());
-  storages_.push_back({foo, host});
+  storages_.add(foo, host);
   return foo;
 }
 
 at::Tensor HostCall::to_host(const at::Tensor& tensor) {
   if (tensor.device().type() != device::kFoo) {
-    host_arguments_.push_back(tensor);
+    if (tensor.has_storage()) host_storages_.add(tensor.storage(), tensor.storage());
     return tensor;
   }
-  for (const auto& pair : tensors_) {
-    if (pair.foo.is_same(tensor)) return pair.host;
-  }
+  if (const at::Tensor* known = tensors_.host_of(tensor)) return *known;
   at::Tensor host;
   if (is_dense(tensor)) {
     host = with_storage(tensor, storage_to_host(tensor.storage()), c10::DispatchKey::CPU);
@@ -141,7 +134,7 @@ at::Tensor HostCall::to_host(const at::Tensor& tensor) {
   }
   // Some kernels compute only then what the backward pass needs.
   if (tensor.requires_grad()) host.set_requires_grad(true);
-  tensors_.push_back({tensor, host});
+  tensors_.add(tensor, host);
   return host;
 }
 
@@ -183,20 +176,12 @@ PartMap HostCall::parts_to_host() {
           [this](const c10::Storage& part) { return storage_to_host(part); }};
 }
 
-bool HostCall::is_host_argument(const at::Tensor& host) const {
-  return std::any_of(host_arguments_.begin(), host_arguments_.end(), [&](const at::Tensor& other) {
-    return other.has_storage() && other.storage().is_alias_of(host.storage());
-  });
-}
-
 at::Tensor HostCall::to_foo(const at::Tensor& host) {
   if (!host.defined() || !host.is_cpu()) return host;
-  for (const auto& pair : tensors_) {
-    if (pair.host.is_same(host)) return pair.foo;
-  }
+  if (const at::Tensor* known = tensors_.foo_of(host)) return *known;
   if (result_device_.is_cpu()) return host;
   if (!is_dense(host)) return rebuild(host, result_device_, parts_to_foo());
-  if (is_host_argument(host)) return host;
+  if (host_storages_.foo_of(host.storage())) return host;
   return with_storage(host, storage_to_foo(host.storage()), c10::DispatchKey::PrivateUse1);
 }
 

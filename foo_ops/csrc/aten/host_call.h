@@ -7,8 +7,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/SmallVector.h>
 
+#include "aten/host_aliases.h"
 #include "aten/layouts.h"
 #include "device/allocator.h"
 #include "device/guard.h"
@@ -36,31 +36,22 @@ class HostCall {
   at::Tensor to_foo(const at::Tensor& host);
 
  private:
-  struct StoragePair {
-    c10::Storage foo;
-    c10::Storage host;
-  };
-  struct TensorPair {
-    at::Tensor foo;
-    at::Tensor host;
-  };
-
   c10::Storage storage_to_host(const c10::Storage& foo);
   c10::Storage storage_to_foo(const c10::Storage& host);
   PartMap parts_to_host();
   PartMap parts_to_foo();
   void write_back(const c10::Storage& foo, const c10::Storage& host);
   void write_back(const at::Tensor& foo, const at::Tensor& host);
-  bool is_host_argument(const at::Tensor& host) const;
 
   c10::Device result_device_;
   device::DeviceGuard device_guard_;
   device::HostTensorsInDeviceMemory host_tensors_in_device_memory_;
   // Autograd has run, and autocast for cpu is not asked for by a call on foo.
   c10::impl::ExcludeDispatchKeyGuard below_autograd_;
-  c10::SmallVector<StoragePair, 4> storages_;
-  c10::SmallVector<TensorPair, 4> tensors_;
-  c10::SmallVector<at::Tensor, 2> host_arguments_;
+  HostAliases<c10::Storage> storages_;
+  HostAliases<at::Tensor> tensors_;
+  // Of arguments that are on the CPU, each its own alias.
+  HostAliases<c10::Storage> host_storages_;
 };
 
 }  // namespace foo::aten
