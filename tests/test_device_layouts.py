@@ -231,6 +231,18 @@ def test_nested_gradients():
     assert torch.equal(*grads)
 
 
+def test_sizes_of_nested_tensors_stay_on_the_cpu():
+    """They are parts of the tensor, as on other devices."""
+    tensor = nested("foo")
+    for name in ("size", "strides", "storage_offsets"):
+        method = getattr(torch.Tensor, f"_nested_tensor_{name}")
+        part = method(tensor)
+        assert part.device.type == "cpu"
+        assert torch.equal(part, method(nested("cpu")))
+    del part
+    assert torch.equal(tensor.to_padded_tensor(0).cpu(), nested("cpu").to_padded_tensor(0))
+
+
 def test_jagged_tensors():
     for device in ("cpu", "foo"):
         jagged = torch.nested.nested_tensor(

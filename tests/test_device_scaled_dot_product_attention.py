@@ -421,3 +421,55 @@ def test_tensors_of_other_devices_raise(position):
     tensors[position] = tensors[position].cpu()
     with pytest.raises(RuntimeError, match="to have the same device type"):
         F.scaled_dot_product_attention(*tensors)
+
+
+def nested_heads(layout, device):
+    """Three sequences, two heads of eight numbers each."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(length, 16, generator=generator) for length in (5, 3, 7)]
+    leaf = torch.nested.nested_tensor(parts, layout=layout, device=device, requires_grad=True)
+    heads = []
+    for input in (leaf, leaf * 0.5, leaf + 1):
+        if layout == torch.strided:
+            heads.append(input.view(3, -1, 2, 8).transpose(1, 2).contiguous())
+        else:
+            heads.append(input.unflatten(-1, (2, 8)).transpose(1, 2))
+    return leaf, heads
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors(layout):
+    results = []
+    for device in ("cpu", "foo:1"):
+        leaf, heads = nested_heads(layout, device)
+        output = F.scaled_dot_product_attention(*heads)
+        assert output.is_nested
+        assert output.device == torch.device(device)
+        loss = sum((part * (n + 1)).square().sum() for n, part in enumerate(output.unbind()))
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        results.append([*output.detach().unbind(), *gradient.unbind()])
+    for expected, actual in zip(*results):
+        assert actual.device == torch.device("foo:1")
+        torch.testing.assert_close(actual.cpu(), expected)
+
+
+def test_inference_with_nested_tensors():
+    with torch.inference_mode():
+        results = []
+        for device in ("cpu", "foo"):
+            _, heads = nested_heads(torch.strided, device)
+            results.append(F.scaled_dot_product_attention(*heads).to_padded_tensor(0).cpu())
+        torch.testing.assert_close(*results)
+
+
+def test_encoder_makes_nested_tensors_of_padded_ones():
+    """What torch.nn.TransformerEncoder does without gradients, on kernels of its own."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2).eval()
+    data, padding = torch.randn(3, 7, 16), torch.arange(7) >= torch.tensor([[5], [3], [7]])
+    with torch.no_grad():
+        expected = model(data, src_key_padding_mask=padding)
+        actual = model.foo()(data.foo(), src_key_padding_mask=padding.foo())
+    assert actual.device == torch.device("foo:0")
+    torch.testing.assert_close(actual.cpu(), expected)

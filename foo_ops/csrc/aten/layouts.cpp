@@ -4,9 +4,14 @@
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/SparseCsrTensorUtils.h>
 #include <ATen/SparseTensorImpl.h>
+#include <ATen/ops/_nested_tensor_size_native.h>
+#include <ATen/ops/_nested_tensor_storage_offsets_native.h>
+#include <ATen/ops/_nested_tensor_strides_native.h>
 #include <ATen/quantized/QTensorImpl.h>
 #include <ATen/quantized/Quantizer.h>
+#include <c10/core/InferenceMode.h>
 
+#include "aten/operator_counts.h"
 #include "device/guard.h"
 
 namespace foo::aten {
@@ -23,7 +28,11 @@ DispatchKeySet keys_on(const at::Tensor& source, c10::Device device) {
                                                                          : DispatchKey::SparseCsr;
   const auto backend =
       device.is_cpu() ? c10::BackendComponent::CPUBit : c10::BackendComponent::PrivateUse1Bit;
-  return DispatchKeySet(c10::toRuntimePerBackendFunctionalityKey(functionality, backend));
+  const DispatchKeySet keys(c10::toRuntimePerBackendFunctionalityKey(functionality, backend));
+  // The constructors of tensors add the key of autograd that belongs to the backend alone.
+  const bool has_second_autograd_key =
+      functionality == DispatchKey::NestedTensor && !c10::InferenceMode::is_enabled();
+  return has_second_autograd_key ? keys.add(DispatchKey::AutogradNestedTensor) : keys;
 }
 
 template <class Impl>
@@ -122,6 +131,14 @@ void update(const at::Tensor& destination, const at::Tensor& source, const PartM
   } else if (is_compressed(source)) {
     set_parts(impl_of<at::SparseCsrTensorImpl>(destination), source, map);
   }
+}
+
+// They are parts of the tensor, and stay on the CPU.
+TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, library) {
+  register_own_kernel<"aten::_nested_tensor_size", &at::native::_nested_tensor_size>(library);
+  register_own_kernel<"aten::_nested_tensor_strides", &at::native::_nested_tensor_strides>(library);
+  register_own_kernel<"aten::_nested_tensor_storage_offsets",
+                      &at::native::_nested_tensor_storage_offsets>(library);
 }
 
 }  // namespace foo::aten

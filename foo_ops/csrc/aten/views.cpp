@@ -1,5 +1,6 @@
 // Views: new sizes and strides over the same storage.
 
+#include <ATen/ops/_nested_view_from_buffer_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -18,6 +19,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   register_own_kernel<"aten::unfold", &at::native::unfold>(library);
   register_own_kernel<"aten::view_as_real", &at::native::view_as_real>(library);
   register_own_kernel<"aten::view_as_complex", &at::native::view_as_complex>(library);
+  register_own_kernel<"aten::_nested_view_from_buffer", &at::native::_nested_view_from_buffer>(
+      library);
 }
 
 TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, library) {
