@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import foo_ops
 from benchmarks import peaks
-from benchmarks.measure import OURS, Case, Contenders, Local
+from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, torch_threads
 
 SECTION = "operators"
 EPS = 1e-6
@@ -146,14 +147,18 @@ def contenders(operator: Operator, dtype: str, rows: int, is_backward: bool) -> 
     return {
         OURS: partial(make, operator.ours, inputs),
         "torch": partial(make, operator.theirs, inputs),
-        "compiled": lambda: make(
-            torch.compile(operator.theirs, fullgraph=True, dynamic=False), inputs
-        ),
+        "compiled": lambda: make(compiled(operator.theirs), inputs),
     }
 
 
+def compiled(function: Function) -> Function:
+    """Anew in each case: Dynamo gives up on a function that it has compiled eight times."""
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
 def forward(function: Function, inputs: list[Tensor]) -> Local:
-    return Local(partial(function, *inputs), torch.no_grad)
+    return ready(partial(function, *inputs), torch.no_grad)
 
 
 def backward(function: Function, inputs: list[Tensor]) -> Local:
@@ -164,5 +169,12 @@ def backward(function: Function, inputs: list[Tensor]) -> Local:
         gradients = [torch.ones_like(output) for output in outputs]
         wanted = [input for input in inputs if input.requires_grad]
         gradient = partial(torch.autograd.grad, outputs, wanted, gradients, retain_graph=True)
-        gradient()
-    return Local(gradient)
+        return ready(gradient)
+
+
+def ready(function: Callable[[], Any], context: Any = nullcontext) -> Local:
+    """Called on each number of threads, for which Dynamo compiles anew."""
+    for threads in THREADS:
+        with torch_threads(threads), context():
+            function()
+    return Local(function, context)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foo_ops import library
+from foo_ops import language, library
 
 library.define("foo::abs", "(Tensor input) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 library.define(
@@ -83,8 +83,7 @@ def clear_sign_8_fnuz(bits: Any) -> Any:
 
 def modulus(z: Any) -> Any:
     """In float64, where the squares of float32 neither overflow nor vanish."""
-    # Numba's float() would leave float32 as it is.
-    real, imag = 1.0 * z.real, 1.0 * z.imag
+    real, imag = language.cast(z.real, 0.0), language.cast(z.imag, 0.0)
     if math.isinf(real) or math.isinf(imag):
         return math.inf
     return math.sqrt(real * real + imag * imag)
