@@ -80,6 +80,19 @@ REFUSED = {
         ValueError,
         "rotary_embedding: sine must have shape [3, 2] as cosine has, got [2]",
     ),
+    "tables in double precision": (
+        foo_ops.rotary_embedding,
+        lambda: (zeros(3, 4, dtype=torch.bfloat16), zeros(2), zeros(2, dtype=torch.float64)),
+        TypeError,
+        "rotary_embedding: sine must be float16, bfloat16 or float32 where input is bfloat16, got "
+        "float64",
+    ),
+    "input in double precision": (
+        foo_ops.rotary_embedding,
+        lambda: (zeros(3, 4, dtype=torch.float64), zeros(2), zeros(2)),
+        TypeError,
+        "rotary_embedding: cosine must be float64 where input is float64, got float32",
+    ),
     "tables that are too long": (
         foo_ops.rotary_embedding,
         lambda: (zeros(3, 5), zeros(3, 3), zeros(3, 3)),

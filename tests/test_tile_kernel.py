@@ -292,3 +292,71 @@ def test_mixed_devices():
             ValueError, match=f"norm: weight must be on {own} as input is, got {other}"
         ):
             torch.ops.foo_tile.norm(torch.ones(2, 3, device=own), torch.ones(3, device=other))
+
+
+# Contents that a kernel checks.
+
+
+def picked(input, index, output, rows):
+    for row in rows:
+        output.data[row] = input.data[index.data[row]]
+
+
+def picked_in_range(input, index, output):
+    for row in range(index.size):
+        if index.data[row] < 0 or index.data[row] >= input.size:
+            return False
+    return True
+
+
+def refuse_picked(error):
+    def refuse(input, index):
+        raise error(f"picked: index must be in [0, {input.shape[0]}), got {index.max().item()}")
+
+    return refuse
+
+
+def define_picked(name, refuse):
+    library.define(f"foo_tile::{name}", "(Tensor input, Tensor index) -> Tensor")
+    library.register_fake(f"foo_tile::{name}", lambda input, index: input.new_empty(index.shape))
+    kernel = library.tile_kernel(
+        picked,
+        tiles=lambda input, index, output: index.size,
+        check=picked_in_range,
+        refuse=refuse,
+    )
+    library.register_kernel(f"foo_tile::{name}", DEVICES, kernel)
+    return getattr(torch.ops.foo_tile, name)
+
+
+@pytest.mark.parametrize("error", [ValueError, IndexError, TypeError, RuntimeError])
+def test_a_check_refuses_what_tensors_contain(error, device):
+    operator = define_picked(f"picked_{error.__name__}", refuse_picked(error))
+    input = torch.arange(5.0, device=device)
+    assert operator(input, torch.tensor([4, 0], device=device)).tolist() == [4, 0]
+    for _ in range(2):
+        with pytest.raises(error, match=r"\Apicked: index must be in \[0, 5\), got 7\Z") as caught:
+            operator(input, torch.tensor([1, 7], device=device))
+        assert type(caught.value) is error
+    assert operator(input, torch.empty(0, dtype=torch.int64, device=device)).shape == (0,)
+
+
+def test_refuse_that_raises_nothing():
+    operator = define_picked("picked_silent", lambda input, index: None)
+    message = "a tile kernel's check did not pass, and its refuse raised nothing"
+    with pytest.raises(RuntimeError, match=rf"\A{message}\Z"):
+        operator(torch.ones(2), torch.tensor([2]))
+
+
+def test_check_and_refuse_come_together():
+    message = r"\Atile_kernel must be given both check and refuse, or neither\Z"
+    for options in ({"check": picked_in_range}, {"refuse": refuse_picked(ValueError)}):
+        with pytest.raises(TypeError, match=message):
+            library.tile_kernel(picked, **options)
+
+
+def test_check_takes_what_the_kernel_takes():
+    library.define("foo_tile::wrong_check", "(Tensor input, Tensor index) -> Tensor")
+    kernel = library.tile_kernel(picked, check=lambda input: True, refuse=refuse_picked(ValueError))
+    with pytest.raises(TypeError, match="check must take the kernel's 3 arguments without the ran"):
+        library.register_kernel("foo_tile::wrong_check", "cpu", kernel)

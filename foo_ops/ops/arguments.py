@@ -20,6 +20,18 @@ def require_floating(operator: str, **tensors: Tensor | None) -> None:
             raise TypeError(f"{operator}: {name} must be floating-point, got {_name(tensor)}")
 
 
+def require_compute_type(operator: str, of: str, like: Tensor, **tensors: Tensor) -> None:
+    """float64 beside float64, and one of the others beside one of the others."""
+    is_double = like.dtype == torch.float64
+    allowed = "float64" if is_double else "float16, bfloat16 or float32"
+    for name, tensor in tensors.items():
+        if (tensor.dtype == torch.float64) != is_double:
+            raise TypeError(
+                f"{operator}: {name} must be {allowed} where {of} is {_name(like)}, "
+                f"got {_name(tensor)}"
+            )
+
+
 def require_rows(operator: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dim() == 0:

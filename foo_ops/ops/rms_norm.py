@@ -165,6 +165,9 @@ def backward_kernel(
                 if weight is not None:
                     weighted = weighted * weight.data[i]
                 product = language.accumulate(product, weighted * x[i])
+            added = x
+            if grad_sum is not None:
+                added = grad_sum.row(row)
             inverse = 1.0 / math.sqrt(squares / size + eps)
             scale = language.cast(inverse, input)
             slope = language.cast(inverse * inverse * inverse * product / size, input)
@@ -175,7 +178,7 @@ def backward_kernel(
                     sums[i] = sums[i] + g[i] * x[i] * scale
                 value = scale * weighted - x[i] * slope
                 if grad_sum is not None:
-                    value = value + grad_sum.row(row)[i]
+                    value = value + added[i]
                 target[i] = value
 
 

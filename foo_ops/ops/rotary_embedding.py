@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foo_ops import library
+from foo_ops import language, library
 from foo_ops.ops.arguments import (
     compute_type,
+    require_compute_type,
     require_device,
     require_floating,
     require_rows,
@@ -46,9 +47,10 @@ def rotary_embedding(
     Args:
         input: (..., D), query or key, floating-point, any strides. float16 and bfloat16 are
             computed in float32 and rounded once.
-        cosine, sine: (..., R / 2), floating-point, of one shape, whose leading dimensions broadcast
-            to those of input: (S, R / 2) for input (B, H, S, D), and (S, 1, R / 2) for
-            (B, S, H, D). The first R <= D elements of a row turn, the others stay.
+        cosine, sine: (..., R / 2), of one shape, floating-point (float64 if input is, and only
+            then), whose leading dimensions broadcast to those of input: (S, R / 2) for input
+            (B, H, S, D), and (S, 1, R / 2) for (B, S, H, D). The first R <= D elements of a row
+            turn, the others stay.
         interleaved: the pairs are (0, 1), (2, 3) ... as in GPT-J; otherwise (0, R / 2),
             (1, R / 2 + 1) ... as in GPT-NeoX and Llama.
         inplace: write to input, and return it.
@@ -88,26 +90,53 @@ def step_of(view: Any) -> Any:
     return view.strides[-2] if view.ndim > 1 and view.shape[-2] > 1 else 0
 
 
-def turn(
-    x: Any, x0: Any, size: Any, c: Any, c0: Any, s: Any, s0: Any, half: Any,
-    interleaved: Any, inverse: Any, y: Any, y0: Any,
-) -> None:  # fmt: skip
-    """One row: x from x0 on to y from y0 on."""
-    pair, partner = (2, 1) if interleaved else (1, half)
-    sign = -1 if inverse else 1
+def turn_halves(
+    x: Any, x0: Any, c: Any, c0: Any, s: Any, s0: Any, half: Any, sign: Any, y: Any, y0: Any
+) -> None:
+    """The pairs (i, half + i) of a row, x from x0 on to y from y0 on.
+
+    With explicit vectors: LLVM's would ask for each row whether x and y overlap, which takes as
+    long as to turn 64 elements.
+    """
+    step = language.lanes(x)
+    whole = half - half % step
+    for i in range(0, whole, step):
+        a = language.load_vector(x, x0 + i, step)
+        b = language.load_vector(x, x0 + half + i, step)
+        cosine = language.load_vector(c, c0 + i, step)
+        sine = language.load_vector(s, s0 + i, step) * language.splat(sign, step)
+        language.store(y, y0 + i, a * cosine - b * sine)
+        language.store(y, y0 + half + i, b * cosine + a * sine)
+    for i in range(whole, half):
+        turn_pair(x, x0 + i, x0 + half + i, c[c0 + i], s[s0 + i] * sign, y, y0 + i, y0 + half + i)
+
+
+def turn_neighbours(
+    x: Any, x0: Any, c: Any, c0: Any, s: Any, s0: Any, half: Any, sign: Any, y: Any, y0: Any
+) -> None:
+    """The pairs (2 i, 2 i + 1)."""
     for i in range(half):
-        a, b = x[x0 + pair * i], x[x0 + pair * i + partner]
-        cosine, sine = c[c0 + i], s[s0 + i] * sign
-        y[y0 + pair * i] = a * cosine - b * sine
-        y[y0 + pair * i + partner] = b * cosine + a * sine
-    for i in range(2 * half, size):
-        y[y0 + i] = x[x0 + i]
+        first, second = 2 * i, 2 * i + 1
+        turn_pair(
+            x, x0 + first, x0 + second, c[c0 + i], s[s0 + i] * sign, y, y0 + first, y0 + second
+        )
+
+
+def turn_pair(
+    x: Any, first: Any, second: Any, cosine: Any, sine: Any, y: Any, to_first: Any, to_second: Any
+) -> None:
+    a, b = x[first], x[second]
+    y[to_first] = a * cosine - b * sine
+    y[to_second] = b * cosine + a * sine
 
 
 def turn_rows(
-    input: Any, cosine: Any, sine: Any, interleaved: Any, inverse: Any, output: Any, rows: Any
-) -> None:
+    input: Any, cosine: Any, sine: Any, interleaved: Any, inverse: Any, output: Any, rows: Any,
+    is_in_place: Any,
+) -> None:  # fmt: skip
     size, half = input.shape[-1], cosine.shape[-1]
+    x, y, c, s = input.data, output.data, cosine.data, sine.data
+    sign = language.cast(-1 if inverse else 1, input)
     left = x0 = y0 = c0 = s0 = 0
     for row in rows:
         if left == 0:
@@ -115,12 +144,15 @@ def turn_rows(
             left = input.shape[-2] - row % input.shape[-2] if input.ndim > 1 else 1
             x0, y0 = offset_of(input, input, row), offset_of(output, input, row)
             c0, s0 = offset_of(cosine, input, row), offset_of(sine, input, row)
+        if is_in_place:
+            # For the compiler, which then sees that what is written is what was read.
+            y0 = x0
         if interleaved:
-            turn(input.data, x0, size, cosine.data, c0, sine.data, s0, half, True, inverse,
-                 output.data, y0)  # fmt: skip
+            turn_neighbours(x, x0, c, c0, s, s0, half, sign, y, y0)
         else:
-            turn(input.data, x0, size, cosine.data, c0, sine.data, s0, half, False, inverse,
-                 output.data, y0)  # fmt: skip
+            turn_halves(x, x0, c, c0, s, s0, half, sign, y, y0)
+        for i in range(2 * half, size):
+            y[y0 + i] = x[x0 + i]
         x0, y0 = x0 + step_of(input), y0 + step_of(output)
         c0, s0 = c0 + step_of(cosine), s0 + step_of(sine)
         left -= 1
@@ -130,15 +162,14 @@ def turn_rows(
 def kernel(
     input: Any, cosine: Any, sine: Any, interleaved: Any, inverse: Any, output: Any, rows: Any
 ) -> None:
-    turn_rows(input, cosine, sine, interleaved, inverse, output, rows)
+    turn_rows(input, cosine, sine, interleaved, inverse, output, rows, False)
 
 
 @library.tile_kernel(contiguous_rows=True)
 def in_place_kernel(
     input: Any, cosine: Any, sine: Any, interleaved: Any, inverse: Any, rows: Any
 ) -> None:
-    # The compiler sees that what is written is what was read, and needs no other check.
-    turn_rows(input, cosine, sine, interleaved, inverse, input, rows)
+    turn_rows(input, cosine, sine, interleaved, inverse, input, rows, True)
 
 
 # ------------------------------------------------------------------------------------------- fake
@@ -149,6 +180,7 @@ def check(operator: str, input: Tensor, cosine: Tensor, sine: Tensor) -> None:
     require_floating(operator, input=input, cosine=cosine, sine=sine)
     require_rows(operator, input=input, cosine=cosine)
     require_shape(operator, "sine", sine, cosine.shape, "as cosine has")
+    require_compute_type(operator, "input", input, cosine=cosine, sine=sine)
     if 2 * cosine.shape[-1] > input.shape[-1]:
         raise ValueError(
             f"{operator}: cosine must have a last dimension of at most {input.shape[-1] // 2}, "

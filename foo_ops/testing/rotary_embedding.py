@@ -26,7 +26,8 @@ def sized(dtype: torch.dtype, size: int) -> Sample:
 def wide_tables(dtype: torch.dtype) -> Sample:
     """Cosines and sines in float32 beside a query in half precision."""
     input, cosine, sine = rotary_sample("wide tables", (2, 5, 34), (5, 17))(dtype).inputs
-    return Sample((input, cosine.float(), sine.float()))
+    wide = torch.promote_types(dtype, torch.float32)
+    return Sample((input, cosine.to(wide), sine.to(wide)))
 
 
 ROTARY_EMBEDDING = OpSpec(
