@@ -331,7 +331,8 @@ def define_picked(name, refuse):
 
 @pytest.mark.parametrize("error", [ValueError, IndexError, TypeError, RuntimeError])
 def test_a_check_refuses_what_tensors_contain(error, device):
-    operator = define_picked(f"picked_{error.__name__}", refuse_picked(error))
+    name = f"picked_{device[:3]}_{error.__name__}"
+    operator = define_picked(name, refuse_picked(error))
     input = torch.arange(5.0, device=device)
     assert operator(input, torch.tensor([4, 0], device=device)).tolist() == [4, 0]
     for _ in range(2):
