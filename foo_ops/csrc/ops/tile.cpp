@@ -51,6 +51,9 @@ struct Layout {
   at::ScalarType dtype;
 };
 
+// Of all results of a call. Calls share one that is remembered.
+using Layouts = std::shared_ptr<const std::vector<Layout>>;
+
 // What a fake kernel depends on: all but the contents of tensors.
 using Question = c10::SmallVector<int64_t, 48>;
 
@@ -80,7 +83,7 @@ class ResultLayouts {
   explicit ResultLayouts(c10::OperatorHandle op) : op_(std::move(op)) {}
 
   // Without arguments `out`.
-  std::vector<Layout> of(c10::ArrayRef<c10::IValue> arguments) {
+  Layouts of(c10::ArrayRef<c10::IValue> arguments) {
     Question question;
     for (const c10::IValue& argument : arguments) {
       if (argument.isTensor()) {
@@ -97,7 +100,7 @@ class ResultLayouts {
       const auto known = answers_.find(question);
       if (known != answers_.end()) return known->second;
     }
-    const auto answer = ask_fake_kernel(arguments);
+    const auto answer = std::make_shared<const std::vector<Layout>>(ask_fake_kernel(arguments));
     const std::lock_guard lock(mutex_);
     if (answers_.size() >= kMostAnswers) answers_.clear();
     answers_.emplace(question, answer);
@@ -128,7 +131,7 @@ class ResultLayouts {
 
   c10::OperatorHandle op_;
   std::mutex mutex_;
-  std::unordered_map<Question, std::vector<Layout>, QuestionHash> answers_;
+  std::unordered_map<Question, Layouts, QuestionHash> answers_;
 };
 
 aten::OperatorCount* count_of(const c10::OperatorHandle& op) {
@@ -236,7 +239,7 @@ class TileLauncher final : public c10::OperatorKernel {
   Tensors launch(c10::ArrayRef<c10::IValue> arguments) {
     const c10::Device device = common_device(name_, parameters_, arguments);
     const auto inputs = arguments.slice(0, inputs_);
-    const std::vector<Layout> layouts = asks_layouts_ ? layouts_.of(inputs) : std::vector<Layout>();
+    const Layouts layouts = asks_layouts_ ? layouts_.of(inputs) : nullptr;
     Call call;
     c10::SmallVector<Written, 4> written;
     for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -246,7 +249,7 @@ class TileLauncher final : public c10::OperatorKernel {
     const auto* next_written = written.begin();
     for (size_t i = 0; i < returns_argument_.size(); ++i) {
       results.push_back(returns_argument_[i] ? (next_written++)->target
-                                             : allocate(layouts[i], device));
+                                             : allocate((*layouts)[i], device));
       if (!returns_argument_[i]) call.add_tensor(results.back(), true);
     }
     if (options_.repeats_written) {
@@ -259,9 +262,9 @@ class TileLauncher final : public c10::OperatorKernel {
     return results;
   }
 
-  void add_argument(Call& call, c10::SmallVectorImpl<Written>& written,
-                    const std::vector<Layout>& layouts, c10::ArrayRef<c10::IValue> inputs,
-                    const Parameter& parameter, const c10::IValue& argument) const {
+  void add_argument(Call& call, c10::SmallVectorImpl<Written>& written, const Layouts& layouts,
+                    c10::ArrayRef<c10::IValue> inputs, const Parameter& parameter,
+                    const c10::IValue& argument) const {
     if (argument.isNone()) {
       call.add_none();
     } else if (!parameter.is_tensor()) {
@@ -274,7 +277,7 @@ class TileLauncher final : public c10::OperatorKernel {
       written.push_back(
           {target, parameter.role == Parameter::Role::kInPlace
                        ? buffer_in_place(parameter, target)
-                       : buffer_for_out(parameter, target, layouts[written.size()], inputs)});
+                       : buffer_for_out(parameter, target, (*layouts)[written.size()], inputs)});
       call.add_tensor(written.back().buffer, true);
     }
   }
