@@ -41,7 +41,10 @@ import foo_ops
     run(program)
 
 
-def test_import_is_light():
+def test_import_is_light(monkeypatch):
+    """It brings in nothing but its own modules, and takes a moment."""
+    # Without their bytecode, to compile the modules would be half of the time.
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     program = """
 import os, sys, time
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -50,11 +53,11 @@ loaded = set(sys.modules)
 start = time.process_time()
 import foo_ops
 print(time.process_time() - start)
-heavy = {"numba", "llvmlite", "torch._dynamo", "torch._inductor"}
-assert not heavy & (set(sys.modules) - loaded), heavy & set(sys.modules)
+others = {name for name in set(sys.modules) - loaded if not name.startswith("foo_ops")}
+assert others == {"torch.foo"}, others
 """
-    # 0.06 to 0.1 s on a Zen 3, half of it to load the extension. Numba alone would be 0.3 s.
-    assert min(float(run(program)) for _ in range(3)) < 0.25
+    # 0.06 to 0.085 s on a busy Zen 3, half to load the extension. Numba alone would be 0.3 s.
+    assert min(float(run(program)) for _ in range(4)) < 0.2
 
 
 def test_module_is_torch_foo():
