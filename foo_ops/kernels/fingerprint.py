@@ -95,8 +95,13 @@ def _code_parts(code: types.CodeType, seen: dict[int, int]) -> Iterator[bytes]:
         yield from _parts(constant, seen)
 
 
-def is_known(module: str) -> bool:
-    """Whether the key covers a module by its package's version or by its source."""
+def is_known(module: str | None) -> bool:
+    """Whether the key covers a module by its package's version or by its source.
+
+    None is that of a function that was made by ``exec``.
+    """
+    if module is None:
+        return False
     package = module.partition(".")[0]
     return (
         package in ("numba", "numpy", "torch")
