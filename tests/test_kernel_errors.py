@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from foo_ops import library
+from foo_ops import language, library
 
 serial = itertools.count()
 
@@ -140,6 +140,25 @@ def test_dtype_that_a_tile_kernel_does_not_fit():
     )
     with pytest.raises(RuntimeError, match=rf"\A{re.escape(message)}\Z"):
         call(torch.ones(3, dtype=torch.bfloat16))
+
+
+def of_vectors(input, output, rows):
+    for row in rows:
+        x = input.row(row)
+        language.store(output.row(row), 0, language.load_vector(x, 0, 4))
+
+
+def test_vectors_of_rows_that_have_a_stride():
+    call, name = operator(library.tile_kernel(of_vectors))
+    place = f"{line(of_vectors, 3)}: language.store(output.row(row), 0, language.load_vector(x, 0,"
+    message = (
+        f"{name}: its kernel cannot be compiled for float32,float32: a row has a stride, and is no "
+        f"pointer to vectors, unless tile_kernel is given contiguous_rows=True ({place}"
+    )
+    with pytest.raises(RuntimeError, match=rf"\A{re.escape(message)}"):
+        call(torch.ones(4))
+    call, _ = operator(library.tile_kernel(of_vectors, contiguous_rows=True))
+    assert call(torch.ones(8)[::2]).tolist() == [1.0] * 4
 
 
 def test_dtype_that_no_kernel_reads():

@@ -134,6 +134,8 @@ def check_norm(output, input, weight, dtype):
     testing.spec.assert_within("norm", output.double(), expected, budget)
 
 
+# Where elements share memory nothing can be written.
+WRITABLE_LAYOUTS = [layout for layout in testing.LAYOUTS if layout is not testing.layouts.expanded]
 SHAPES = [(), (1,), (7,), (0,), (3, 0), (0, 5), (4, 67), (2, 3, 33), (2, 3, 4, 100)]
 
 
@@ -158,6 +160,20 @@ def test_layouts(layout, device):
         testing.copy_with_layout(input, device), testing.copy_with_layout(weight, device)
     )
     check_norm(output.cpu(), input, weight, torch.float32)
+
+
+@pytest.mark.parametrize("layout", WRITABLE_LAYOUTS, ids=lambda layout: layout.__name__)
+def test_rows_with_a_stride(layout, device):
+    """Without contiguous_rows a row follows its tensor; what lies between is not touched."""
+    input = torch.randn(3, 4, 35)
+    moved = testing.copy_with_layout(layout(input), device)
+    memory = moved.untyped_storage()
+    whole = torch.empty(0, device=device).set_(memory)
+    before = whole.clone()
+    torch.ops.foo_tile.add_scalars_(moved, 1.5)
+    assert torch.equal(moved.cpu(), layout(input) + 1.5)
+    moved.copy_(layout(input))
+    torch.testing.assert_close(whole, before, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

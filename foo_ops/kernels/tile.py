@@ -28,6 +28,7 @@ SCALARS = {"float": types.float64, "int": types.int64, "bool": types.boolean}
 def tile(
     signature: str,
     kinds: tuple[str, ...],
+    contiguous_rows: bool,
     names: tuple[str, ...],
     function: Callable,
     *others: Callable,
@@ -38,6 +39,7 @@ def tile(
         signature: a dtype for each tensor, "none" or "given" for what is optional.
         kinds: "tensor" or one of `SCALARS` for each argument, with "?" after it where it is
             optional.
+        contiguous_rows: the elements of a row are adjacent.
         names: what the other functions are.
         function: ``function(*arguments, tiles)``.
         others: "tiles" of the arguments is the number of tiles, by default that of the rows of the
@@ -46,7 +48,7 @@ def tile(
     named = dict(zip(names, others))
     tiles = named["tiles"] if "tiles" in named else _rows_of(kinds.index("tensor"))
     check = named.get("check", _always)
-    arguments_at = _arguments_at(_argument_types(signature, kinds))
+    arguments_at = _arguments_at(_argument_types(signature, kinds, contiguous_rows))
 
     def loop(arguments, count, begin, end):
         values = arguments_at(arguments)
@@ -71,13 +73,15 @@ def _rows_of(position: int) -> Callable:
     return rows
 
 
-def _argument_types(signature: str, kinds: tuple[str, ...]) -> tuple[types.Type, ...]:
+def _argument_types(
+    signature: str, kinds: tuple[str, ...], contiguous_rows: bool
+) -> tuple[types.Type, ...]:
     """The Numba type of each argument."""
     codes = iter(signature.split(","))
-    return tuple(_argument_type(kind, codes) for kind in kinds)
+    return tuple(_argument_type(kind, codes, contiguous_rows) for kind in kinds)
 
 
-def _argument_type(kind: str, codes: Any) -> types.Type:
+def _argument_type(kind: str, codes: Any, contiguous_rows: bool) -> types.Type:
     plain = kind.removesuffix("?")
     code = next(codes) if plain == "tensor" or kind != plain else "given"
     if code == "none":
@@ -86,7 +90,7 @@ def _argument_type(kind: str, codes: Any) -> types.Type:
         return SCALARS[plain]
     if code not in ELEMENTS:
         raise TypeError(f"a kernel cannot read {code}")
-    return View(code)
+    return View(code, contiguous_rows)
 
 
 def _arguments_at(argument_types: tuple[types.Type, ...]) -> Callable:

@@ -6,11 +6,12 @@ A `View` has any number of dimensions. Strides count elements.
     x.shape[d], x.strides[d]        of one dimension; d may be negative
     x.data                          a `Pointer` to the first element
     x[i, j], x[i, j] = value        one element, with as many indices as dimensions
-    x.row(i)                        a `Pointer` to the first element of a row: rows are what the
-                                    last dimension spans, counted over all others
+    x.row(i)                        a row: rows are what the last dimension spans, counted over all
+                                    others
 
-A `Pointer` is indexed, too: ``p[i]`` is the i-th of adjacent elements. What is read is in the
-compute type (see simd.py), what is written is converted to it and rounded. No index is checked.
+A row is indexed, too. With ``contiguous_rows=True`` it is a `Pointer`, to adjacent elements, which
+can be read as vectors; else a `Row`, which follows the last stride. What is read is in the compute
+type (see simd.py), what is written is converted to it and rounded. No index is checked.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import operator
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import cgutils, errors, types
 from numba.core.imputils import lower_getattr_generic
 from numba.core.typing.templates import (
     AbstractTemplate,
@@ -41,9 +42,26 @@ NUMBERS = types.CPointer(types.int64)
 class View(types.Type):
     """A pointer to the C++ struct ``View`` of csrc/ops/tile.cpp, with elements of a dtype."""
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, contiguous_rows: bool) -> None:
         self.dtype = dtype
-        super().__init__(f"View({dtype})")
+        self.row = Pointer(dtype) if contiguous_rows else Row(dtype)
+        super().__init__(f"View({dtype}, {self.row})")
+
+
+class Row(types.Type):
+    """Elements of a dtype that are a stride apart."""
+
+    def __init__(self, dtype: str) -> None:
+        self.element = dtype
+        super().__init__(f"Row({dtype})")
+
+    @property
+    def dtype(self) -> str:
+        """What functions of vectors ask a pointer for."""
+        raise errors.TypingError(
+            "a row has a stride, and is no pointer to vectors, unless tile_kernel is given "
+            "contiguous_rows=True"
+        )
 
 
 class Extents(types.Type):
@@ -60,6 +78,14 @@ EXTENTS = Extents()
 class _ViewModel(models.PrimitiveModel):
     def __init__(self, manager: Any, type_: View) -> None:
         super().__init__(manager, type_, INT64.as_pointer())
+
+
+@register_model(Row)
+class _RowModel(models.StructModel):
+    def __init__(self, manager: Any, type_: Row) -> None:
+        super().__init__(
+            manager, type_, [("data", Pointer(type_.element)), ("stride", types.int64)]
+        )
 
 
 @register_model(Extents)
@@ -97,7 +123,7 @@ class _ViewAttributes(AttributeTemplate):
     def resolve_row(self, view: View, args: Any, kws: Any) -> Any:
         if len(args) != 1 or kws or not isinstance(args[0], types.Integer):
             return None
-        return signature(Pointer(view.dtype), types.int64, recvr=view)
+        return signature(view.row, types.int64, recvr=view)
 
 
 def _field(builder: ir.IRBuilder, view: ir.Value, position: int) -> ir.Value:
@@ -159,7 +185,15 @@ def _row(context, builder, signature, args):
         builder.store(builder.sdiv(number, size), rest)
     with builder.if_then(builder.icmp_signed(">", outer, INT64(0))):
         add(builder.load(rest), INT64(0))
-    return builder.gep(_data(context, builder, signature.args[0], view), [builder.load(offset)])
+    data = builder.gep(_data(context, builder, signature.args[0], view), [builder.load(offset)])
+    if isinstance(signature.return_type, Pointer):
+        return data
+    result = cgutils.create_struct_proxy(signature.return_type)(context, builder)
+    result.data = data
+    # A view without dimensions has one row, of one element.
+    last = builder.select(builder.icmp_signed("<", outer, INT64(0)), INT64(0), outer)
+    result.stride = builder.load(builder.gep(strides, [last]))
+    return result._getvalue()
 
 
 @infer_global(len)
@@ -186,11 +220,15 @@ def _element_type(array: types.Type, index: types.Type) -> types.Type | None:
     """What an index gives, or None where it cannot be one."""
     if array == EXTENTS:
         return types.int64 if isinstance(index, types.Integer) else None
-    if isinstance(array, Pointer):
-        return ELEMENTS[array.dtype].compute if isinstance(index, types.Integer) else None
+    if isinstance(array, (Pointer, Row)):
+        return ELEMENTS[_dtype(array)].compute if isinstance(index, types.Integer) else None
     if isinstance(array, View) and _is_index(index):
         return ELEMENTS[array.dtype].compute
     return None
+
+
+def _dtype(array: types.Type) -> str:
+    return array.element if isinstance(array, Row) else array.dtype
 
 
 def _index_type(index: types.Type) -> types.Type:
@@ -210,7 +248,7 @@ class _GetItem(AbstractTemplate):
 class _SetItem(AbstractTemplate):
     def generic(self, args, kws):
         array, index, _ = args
-        if not isinstance(array, (Pointer, View)):
+        if not isinstance(array, (Pointer, Row, View)):
             return None
         element = _element_type(array, index)
         if element is None:
@@ -229,6 +267,9 @@ def _extent(context, builder, signature, args):
 def _address(context: Any, builder: ir.IRBuilder, array: Any, index: Any, args: Any) -> ir.Value:
     if isinstance(array, Pointer):
         return builder.gep(args[0], [args[1]])
+    if isinstance(array, Row):
+        row = cgutils.create_struct_proxy(array)(context, builder, value=args[0])
+        return builder.gep(row.data, [builder.mul(args[1], row.stride)])
     strides = _numbers(builder, args[0], STRIDES)
     is_tuple = isinstance(index, types.BaseTuple)
     indices = cgutils.unpack_tuple(builder, args[1]) if is_tuple else [args[1]]
@@ -241,15 +282,14 @@ def _address(context: Any, builder: ir.IRBuilder, array: Any, index: Any, args: 
 
 def _get_item(context, builder, signature, args):
     array, index = signature.args
-    return load_element(
-        context, builder, array.dtype, _address(context, builder, array, index, args)
-    )
+    address = _address(context, builder, array, index, args)
+    return load_element(context, builder, _dtype(array), address)
 
 
 def _set_item(context, builder, signature, args):
     array, index, _ = signature.args
     address = _address(context, builder, array, index, args)
-    store_element(context, builder, array.dtype, address, args[2])
+    store_element(context, builder, _dtype(array), address, args[2])
     return context.get_dummy_value()
 
 
@@ -267,7 +307,7 @@ def store_element(
         builder.store(narrow(builder, part, component), place)
 
 
-for _array in (Pointer, View):
+for _array in (Pointer, Row, View):
     for _index in (types.Integer, types.UniTuple):
         lower_builtin(operator.getitem, _array, _index)(_get_item)
         lower_builtin(operator.setitem, _array, _index, types.Any)(_set_item)

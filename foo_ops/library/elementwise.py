@@ -424,7 +424,8 @@ def _register_formula(
         results = find(f"{name}_backward")(*gradients, *inputs, *ctx.keywords)
         found = iter((results,) if isinstance(results, Tensor) else results)
         return tuple(
-            _of_shape(next(found), x) if p.is_tensor else None for p, x in zip(positional, inputs)
+            _gradient_of(x, next(found)) if p.is_tensor else None
+            for p, x in zip(positional, inputs)
         )
 
     register_autograd(
@@ -445,10 +446,11 @@ def _refuse_to_differentiate(
     register_autograd(name, formula, lib=lib)
 
 
-def _of_shape(gradient: Tensor, input: Tensor) -> Tensor | None:
-    """Summed over what was broadcast. Integers have no gradient, real numbers a real one."""
+def _gradient_of(input: Tensor, gradient: Tensor) -> Tensor | None:
+    """Integers have none, real numbers a real one.
+
+    PyTorch sums it over what was broadcast, and rounds it to the input's dtype.
+    """
     if not (input.is_floating_point() or input.is_complex()):
         return None
-    if gradient.is_complex() and not input.is_complex():
-        gradient = gradient.real
-    return gradient.sum_to_size(input.shape).to(input.dtype)
+    return gradient.real if gradient.is_complex() and not input.is_complex() else gradient

@@ -46,8 +46,9 @@ class TileKernel(NumbaKernel):
                 "given the number of tiles, tiles=..."
             )
         kinds = kinds_of(parameters) + ("tensor",) * results
+        options = (kinds, self.contiguous_rows, tuple(others))
         functions = (self.function, *others.values())
-        kernel = add_source(operator, functions, "tile.tile", kinds, tuple(others))
+        kernel = add_source(operator, functions, "tile.tile", *options)
         is_repeated = results > 0 and not _fresh(operator)
 
         def register_for(key: str) -> Any:
@@ -125,7 +126,8 @@ def tile_kernel(
             default it is the number of rows of the first tensor: of all its dimensions but the
             last, multiplied.
         contiguous_rows: give the function copies of those tensors whose last dimension has another
-            stride than 1, so that a row is adjacent elements.
+            stride than 1, so that a row is adjacent elements: loops over it are vectorised best.
+            Without it a row has the stride that its tensor has.
         check: ``check(*arguments, *results)``, compiled as well, tells before anything is written
             whether what the tensors contain can be used, such as indices.
         refuse: ``refuse(*arguments)``, a Python function, which is called where it cannot, and

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foo_ops import library
@@ -33,7 +34,15 @@ def opcheck(case: Case) -> None:
     )
     failed = [f"{name}: {result}" for name, result in results.items() if result != "SUCCESS"]
     if failed:
-        raise AssertionError("; ".join(failed))
+        raise AssertionError("; ".join(failed) + hint_at_tag(case.spec.operator))
+
+
+def hint_at_tag(operator: torch._ops.OpOverload) -> str:
+    """torch functionalizes an operator that returns what it writes only if a tag says so."""
+    returned = any(result.alias_info is not None for result in operator._schema.returns)
+    if not returned or torch.Tag.inplace in operator.tags or operator._overloadname != "default":
+        return ""
+    return ". If it returns the argument that it writes, define it with tags=torch.Tag.inplace"
 
 
 @check()

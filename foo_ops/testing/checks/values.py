@@ -36,7 +36,7 @@ def layouts(case: Case) -> None:
         check_in_layout(case, case.layout)
     except AssertionError as error:
         contiguous = dataclasses.replace(case, layout=None)
-        raise AssertionError(f"{error}. {layout_verdict(contiguous, case.layout)}") from error
+        raise AssertionError(f"{error}. {layout_verdict(contiguous, case.layout)}") from None
 
 
 def check_in_layout(case: Case, layout: Layout) -> None:
