@@ -616,6 +616,15 @@ def test_broken_operator_of_another_signature_is_found(name):
     require_message(make(), check, message)
 
 
+def test_tag_of_an_operator_that_returns_what_it_writes():
+    schema = "(Tensor(a!) a, Tensor b) -> Tensor(a!)"
+    operator = define(lambda a, b: a.mul_(b), schema, fake=lambda a, b: a)
+    spec = product_spec().variant(operator, differentiable=False)
+    hint = ". If it returns the argument that it writes, define it with tags=torch.Tag.inplace"
+    for message in failures_of(spec, ["opcheck"]).values():
+        assert message.endswith(hint)
+
+
 # ------------------------------------------------------------------------- specs, cases, reports
 
 
