@@ -192,7 +192,7 @@ def _row(context, builder, signature, args):
     result.data = data
     # A view without dimensions has one row, of one element.
     last = builder.select(builder.icmp_signed("<", outer, INT64(0)), INT64(0), outer)
-    result.stride = builder.load(builder.gep(strides, [last]))
+    result.stride = _constant(builder, strides, last)
     return result._getvalue()
 
 
