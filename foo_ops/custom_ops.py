@@ -44,6 +44,8 @@ from torch import Tensor
 from torch.library import Library, get_ctx, infer_schema
 from torch.utils import _pytree as pytree
 
+from foo_ops.library import register_autograd
+
 __all__ = [
     "custom_op",
     "destroy",
@@ -371,7 +373,7 @@ class CustomOp:
         self._stand_in = None
         self._has_formula = True
         formula = Formula(self, self._parts, self._output_differentiability)
-        torch.library.register_autograd(
+        register_autograd(
             self.qualname, formula.backward, setup_context=formula.setup_context, lib=self.library
         )
 

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import sys
 import typing
 
 import pytest
@@ -188,6 +189,29 @@ def test_defaults_and_keywords_reach_the_formula():
     x = torch.ones((), requires_grad=True)
     (find(qualname)(x, factor=2.0) + find(qualname)(x, 4)).backward()
     assert x.grad.item() == 3 * 2.0 + 4 * 0.5
+
+
+def test_calls_that_need_no_gradient_do_not_enter_the_formula():
+    qualname = scaled(custom_ops, lambda ctx, saved, grad: {"x": grad}, lambda inputs, output: None)
+    files = set()
+
+    def files_entered(x):
+        files.clear()
+        sys.setprofile(lambda frame, event, arg: files.add(frame.f_code.co_filename))
+        try:
+            find(qualname)(x, 2.0)
+        finally:
+            sys.setprofile(None)
+        return files
+
+    formula = torch._library.autograd.__file__
+    x = torch.ones(3)
+    assert formula not in files_entered(x)
+    assert __file__ in files
+    x.requires_grad_()
+    assert formula in files_entered(x)
+    with torch.no_grad():
+        assert formula not in files_entered(x)
 
 
 @pytest.mark.parametrize("differentiability", [None, [True, False], [True, True]])
