@@ -13,10 +13,16 @@ def silu_mul_sample(name: str, gate: tuple[int, ...], up: tuple[int, ...]) -> Ma
 
 
 def special(dtype: torch.dtype) -> Sample:
-    """Where exp overflows, where nothing is left, and where the product would overflow first."""
+    """Where exp overflows, and where nothing is left."""
     gate = torch.tensor([0.0, -0.0, 200.0, -200.0, -60_000.0, torch.inf, torch.nan])
     up = torch.tensor([1.0, -1.0, 300.0])[:, None]
     return Sample((gate.to(dtype), up.to(dtype)))
+
+
+def small_of_large(dtype: torch.dtype) -> Sample:
+    """The result is small, where gate * up would be infinite."""
+    up = torch.full((3,), min(torch.finfo(dtype).max / 2, 1e38), dtype=dtype)
+    return Sample((torch.full((3,), -60.0, dtype=dtype), up))
 
 
 SILU_MUL = OpSpec(
@@ -28,6 +34,7 @@ SILU_MUL = OpSpec(
         "0-d": silu_mul_sample("0-d", (), ()),
         "broadcast": silu_mul_sample("broadcast", (3, 1, 9), (4, 1)),
         "special values": special,
+        "small of large": small_of_large,
     },
     essential=("size1", "size7", "broadcast"),
     large=silu_mul_sample("large", (7, 50_001), (7, 50_001)),
