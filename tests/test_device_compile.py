@@ -148,3 +148,61 @@ def test_export():
     data = torch.randn(3, 4, device="foo")
     program = torch.export.export(model, (data,))
     torch.testing.assert_close(program.module()(data), model(data))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.heads = nn.Linear(16, 48)
+        self.output = nn.Sequential(nn.GELU(), nn.Linear(16, 4), nn.LogSoftmax(-1))
+
+    def forward(self, x):
+        heads = self.heads(self.norm(x)).unflatten(-1, (2, 24)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(*heads.chunk(3, -1), is_causal=True)
+        return self.output(x + mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_training_with_inductor(dynamic):
+    """The kernels that torch.compile writes for the CPU run on memory of foo."""
+    model = Attention().to("foo:1")
+    twin = copy.deepcopy(model)
+    function = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    for length in (5, 7) if dynamic else (5,):
+        data = torch.randn(3, length, 16, device="foo:1")
+        for each in (function, twin):
+            each(data)[..., 0].sum().backward()
+        for actual, expected in zip(model.parameters(), twin.parameters()):
+            assert actual.grad.device == torch.device("foo:1")
+            torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_functions_with_inductor():
+    """Branches, random numbers and results on both devices; the CPU's graphs as before."""
+
+    def function(x):
+        branch = torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x * 2, (x,))
+        return branch, F.dropout(x, 0.5), (x * 2).cpu() + 1, x.softmax(-1).amax()
+
+    compiled = torch.compile(function, fullgraph=True)
+    for tensor in (torch.ones(100, device="foo:1"), -torch.ones(100, device="foo:1")):
+        branch, dropped, moved, largest = compiled(tensor)
+        expected = function(tensor)
+        torch.testing.assert_close(branch, expected[0])
+        assert set(dropped.abs().tolist()) == {0, 2}
+        assert dropped.device == torch.device("foo:1")
+        torch.testing.assert_close(moved, expected[2])
+        torch.testing.assert_close(largest, expected[3])
+    assert torch.equal(torch.compile(lambda x: x * 2 + 1)(torch.ones(3)), torch.full((3,), 3.0))
+
+
+def test_optimizer_with_inductor():
+    parameters = [torch.ones(5, device="foo", requires_grad=True) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(5, device="foo")
+    for parameter, compile_it in zip(parameters, (False, True)):
+        step = torch.optim.AdamW([parameter]).step
+        (torch.compile(step) if compile_it else step)()
+    torch.testing.assert_close(*parameters)
+    assert parameters[0][0] < 1

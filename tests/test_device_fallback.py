@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dispatch.python import enable_python_dispatcher
 
 
 def both(function, *shapes, dtype=torch.float32, device="foo:1"):
@@ -245,6 +246,14 @@ def test_modes_see_operators_once():
     assert seen == ["aten.add.Tensor"]
 
 
+def test_python_dispatcher():
+    """It calls kernels with the keys of what has already run, such as that of autograd."""
+    with enable_python_dispatcher():
+        assert torch.full((2,), 0.5, device="foo").tolist() == [0.5, 0.5]
+        sparse = torch.eye(2, device="foo").to_sparse()
+        assert (sparse * 2).to_dense().tolist() == [[2, 0], [0, 2]]
+
+
 def test_function_transforms():
     tensor = torch.rand(3, 4, device="foo:1")
     check(torch.func.vmap(torch.sin)(tensor), tensor.cpu().sin())
@@ -262,6 +271,17 @@ def test_custom_operator_with_a_cpu_kernel():
         return x * 2
 
     assert torch.equal(twice(torch.ones(3, device="foo")).cpu(), torch.full((3,), 2.0))
+
+
+def test_a_number_on_the_cpu_that_is_the_result_stays_there():
+    with torch.library._scoped_library("foo_test_second", "DEF") as library:
+        library.define("second(Tensor x, Tensor(a) y) -> Tensor(a)")
+        library.impl("second", lambda x, y: y.view(1), "CPU")
+        number = torch.tensor(2.0)
+        result = torch.ops.foo_test_second.second(torch.ones(3, device="foo"), number)
+        assert result.device.type == "cpu"
+        result.add_(1)
+        assert number.item() == 3
 
 
 def test_operator_without_any_kernel():

@@ -232,7 +232,13 @@ bool has_composite_kernel(const c10::OperatorHandle& op) {
 }  // namespace
 
 c10::DispatchKeySet host_keys(c10::DispatchKeySet keys) {
-  const auto kind = c10::toFunctionalityKey(keys.highestPriorityTypeId());
+  // Python's dispatcher leaves the keys of what has already run in the set.
+  constexpr c10::DispatchKeySet kKinds =
+      c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::Quantized,
+                           c10::DispatchKey::Sparse, c10::DispatchKey::SparseCsr,
+                           c10::DispatchKey::NestedTensor}) |
+      c10::DispatchKeySet(c10::DispatchKeySet::RAW, c10::full_backend_mask);
+  const auto kind = c10::toFunctionalityKey((keys & kKinds).highestPriorityTypeId());
   return c10::DispatchKeySet(
       c10::toRuntimePerBackendFunctionalityKey(kind, c10::BackendComponent::CPUBit));
 }

@@ -1,0 +1,79 @@
+"""torch.compile's own backend on foo: its C++ kernels for the CPU, on memory of foo.
+
+Foo memory is host memory, so that they run where the tensors lie. Imported together with inductor.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._inductor.codegen.common import register_backend_for_device, register_device_op_overrides
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.codegen.cpu_device_op_overrides import CpuDeviceOpOverrides
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
+from torch._inductor.scheduler import BaseSchedulerNode
+from torch._inductor.virtualized import V
+
+
+def _on_cpu() -> AbstractContextManager[None]:
+    """While it lasts, kernels are written, and called, for the CPU."""
+    return V.graph.set_current_device(torch.device("cpu"))
+
+
+class FooScheduling(CppScheduling):
+    def codegen_node(self, node: Any) -> None:
+        with _on_cpu():
+            super().codegen_node(node)
+
+    def codegen_template(self, *args: Any, **options: Any) -> Any:
+        with _on_cpu():
+            return super().codegen_template(*args, **options)
+
+    def flush(self) -> None:
+        with _on_cpu():
+            super().flush()
+
+
+class _NewTensorsOnTheirDevice:
+    def make_allocation(self, name: str, device: torch.device, *args: Any, **options: Any) -> str:
+        """torch writes the type of the device and sets its index before, on devices it knows."""
+        wrapper: Any = super()
+        code = wrapper.make_allocation(name, device, *args, **options)
+        return code.replace("device='foo'", f"device='{device}'")
+
+
+class FooWrapper(_NewTensorsOnTheirDevice, PythonWrapperCodegen):
+    """The code around the kernels of a graph."""
+
+    @staticmethod
+    def create(
+        is_subgraph: bool,
+        subgraph_name: str | None,
+        parent_wrapper: PythonWrapperCodegen | None,
+        partition_signatures: Any = None,
+    ) -> PythonWrapperCodegen:
+        if not is_subgraph:
+            return FooWrapper()
+        assert subgraph_name is not None
+        assert parent_wrapper is not None
+        return FooSubgraphWrapper(subgraph_name, parent_wrapper, partition_signatures)
+
+
+class FooSubgraphWrapper(_NewTensorsOnTheirDevice, SubgraphPythonWrapperCodegen):
+    """That of a branch or of the body of a loop."""
+
+
+_is_on_cpu = BaseSchedulerNode.is_cpu
+
+
+def _is_cpu(self: BaseSchedulerNode) -> bool:
+    """What is there for GPUs alone, such as other orders of loops, the C++ kernels cannot take."""
+    device = self.get_device()
+    return _is_on_cpu(self) or (device is not None and device.type == "foo")
+
+
+def register() -> None:
+    register_backend_for_device("foo", FooScheduling, FooWrapper)
+    register_device_op_overrides("foo", CpuDeviceOpOverrides())
+    method: Any = _is_cpu
+    BaseSchedulerNode.is_cpu = method  # type: ignore[method-assign]
