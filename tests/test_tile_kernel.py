@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from foo_ops import language, library, testing
 
@@ -246,6 +247,33 @@ def test_out(device):
     check_norm(moved.cpu(), input, None, torch.float32)
     with pytest.raises(TypeError, match="norm: out must have a dtype that float32 can be cast to"):
         torch.ops.foo_tile.norm.out(input, out=torch.empty(6, 50, dtype=torch.int64))
+
+
+def test_out_of_another_shape_under_the_fake_kernel(device):
+    with FakeTensorMode() as mode:
+        input = mode.from_tensor(torch.randn(6, 50, device=device))
+        out = torch.empty(0, device=device)
+        assert torch.ops.foo_tile.norm.out(input, out=out).shape == (6, 50)
+
+
+def test_results_whose_strides_follow_the_input(device):
+    """What the fake kernel says is remembered for these strides, not for this shape."""
+    name = "foo_tile::copy_" + device
+    library.define(f"{name}_like", "(Tensor input) -> Tensor")
+    library.register_fake(f"{name}_like", torch.empty_like)
+
+    @library.register_kernel(f"{name}_like", device)
+    @library.tile_kernel
+    def copy(input, output, rows):
+        for row in rows:
+            for i in range(input.shape[-1]):
+                output.row(row)[i] = input.row(row)[i]
+
+    call = getattr(torch.ops.foo_tile, f"copy_{device}_like")
+    for input in (torch.randn(5, 5, device=device), torch.randn(5, 5, device=device).T):
+        output = call(input)
+        assert output.stride() == input.stride()
+        assert torch.equal(output, input)
 
 
 def test_same_bits_for_any_number_of_threads(device):
