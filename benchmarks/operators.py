@@ -16,9 +16,10 @@ from torch import Tensor
 import foo_ops
 from benchmarks import peaks
 from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, torch_threads
+from foo_ops.demo.model import OPERATORS as BUNDLES
 
 SECTION = "operators"
-EPS = 1e-6
+PYTORCH = BUNDLES["torch"]
 HEAD_DIM = 128
 Function = Callable[..., Any]
 Shapes = Sequence[tuple[int, ...]]
@@ -46,24 +47,6 @@ class Operator:
     differentiable: int | None = None
 
 
-def torch_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(input, weight.shape, weight, EPS)
-
-
-def torch_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    total = input + residual
-    return F.rms_norm(total, weight.shape, weight, EPS), total
-
-
-def torch_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-def torch_rotary_embedding(input: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    first, second = input.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-
-
 def loss_of(function: Function) -> Function:
     """With targets that are the same for every contender."""
 
@@ -89,23 +72,23 @@ def heads_and_tables(rows: int, width: int) -> Shapes:
 OPERATORS = {
     "rms_norm": Operator(
         foo_ops.rms_norm,
-        torch_rms_norm,
+        PYTORCH.rms_norm,
         partial(like_input, count=1, has_weight=True),
         (2, 3),
         4096,
     ),
     "add_rms_norm": Operator(
         foo_ops.add_rms_norm,
-        torch_add_rms_norm,
+        PYTORCH.add_rms_norm,
         partial(like_input, count=2, has_weight=True),
         (4, 4),
         4096,
     ),
     "silu_mul": Operator(
-        foo_ops.silu_mul, torch_silu_mul, partial(like_input, count=2), (3, 5), 11_008
+        foo_ops.silu_mul, PYTORCH.silu_mul, partial(like_input, count=2), (3, 5), 11_008
     ),
     "rotary_embedding": Operator(
-        foo_ops.rotary_embedding, torch_rotary_embedding, heads_and_tables, (2, 2), 4096, 1
+        foo_ops.rotary_embedding, PYTORCH.rotary_embedding, heads_and_tables, (2, 2), 4096, 1
     ),
     "softmax_cross_entropy": Operator(
         loss_of(foo_ops.softmax_cross_entropy),

@@ -184,7 +184,7 @@ def test_a_seed_fixes_the_losses(setup, corpus):
 
 
 def test_devices_agree_on_the_losses(corpus):
-    expected = losses(corpus, Setup("cpu", "sdpa", compiled=False), seed=0)
+    expected = losses(corpus, Setup("cpu", "torch", compiled=False), seed=0)
     for setup in SETUPS:
         assert losses(corpus, setup, seed=0) == pytest.approx(expected, rel=ROUNDING)
 
@@ -237,7 +237,7 @@ def test_reload_fails_loudly_when_the_weights_differ(corpus, tmp_path):
     with torch.no_grad():
         model.embedding.weight.mul_(1.001)
     batch = corpus.validation_batch(2, SMALL.context)
-    setup = Setup("cpu", "sdpa", compiled=False)
+    setup = Setup("cpu", "torch", compiled=False)
     with pytest.raises(SystemExit, match="The checkpoint does not hold the model that was trained"):
         demo.compare_reloaded(model, setup, tmp_path / "checkpoint.pt", batch)
 
