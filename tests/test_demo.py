@@ -157,11 +157,11 @@ def test_every_device_trains_with_all_operators(setup, small, tmp_path, capsys):
     assert ("Speed:" in output) == (setup != setup.baseline())
 
 
-@pytest.mark.parametrize(("device", "backend"), [("cpu", "inductor"), ("foo", "aot_eager")])
-def test_compiled_training_gives_the_same_losses(device, backend, corpus):
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+def test_compiled_training_gives_the_same_losses(device, corpus):
     eager = Setup(device, "foo", compiled=False)
     compiled = Setup(device, "foo", compiled=True)
-    assert str(compiled) == f"torch.ops.foo on {device}, compiled by {backend}"
+    assert str(compiled) == f"torch.ops.foo on {device}, compiled"
     expected = losses(corpus, eager, seed=0, steps=3)
     assert losses(corpus, compiled, seed=0, steps=3) == pytest.approx(expected, rel=ROUNDING)
 
@@ -170,7 +170,7 @@ def test_compile_option_compiles(small, tmp_path, capsys):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     demo.main(["--compile", "--steps", "2", "--output", str(tmp_path)])
-    assert "compiled by aot_eager" in capsys.readouterr().out
+    assert "torch.ops.foo on foo, compiled" in capsys.readouterr().out
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] > 0
     assert not counters["graph_break"]

@@ -18,7 +18,7 @@ from foo_ops.demo.corpus import Batch, Corpus
 from foo_ops.demo.model import GPT, OPERATORS, GPTConfig
 from foo_ops.demo.training import (
     BATCH,
-    COMPILE_BACKENDS,
+    DEVICES,
     VALIDATION_BATCH,
     Setup,
     Trainer,
@@ -68,7 +68,7 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--device", choices=tuple(COMPILE_BACKENDS), default="foo", help="where to train")
+    add("--device", choices=DEVICES, default="foo", help="where to train")
     add("--operators", choices=tuple(OPERATORS), default="foo", help="what the model is made of")
     add("--compile", action="store_true", help="train through torch.compile")
     add("--steps", type=positive_number, default=DEFAULT_STEPS, help="how many training steps")
