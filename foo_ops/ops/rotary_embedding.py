@@ -19,6 +19,7 @@ from foo_ops.ops.arguments import (
     require_rows,
     require_shape,
 )
+from foo_ops.ops.indexing import offset_of
 
 # inverse: by the angles' negatives, which is what the gradient needs.
 ARGUMENTS = "Tensor cosine, Tensor sine, *, bool interleaved=False, bool inverse=False"
@@ -72,17 +73,6 @@ def rotary_embedding(
 
 
 # ----------------------------------------------------------------------------------------- kernel
-
-
-def offset_of(view: Any, of: Any, row: Any) -> Any:
-    """Where in a view, broadcast over the leading dimensions of another, a row of that begins."""
-    offset = 0
-    for back in range(2, of.ndim + 1):
-        index = row % of.shape[-back]
-        row = row // of.shape[-back]
-        if back <= view.ndim and view.shape[-back] > 1:
-            offset += index * view.strides[-back]
-    return offset
 
 
 def step_of(view: Any) -> Any:
@@ -142,8 +132,8 @@ def turn_rows(
         if left == 0:
             # Indices are divided once for the rows that differ in the last of them.
             left = input.shape[-2] - row % input.shape[-2] if input.ndim > 1 else 1
-            x0, y0 = offset_of(input, input, row), offset_of(output, input, row)
-            c0, s0 = offset_of(cosine, input, row), offset_of(sine, input, row)
+            x0, y0 = offset_of(input, input, row, 1), offset_of(output, input, row, 1)
+            c0, s0 = offset_of(cosine, input, row, 1), offset_of(sine, input, row, 1)
         if is_in_place:
             # For the compiler, which then sees that what is written is what was read.
             y0 = x0

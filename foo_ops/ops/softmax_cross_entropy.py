@@ -27,6 +27,7 @@ from foo_ops.ops.arguments import (
     require_rows,
     require_shape,
 )
+from foo_ops.ops.indexing import offset_of
 
 ARGUMENTS = "float label_smoothing=0.0, int ignore_index=-100"
 library.define(
@@ -96,19 +97,15 @@ def softmax_cross_entropy(
 # ---------------------------------------------------------------------------------------- kernels
 
 
-def offset_of(view: Any, number: Any) -> Any:
-    """Where in a view an element is, by its number in the order of rows."""
-    offset = 0
-    for back in range(1, view.ndim + 1):
-        offset += number % view.shape[-back] * view.strides[-back]
-        number = number // view.shape[-back]
-    return offset
+def number_at(view: Any, row: Any) -> Any:
+    """The element of a tensor without the dimension of classes."""
+    return view.data[offset_of(view, view, row, 0)]
 
 
 def are_classes(target: Any, logits: Any, ignored: Any) -> bool:
     classes = logits.shape[-1]
     for row in range(target.size):
-        label = target.data[offset_of(target, row)]
+        label = number_at(target, row)
         if label != ignored and (label < 0 or label >= classes):
             return False
     return True
@@ -158,7 +155,7 @@ def forward_kernel(
             largest, plain = peak, plain + values
         result = largest + math.log(total) if largest != math.inf else largest
         logsumexp.data[row] = result
-        label = target.data[offset_of(target, row)]
+        label = number_at(target, row)
         value = 0.0
         if label != ignored:
             value = result - (1.0 - smoothing) * x[label]
@@ -210,15 +207,15 @@ def backward_kernel(
     size = logits.shape[-1]
     for row in rows:
         x, y = logits.row(row), output.row(row)
-        label = target.data[offset_of(target, row)]
+        label = number_at(target, row)
         slope = language.zero(logits)
         if label != ignored:
-            slope = grad_loss.data[offset_of(grad_loss, row)]
+            slope = number_at(grad_loss, row)
         scale = slope
         if grad_logsumexp is not None:
-            scale = scale + grad_logsumexp.data[offset_of(grad_logsumexp, row)]
+            scale = scale + number_at(grad_logsumexp, row)
         each = language.cast(smoothing * slope / size, logits)
-        shift = logsumexp.data[offset_of(logsumexp, row)]
+        shift = number_at(logsumexp, row)
         for i in range(size):
             y[i] = language.exp(x[i] - shift) * scale - each
         if label != ignored:
