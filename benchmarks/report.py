@@ -83,7 +83,8 @@ LEGEND = (
     "read bandwidth for one query, on as many threads; target: what that fraction is to be. Two "
     "threads are to be 1.85 times one. flash and math are PyTorch's backends, flex is compiled "
     "FlexAttention. Useful work: of the matrix products (two forward, five backward) for each pair "
-    "of a query and a key that it sees."
+    "of a query and a key that it sees. Of reading: of the read bandwidth; compiled: PyTorch's "
+    "operators under torch.compile."
 )
 
 
