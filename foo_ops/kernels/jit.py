@@ -13,10 +13,8 @@ there is no address of another process in it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import gc
 import hashlib
 import importlib
 import importlib.metadata
@@ -25,15 +23,18 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import llvmlite
-import llvmlite.binding as llvm
-
+from foo_ops.kernels.garbage import without_garbage_collection
 from foo_ops.kernels.sources import SOURCES, Source
-from foo_ops.kernels.target import multiplies_pairs, target, vector_bits
+
+with without_garbage_collection():
+    import llvmlite
+    import llvmlite.binding as llvm
+
+    from foo_ops.kernels.target import multiplies_pairs, target, vector_bits
 
 logger = logging.getLogger("foo_ops")
 
@@ -180,7 +181,7 @@ def _write(path: Path, code: bytes) -> None:
 
 def compile_kernel(build: Callable[[], Kernel]) -> bytes:
     """Object code of the kernel that ``build`` makes, with the C function ``ENTRY``."""
-    with _without_garbage_collection():
+    with without_garbage_collection():
         from numba.core.compiler_lock import global_compiler_lock
 
         from foo_ops.kernels.numba_target import compile_module
@@ -189,18 +190,6 @@ def compile_kernel(build: Callable[[], Kernel]) -> bytes:
             kernel = build()
             module = compile_module(kernel.function, kernel.argument_types, ENTRY)
             return _emit(module, kernel.vectorizes)
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """A compiler makes many objects that live on; to look through them is a fifth of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
