@@ -93,6 +93,16 @@ def add_rms_norm(
 # ---------------------------------------------------------------------------------------- kernels
 
 
+def write_normalised(x: Any, squares: Any, size: Any, weight: Any, eps: Any, y: Any) -> None:
+    """A row over its root mean square, from the sum of its squares."""
+    scale = language.cast(1.0 / math.sqrt(squares / size + eps), squares)
+    for i in range(size):
+        value = x[i] * scale
+        if weight is not None:
+            value = value * weight.data[i]
+        y[i] = value
+
+
 @library.tile_kernel(contiguous_rows=True)
 def forward_kernel(input: Any, weight: Any, eps: Any, output: Any, rows: Any) -> None:
     size = input.shape[-1]
@@ -101,12 +111,7 @@ def forward_kernel(input: Any, weight: Any, eps: Any, output: Any, rows: Any) ->
         total = language.zero(input)
         for i in range(size):
             total = language.accumulate(total, x[i] * x[i])
-        scale = language.cast(1.0 / math.sqrt(total / size + eps), input)
-        for i in range(size):
-            value = x[i] * scale
-            if weight is not None:
-                value = value * weight.data[i]
-            y[i] = value
+        write_normalised(x, total, size, weight, eps, y)
 
 
 @library.tile_kernel(contiguous_rows=True)
@@ -121,12 +126,7 @@ def add_kernel(
             s[i] = x[i] + r[i]
             # What is normalised is the sum as it was rounded.
             total = language.accumulate(total, s[i] * s[i])
-        scale = language.cast(1.0 / math.sqrt(total / size + eps), input)
-        for i in range(size):
-            value = s[i] * scale
-            if weight is not None:
-                value = value * weight.data[i]
-            y[i] = value
+        write_normalised(s, total, size, weight, eps, y)
 
 
 def parts_of(
