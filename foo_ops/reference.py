@@ -62,15 +62,15 @@ def rotary_embedding(
 
 def softmax_cross_entropy(
     logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = -100
-) -> tuple[Tensor, Tensor]:
-    """Each row's loss, and the logarithm of the softmax's denominator."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's loss, the logarithm of the softmax's denominator, and the mean of the losses."""
     logsumexp = logits.logsumexp(-1)
     is_ignored = target == ignore_index
     chosen = logits.gather(-1, target.masked_fill(is_ignored, 0).unsqueeze(-1)).squeeze(-1)
     loss = (1 - label_smoothing) * (logsumexp - chosen)
     if label_smoothing:
         loss = loss + label_smoothing * (logsumexp - logits.mean(-1))
-    return loss.masked_fill(is_ignored, 0), logsumexp
+    return loss.masked_fill(is_ignored, 0), logsumexp, loss[~is_ignored].mean()
 
 
 def attention(

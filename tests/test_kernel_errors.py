@@ -130,7 +130,7 @@ def of_bits(input, output, rows):
 
 def test_dtype_that_a_tile_kernel_does_not_fit():
     """It names all dtypes, and works for those that it fits."""
-    call, name = operator(library.tile_kernel(of_bits, tiles=lambda input, output: input.size))
+    call, name = operator(library.tile_kernel(of_bits, tiles=lambda input: input.size))
     assert call(torch.arange(6)).tolist() == [0, 1, 2, 3, 0, 1]
     place = f"{line(of_bits, 2)}: output.data[row] = input.data[row] & 3"
     message = (
@@ -217,8 +217,8 @@ def test_wrong_number_of_arguments():
         ),
         (
             library.tile_kernel(of_bits, tiles=two_values),
-            "tiles must take the kernel's 2 arguments without the range, and two_values "
-            f"({line(two_values, 0)}) takes 1",
+            "tiles must take arguments that the kernel has (input, output), and two_values "
+            f"({line(two_values, 0)}) takes x",
         ),
     ):
         name = f"foo_wrong::f{next(serial)}"

@@ -1,6 +1,7 @@
 """Tile kernels: a function over arrays becomes an operator."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def operators():
     library.register_kernel(
         "foo_tile::columns",
         DEVICES,
-        library.tile_kernel(columns, tiles=lambda input, sums, largest: input.shape[1]),
+        library.tile_kernel(columns, tiles=lambda input: input.shape[1]),
     )
     library.define(
         "foo_tile::add_scalars_",
@@ -346,7 +347,7 @@ def picked(input, index, output, rows):
         output.data[row] = input.data[index.data[row]]
 
 
-def picked_in_range(input, index, output):
+def picked_in_range(index, input):
     for row in range(index.size):
         if index.data[row] < 0 or index.data[row] >= input.size:
             return False
@@ -365,7 +366,7 @@ def define_picked(name, refuse):
     library.register_fake(f"foo_tile::{name}", lambda input, index: input.new_empty(index.shape))
     kernel = library.tile_kernel(
         picked,
-        tiles=lambda input, index, output: index.size,
+        tiles=lambda index: index.size,
         check=picked_in_range,
         refuse=refuse,
     )
@@ -400,8 +401,53 @@ def test_check_and_refuse_come_together():
             library.tile_kernel(picked, **options)
 
 
-def test_check_takes_what_the_kernel_takes():
-    library.define("foo_tile::wrong_check", "(Tensor input, Tensor index) -> Tensor")
-    kernel = library.tile_kernel(picked, check=lambda input: True, refuse=refuse_picked(ValueError))
-    with pytest.raises(TypeError, match="check must take the kernel's 3 arguments without the ran"):
-        library.register_kernel("foo_tile::wrong_check", "cpu", kernel)
+@pytest.mark.parametrize("name", ["tiles", "finish", "check", "refuse"])
+def test_other_functions_take_what_the_kernel_takes(name):
+    library.define(f"foo_tile::wrong_{name}", "(Tensor input, Tensor index) -> Tensor")
+    options = {"check": picked_in_range, "refuse": refuse_picked(ValueError)}
+    options[name] = lambda index, rows: True
+    kernel = library.tile_kernel(picked, **options)
+    arguments = "input, index" if name == "refuse" else "input, index, output"
+    message = f"foo_tile::wrong_{name}: {name} must take arguments that the kernel has ({arguments}"
+    with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\), and .* takes rows\Z"):
+        library.register_kernel(f"foo_tile::wrong_{name}", "cpu", kernel)
+
+
+# What is made of all tiles.
+
+
+def row_sums(input, sums, total, rows):
+    for row in rows:
+        sums.data[row] = language.zero(sums)
+        for i in range(input.shape[-1]):
+            sums.data[row] += input.row(row)[i]
+
+
+def sum_of_sums(total, sums):
+    total.data[0] = language.zero(total)
+    for row in range(sums.size):
+        total.data[0] += sums.data[row]
+
+
+@pytest.fixture(scope="module")
+def sums_and_total():
+    library.define("foo_tile::sums_and_total", "(Tensor input) -> (Tensor sums, Tensor total)")
+
+    @library.register_fake("foo_tile::sums_and_total")
+    def fake(input):
+        sums = input.new_empty(input.shape[:-1])
+        return sums, sums.new_empty(())
+
+    kernel = library.tile_kernel(row_sums, finish=sum_of_sums)
+    library.register_kernel("foo_tile::sums_and_total", DEVICES, kernel)
+    return torch.ops.foo_tile.sums_and_total.default
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 3), (0, 3), (3, 0), (2000, 50)], ids=str)
+def test_finish_comes_after_all_tiles(sums_and_total, shape, device):
+    input = torch.randint(-9, 9, shape).double()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        sums, total = sums_and_total(input.to(device))
+        assert torch.equal(sums.cpu(), input.sum(-1))
+        assert total.item() == input.sum()

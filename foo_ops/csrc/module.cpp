@@ -84,7 +84,8 @@ class Registration {
 };
 
 foo::Parameter make_parameter(std::string name, const std::string& kind, bool is_optional,
-                              const std::string& role) {
+                              const std::string& role, std::vector<at::ScalarType> own_types,
+                              std::string own_types_in_words) {
   using Kind = foo::Parameter::Kind;
   using Role = foo::Parameter::Role;
   static const std::map<std::string, Kind> kinds = {{"tensor", Kind::kTensor},
@@ -93,7 +94,8 @@ foo::Parameter make_parameter(std::string name, const std::string& kind, bool is
                                                     {"bool", Kind::kBool}};
   static const std::map<std::string, Role> roles = {
       {"read", Role::kRead}, {"in place", Role::kInPlace}, {"out", Role::kOut}};
-  return {std::move(name), kinds.at(kind), is_optional, roles.at(role)};
+  return {std::move(name), kinds.at(kind),       is_optional,
+          roles.at(role),  std::move(own_types), std::move(own_types_in_words)};
 }
 
 // A Python exception must not pass through the dispatcher, which may run without Python.
@@ -128,7 +130,10 @@ void bind_kernels(py::module_& module) {
   using foo::Elementwise;
   using foo::Parameter;
   py::class_<Registration>(module, "Registration").def("destroy", &Registration::destroy);
-  py::class_<Parameter>(module, "Parameter").def(py::init(&make_parameter));
+  py::class_<Parameter>(module, "Parameter")
+      .def(py::init(&make_parameter), py::arg("name"), py::arg("kind"), py::arg("is_optional"),
+           py::arg("role"), py::arg("own_types") = std::vector<at::ScalarType>(),
+           py::arg("own_types_in_words") = "");
   py::class_<Elementwise, std::shared_ptr<Elementwise>>(module, "Elementwise")
       .def(py::init<const std::string&, const std::string&, std::vector<Parameter>,
                     foo::ResultTypes, std::string>(),
@@ -136,21 +141,22 @@ void bind_kernels(py::module_& module) {
            py::arg("result_types"), py::arg("input_types"))
       .def("result_types",
            torch::wrap_pybind_function([](const Elementwise& elementwise,
-                                          const std::vector<at::Tensor>& inputs,
-                                          const std::vector<at::Tensor>& outputs) {
-             return elementwise.result_types(inputs, outputs);
+                                          const std::vector<std::optional<at::Tensor>>& arguments) {
+             const std::vector<c10::IValue> values(arguments.begin(), arguments.end());
+             return elementwise.types_of(values).results;
            }),
-           py::arg("inputs"), py::arg("outputs"))
+           py::arg("arguments"))
       .def("register_for", [](Elementwise& elementwise, const std::string& key) {
         return Registration(elementwise.register_for(c10::parseDispatchKey(key)));
       });
-  module.def("register_tile", [](const std::string& operator_name, const std::string& key,
-                                 const std::string& kernel, std::vector<Parameter> parameters,
-                                 bool contiguous_rows, bool repeats_written, py::object refuse) {
-    return Registration(
-        foo::register_tile(operator_name, c10::parseDispatchKey(key), kernel, std::move(parameters),
-                           {contiguous_rows, repeats_written, refusal(std::move(refuse))}));
-  });
+  module.def("register_tile",
+             [](const std::string& operator_name, const std::string& key, const std::string& kernel,
+                std::vector<Parameter> parameters, bool contiguous_rows, bool repeats_written,
+                bool finishes, py::object refuse) {
+               return Registration(foo::register_tile(
+                   operator_name, c10::parseDispatchKey(key), kernel, std::move(parameters),
+                   {contiguous_rows, repeats_written, finishes, refusal(std::move(refuse))}));
+             });
   module.def("count_versions", [](const std::string& operator_name) {
     return Registration(foo::count_versions(operator_name));
   });

@@ -37,9 +37,10 @@ def elementwise(
     """Kernel that applies a scalar function to every element.
 
     Args:
-        signature: the inputs' common dtype, then "none" or "given" for each optional argument.
-        kinds: "tensor", "float", "int" or "bool" for each argument of the function, with "?" after
-            it where it is optional.
+        signature: the inputs' common dtype, then the dtype of each tensor that has its own, and
+            "none" or "given" for each other argument that is optional.
+        kinds: "tensor", "own" for a tensor that has its own dtype, "float", "int" or "bool" for
+            each argument of the function, with "?" after it where it is optional.
         variants: for each common dtype which of the functions it is, as what dtype elements are
             read, and as what those of each output are written.
         functions: each takes one scalar for each argument and returns one for each output, in the
@@ -51,7 +52,7 @@ def elementwise(
     scalar = functions[position]
     arguments = _arguments(kinds, given, input_dtype)
     outputs = len(output_dtypes)
-    dtypes = (*output_dtypes, *(input_dtype,) * sum(a.is_input for a in arguments))
+    dtypes = (*output_dtypes, *(a.dtype for a in arguments if a.dtype is not None))
     inputs = len(dtypes) - outputs
     outputs_at = _pointers_at(dtypes, range(outputs))
     inputs_at = _pointers_at(dtypes, range(outputs, len(dtypes)))
@@ -101,31 +102,36 @@ class _Argument:
     type: types.Type
     # Among the inputs or the numbers of the call, of which missing ones have a place as well.
     position: int
-    is_input: bool = False
+    # Of an input.
+    dtype: str | None = None
 
 
-def _arguments(kinds: tuple[str, ...], given: list[str], dtype: str) -> list[_Argument]:
-    compute = ELEMENTS[dtype].compute
-    floating = compute if isinstance(compute, types.Float) else types.float64
+def _arguments(kinds: tuple[str, ...], codes: list[str], common: str) -> list[_Argument]:
+    """Of a call whose signature goes on with these codes."""
+    compute = ELEMENTS[common].compute
+    numbers_types = {"float": compute if isinstance(compute, types.Float) else types.float64}
+    numbers_types |= SCALARS
     inputs = numbers = 0
-    arguments, given = [], list(given)
+    arguments, rest = [], iter(codes)
     for kind in kinds:
         plain = kind.removesuffix("?")
-        is_missing = plain != kind and given.pop(0) == "none"
-        if is_missing:
+        code = next(rest) if plain == "own" or plain != kind else "given"
+        is_tensor = plain in ("own", "tensor")
+        if code == "none":
             arguments.append(_Argument(types.none, 0))
-        elif plain == "tensor":
-            arguments.append(_Argument(compute, inputs, is_input=True))
+        elif is_tensor:
+            dtype = code if plain == "own" else common
+            arguments.append(_Argument(ELEMENTS[dtype].compute, inputs, dtype))
         else:
-            arguments.append(_Argument(SCALARS.get(plain, floating), numbers))
-        inputs += plain == "tensor" and not is_missing
-        numbers += plain != "tensor"
+            arguments.append(_Argument(numbers_types[plain], numbers))
+        inputs += is_tensor and code != "none"
+        numbers += not is_tensor
     return arguments
 
 
 def _scalars_at(arguments: list[_Argument]) -> Callable:
     """The function that gives a tuple with the numbers of a call."""
-    scalars = [a for a in arguments if not a.is_input and a.type != types.none]
+    scalars = [a for a in arguments if a.dtype is None and a.type != types.none]
     values_type = types.Tuple([a.type for a in scalars])
 
     @intrinsic
@@ -162,7 +168,7 @@ def _arguments_of(arguments: list[_Argument]) -> Callable:
             values = []
             scalars = iter(range(len(signature.args[1])))
             for argument in arguments:
-                if argument.is_input:
+                if argument.dtype is not None:
                     pointer = builder.extract_value(args[0], argument.position)
                     address = builder.gep(pointer, [args[2]])
                     dtype = signature.args[0][argument.position].dtype

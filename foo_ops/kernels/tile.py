@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -29,7 +29,7 @@ def tile(
     signature: str,
     kinds: tuple[str, ...],
     contiguous_rows: bool,
-    names: tuple[str, ...],
+    taken: Mapping[str, tuple[int, ...]],
     function: Callable,
     *others: Callable,
 ) -> Kernel:
@@ -40,37 +40,47 @@ def tile(
         kinds: "tensor" or one of `SCALARS` for each argument, with "?" after it where it is
             optional.
         contiguous_rows: the elements of a row are adjacent.
-        names: what the other functions are.
+        taken: for each of the other functions what it is, and the arguments that it takes.
         function: ``function(*arguments, tiles)``.
-        others: "tiles" of the arguments is the number of tiles, by default that of the rows of the
-            first tensor; "check" tells whether there may be any.
+        others: "tiles" gives the number of tiles, by default that of the rows of the first tensor;
+            "check" tells whether there may be any; "finish" is called when all are done.
     """
-    named = dict(zip(names, others))
-    tiles = named["tiles"] if "tiles" in named else _rows_of(kinds.index("tensor"))
-    check = named.get("check", _always)
-    arguments_at = _arguments_at(_argument_types(signature, kinds, contiguous_rows))
+    argument_types = _argument_types(signature, kinds, contiguous_rows)
+    arguments_at = _arguments_at(argument_types, range(len(kinds)))
+
+    def called(name: str, default: Callable, *default_taken: int) -> Callable:
+        given = dict(zip(taken, others)).get(name, default)
+        picked_at = _arguments_at(argument_types, taken.get(name, default_taken))
+
+        @njit
+        def call(arguments):
+            return given(*picked_at(arguments))
+
+        return call
+
+    tiles = called("tiles", _rows, *[kinds.index("tensor")] if "tensor" in kinds else [])
+    check = called("check", _always)
+    finish = called("finish", _always)
 
     def loop(arguments, count, begin, end):
-        values = arguments_at(arguments)
         if begin == end:
-            count[0] = tiles(*values) if check(*values) else -1
+            count[0] = tiles(arguments) if check(arguments) else -1
+        elif begin > end:
+            finish(arguments)
         else:
-            function(*values, range(begin, end))
+            function(*arguments_at(arguments), range(begin, end))
 
     return Kernel(loop, ARGUMENT_TYPES, vectorizes=True)
 
 
 @njit
-def _always(*arguments):
+def _always():
     return True
 
 
-def _rows_of(position: int) -> Callable:
-    @njit
-    def rows(*arguments):
-        return arguments[position].rows
-
-    return rows
+@njit
+def _rows(view):
+    return view.rows
 
 
 def _argument_types(
@@ -93,15 +103,15 @@ def _argument_type(kind: str, codes: Any, contiguous_rows: bool) -> types.Type:
     return View(code, contiguous_rows)
 
 
-def _arguments_at(argument_types: tuple[types.Type, ...]) -> Callable:
-    """The function that gives a tuple with each argument's value."""
-    values_type = types.Tuple(argument_types)
+def _arguments_at(argument_types: Sequence[types.Type], positions: Sequence[int]) -> Callable:
+    """The function that gives a tuple with the values of some arguments."""
+    values_type = types.Tuple([argument_types[position] for position in positions])
 
     @intrinsic
     def arguments_at(typing_context, numbers):
         def generate(context, builder, signature, args):
             values = []
-            for position, type_ in enumerate(argument_types):
+            for position, type_ in zip(positions, values_type):
                 bits = builder.load(builder.gep(args[0], [INT64(position)]))
                 values.append(_value(context, builder, type_, bits))
             return context.make_tuple(builder, values_type, values)

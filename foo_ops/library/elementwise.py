@@ -17,7 +17,7 @@ from foo_ops.library.kernels import (
     NumbaKernel,
     add_source,
     count_parameters,
-    cpp_parameters,
+    cpp_parameter,
     describe,
     kinds_of,
 )
@@ -67,6 +67,7 @@ class ElementwiseKernel(NumbaKernel):
     function: Callable[..., Any]
     variants: Mapping[torch.dtype, _Variant]
     backward: Backward | None = None
+    own_dtypes: Mapping[str, tuple[torch.dtype, ...]] = dataclasses.field(default_factory=dict)
 
     def overload(
         self,
@@ -92,7 +93,7 @@ class ElementwiseKernel(NumbaKernel):
         elementwise = _C.Elementwise(
             operator.name(),
             self._add_source(operator, parameters, types),
-            cpp_parameters(parameters),
+            [self._cpp_parameter(parameter) for parameter in parameters],
             {dtype: list(results) for dtype, results in types.items()},
             in_words(self.variants),
         )
@@ -108,6 +109,10 @@ class ElementwiseKernel(NumbaKernel):
         if self.backward is not None and not operator._schema.is_mutable:
             _register_backward(self, operator, keys, lib)
 
+    def _cpp_parameter(self, parameter: Parameter) -> Any:
+        own = self.own_dtypes.get(parameter.name)
+        return cpp_parameter(parameter, *((list(own), in_words(own)) if own else ()))
+
     def _add_source(
         self,
         operator: torch._ops.OpOverload,
@@ -120,7 +125,11 @@ class ElementwiseKernel(NumbaKernel):
             storage = _bits if variant.on_bits else _name
             position = functions.index(variant.function)
             variants[_name(dtype)] = (position, storage(dtype), tuple(map(storage, types[dtype])))
-        kinds = kinds_of([p for p in parameters if p.role != "out"])
+        inputs = [p for p in parameters if p.role != "out"]
+        kinds = tuple(
+            kind.replace("tensor", "own") if p.name in self.own_dtypes else kind
+            for p, kind in zip(inputs, kinds_of(inputs))
+        )
         return add_source(operator, functions, "elementwise.elementwise", kinds, variants)
 
 
@@ -141,6 +150,7 @@ def elementwise_kernel(
     result_type: ResultType = ...,
     on_bits: bool = ...,
     backward: Backward | None = ...,
+    own_dtypes: Mapping[str, Dtypes] | None = ...,
 ) -> ElementwiseKernel: ...
 
 
@@ -153,6 +163,7 @@ def elementwise_kernel(
     result_type: ResultType = ...,
     on_bits: bool = ...,
     backward: Backward | None = ...,
+    own_dtypes: Mapping[str, Dtypes] | None = ...,
 ) -> Callable[[Callable[..., Any]], ElementwiseKernel]: ...
 
 
@@ -164,6 +175,7 @@ def elementwise_kernel(
     result_type: ResultType = None,
     on_bits: bool = False,
     backward: Backward | None = None,
+    own_dtypes: Mapping[str, Dtypes] | None = None,
 ) -> Any:
     """Make a kernel of a function of scalars, for `register_kernel`.
 
@@ -189,6 +201,9 @@ def elementwise_kernel(
             have none, such as a mask, is not looked at. For second derivatives give an
             ``elementwise_kernel(function, backward=...)`` instead of a function, whose
             ``backward(*gradients, *arguments)`` gets what this one gives and takes, and so on.
+        own_dtypes: of tensors that are not promoted with the others, by the names that the schema
+            gives them, the dtypes that they may have: ``{"mask": (torch.bool,)}``. The function
+            gets their elements as what they are, and the common dtype does not depend on them.
 
     Example:
         >>> @foo_ops.library.elementwise_kernel(backward=lambda grad, x: 2 * x * grad)
@@ -198,7 +213,8 @@ def elementwise_kernel(
 
     def make(function: Callable[..., Any]) -> ElementwiseKernel:
         variants = _variants(function, dtypes, result_type, on_bits)
-        return ElementwiseKernel(function, variants, backward)
+        own = {name: tuple(taken) for name, taken in (own_dtypes or {}).items()}
+        return ElementwiseKernel(function, variants, backward, own)
 
     return make if function is None else make(function)
 
@@ -239,8 +255,15 @@ def _check(
     operator: torch._ops.OpOverload, parameters: Sequence[Parameter], kernel: ElementwiseKernel
 ) -> None:
     inputs = [p for p in parameters if p.role != "out"]
-    if not any(p.is_tensor and not p.is_optional for p in inputs):
+    own = kernel.own_dtypes.keys()
+    if not any(p.is_tensor and not p.is_optional and p.name not in own for p in inputs):
         raise TypeError(f"{operator.name()}: an elementwise kernel needs a tensor")
+    read = [p.name for p in parameters if p.is_tensor and p.role == "read"]
+    for name in own - set(read):
+        raise TypeError(
+            f"{operator.name()}: own_dtypes must name tensors that are read ({', '.join(read)}), "
+            f"got {name}"
+        )
     for variant in kernel.variants.values():
         taken = count_parameters(variant.function)
         if taken != len(inputs):
@@ -271,10 +294,11 @@ def _fake(
 ) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
         given = {p.name: argument for p, argument in zip(parameters, args)} | kwargs
-        tensors = [(p, given.get(p.name)) for p in parameters if p.is_tensor]
-        inputs = [tensor for p, tensor in tensors if tensor is not None and p.role != "out"]
-        outputs = [tensor for p, tensor in tensors if tensor is not None and p.role != "read"]
-        types = elementwise.result_types(inputs, outputs)
+        tensors = [given.get(p.name) if p.is_tensor else None for p in parameters]
+        there = [(p, tensor) for p, tensor in zip(parameters, tensors) if tensor is not None]
+        inputs = [tensor for p, tensor in there if p.role != "out"]
+        outputs = [tensor for p, tensor in there if p.role != "read"]
+        types = elementwise.result_types(tensors)
         if outputs:
             results = [_written(output, inputs) for output in outputs]
         else:
@@ -358,7 +382,8 @@ def _register_backward(
 def _derivative(kernel: ElementwiseKernel, operator: torch._ops.OpOverload) -> ElementwiseKernel:
     """Of ``f_backward``, whose arguments are those of ``f`` and its results' gradients."""
     if isinstance(kernel.backward, ElementwiseKernel):
-        return kernel.backward
+        own = {**kernel.own_dtypes, **kernel.backward.own_dtypes}
+        return dataclasses.replace(kernel.backward, own_dtypes=own)
     assert kernel.backward is not None
     count = len(operator._schema.returns)
     dtypes = {
@@ -366,7 +391,7 @@ def _derivative(kernel: ElementwiseKernel, operator: torch._ops.OpOverload) -> E
         for dtype, variant in kernel.variants.items()
     }
     differentiable = [dtype for dtype in FLOATING + COMPLEX if dtype in dtypes]
-    return elementwise_kernel(kernel.backward, dtypes=differentiable)
+    return elementwise_kernel(kernel.backward, dtypes=differentiable, own_dtypes=kernel.own_dtypes)
 
 
 def _define_backward(

@@ -174,8 +174,9 @@ def add_source(
     return kernel
 
 
-def cpp_parameters(parameters: Sequence[Parameter]) -> list[Any]:
-    return [_C.Parameter(p.name, p.kind, p.is_optional, p.role) for p in parameters]
+def cpp_parameter(parameter: Parameter, *own_dtypes: Any) -> Any:
+    p = parameter
+    return _C.Parameter(p.name, p.kind, p.is_optional, p.role, *own_dtypes)
 
 
 def kinds_of(parameters: Sequence[Parameter]) -> tuple[str, ...]:

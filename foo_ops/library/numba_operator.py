@@ -74,7 +74,8 @@ def numba_op(
     ``name.out``, with kernels, fake kernels and gradients; see `elementwise_kernel`.
 
     - An argument without a default is a tensor; ``float``, ``int``, ``bool`` or ``complex`` says of
-      which numbers. The widest of these decides which dtypes are taken.
+      which numbers. Those of the widest kind are promoted to a common dtype, which is that of the
+      result, too; others keep their own: of ``(mask: bool, x: float)`` mask is a bool.
     - An argument with a default is a number: a keyword of the operator, of type float, int or bool,
       or optional (``float | None``).
     - What is returned is annotated alike; ``bool`` gives torch.bool, ``tuple[float, bool]`` two
@@ -109,6 +110,7 @@ def numba_op(
             dtypes=operator.dtypes if dtypes is None else dtypes,
             result_type=[operator.result_type(result) for result in operator.results],
             backward=backward,
+            own_dtypes=operator.own_dtypes,
         )
         for qualified, schema, tags in operator.schemas():
             _define(qualified, schema, tags, lib)
@@ -144,6 +146,12 @@ class _Operator:
             raise self._error("needs an argument without a default, which is a tensor")
         self._widest = max((self._element(name) for name in self._tensors), key=_ORDER.index)
         self.dtypes = _DTYPES[self._widest]
+        elements = {name: self._element(name) for name in self._tensors}
+        self.own_dtypes = {
+            name: _DTYPES[element]
+            for name, element in elements.items()
+            if element is not self._widest
+        }
         self.results = self._results()
 
     def _error(self, message: str) -> TypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -15,7 +16,7 @@ from foo_ops.library.kernels import (
     NumbaKernel,
     add_source,
     count_parameters,
-    cpp_parameters,
+    cpp_parameter,
     describe,
     kinds_of,
 )
@@ -29,6 +30,7 @@ class TileKernel(NumbaKernel):
     function: Callable[..., Any]
     tiles: Callable[..., int] | None
     contiguous_rows: bool
+    finish: Callable[..., None] | None
     check: Callable[..., bool] | None
     refuse: Callable[..., None] | None
 
@@ -36,33 +38,60 @@ class TileKernel(NumbaKernel):
         self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
     ) -> Launcher:
         results = _results(self.function, operator, parameters)
-        optional = {"tiles": self.tiles, "check": self.check}
+        optional = {"tiles": self.tiles, "check": self.check, "finish": self.finish}
         others = {name: function for name, function in optional.items() if function is not None}
-        for name, function in others.items():
-            _check_parameters(name, function, operator, len(parameters) + results)
+        taken = {name: self._taken(name, operator, function) for name, function in others.items()}
         if self.tiles is None and not any(p.is_tensor and not p.is_optional for p in parameters):
             raise TypeError(
                 f"{operator.name()}: without a tensor that is always there, tile_kernel must be "
                 "given the number of tiles, tiles=..."
             )
         kinds = kinds_of(parameters) + ("tensor",) * results
-        options = (kinds, self.contiguous_rows, tuple(others))
+        options = (kinds, self.contiguous_rows, taken)
         functions = (self.function, *others.values())
         kernel = add_source(operator, functions, "tile.tile", *options)
         is_repeated = results > 0 and not _fresh(operator)
+        refuse = self._refusal(operator, len(parameters))
 
         def register_for(key: str) -> Any:
             return _C.register_tile(
                 operator.name(),
                 key,
                 kernel,
-                cpp_parameters(parameters),
+                [cpp_parameter(parameter) for parameter in parameters],
                 self.contiguous_rows,
                 is_repeated,
-                self.refuse,
+                self.finish is not None,
+                refuse,
             )
 
         return Launcher(register_for, _fake_of_out(operator, parameters))
+
+    def _refusal(self, operator: torch._ops.OpOverload, count: int) -> Callable[..., None] | None:
+        """What is called with all arguments of the operator; results it does not get."""
+        refuse = self.refuse
+        if refuse is None:
+            return None
+        taken = self._taken("refuse", operator, refuse, count)
+        return lambda *arguments: refuse(*(arguments[position] for position in taken))
+
+    def _taken(
+        self,
+        name: str,
+        operator: torch._ops.OpOverload,
+        function: Callable[..., Any],
+        count: int | None = None,
+    ) -> tuple[int, ...]:
+        """Which of the kernel's arguments, or of the first of them, another function names."""
+        *arguments, _ = inspect.signature(self.function).parameters
+        arguments = arguments[:count]
+        for parameter in inspect.signature(function).parameters:
+            if parameter not in arguments:
+                raise TypeError(
+                    f"{operator.name()}: {name} must take arguments that the kernel has "
+                    f"({', '.join(arguments)}), and {describe(function)} takes {parameter}"
+                )
+        return tuple(map(arguments.index, inspect.signature(function).parameters))
 
 
 @overload
@@ -72,6 +101,7 @@ def tile_kernel(
     *,
     tiles: Callable[..., int] | None = None,
     contiguous_rows: bool = False,
+    finish: Callable[..., None] | None = None,
     check: Callable[..., bool] | None = None,
     refuse: Callable[..., None] | None = None,
 ) -> TileKernel: ...
@@ -84,6 +114,7 @@ def tile_kernel(
     *,
     tiles: Callable[..., int] | None = None,
     contiguous_rows: bool = False,
+    finish: Callable[..., None] | None = None,
     check: Callable[..., bool] | None = None,
     refuse: Callable[..., None] | None = None,
 ) -> Callable[[Callable[..., Any]], TileKernel]: ...
@@ -95,6 +126,7 @@ def tile_kernel(
     *,
     tiles: Callable[..., int] | None = None,
     contiguous_rows: bool = False,
+    finish: Callable[..., None] | None = None,
     check: Callable[..., bool] | None = None,
     refuse: Callable[..., None] | None = None,
 ) -> Any:
@@ -122,16 +154,21 @@ def tile_kernel(
 
     Args:
         function: the function; without it this is a decorator.
-        tiles: ``tiles(*arguments, *results)``, compiled as well, gives the number of tiles. By
-            default it is the number of rows of the first tensor: of all its dimensions but the
-            last, multiplied.
+        tiles: gives the number of tiles. By default it is the number of rows of the first tensor:
+            of all its dimensions but the last, multiplied.
         contiguous_rows: give the function copies of those tensors whose last dimension has another
             stride than 1, so that a row is adjacent elements: loops over it are vectorised best.
             Without it a row has the stride that its tensor has.
-        check: ``check(*arguments, *results)``, compiled as well, tells before anything is written
-            whether what the tensors contain can be used, such as indices.
-        refuse: ``refuse(*arguments)``, a Python function, which is called where it cannot, and
-            raises what is wrong: a ValueError, an IndexError, a TypeError or a RuntimeError.
+        finish: is called once when all tiles are done, on one thread, also where there are none:
+            for what is made of all tiles, such as a mean.
+        check: tells before anything is written whether what the tensors contain can be used, such
+            as indices.
+        refuse: a Python function, which is called where it cannot, and raises what is wrong: a
+            ValueError, an IndexError, a TypeError or a RuntimeError.
+
+    ``tiles``, ``finish`` and ``check`` are compiled as well. Each gets those of the function's
+    arguments that it names, as in ``tiles=lambda output: output.size``. ``refuse`` does, too, but
+    for the results.
 
     Example:
         >>> foo_ops.library.define("mylib::row_sum", "(Tensor input) -> Tensor")
@@ -151,7 +188,7 @@ def tile_kernel(
     def make(function: Callable[..., Any]) -> TileKernel:
         if (check is None) != (refuse is None):
             raise TypeError("tile_kernel must be given both check and refuse, or neither")
-        return TileKernel(function, tiles, contiguous_rows, check, refuse)
+        return TileKernel(function, tiles, contiguous_rows, finish, check, refuse)
 
     return make if function is None else make(function)
 
@@ -177,17 +214,6 @@ def _results(
         f"{operator.name()}: its kernel must take {len(parameters) + fresh + 1} arguments "
         f"({arguments}), and {describe(function)} takes {taken + 1}"
     )
-
-
-def _check_parameters(
-    name: str, function: Callable[..., Any], operator: torch._ops.OpOverload, count: int
-) -> None:
-    taken = count_parameters(function)
-    if taken != count:
-        raise TypeError(
-            f"{operator.name()}: {name} must take the kernel's {count} arguments without the "
-            f"range, and {describe(function)} takes {taken}"
-        )
 
 
 def _fake_of_out(

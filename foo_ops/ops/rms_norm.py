@@ -129,14 +129,13 @@ def add_kernel(
         write_normalised(s, total, size, weight, eps, y)
 
 
-def parts_of(
-    grad_output: Any, input: Any, weight: Any, grad_sum: Any, eps: Any, grad_input: Any, parts: Any
-) -> int:
-    # Also where there is no weight, and parts have no columns.
-    return parts.shape[0]
+def count_parts(grad_weight_parts: Any) -> int:
+    # Also where there is no weight, and they have no columns.
+    count: int = grad_weight_parts.shape[0]
+    return count
 
 
-@library.tile_kernel(tiles=parts_of, contiguous_rows=True)
+@library.tile_kernel(tiles=count_parts, contiguous_rows=True)
 def backward_kernel(
     grad_output: Any,
     input: Any,

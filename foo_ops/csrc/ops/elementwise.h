@@ -17,19 +17,23 @@ namespace foo {
 // For each dtype that the inputs may have, once promoted to a common one, that of each result.
 using ResultTypes = std::map<at::ScalarType, std::vector<at::ScalarType>>;
 
-// An operator and its elementwise kernel. Tensors are broadcast and promoted to their common dtype,
-// floating-point and other numbers are handed to the kernel as they are. Results are allocated, or
-// written to the arguments that the schema writes to.
+// An operator and its elementwise kernel. Tensors are broadcast, and promoted to their common dtype
+// unless they have a dtype of their own; numbers are handed to the kernel as they are. Results are
+// allocated, or written to the arguments that the schema writes to.
 class Elementwise : public std::enable_shared_from_this<Elementwise> {
  public:
   // `input_types` names the dtypes that are taken, for the message that refuses others.
   Elementwise(const std::string& operator_name, const std::string& kernel,
               std::vector<Parameter> parameters, ResultTypes result_types, std::string input_types);
 
-  // The dtypes of the results, or the error that the launcher raises for these tensors. `outputs`
-  // are those that the schema writes to.
-  const std::vector<at::ScalarType>& result_types(at::TensorList inputs,
-                                                  at::TensorList outputs) const;
+  struct Types {
+    at::ScalarType common;
+    const std::vector<at::ScalarType>& results;
+  };
+
+  // The dtypes of a call, or the error that the launcher raises for these tensors. Numbers are not
+  // looked at.
+  Types types_of(c10::ArrayRef<c10::IValue> arguments) const;
 
   // On a dispatch key, CPU or PrivateUse1.
   c10::RegistrationHandleRAII register_for(c10::DispatchKey key);
@@ -38,15 +42,17 @@ class Elementwise : public std::enable_shared_from_this<Elementwise> {
   void launch(torch::jit::Stack& stack);
 
  private:
+  at::ScalarType common_type(c10::ArrayRef<c10::IValue> arguments) const;
+
   std::string operator_name_;
   std::string name_;
   Kernel kernel_;
   std::vector<Parameter> parameters_;
   ResultTypes result_types_;
   std::string input_types_;
-  // "gate and up", for messages.
-  std::string input_names_;
-  std::vector<std::string> written_names_;
+  // How many arguments are promoted to the common dtype, and "gate and up", for messages.
+  size_t promoted_ = 0;
+  std::string promoted_names_;
   size_t returns_;
 };
 

@@ -21,6 +21,10 @@ struct Parameter {
   Kind kind;
   bool is_optional;
   Role role = Role::kRead;
+  // Of a tensor that an elementwise kernel reads in its own dtype, not in the common one: those
+  // that it may have, and what messages call them.
+  std::vector<at::ScalarType> own_types = {};
+  std::string own_types_in_words = {};
 
   bool is_tensor() const { return kind == Kind::kTensor; }
 };

@@ -40,7 +40,7 @@ View view_of(const at::Tensor& tensor, bool is_written) {
 
 // `arguments` points to a number for each argument: a View's address, or a scalar's bits. Where
 // `count` is given, the kernel only writes there how many tiles there are, or a negative number
-// where its check does not pass.
+// where its check does not pass. A range that ends before it begins asks it to finish.
 using TileFunction = void(const int64_t* arguments, int64_t* count, int64_t begin, int64_t end);
 
 using Tensors = c10::SmallVector<at::Tensor, 8>;
@@ -171,7 +171,7 @@ class Call {
   }
 
   // False, and nothing is written, where the kernel's check does not pass.
-  bool run(Kernel& kernel) {
+  bool run(Kernel& kernel, bool finishes) {
     auto* function = kernel.get<TileFunction>(signature_);
     c10::SmallVector<View, 8> views;
     int64_t largest = 0;
@@ -184,11 +184,12 @@ class Call {
     }
     int64_t tiles = 0;
     function(numbers_.data(), &tiles, 0, 0);
-    if (tiles <= 0) return tiles == 0;
+    if (tiles < 0) return false;
     const int64_t grain = std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1));
     at::parallel_for(0, tiles, grain, [&](int64_t begin, int64_t end) {
       function(numbers_.data(), nullptr, begin, end);
     });
+    if (finishes) function(numbers_.data(), nullptr, 0, -1);
     return true;
   }
 
@@ -255,7 +256,7 @@ class TileLauncher final : public c10::OperatorKernel {
     if (options_.repeats_written) {
       for (const Written& output : written) call.add_tensor(output.buffer, true);
     }
-    if (!call.run(kernel_)) options_.refuse(arguments);
+    if (!call.run(kernel_, options_.finishes)) options_.refuse(arguments);
     for (const Written& output : written) {
       if (!output.buffer.is_same(output.target)) output.target.copy_(output.buffer);
     }

@@ -20,6 +20,8 @@ struct TileOptions {
   bool contiguous_rows;
   // The kernel takes the tensors that it writes in place once more, as its outputs.
   bool repeats_written;
+  // The kernel is called once more when all tiles are done, also where there are none.
+  bool finishes;
   // Called where the kernel's check does not pass.
   Refusal refuse;
 };
