@@ -103,21 +103,32 @@ def call_cases() -> Iterator[Case]:
 
 def prepare_kit_relu() -> Contenders:
     input = torch.randn(8)
-    return local_contenders(partial(kit.relu(), input), partial(torch.relu, input))
+    ours, theirs = partial(kit.relu(), input), partial(torch.relu, input)
+    return local_contenders(ours, theirs, partial(torch.ops.aten.relu.default, input))
 
 
 def prepare_kit_sum() -> Contenders:
     input = torch.randn(1, 8)
-    return local_contenders(partial(kit.row_sum(), input), partial(torch.sum, input, -1))
+    ours, theirs = partial(kit.row_sum(), input), partial(torch.sum, input, -1)
+    return local_contenders(ours, theirs, partial(torch.ops.aten.sum.dim_IntList, input, [-1]))
 
 
 def prepare_calls(requires_grad: bool) -> Contenders:
     input = torch.randn(8, requires_grad=requires_grad)
-    return local_contenders(partial(torch.ops.foo.abs.default, input), partial(torch.abs, input))
+    ours, theirs = partial(torch.ops.foo.abs.default, input), partial(torch.abs, input)
+    return local_contenders(ours, theirs, partial(torch.ops.aten.abs.default, input))
 
 
-def local_contenders(ours: Callable[[], Any], theirs: Callable[[], Any]) -> Contenders:
-    return {OURS: partial(Local, ours), "torch": partial(Local, theirs)}
+def local_contenders(
+    ours: Callable[[], Any],
+    theirs: Callable[[], Any],
+    same_way_in: Callable[[], Any] | None = None,
+) -> Contenders:
+    """``same_way_in``: theirs, called by way of torch.ops as ours is, and not by Python's own."""
+    contenders = {OURS: ours, "torch": theirs}
+    if same_way_in is not None:
+        contenders["torch.ops.aten"] = same_way_in
+    return {name: partial(Local, function) for name, function in contenders.items()}
 
 
 # ------------------------------------------------------------------------------------------- abs

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import foo_ops
-from benchmarks import device, operators, peaks
+from benchmarks import code_lines, device, operators, peaks
 from benchmarks.measure import OURS, Result
 from benchmarks.targets import (
     FIRST_CALL_SECONDS,
@@ -84,7 +84,8 @@ LEGEND = (
     "threads are to be 1.85 times one. flash and math are PyTorch's backends, flex is compiled "
     "FlexAttention. Useful work: of the matrix products (two forward, five backward) for each pair "
     "of a query and a key that it sees. Of reading: of the read bandwidth; compiled: PyTorch's "
-    "operators under torch.compile."
+    "operators under torch.compile. torch.ops.aten: the same of PyTorch, called by the way that "
+    "leads to ours."
 )
 
 
@@ -218,15 +219,16 @@ def peak_table(results: Sequence[Result], unit: str) -> list[list[str]]:
 
 def comparison_table(results: Sequence[Result], unit: str) -> list[list[str]]:
     """The ratio is that of the figures shown, so the title says which way is better."""
-    ours, other = results[0].seconds
-    rows = [["case", "threads", ours, other, f"{ours} / {other}"]]
+    ours, *others = results[0].seconds
+    rows = [["case", "threads", ours, *others, *(f"{ours} / {name}" for name in others)]]
     for result in results:
-        mine, others = (
-            [figure(seconds, result.work, unit) for seconds in result.seconds[name]]
-            for name in (ours, other)
-        )
-        cells = [result.name, str(result.threads), median(mine), median(others)]
-        rows.append([*cells, spread(ratios(mine, others))])
+        figures = {
+            name: [figure(seconds, result.work, unit) for seconds in result.seconds[name]]
+            for name in (ours, *others)
+        }
+        medians = [median(values) for values in figures.values()]
+        compared = [spread(ratios(figures[ours], figures[name])) for name in others]
+        rows.append([result.name, str(result.threads), *medians, *compared])
     return rows
 
 
@@ -367,7 +369,7 @@ def print_tables(console: Console, content: Content) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    for text in (tally(content), LEGEND, caption(content)):
+    for text in (tally(content), code_lines.report(), LEGEND, caption(content)):
         console.print(text, markup=False)
     for failure in content.failures():
         console.print(f"Not measured: {failure}", markup=False)

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import io
 import itertools
+import re
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import attention, cases, peaks, plots, report, targets, zentorch_process
+from benchmarks import attention, cases, code_lines, peaks, plots, report, targets, zentorch_process
 from benchmarks.measure import Case, Limits, Local, Result, calls_per_turn, measure
 from benchmarks.workload import Workload
 from foo_ops.kernels.target import has_bfloat16_dot, vector_bits
@@ -496,7 +497,14 @@ def content(tmp_path):
     others = [
         Result("peaks", peaks.FMA, 1, 1.0, True, {peaks.FMA: [1e-11, 1e-11, 2e-11]}),
         Result("peaks", peaks.BF16_DOT, 1, 0.0, True, failures={peaks.BF16_DOT: "no units"}),
-        Result("calls", "abs", 1, 0.0, False, {"foo": [2e-6] * 4, "torch": [1e-6] * 4}),
+        Result(
+            "calls",
+            "abs",
+            1,
+            0.0,
+            False,
+            {"foo": [2e-6] * 4, "torch": [1e-6] * 4, "torch.ops.aten": [4e-6] * 4},
+        ),
         Result("first call", "abs", 1, 0.0, True, {"warm": [0.01], "cold": [1.0]}),
     ]
     results = [*square, *decoding, *others]
@@ -535,8 +543,8 @@ def test_other_tables(content):
         {"case": "bf16 dot peak", "threads": "1", "median": "absent", "quartiles": "-"},
     ]
     assert table(content, "calls") == [
-        {"case": "abs", "threads": "1", "foo": "2.00", "torch": "1.00",
-         "foo / torch": "2.00 (2.00-2.00)"},
+        {"case": "abs", "threads": "1", "foo": "2.00", "torch": "1.00", "torch.ops.aten": "4.00",
+         "foo / torch": "2.00 (2.00-2.00)", "foo / torch.ops.aten": "0.50 (0.50-0.50)"},
     ]  # fmt: skip
     assert table(content, "first call") == [
         {"case": "abs", "threads": "1", "warm": "10.0", "cold": "1000", "verdict": "reached"}
@@ -551,6 +559,18 @@ def test_printed_tables_have_every_row_and_what_is_missing(content):
     assert report.tally(content) in text
     assert content.machine["processor"] in text
     assert "Not measured: bf16 dot peak: no units (1 rows)" in text
+
+
+def test_lines_of_code(tmp_path):
+    """Without what explains it; of a string in several lines all, if it is part of a statement."""
+    file = tmp_path / "operator.py"
+    file.write_text(
+        '"""Docstring\n\nof a module."""\n\nimport math  # 1\n\n# a comment\n'
+        'def f(x):  # 2\n    """Docstring."""\n    text = """3\n    4"""\n'
+        "    return math.sin(  # 5\n\n        x,  # 6\n    )  # 7\n"
+    )
+    assert code_lines.count(file) == 7
+    assert re.search(r": abs \d+, rms_norm \d+, silu_mul \d+, ", code_lines.report())
 
 
 def test_tally_counts_verdicts():

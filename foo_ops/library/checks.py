@@ -64,10 +64,12 @@ def opcheck(
 def _overload(
     op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch.library.CustomOpDef,
 ) -> torch._ops.OpOverload:
-    """Of an operator without overloads."""
+    """What is called by an operator's name: numba_op gives each an overload ``out`` as well."""
     if isinstance(op, torch.library.CustomOpDef):
         return op._opoverload
     if isinstance(op, torch._ops.OpOverloadPacket):
+        if "default" in op.overloads():
+            return op.default
         from torch.testing._internal.optests.generate_tests import resolve_unique_overload_or_throw
 
         return resolve_unique_overload_or_throw(op)

@@ -257,7 +257,8 @@ def _check(
     inputs = [p for p in parameters if p.role != "out"]
     own = kernel.own_dtypes.keys()
     if not any(p.is_tensor and not p.is_optional and p.name not in own for p in inputs):
-        raise TypeError(f"{operator.name()}: an elementwise kernel needs a tensor")
+        kind = "tensor that is promoted" if own else "tensor"
+        raise TypeError(f"{operator.name()}: an elementwise kernel needs a {kind}")
     read = [p.name for p in parameters if p.is_tensor and p.role == "read"]
     for name in own - set(read):
         raise TypeError(

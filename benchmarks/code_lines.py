@@ -1,0 +1,43 @@
+"""How much code an operator is."""
+
+from __future__ import annotations
+
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import foo_ops.ops
+from benchmarks.operators import OPERATORS
+
+_LAYOUT = {
+    *(tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
+
+
+def count(path: Path) -> int:
+    """The lines of a Python file that are neither empty nor a comment nor a docstring."""
+    with path.open("rb") as file:
+        tokens = list(tokenize.tokenize(file.readline))
+    return len(set(_lines_of_code(tokens)))
+
+
+def _lines_of_code(tokens: list[tokenize.TokenInfo]) -> Iterator[int]:
+    starts_statement = True
+    for token in tokens:
+        is_docstring = starts_statement and token.type == tokenize.STRING
+        if token.type not in _LAYOUT and not is_docstring:
+            yield from range(token.start[0], token.end[0] + 1)
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            starts_statement = token.type in _LAYOUT
+
+
+def report() -> str:
+    """Of the elementwise operators and those of models, each in its one file."""
+    (folder,) = foo_ops.ops.__path__
+    files = dict.fromkeys("rms_norm" if "rms_norm" in name else name for name in OPERATORS)
+    counts = [f"{name} {count(Path(folder) / f'{name}.py')}" for name in ("abs", *files)]
+    return (
+        "Lines of code, without comments and docstrings (add_rms_norm is part of rms_norm): "
+        f"{', '.join(counts)}."
+    )
