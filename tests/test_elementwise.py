@@ -270,3 +270,20 @@ def test_opcheck_sees_a_gradient_that_is_lost(device):
     assert library.opcheck(operator, (x.detach(),), test_utils="test_autograd_registration") == {
         "test_autograd_registration": "SUCCESS"
     }
+
+
+def test_contiguous_tensors_are_cut_for_several_threads(device):
+    """Each thread begins where the one before ends, for elements of every size."""
+    name = f"foo_elementwise::cut_{device}"
+    library.define(name, "(Tensor a, Tensor b) -> (Tensor, Tensor)")
+
+    @library.register_kernel(name, device)
+    @library.elementwise_kernel(result_type=(None, torch.bool))
+    def cut(a, b):
+        return a - b, a > b
+
+    torch.set_num_threads(3)
+    a, b = torch.randn(2, 300_007, device=device)
+    difference, is_greater = getattr(torch.ops.foo_elementwise, f"cut_{device}")(a, b)
+    assert torch.equal(difference, a - b)
+    assert torch.equal(is_greater, a > b)

@@ -1,11 +1,13 @@
 """Operators out of one function: values, forms, gradients, compilation, on cpu and foo."""
 
 import math
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from foo_ops import library, testing
 
@@ -391,3 +393,106 @@ def test_cache_knows_all_that_a_kernel_depends_on(tmp_path):
     assert run(addend=4) == ["10.0", "1", "True"]
     assert run(offset="1.5") == ["9.5", "1", "True"]
     assert run() == ["8.0", "0", "False"]
+
+
+# Names, and what an operator cannot have.
+
+
+@pytest.mark.parametrize(
+    "name", ["f", "foo_numba::", "::f", "foo_numba::f.out", "foo numba::f", ""]
+)
+def test_wrong_names(name):
+    message = f"numba_op: the name of the operator must have the form mylib::f, got {name!r}"
+    with pytest.raises(ValueError, match=rf"\A{re.escape(message)}\Z"):
+        library.numba_op(name)
+
+
+def test_decorator_without_a_name():
+    with pytest.raises(TypeError, match=r'the operator, @numba_op\("mylib::f"\), got f \(.*\.py:'):
+
+        @library.numba_op
+        def f(x: float) -> float:
+            return x
+
+
+def takes_any_number(*x: float) -> float:
+    return x[0]
+
+
+def takes_keywords(x: float, **options: float) -> float:
+    return x
+
+
+def takes_out(x: float, out: float) -> float:
+    return x
+
+
+def defaults_to_infinity(x: float, most: float = math.inf) -> float:
+    return min(x, most)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (takes_any_number, "must take a fixed number of arguments, got *x: float"),
+        (takes_keywords, "must take a fixed number of arguments, got **options: float"),
+        (takes_out, "must not call an argument out, as those of foo_numba::never.out are"),
+        (
+            defaults_to_infinity,
+            "must give most a finite default, since schemas have no other, got inf; float | None = "
+            "None may stand for it",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_arguments_that_no_operator_has(function, message):
+    place = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+    message = f"foo_numba::never: {function.__name__} ({place}) {message}"
+    with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\Z"):
+        library.numba_op("foo_numba::never", function)
+    assert not hasattr(torch.ops.foo_numba, "never")
+
+
+def test_defined_again(device):
+    """As in a notebook, or when a module is loaded again."""
+    for factor in (2.0, 3.0):
+
+        @library.numba_op("foo_numba::again", backward=lambda grad, x: factor * grad)
+        def again(x: float) -> float:
+            return factor * x  # noqa: B023
+
+        x = torch.ones(2, device=device, requires_grad=True)
+        result = again(x)
+        assert result.tolist() == [factor] * 2
+        (gradient,) = torch.autograd.grad(result.sum(), x)
+        assert gradient.tolist() == [factor] * 2
+        assert torch.ops.foo_numba.again_(torch.ones(1, device=device)).item() == factor
+        with FakeTensorMode() as mode:
+            assert again(mode.from_tensor(x)).shape == x.shape
+    # What cannot be defined leaves it as it was.
+    with pytest.raises(TypeError, match="must annotate x"):
+        library.numba_op("foo_numba::again", lambda x: x)
+    assert torch.ops.foo_numba.again(torch.ones(1, device=device)).item() == factor
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_real_result_of_complex_numbers(dtype, device):
+    @library.numba_op("foo_numba::modulus")
+    def modulus(z: complex) -> float:
+        return abs(z)
+
+    result = modulus(torch.tensor([3 + 4j], dtype=dtype, device=device))
+    assert result.dtype == dtype.to_real()
+    assert result.tolist() == [5]
+
+
+def test_forward_mode_is_refused(device):
+    """torch.library's operators lose the tangent in silence."""
+    x = torch.ones(3, device=device)
+    message = "foo_numba::soft: forward-mode differentiation is not implemented"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(lambda x: torch.ops.foo_numba.soft(x, x), (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match=message), torch.no_grad():
+            torch.ops.foo_numba.soft(x, dual)

@@ -339,6 +339,16 @@ def test_mixed_devices():
             torch.ops.foo_tile.norm(torch.ones(2, 3, device=own), torch.ones(3, device=other))
 
 
+def test_fake_kernel_that_returns_nothing(device):
+    name = f"foo_tile::nothing_{device}"
+    library.define(name, "(Tensor input) -> Tensor")
+    library.register_fake(name, lambda input: None)
+    library.register_kernel(name, device, library.tile_kernel(lambda input, output, rows: None))
+    message = rf"\A{name}: its fake kernel must return a tensor, got None\Z"
+    with pytest.raises(TypeError, match=message):
+        getattr(torch.ops.foo_tile, f"nothing_{device}")(torch.ones(3, device=device))
+
+
 # Contents that a kernel checks.
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
+import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 import torch
@@ -82,7 +84,8 @@ def numba_op(
       tensors.
 
     Args:
-        name: such as ``"mylib::relu6"``.
+        name: such as ``"mylib::relu6"``. Where numba_op has defined it before, that operator is
+            replaced, as in a notebook, or when a module is loaded again.
         function: the function; without it this is a decorator.
         backward: the gradients, see `elementwise_kernel`.
         dtypes: the dtypes that are taken, instead of all that the annotations say.
@@ -93,7 +96,9 @@ def numba_op(
         ``torch.ops.mylib.relu6``.
 
     Raises:
-        TypeError: for a missing annotation, or one of another type.
+        TypeError: for a missing annotation, one of another type, and for arguments that an operator
+            cannot have.
+        ValueError: for a name without a namespace, or with an overload.
 
     Example:
         >>> @foo_ops.library.numba_op("mylib::relu6", backward=lambda g, x: g if 0 < x < 6 else 0.0)
@@ -103,33 +108,56 @@ def numba_op(
         tensor([0., 3., 6.])
     """
 
+    _check_name(name)
+
     def make(function: Callable[..., Any]) -> torch._ops.OpOverloadPacket:
         operator = _Operator(name, function)
+        schemas = operator.schemas()
+        taken = operator.dtypes if dtypes is None else tuple(dtypes)
         kernel = elementwise_kernel(
             function,
-            dtypes=operator.dtypes if dtypes is None else dtypes,
-            result_type=[operator.result_type(result) for result in operator.results],
+            dtypes=taken,
+            result_type={
+                dtype: [operator.result_type(result, dtype) for result in operator.results]
+                for dtype in taken
+            },
             backward=backward,
             own_dtypes=operator.own_dtypes,
         )
-        for qualified, schema, tags in operator.schemas():
-            _define(qualified, schema, tags, lib)
-            register_kernel(qualified, device_types, kernel, lib=lib)
+        owner = _own_library(name) if lib is None else lib
+        for qualified, schema, tags in schemas:
+            owner.define(qualified.partition("::")[2] + schema, tags=tags)
+            register_kernel(qualified, device_types, kernel, lib=owner)
             if qualified != name and backward is not None:
-                register_variant_autograd(qualified, lib=lib)
+                register_variant_autograd(qualified, lib=owner)
         namespace, _, packet = name.partition("::")
         return getattr(getattr(torch.ops, namespace), packet)
 
     return make if function is None else make(function)
 
 
-def _define(
-    name: str, schema: str, tags: Sequence[torch.Tag], lib: torch.library.Library | None
-) -> None:
-    if lib is None:
-        torch.library.define(name, schema, tags=tags)
-    else:
-        lib.define(name.partition("::")[2] + schema, tags=tags)
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        given = describe(name) if inspect.isfunction(name) else repr(name)
+        raise TypeError(
+            f'numba_op must be given the name of the operator, @numba_op("mylib::f"), got {given}'
+        )
+    if not re.fullmatch(r"[A-Za-z_]\w*::[A-Za-z_]\w*", name):
+        raise ValueError(
+            f"numba_op: the name of the operator must have the form mylib::f, got {name!r}"
+        )
+
+
+# Of operators that were given none.
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def _own_library(name: str) -> torch.library.Library:
+    """A new one, in place of that with the operator which had the name before."""
+    if name in _libraries:
+        _libraries.pop(name)._destroy()
+    _libraries[name] = torch.library.Library(name.partition("::")[0], "FRAGMENT")
+    return _libraries[name]
 
 
 class _Operator:
@@ -140,6 +168,7 @@ class _Operator:
         self._function = function
         self._hints = typing.get_type_hints(function)
         parameters = inspect.signature(function).parameters.values()
+        self._check_parameters(parameters)
         self._tensors = [p.name for p in parameters if p.default is p.empty]
         self._scalars = [p for p in parameters if p.default is not p.empty]
         if not self._tensors:
@@ -153,6 +182,15 @@ class _Operator:
             if element is not self._widest
         }
         self.results = self._results()
+
+    def _check_parameters(self, parameters: Iterable[inspect.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise self._error(f"must take a fixed number of arguments, got {parameter}")
+            if re.fullmatch(r"out\d*", parameter.name):
+                raise self._error(
+                    f"must not call an argument {parameter.name}, as those of {self.name}.out are"
+                )
 
     def _error(self, message: str) -> TypeError:
         return TypeError(f"{self.name}: {describe(self._function)} {message}")
@@ -176,12 +214,14 @@ class _Operator:
                 )
         return list(results)
 
-    def result_type(self, result: type) -> torch.dtype | None:
-        """None for the common dtype of the tensors."""
+    def result_type(self, result: type, common: torch.dtype) -> torch.dtype:
+        """Where the tensors' common dtype is this one."""
         if result is self._widest:
-            return None
-        wider = {int: torch.int64, float: torch.get_default_dtype(), complex: torch.complex64}
-        return wider.get(result, torch.bool)
+            return common
+        if result is float and self._widest is complex:
+            return common.to_real()
+        others = {int: torch.int64, float: torch.get_default_dtype(), complex: torch.complex64}
+        return others.get(result, torch.bool)
 
     def _keywords(self) -> list[str]:
         return [self._keyword(parameter) for parameter in self._scalars]
@@ -194,6 +234,11 @@ class _Operator:
             raise self._error(
                 f"must annotate {parameter.name} with float, int or bool, or one of these and "
                 f"None, got {_written(hint)}"
+            )
+        if isinstance(parameter.default, float) and not math.isfinite(parameter.default):
+            raise self._error(
+                f"must give {parameter.name} a finite default, since schemas have no other, got "
+                f"{parameter.default}; float | None = None may stand for it"
             )
         mark = "?" if len(parts) > 1 else ""
         return f"{plain[0].__name__}{mark} {parameter.name}={parameter.default}"

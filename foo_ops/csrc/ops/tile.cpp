@@ -124,6 +124,7 @@ class ResultLayouts {
     std::vector<Layout> layouts;
     for (const c10::IValue& result : stack) {
       const at::Tensor& tensor = result.toTensor();
+      TORCH_CHECK_TYPE(tensor.defined(), name, ": its fake kernel must return a tensor, got None");
       layouts.push_back({tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()});
     }
     return layouts;
