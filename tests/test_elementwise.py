@@ -287,3 +287,16 @@ def test_contiguous_tensors_are_cut_for_several_threads(device):
     difference, is_greater = getattr(torch.ops.foo_elementwise, f"cut_{device}")(a, b)
     assert torch.equal(difference, a - b)
     assert torch.equal(is_greater, a > b)
+
+
+def test_empty_tensors_need_no_kernel(device):
+    """Nor the time to compile one, which would fail here."""
+    name = f"foo_elementwise::wrong_{device}"
+    library.define(name, "(Tensor a, Tensor b) -> Tensor")
+    library.register_kernel(name, device, library.elementwise_kernel(lambda a, b: a.middle))
+    call = getattr(torch.ops.foo_elementwise, f"wrong_{device}")
+    empty = torch.ones(0, 3, device=device)
+    assert call(empty, empty).shape == (0, 3)
+    assert call(empty, empty[:, :1]).shape == (0, 3)
+    with pytest.raises(RuntimeError, match="Unknown attribute 'middle'"):
+        call(*torch.ones(2, 3, device=device))

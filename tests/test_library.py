@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -190,10 +191,23 @@ def test_impl_abstract_warns_that_it_is_the_old_name(lib):
     assert call(lib, "f")(torch.ones(3, device="meta")).shape == (3,)
 
 
-def test_fake_kernel_of_a_c_operator_must_sit_in_its_module():
-    """As foo::custom_autograd_fn_returns_self declares none, there is nothing to check."""
-    operator = torch.ops.foo.custom_autograd_fn_returns_self.default
-    assert torch._C._dispatch_pystub(operator._schema.name, "") is None
+def test_fake_kernel_of_a_c_operator_must_sit_in_its_module(monkeypatch):
+    """PyTorch's quantized operators are written in C++ and declare a module."""
+    operator = torch.ops.quantized.relu6.default
+    declared, _ = torch._C._dispatch_pystub("quantized::relu6", "")
+    input = torch.ones(3, device="meta")
+    lib = library.Library("quantized", "FRAGMENT")
+    library.register_fake(operator, lambda input, inplace=False: torch.empty_like(input), lib=lib)
+    message = f"is in the Python module '{declared}' but it was actually found in '{__name__}'"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        operator(input, False)
+    lib._destroy()
+    # As if this were that module.
+    lib = library.Library("quantized", "FRAGMENT")
+    monkeypatch.setitem(globals(), "__name__", declared)
+    library.register_fake(operator, lambda input, inplace=False: torch.empty_like(input), lib=lib)
+    assert operator(input, False).shape == (3,)
+    lib._destroy()
 
 
 def times(lib, device_types=("cpu", "foo")):
