@@ -3,8 +3,12 @@
 import re
 import subprocess
 import sys
+from importlib.metadata import Distribution
+from pathlib import Path
 
 import pytest
+
+import foo_ops
 
 OPERATOR = """\
 import pytest
@@ -94,6 +98,17 @@ RIGHT = OPERATOR.replace("SIZE", "size")
 # The last element of each row is forgotten.
 WRONG = OPERATOR.replace("SIZE", "size - 1")
 
+WHERE = """
+
+def test_where():
+    import os
+    import foo_ops
+    import pytest_foo_ops
+
+    for module in (foo_ops, pytest_foo_ops):
+        assert module.__file__.startswith(os.environ["PYTHONPATH"])
+"""
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -151,3 +166,31 @@ def test_operators_must_be_named(run):
 def test_torch_is_imported_only_where_it_is_needed(run):
     process = run("def test_nothing():\n    import sys\n    assert 'torch' not in sys.modules\n")
     assert process.returncode == 0, process.stdout
+
+
+@pytest.fixture
+def installation(tmp_path):
+    """The package's files and entry points as a wheel brings them, beside the compiled library."""
+    folder, project = tmp_path / "installed", Path(__file__).parents[1]
+    folder.mkdir()
+    command = ["setup.py", "--quiet", "egg_info", "--egg-base", folder, "build_py", "--build-lib"]
+    subprocess.run([sys.executable, *command, folder], cwd=project, check=True, capture_output=True)
+    library = Path(foo_ops._C.__file__)
+    (folder / "foo_ops" / library.name).symlink_to(library)
+    return folder
+
+
+def test_plugin_of_an_installation(run, installation, monkeypatch):
+    """Without the project's folder: what setup.py says is all that there is."""
+    monkeypatch.setenv("PYTHONPATH", str(installation))
+    process = run(RIGHT + WHERE, "-k", "where or (values and cpu and float32)")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert counts(process)["passed"] > 5
+    # It came by its entry point.
+    (entry,) = Distribution.at(installation / "foo_ops.egg-info").entry_points.select(
+        group="pytest11"
+    )
+    assert entry.value == "pytest_foo_ops"
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    process = run("def test_operator(operator_check): ...")
+    assert "fixture 'operator_check' not found" in process.stdout
