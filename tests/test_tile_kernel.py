@@ -2,6 +2,8 @@
 
 import math
 import re
+import threading
+import time
 
 import pytest
 import torch
@@ -347,6 +349,43 @@ def test_fake_kernel_that_returns_nothing(device):
     message = rf"\A{name}: its fake kernel must return a tensor, got None\Z"
     with pytest.raises(TypeError, match=message):
         getattr(torch.ops.foo_tile, f"nothing_{device}")(torch.ones(3, device=device))
+
+
+def wait_for_flag(progress, flag, rows):
+    for _ in rows:
+        count = 0
+        # Some ten seconds at most. What is written makes LLVM read the flag anew.
+        while flag.data[0] == 0 and count < 2**33:
+            count += 1
+            progress.data[0] = count
+        progress.data[1] = flag.data[0]
+
+
+def test_kernels_run_without_the_gil(device):
+    """Another thread of Python goes on: it raises the flag when the kernel has begun."""
+    name = f"foo_tile::wait_{device}_"
+    library.define(name, "(Tensor(a!) progress, Tensor flag) -> ()")
+    library.register_fake(name, lambda progress, flag: None)
+    kernel = library.tile_kernel(wait_for_flag, tiles=lambda: 1)
+    library.register_kernel(name, device, kernel)
+    wait = getattr(torch.ops.foo_tile, f"wait_{device}_")
+    progress = torch.zeros(2, dtype=torch.int64, device=device)
+    flag = torch.ones(1, dtype=torch.int64, device=device)
+    # Compiled here.
+    wait(progress, flag)
+    assert progress.tolist() == [0, 1]
+    flag.zero_()
+
+    def raise_flag():
+        while progress[0].item() == 0:
+            time.sleep(0.001)
+        flag.fill_(1)
+
+    thread = threading.Thread(target=raise_flag)
+    thread.start()
+    wait(progress, flag)
+    thread.join()
+    assert progress[1].item() == 1
 
 
 # Contents that a kernel checks.
