@@ -14,6 +14,7 @@ from benchmarks import attention, device, kit, operators, peaks
 from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, Reference, calls_per_turn
 from benchmarks.targets import DECODING_LENGTH, FLOAT32, SHORT_LENGTH
 from benchmarks.workload import Workload
+from foo_ops.library.dtypes import dtype_name
 
 FEW_DTYPES = ("float32", "bfloat16")
 DIRECTIONS = ("forward", "backward")
@@ -144,8 +145,7 @@ def abs_cases(sizes: Iterable[int], threads: int) -> Iterator[Case]:
                 ", out=": partial(prepare_abs_out, dtype, size),
                 ", on foo": partial(prepare_abs, dtype, size, "foo"),
             }.items():
-                dtype_name = str(dtype).removeprefix("torch.")
-                name = f"abs, {dtype_name}, 2^{size.bit_length() - 1} elements{form}"
+                name = f"abs, {dtype_name(dtype)}, 2^{size.bit_length() - 1} elements{form}"
                 headline = dtype is torch.float32 and size == max(sizes)
                 yield Case("abs", name, prepare, (threads,), work=moved, headline=headline)
 

@@ -183,16 +183,16 @@ def test_dtype_that_an_elementwise_kernel_does_not_take(device):
     [
         ((torch.float32,), "float32"),
         ((torch.float32, torch.int8, torch.bool), "float32, int8 or bool"),
-        (library.elementwise.FLOATING, "a floating-point dtype"),
+        (library.dtypes.FLOATING, "a floating-point dtype"),
         (
-            (*library.elementwise.SIGNED, *library.elementwise.UNSIGNED, torch.float32),
+            (*library.dtypes.SIGNED, *library.dtypes.UNSIGNED, torch.float32),
             "an integer dtype or float32",
         ),
     ],
     ids=str,
 )
 def test_dtypes_in_words(dtypes, words):
-    assert library.elementwise.in_words(dtypes) == words
+    assert library.dtypes.in_words(dtypes) == words
 
 
 def two(a, b):

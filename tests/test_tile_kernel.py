@@ -252,6 +252,14 @@ def test_out(device):
         torch.ops.foo_tile.norm.out(input, out=torch.empty(6, 50, dtype=torch.int64))
 
 
+def test_out_that_overlaps_the_input_in_part(device):
+    """Rows are written before the next is read."""
+    rows = torch.randn(7, 50)
+    memory = rows.to(device)
+    torch.ops.foo_tile.norm.out(memory[:-1], out=memory[1:])
+    check_norm(memory[1:].cpu(), rows[:-1], None, torch.float32)
+
+
 def test_out_of_another_shape_under_the_fake_kernel(device):
     with FakeTensorMode() as mode:
         input = mode.from_tensor(torch.randn(6, 50, device=device))

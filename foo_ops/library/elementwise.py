@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foo_ops import _C
 from foo_ops.library.autograd import register_autograd
+from foo_ops.library.dtypes import COMPLEX, FLOATING, dtype_name, in_words
 from foo_ops.library.kernels import (
     Launcher,
     NumbaKernel,
@@ -28,15 +29,6 @@ from foo_ops.library.operators import (
     parameters_of,
 )
 
-FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-FLOATING_8 = (
-    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-)
-SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
-UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
-# In the words of messages. A category is named where all its dtypes are taken.
-_CATEGORIES = {"integer": SIGNED + UNSIGNED, "floating-point": FLOATING, "complex": COMPLEX}
 _UNSIGNED_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 Dtypes = Iterable[torch.dtype]
@@ -122,19 +114,19 @@ class ElementwiseKernel(NumbaKernel):
         functions = list(dict.fromkeys(variant.function for variant in self.variants.values()))
         variants = {}
         for dtype, variant in self.variants.items():
-            storage = _bits if variant.on_bits else _name
+            storage = _bits if variant.on_bits else dtype_name
             position = functions.index(variant.function)
-            variants[_name(dtype)] = (position, storage(dtype), tuple(map(storage, types[dtype])))
+            variants[dtype_name(dtype)] = (
+                position,
+                storage(dtype),
+                tuple(map(storage, types[dtype])),
+            )
         inputs = [p for p in parameters if p.role != "out"]
         kinds = tuple(
             kind.replace("tensor", "own") if p.name in self.own_dtypes else kind
             for p, kind in zip(inputs, kinds_of(inputs))
         )
         return add_source(operator, functions, "elementwise.elementwise", kinds, variants)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _bits(dtype: torch.dtype) -> str:
@@ -229,26 +221,6 @@ def _variants(
         return tuple(type_)
 
     return {dtype: _Variant(function, results(dtype), on_bits) for dtype in dtypes}
-
-
-def in_words(dtypes: Iterable[torch.dtype]) -> str:
-    """What a message says about the dtypes that are taken."""
-    left, words = dict.fromkeys(dtypes), []
-    for word, category in _CATEGORIES.items():
-        if all(dtype in left for dtype in category):
-            words.append(word)
-            for dtype in (*category, *(FLOATING_8 if word == "floating-point" else ())):
-                left.pop(dtype, None)
-    if words:
-        article = "an" if words[0] == "integer" else "a"
-        named = [f"{article} {_joined(words)} dtype"]
-    else:
-        named = []
-    return _joined(named + list(map(_name, left)))
-
-
-def _joined(words: Sequence[str]) -> str:
-    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _check(

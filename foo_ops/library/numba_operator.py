@@ -13,14 +13,8 @@ from typing import Any, overload
 import torch
 
 from foo_ops.library.autograd import register_variant_autograd
-from foo_ops.library.elementwise import (
-    COMPLEX,
-    FLOATING,
-    SIGNED,
-    UNSIGNED,
-    Backward,
-    elementwise_kernel,
-)
+from foo_ops.library.dtypes import COMPLEX, FLOATING, SIGNED, UNSIGNED
+from foo_ops.library.elementwise import Backward, elementwise_kernel
 from foo_ops.library.kernels import describe, register_kernel
 
 # What an annotation of an element means, from the narrowest.

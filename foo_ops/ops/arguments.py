@@ -7,17 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from foo_ops.library.dtypes import dtype_name
+
 
 def require_int64(operator: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype != torch.int64:
-            raise TypeError(f"{operator}: {name} must be int64, got {_name(tensor)}")
+            raise TypeError(f"{operator}: {name} must be int64, got {dtype_name(tensor.dtype)}")
 
 
 def require_floating(operator: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_floating_point():
-            raise TypeError(f"{operator}: {name} must be floating-point, got {_name(tensor)}")
+            raise TypeError(
+                f"{operator}: {name} must be floating-point, got {dtype_name(tensor.dtype)}"
+            )
 
 
 def require_compute_type(operator: str, of: str, like: Tensor, **tensors: Tensor) -> None:
@@ -27,8 +31,8 @@ def require_compute_type(operator: str, of: str, like: Tensor, **tensors: Tensor
     for name, tensor in tensors.items():
         if (tensor.dtype == torch.float64) != is_double:
             raise TypeError(
-                f"{operator}: {name} must be {allowed} where {of} is {_name(like)}, "
-                f"got {_name(tensor)}"
+                f"{operator}: {name} must be {allowed} where {of} is {dtype_name(like.dtype)}, "
+                f"got {dtype_name(tensor.dtype)}"
             )
 
 
@@ -52,7 +56,10 @@ def require_like(operator: str, name: str, tensor: Tensor, of: str, like: Tensor
     """The shape and the dtype of another argument, which is called ``of``."""
     require_shape(operator, name, tensor, like.shape, f"as {of} has")
     if tensor.dtype != like.dtype:
-        raise TypeError(f"{operator}: {name} must be {_name(like)} as {of} is, got {_name(tensor)}")
+        raise TypeError(
+            f"{operator}: {name} must be {dtype_name(like.dtype)} as {of} is, "
+            f"got {dtype_name(tensor.dtype)}"
+        )
 
 
 def require_device(operator: str, **tensors: Tensor | None) -> None:
@@ -70,7 +77,3 @@ def require_device(operator: str, **tensors: Tensor | None) -> None:
 def compute_type(dtype: torch.dtype) -> torch.dtype:
     """What sums are kept in: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from foo_ops.library.dtypes import dtype_name
 from foo_ops.testing.checks.contexts import failing_as
-from foo_ops.testing.checks.matrix import Case, dtype_name
+from foo_ops.testing.checks.matrix import Case
 from foo_ops.testing.schema import named_tensors, out_names, unwritten
 from foo_ops.testing.spec import (
     OpSpec,

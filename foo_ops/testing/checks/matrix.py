@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from foo_ops.library.dtypes import dtype_name
 from foo_ops.testing.checks.contexts import seeded, threads
 from foo_ops.testing.layouts import LAYOUTS, Layout, expanded
 from foo_ops.testing.spec import OpSpec, Sample, has_gradients
@@ -136,10 +137,6 @@ def cases(spec: OpSpec, checks: Collection[str] | None = None) -> list[Case]:
         if name not in CHECKS:
             raise ValueError(f"cases: checks must be among {', '.join(CHECKS)}, got {name!r}")
     return [case for name in names for case in CHECKS[name].cases(name, spec)]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ------------------------------------------------------------------------- what is run for what
