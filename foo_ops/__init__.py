@@ -7,25 +7,8 @@ from foo_ops._autoload import autoload
 
 autoload()
 
-from foo_ops.ops import (  # noqa: E402
-    abs,
-    add_rms_norm,
-    attention,
-    attention_varlen,
-    rms_norm,
-    rotary_embedding,
-    silu_mul,
-    softmax_cross_entropy,
-)
+from foo_ops import ops  # noqa: E402
+from foo_ops.ops import *  # noqa: E402, F403
 
-__all__ = [
-    "abs",
-    "add_rms_norm",
-    "attention",
-    "attention_varlen",
-    "rms_norm",
-    "rotary_embedding",
-    "silu_mul",
-    "softmax_cross_entropy",
-]
+__all__ = ops.__all__
 __version__ = "0.1.0"
