@@ -1,0 +1,271 @@
+"""Operators, and what is registered for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.library import Library
+
+from foo_ops.custom_ops.formula import Formula
+from foo_ops.custom_ops.names import parse, validate_schema
+from foo_ops.library import register_autograd
+
+DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "foo": "PrivateUse1"}
+
+
+class CustomOp:
+    """An operator and what was registered for it.
+
+    Attributes:
+        qualname: ``"namespace::name"``.
+        schema: parsed.
+        library: what definition and kernels live in.
+        locations: by kind, such as ``cpu`` or ``backward``: where that was registered.
+    """
+
+    def __init__(self, qualname: str, schema: Any, library: Library) -> None:
+        self.qualname = qualname
+        self.schema = schema
+        self.library = library
+        self.locations: dict[str, str] = {}
+        self._parts: dict[str, Callable[..., Any]] = {}
+        self._output_differentiability: list[bool] | None = None
+        # What stands in for a formula that is not there yet, or half of it.
+        self._stand_in: Library | None = None
+        self._has_formula = False
+
+    def __repr__(self) -> str:
+        return f'<CustomOp(op="{self.qualname}")>'
+
+    @property
+    def name(self) -> str:
+        return self.qualname.partition("::")[2]
+
+    def destroy(self) -> None:
+        for library in (self.library, self._stand_in):
+            if library is not None:
+                library._destroy()
+        del OPERATORS[self.qualname]
+
+    def register_kernel(
+        self, device_type: str, function: Callable[..., Any], location: str
+    ) -> None:
+        key = DISPATCH_KEYS[device_type]
+        if device_type not in self.locations and _has_kernel(self.qualname, key):
+            raise RuntimeError(
+                f"impl(..., device_types={device_type}): the operator {self.qualname} already has "
+                "an implementation for this device type via a pre-existing torch.library or "
+                "TORCH_LIBRARY registration."
+            )
+        self._note(device_type, location)
+        self.library.impl(self.name, function, key)
+
+    def _note(self, kind: str, location: str) -> None:
+        if kind in self.locations:
+            raise RuntimeError(
+                f"Attempting to register a {kind} impl for operator {self.qualname} that already "
+                f"has a {kind} impl registered from Python at {self.locations[kind]}. This is not "
+                "supported."
+            )
+        self.locations[kind] = location
+
+    # ------------------------------------------------------------------------------- gradients
+
+    def set_output_differentiability(self, differentiability: list[bool] | None) -> None:
+        if differentiability is None:
+            return
+        if (
+            not isinstance(differentiability, list)
+            or not all(isinstance(flag, bool) for flag in differentiability)
+            or len(differentiability) != len(self.schema.returns)
+        ):
+            raise RuntimeError(
+                "impl_backward(output_differentiability): expected output_differentiability to be "
+                "a list of bools with length equal to the number of outputs of this CustomOp got: "
+                f"{differentiability}"
+            )
+        self._output_differentiability = differentiability
+
+    def register_formula_part(self, kind: str, function: Callable[..., Any], location: str) -> None:
+        """One half; with the second the formula is registered."""
+        self._check_can_have_formula()
+        if self._stand_in is None and not self._has_formula:
+            self._check_has_no_other_formula()
+            self.stand_in_for_formula()
+        self._note(kind, location)
+        self._parts[kind] = function
+        if len(self._parts) == 2:
+            self._register_formula()
+
+    def stand_in_for_formula(self) -> None:
+        """Until there is a formula, calls that need one raise."""
+        operator = _overload(self.qualname)
+
+        def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **keywords: Any) -> Any:
+            self._raise_if_half_a_formula()
+            if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **keywords):
+                raise RuntimeError("Autograd has not been implemented for operator")
+            with torch._C._AutoDispatchBelowAutograd():
+                below = keyset & torch._C._after_autograd_keyset
+                return operator.redispatch(below, *args, **keywords)
+
+        self._stand_in = Library(self.qualname.partition("::")[0], "FRAGMENT")
+        self._stand_in.impl(self.name, kernel, "Autograd", with_keyset=True)
+
+    def _raise_if_half_a_formula(self) -> None:
+        if not self._parts:
+            return
+        (found,) = self._parts
+        missing = "save_for_backward" if found == "backward" else "backward"
+        raise RuntimeError(
+            f"We found a '{found}' registration for {self} at {self.locations[found]} but were "
+            f"unable to find a '{missing}' registration. To use the CustomOp API to register a "
+            "backward formula, please provide us both a backward function and a 'save for "
+            "backward' function via `impl_backward` and `impl_save_for_backward` respectively."
+        )
+
+    def _register_formula(self) -> None:
+        assert self._stand_in is not None
+        self._stand_in._destroy()
+        self._stand_in = None
+        self._has_formula = True
+        formula = Formula(self, self._parts, self._output_differentiability)
+        register_autograd(
+            self.qualname, formula.backward, setup_context=formula.setup_context, lib=self.library
+        )
+
+    def _check_can_have_formula(self) -> None:
+        from torchgen.model import SchemaKind
+
+        returns = self.schema.returns
+        if self.schema.kind() != SchemaKind.functional:
+            self._refuse_formula("non-functional operator")
+        if not returns:
+            self._refuse_formula("operator with no returns")
+        if any(r.annotation is not None and not r.annotation.is_write for r in returns):
+            self._refuse_formula("operator that returns views")
+        allowed = {
+            "int": "int",
+            "SymInt": "SymInt",
+            "bool": "bool",
+            "float": "float",
+            "Tensor": "Tensor",
+            "Tensor[]": "List[Tensor]",
+        }
+        for result in returns:
+            if str(result.type) not in allowed:
+                self._refuse_formula(
+                    f"operator with return not in {list(allowed.values())} (got {result.type})"
+                )
+
+    def _refuse_formula(self, detail: str) -> NoReturn:
+        raise RuntimeError(
+            f"Cannot use torch._custom_ops APIs to register backward formula for {detail}. Got "
+            f"operator {self.qualname} with schema: {self.schema}"
+        )
+
+    def _check_has_no_other_formula(self) -> None:
+        has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, self.qualname)
+        if has("CompositeImplicitAutograd"):
+            raise RuntimeError(
+                f"impl_backward/impl_save_for_backward: the operator {self.qualname} already has "
+                "an implementation for this device type via a pre-existing registration to "
+                "DispatchKey::CompositeImplicitAutograd.CompositeImplicitAutograd operators do not "
+                "need an autograd formula; instead, the operator will decompose into its "
+                "constituents and those can have autograd formulas defined on them."
+            )
+        for key in ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradPrivateUse1"):
+            if has(key):
+                raise RuntimeError(
+                    f"impl_backward/impl_save_for_backward: the operator {self.qualname} already "
+                    f"has an Autograd kernel registered to DispatchKey::{key} vi a pre-existing "
+                    "torch.library or TORCH_LIBRARY registration. Please either remove those "
+                    "registrations or don't use the torch._custom_ops APIs"
+                )
+
+
+OPERATORS: dict[str, CustomOp] = {}
+
+
+def define_operator(namespace: str, name: str, schema: str) -> None:
+    from torchgen.model import FunctionSchema
+
+    parsed = FunctionSchema.parse(f"{name}{schema}")
+    validate_schema(parsed)
+    library = Library(namespace, "FRAGMENT")
+    library.define(f"{name}{schema}", tags=(torch.Tag.needs_fixed_stride_order,))
+    operator = CustomOp(f"{namespace}::{name}", parsed, library)
+    operator.stand_in_for_formula()
+    torch._C._dispatch_set_report_error_callback(
+        torch._C._dispatch_find_schema_or_throw(operator.qualname, ""),
+        functools.partial(_report_missing_kernel, repr(operator)),
+    )
+    OPERATORS[operator.qualname] = operator
+
+
+def find_operator(qualname: str, *, of_others_too: bool = False) -> CustomOp:
+    """An operator of this module, or another that is extended here for the first time."""
+    if qualname in OPERATORS:
+        return OPERATORS[qualname]
+    if not of_others_too:
+        raise RuntimeError(
+            f'Could not find custom op "{qualname}". Did you register it via the '
+            "torch._custom_ops API?"
+        )
+    from torchgen.model import FunctionSchema
+
+    schema = str(_overload(qualname)._schema).rpartition("::")[2]
+    library = Library(qualname.partition("::")[0], "FRAGMENT")
+    OPERATORS[qualname] = CustomOp(qualname, FunctionSchema.parse(schema), library)
+    return OPERATORS[qualname]
+
+
+def _overload(qualname: str) -> torch._ops.OpOverload:
+    namespace, name = parse(qualname)
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    if not hasattr(packet, "default"):
+        raise ValueError(
+            f"Could not find the operator {qualname}. Please make sure you have already registered "
+            "the operator and (if registered from C++) loaded it via torch.ops.load_library."
+        )
+    return packet.default  # type: ignore[union-attr]
+
+
+def _has_kernel(qualname: str, key: str) -> bool:
+    if key != "PrivateUse1":
+        return torch._C._dispatch_has_computed_kernel_for_dispatch_key(qualname, key)
+    # There foo's fallback would count as a kernel of every operator.
+    keys = (key, "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key) for key in keys)
+
+
+def _report_missing_kernel(operator: str, key: str) -> NoReturn:
+    """What a call raises where there is no kernel for it."""
+    if key == "Undefined":
+        raise NotImplementedError(
+            f"{operator}: There were no Tensor inputs to this operator (e.g. you passed an empty "
+            "list of Tensors). If your operator is a factory function (that is, it takes no "
+            "Tensors and constructs a new one), then please use CustomOp.impl_factory to register "
+            "an implementation for it"
+        )
+    if key == "Meta":
+        raise NotImplementedError(
+            f"{operator}: when running with device='Meta' tensors: there is no abstract impl "
+            "registered for this CustomOp. Please register one via CustomOp.impl_abstract to get "
+            "this CustomOp to work with Meta tensors"
+        )
+    if key in DISPATCH_KEYS.values():
+        device = {key: device for device, key in DISPATCH_KEYS.items()}[key]
+        raise NotImplementedError(
+            f"{operator}: when running with device='{device}' tensors: there is no {device} impl "
+            "registered for this CustomOp. Please register one via "
+            f"CustomOp.impl(device_type='{device}')"
+        )
+    raise NotImplementedError(
+        f"{operator}: No implementation for dispatch key {key}. It is likely that we have not "
+        "added this functionality yet, please either open an issue or if you're feeling "
+        "adventurous, use the low-level torch.library API"
+    )
