@@ -174,7 +174,9 @@ def elementwise_kernel(
     The function is called for each element with the operator's arguments in the order of its
     schema: a number for each tensor and for each float, int and bool, None for what is missing. It
     returns a number, or a tuple with one for each result. Numba compiles it at its first use for a
-    dtype, LLVM vectorises it. It must not allocate, raise, or call Python.
+    dtype, LLVM vectorises it. It must not allocate, raise, or call Python. Globals and what it
+    closes over are constants, with the values of that first use. A division by zero gives inf or
+    NaN, and 0 for integers.
 
     Tensors may have any strides; they are broadcast and promoted to a common dtype. float16 and
     bfloat16 are computed in float32, all others in their own type, and so are arguments of type
