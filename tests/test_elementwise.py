@@ -257,6 +257,59 @@ def test_tanh(dtype):
     assert result[6].isnan()
 
 
+def floor(x):
+    return math.floor(x)
+
+
+def ceil(x):
+    return math.ceil(x)
+
+
+def trunc(x):
+    return math.trunc(x)
+
+
+def floor_divided(x):
+    return x // 3
+
+
+def enumerated(x):
+    total = x * 0
+    for index, value in enumerate((x, 2 * x)):
+        total += index * value
+    return total
+
+
+def zipped(x):
+    total = x * 0
+    for first, second in zip((x, 2 * x), (x, x)):
+        total += first * second
+    return total
+
+
+def with_closure(x):
+    def twice(value):
+        return 2 * value
+
+    return twice(x) + twice(1.0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [floor, ceil, trunc, floor_divided, enumerated, zipped, with_closure],
+    ids=lambda function: function.__name__,
+)
+def test_python_that_a_kernel_may_use(function):
+    """The compiler leaves out what serves arrays and exceptions, and nothing of this."""
+    name = f"foo_test::python_{function.__name__}"
+    lib = library.Library("foo_test", "FRAGMENT")
+    library.define(name, "(Tensor x) -> Tensor", lib=lib)
+    library.register_kernel(name, ("cpu",), library.elementwise_kernel(function), lib=lib)
+    x = torch.tensor([-7.5, -3.0, -0.25, 0.0, 2.75, 9.0])
+    actual = getattr(torch.ops.foo_test, f"python_{function.__name__}")(x)
+    assert actual.tolist() == [function(value) for value in x.tolist()]
+
+
 def test_opcheck_sees_a_gradient_that_is_lost(device):
     """torch's own check is content with any kernel on the autograd key."""
     x = torch.randn(3, device=device, requires_grad=True)

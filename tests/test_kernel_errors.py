@@ -67,6 +67,10 @@ def allocates(x):
     return [x, x][0]
 
 
+def sometimes_nothing(x):
+    return x if x > 0 else None
+
+
 def calls_numba(x):
     return math.gamma(x)
 
@@ -90,6 +94,12 @@ ELEMENTWISE = [
     (raises, "a kernel must not raise", 2, 'raise ValueError("negative")'),
     (asserts, "a kernel must not raise", 1, "assert x > 0"),
     (allocates, "a kernel must not allocate", 1, "return [x, x][0]"),
+    (
+        sometimes_nothing,
+        "a function must return a value on every path or on none",
+        0,
+        "def sometimes_nothing(x):",
+    ),
     (
         calls_numba,
         "a kernel must not allocate, raise or call Python, but this one calls numba_gammaf",

@@ -12,29 +12,54 @@ other number is, so that a function is compiled once and not for each constant.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import _dynfunc
 from numba.core import cgutils, codegen, compiler, cpu, externals, types
-from numba.core.compiler_machinery import PassManager
+from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.descriptors import TargetDescriptor
 from numba.core.dispatcher import Dispatcher
 from numba.core.registry import CPUDispatcher
-from numba.core.target_extension import CPU, dispatcher_registry, jit_registry, target_registry
+from numba.core.target_extension import (
+    CPU,
+    dispatcher_registry,
+    jit_registry,
+    target_override,
+    target_registry,
+)
 from numba.core.typed_passes import (
-    IRLegalization,
     NativeLowering,
     NoPythonBackend,
     NopythonTypeInference,
     PreLowerStripPhis,
 )
-from numba.core.typing import mathdecl
+from numba.core.typing import builtins as builtins_of_numba  # noqa: F401
+from numba.core.typing import mathdecl, templates
 from numba.core.typing.context import BaseContext
-from numba.cpython import builtins, mathimpl, numbers, rangeobj, tupleobj  # noqa: F401
+from numba.core.untyped_passes import (
+    DeadBranchPrune,
+    FixupArgs,
+    GenericRewrites,
+    InlineClosureLikes,
+    IRProcessing,
+    MakeFunctionToJitFunction,
+    ReconstructSSA,
+    RewriteSemanticConstants,
+    TranslateByteCode,
+)
+from numba.cpython import (  # noqa: F401
+    builtins,
+    iterators,
+    mathimpl,
+    numbers,
+    rangeobj,
+    tupleobj,
+)
 
+from foo_ops.kernels.calling_convention import CallingConvention
 from foo_ops.kernels.constants import AdaptConstants
 from foo_ops.kernels.target import target
 
@@ -98,7 +123,33 @@ class _Codegen(codegen.Codegen):
         raise NotImplementedError("the modules of a kernel are not executed one by one")
 
 
-class _TypingContext(BaseContext):
+class _RefreshedIfNew:
+    """Numba refreshes its contexts 1200 times for a kernel of attention, a tenth of its time."""
+
+    _registries: Mapping[Any, Any]
+    _known = -1
+
+    def refresh(self) -> None:
+        count = self._registrations()
+        if self._known != count:
+            super().refresh()  # type: ignore[misc]
+            # Not the count of now: what refresh itself imports may come too late for it.
+            self._known = count
+
+    def _registrations(self) -> int:
+        """How many functions, attributes and the like are in the registries of this context."""
+        return sum(
+            len(getattr(registry, item))
+            for registry, loader in self._registries.items()
+            for item in loader.registry_items
+        )
+
+
+class _TypingContext(_RefreshedIfNew, BaseContext):
+    def _load_builtins(self) -> None:
+        """What is imported here, and not arrays, sets and dictionaries: that takes 0.4 s."""
+        self.install_registry(templates.builtin_registry)
+
     def load_additional_registries(self) -> None:
         self.install_registry(mathdecl.registry)
 
@@ -108,14 +159,26 @@ class _TypingContext(BaseContext):
         return super().resolve_value_type(value)
 
 
-class _Context(cpu.CPUContext):
+class _Context(_RefreshedIfNew, cpu.CPUContext):
     def init(self) -> None:
         self.is32bit = False
+        self._sizes: dict[str, int] = {}
         self._internal_codegen = _Codegen()
         externals.c_math_functions.install(self)
 
     def load_additional_registries(self) -> None:
         self.install_registry(mathimpl.registry)
+
+    def get_abi_sizeof(self, ty: ir.Type) -> int:
+        """Kept, since LLVM parses a module for the answer, and is asked for each variable."""
+        name = str(ty)
+        if name not in self._sizes:
+            self._sizes[name] = super().get_abi_sizeof(ty)
+        return self._sizes[name]
+
+    @property
+    def call_conv(self) -> CallingConvention:
+        return CallingConvention(self)
 
     def post_lowering(self, module: ir.Module, library: _Library) -> None:
         """Numba's runtime, which counts references, is not linked in."""
@@ -175,15 +238,38 @@ dispatcher_registry[_Target] = _Dispatcher
 jit_registry[_Target] = _jit
 
 
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _InlineClosures(InlineClosureLikes):
+    """Only where there are any: to look for them takes 4 ms a function."""
+
+    _name = "foo_ops_inline_closures"
+
+    def run_pass(self, state: Any) -> bool:
+        blocks = state.func_ir.blocks.values()
+        has_closures = any(True for block in blocks for _ in block.find_exprs(op="make_function"))
+        return has_closures and super().run_pass(state)
+
+
 class _Compiler(compiler.CompilerBase):
-    """Numba's passes, without those that rewrite expressions of arrays: kernels have none."""
+    """Numba's passes, but for those that serve what a kernel does not have.
+
+    Which is: with, exceptions, literal_unroll and literally, inlining by Numba, arrays.
+    """
 
     def define_pipelines(self) -> list[PassManager]:
-        pipeline = compiler.DefaultPassBuilder.define_untyped_pipeline(self.state, NAME)
+        pipeline = PassManager(NAME)
+        pipeline.add_pass(TranslateByteCode, "translate bytecode to Numba's IR")
+        pipeline.add_pass(FixupArgs, "mend arguments")
+        pipeline.add_pass(IRProcessing, "process Numba's IR")
+        pipeline.add_pass(_InlineClosures, "inline closures")
+        pipeline.add_pass(RewriteSemanticConstants, "replace expressions that are constant")
+        pipeline.add_pass(DeadBranchPrune, "remove branches that are never taken")
+        pipeline.add_pass(GenericRewrites, "rewrite items at constant indices")
+        pipeline.add_pass(MakeFunctionToJitFunction, "make functions of closures")
+        pipeline.add_pass(ReconstructSSA, "assign each variable once")
         pipeline.add_pass(AdaptConstants, "give constants the types of what they meet")
         pipeline.add_pass(NopythonTypeInference, "infer types")
         pipeline.add_pass(PreLowerStripPhis, "replace phi nodes by variables")
-        pipeline.add_pass(IRLegalization, "insert the ends of variables")
         pipeline.add_pass(NativeLowering, "make LLVM IR")
         pipeline.add_pass(NoPythonBackend, "hand out the function")
         pipeline.finalize()
@@ -201,10 +287,12 @@ def compile_module(
     # A division by zero gives infinity or NaN, as in NumPy: a kernel has nobody to raise to.
     flags.error_model = "numpy"
     context = _descriptor.target_context
-    result = compiler.compile_extra(
-        _descriptor.typing_context, context, function, argument_types, types.void, flags, {},
-        pipeline_class=_Compiler,
-    )  # fmt: skip
+    # Without the override, Numba loads its own target too, and with it all that it knows of arrays.
+    with target_override(NAME):
+        result = compiler.compile_extra(
+            _descriptor.typing_context, context, function, argument_types, types.void, flags, {},
+            pipeline_class=_Compiler,
+        )  # fmt: skip
     wrapper = _c_wrapper(context, result, argument_types, entry)
     whole = llvm.parse_assembly(str(wrapper))
     for module in result.library.modules():
@@ -216,10 +304,7 @@ def compile_module(
 def _c_wrapper(
     context: _Context, result: Any, argument_types: tuple[types.Type, ...], entry: str
 ) -> ir.Module:
-    """A C function around Numba's calling convention, which has a status and two pointers more.
-
-    A kernel cannot raise, so the status is dropped.
-    """
+    """The C function, which also calls what Numba's calling convention does not name: ``entry``."""
     module = context.create_module("c_wrapper")
     inner = context.declare_function(module, result.fndesc)
     values = [context.get_value_type(type_) for type_ in argument_types]

@@ -150,7 +150,8 @@ def _place_of(error: BaseException, function: Callable[..., Any]) -> str:
 def _reason_of(error: BaseException) -> str:
     """The compiler's own words in one line, without its frame, its colours and its advice."""
     text = _plain_text(error)
-    if "NRT required" in text:
+    # The target knows nothing of what lies on the heap, but the names of the types.
+    if re.search(r"NRT required|\b(?:list|set|array|DictType)[(\[]", text):
         return "a kernel must not allocate"
     # What one of our own intrinsics says about its arguments.
     specific = re.search(
