@@ -6,7 +6,7 @@ import time
 import timeit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +87,8 @@ class Case:
         context: what all functions run in.
         references: rates that the targets are fractions of, measured in every round.
         workload: what attention works on, in its rows.
+        repeat: how many times the usual rounds, and no contender leaves early: for calls that fill
+            a turn each, where a few percent count.
         headline: whether the README shows the rows.
     """
 
@@ -98,6 +100,7 @@ class Case:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     references: Mapping[str, Reference] = field(default_factory=dict)
     workload: Workload | None = None
+    repeat: int = 1
     headline: bool = False
 
 
@@ -189,8 +192,15 @@ def calls_per_turn(contender: Contender, threads: int, turn: float) -> tuple[int
 
 
 def measure(case: Case, limits: Limits) -> list[Result]:
-    """One result for each number of threads."""
+    """One result for each number of threads.
+
+    The contenders go in one order in every other round and the other way round in between, so that
+    none is always the one before another or after it.
+    """
     torch.manual_seed(0)
+    if case.repeat > 1:
+        rounds = limits.rounds * case.repeat
+        limits = replace(limits, rounds=rounds, fewest=rounds)
     with case.context():
         contenders, failures = prepare(case)
         turns = {
@@ -200,9 +210,10 @@ def measure(case: Case, limits: Limits) -> list[Result]:
         references: dict[int, dict[str, list[float]]] = {
             threads: {name: [] for name in case.references} for threads in case.threads
         }
-        for _ in range(limits.rounds):
+        for round in range(limits.rounds):
             for threads in case.threads:
-                for contender in turns[threads].values():
+                order = list(turns[threads].values())
+                for contender in reversed(order) if round % 2 else order:
                     contender.take()
                 for name, rate in case.references.items():
                     references[threads][name].append(rate(threads))

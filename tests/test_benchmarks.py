@@ -171,6 +171,17 @@ class Clock:
         return calls * self.seconds / threads
 
 
+class Recorder:
+    """In place of a clock's turns: one list says whose turn it was, for all clocks."""
+
+    def __init__(self, order, name):
+        self.order = order
+        self.name = name
+
+    def append(self, turn):
+        self.order.append(self.name)
+
+
 def clock_case(**contenders):
     makers = {name: (lambda it=it: it) for name, it in contenders.items()}
     return Case("calls", "clocks", lambda: makers, threads=(1, 2), references={"one": float})
@@ -193,6 +204,24 @@ def test_slow_contenders_leave_early():
     assert turns == {"foo": 9, "quick": 4, "slow": 3, "snail": 1}
     # The call that has shown how long it takes is its turn.
     assert contenders["snail"].turns.count((1, 1)) == 1
+
+
+def test_a_case_may_ask_for_more_rounds():
+    limits = Limits(rounds=3, turn=0.1, contender=0.5)
+    contenders = {"foo": Clock(0.1), "torch": Clock(0.5)}
+    one, _ = measure(dataclasses.replace(clock_case(**contenders), repeat=4), limits)
+    assert {name: len(seconds) for name, seconds in one.seconds.items()} == {"foo": 12, "torch": 12}
+
+
+def test_the_order_alternates():
+    order = []
+    clocks = {name: Clock(1.0) for name in ("foo", "torch")}
+    for name, clock in clocks.items():
+        clock.turns = Recorder(order, name)
+    measure(
+        dataclasses.replace(clock_case(**clocks), threads=(1,)), dataclasses.replace(TINY, rounds=4)
+    )
+    assert order[-8:] == ["foo", "torch", "torch", "foo"] * 2
 
 
 def test_a_turn_of_many_calls_warms_up_and_fills_its_time():

@@ -3,6 +3,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
 
+#include "aten/collectives.h"
 #include "aten/fallback.h"
 #include "aten/operator_counts.h"
 #include "device/allocator.h"
@@ -219,6 +220,11 @@ void deallocate(uintptr_t address) {
   foo::device::allocator().raw_deallocate(reinterpret_cast<void*>(address));
 }
 
+// As often as asked, for the benchmark: a call from Python takes longer than the allocator.
+void allocate_and_free(size_t bytes, int64_t index, int64_t times) {
+  for (int64_t i = 0; i < times; ++i) deallocate(allocate(bytes, index));
+}
+
 // A storage of foo in the memory of one of the CPU, which may be shared with other processes.
 void place_in(const at::Storage& foo, const at::Storage& host) {
   foo.set_data_ptr_noswap(foo::device::adopt(host, foo.device()));
@@ -231,6 +237,7 @@ void bind_memory(py::module_& device) {
   device.def("memory_fraction", &foo::device::memory_fraction);
   device.def("allocate", &allocate);
   device.def("deallocate", &deallocate);
+  device.def("allocate_and_free", &allocate_and_free);
   device.def("place_in", &place_in);
   device.def("pinned_memory_stats", &foo::device::pinned_memory_stats);
   device.def("reset_accumulated_pinned_memory_stats",
@@ -265,4 +272,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_operators(module);
   bind_device(module);
   foo::aten::register_host_kernels();
+  foo::aten::register_collectives();
 }

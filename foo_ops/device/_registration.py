@@ -24,10 +24,17 @@ def register(module: types.ModuleType) -> None:
     # Python ends a thread that asks for the GIL while it shuts down, and C++ ends the process if
     # that happens in a destructor: a backward pass just before the end did so, 1 time in 14.
     atexit.register(_C.device.wait_for_autograd_threads)
-    # torch imports them at the first use of torch.compile, which takes seconds. They have no entry
-    # point that would let a device register before.
+    # A build of torch may lack the first. torch imports the others at the first use of
+    # torch.compile, which takes seconds. None has an entry point for a device to register before.
+    after_import("torch.distributed.distributed_c10d", _register_with_distributed)
     after_import("torch._dynamo", _register_with_dynamo)
     after_import("torch._inductor.compile_fx", _register_with_inductor)
+
+
+def _register_with_distributed() -> None:
+    from foo_ops.device import _distributed
+
+    _distributed.register()
 
 
 def _register_with_dynamo() -> None:

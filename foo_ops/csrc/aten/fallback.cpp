@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 
+#include "aten/boxed_tensors.h"
 #include "aten/host_call.h"
 #include "aten/operator_counts.h"
 #include "device/device.h"
@@ -33,36 +34,6 @@ bool is_optional_tensor_list(const c10::Type& type) {
 
 bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-}
-
-template <typename Function>
-void for_each_tensor(const IValue& value, Function function) {
-  if (value.isTensor()) {
-    if (value.toTensor().defined()) function(value.toTensor());
-  } else if (value.isList()) {
-    for (const IValue& element : value.toListRef()) {
-      if (!element.isTensor()) continue;
-      if (element.toTensor().defined()) function(element.toTensor());
-    }
-  }
-}
-
-// Replaces each tensor of an argument or a result.
-template <typename Function>
-void replace_tensors(IValue& value, Function function) {
-  if (value.isTensor()) {
-    if (value.toTensor().defined()) value = function(value.toTensor());
-  } else if (value.isTensorList() || (value.isList() && !value.toListRef().empty() &&
-                                      is_optional_tensor_list(*value.type()))) {
-    // The caller may hold the list, so it gets a new one.
-    c10::impl::GenericList list = value.toList().copy();
-    for (size_t position = 0; position < list.size(); ++position) {
-      const IValue element = list.get(position);
-      if (!element.isTensor() || !element.toTensor().defined()) continue;
-      list.set(position, function(element.toTensor()));
-    }
-    value = std::move(list);
-  }
 }
 
 // A generator of foo brings operators on tensors of the CPU here.
@@ -229,6 +200,41 @@ bool has_composite_kernel(const c10::OperatorHandle& op) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutogradNestedTensor);
 }
 
+// A _foreach_ operator goes to the CPU as a whole. torch would call an operator for each tensor,
+// and each would come here by itself.
+class ForEach final : public c10::OperatorKernel {
+ public:
+  explicit ForEach(c10::SafeKernelFunction one_by_one) : one_by_one_(std::move(one_by_one)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    if (are_on_one_device(torch::jit::last(*stack, op.schema().arguments().size()))) {
+      call_on_host(op, keys, stack);
+    } else {
+      one_by_one_.callBoxed(op, keys, stack);
+    }
+  }
+
+ private:
+  static bool are_on_one_device(at::ArrayRef<IValue> arguments) {
+    std::optional<c10::Device> first;
+    bool result = true;
+    for (const IValue& argument : arguments) {
+      for_each_tensor(argument, [&](const at::Tensor& tensor) {
+        if (!first) first = tensor.device();
+        result &= tensor.device() == *first;
+      });
+    }
+    return result;
+  }
+
+  c10::SafeKernelFunction one_by_one_;
+};
+
+bool is_for_each(const c10::OperatorName& name) {
+  return name.name.starts_with("aten::_foreach_");
+}
+
 }  // namespace
 
 c10::DispatchKeySet host_keys(c10::DispatchKeySet keys) {
@@ -266,6 +272,12 @@ void register_host_kernels() {
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findOp(name);
     if (!op.has_value() || !op->hasSchema() || !has_composite_kernel(*op)) continue;
+    if (is_for_each(name)) {
+      auto one_by_one = op->getComputedKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
+      register_kernel(c10::toString(name), c10::DispatchKey::PrivateUse1,
+                      c10::KernelFunction::makeFromBoxedFunctor(
+                          std::make_unique<ForEach>(std::move(one_by_one))));
+    }
     for (const auto& [foo_key, host_key] : kKindsOfTensors) {
       if (!op->hasKernelForDispatchKey(host_key) || op->hasKernelForDispatchKey(foo_key)) continue;
       register_kernel(c10::toString(name), foo_key,

@@ -15,7 +15,8 @@ c10::DispatchKeySet host_keys(c10::DispatchKeySet keys);
 
 // Where the CPU has a kernel of its own and other devices a composite of smaller operators, slower
 // and with other roundings, torch would prefer the composite to a fallback: this gives foo the
-// CPU's kernel. To be called when all operators and all other kernels of foo are registered.
+// CPU's kernel, and the whole list of a _foreach_ operator to the CPU. To be called when all
+// operators and all other kernels of foo are registered.
 void register_host_kernels();
 
 }  // namespace foo::aten

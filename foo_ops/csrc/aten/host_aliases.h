@@ -3,9 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <memory>
-#include <unordered_map>
 #include <utility>
 
 namespace foo::aten {
@@ -26,23 +26,16 @@ inline const void* identity(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl();
 }
 
-// Each object is on one side alone, or on both of one pair.
 template <class Value>
 class HostAliases {
  public:
   // The other side of a pair, or null. It stays where it is until the next add.
-  const Value* host_of(const Value& foo) const { return find(foo, &Pair::foo, &Pair::host); }
-  const Value* foo_of(const Value& host) const { return find(host, &Pair::host, &Pair::foo); }
-
-  void add(const Value& foo, const Value& host) {
-    pairs_.push_back({foo, host});
-    if (pairs_.size() < kMany) return;
-    if (positions_ == nullptr) positions_ = std::make_unique<Positions>();
-    for (; indexed_ < pairs_.size(); ++indexed_) {
-      positions_->try_emplace(identity(pairs_[indexed_].foo), indexed_);
-      positions_->try_emplace(identity(pairs_[indexed_].host), indexed_);
-    }
+  const Value* host_of(const Value& foo) { return find(foo, &Pair::foo, &Pair::host, foo_index_); }
+  const Value* foo_of(const Value& host) {
+    return find(host, &Pair::host, &Pair::foo, host_index_);
   }
+
+  void add(const Value& foo, const Value& host) { pairs_.push_back({foo, host}); }
 
   auto begin() const { return pairs_.begin(); }
   auto end() const { return pairs_.end(); }
@@ -52,25 +45,38 @@ class HostAliases {
     Value foo;
     Value host;
   };
-  using Positions = std::unordered_map<const void*, size_t>;
+
+  // Where the first pairs are, by one of their sides.
+  struct Index {
+    ska::flat_hash_map<const void*, size_t> positions;
+    size_t size = 0;
+  };
 
   // Most calls have few tensors, and a walk costs less than a hash. Lists of thousands exist, too.
   static constexpr size_t kMany = 16;
 
-  const Value* find(const Value& key, Value Pair::* side, Value Pair::* other) const {
-    if (positions_ != nullptr) {
-      const auto position = positions_->find(identity(key));
-      return position == positions_->end() ? nullptr : &(pairs_[position->second].*other);
-    }
+  const Value* find(const Value& key, Value Pair::* side, Value Pair::* other,
+                    std::unique_ptr<Index>& index) {
+    if (pairs_.size() >= kMany) return find_by_index(key, side, other, index);
     for (const Pair& pair : pairs_) {
       if (is_same(pair.*side, key)) return &(pair.*other);
     }
     return nullptr;
   }
 
+  const Value* find_by_index(const Value& key, Value Pair::* side, Value Pair::* other,
+                             std::unique_ptr<Index>& index) {
+    if (index == nullptr) index = std::make_unique<Index>();
+    for (; index->size < pairs_.size(); ++index->size) {
+      index->positions.emplace(identity(pairs_[index->size].*side), index->size);
+    }
+    const auto position = index->positions.find(identity(key));
+    return position == index->positions.end() ? nullptr : &(pairs_[position->second].*other);
+  }
+
   c10::SmallVector<Pair, 4> pairs_;
-  std::unique_ptr<Positions> positions_;
-  size_t indexed_ = 0;
+  std::unique_ptr<Index> foo_index_;
+  std::unique_ptr<Index> host_index_;
 };
 
 }  // namespace foo::aten

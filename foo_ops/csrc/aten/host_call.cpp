@@ -185,4 +185,13 @@ at::Tensor HostCall::to_foo(const at::Tensor& host) {
   return with_storage(host, storage_to_foo(host.storage()), c10::DispatchKey::PrivateUse1);
 }
 
+std::optional<at::Tensor> foo_tensor_over(const at::Tensor& host) {
+  if (!host.has_storage()) return std::nullopt;
+  const c10::DataPtr& memory = host.storage().data_ptr();
+  if (memory.get_deleter() != &release_storage) return std::nullopt;
+  auto* foo = static_cast<c10::StorageImpl*>(memory.get_context());
+  return with_storage(host, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(foo),
+                      c10::DispatchKey::PrivateUse1);
+}
+
 }  // namespace foo::aten

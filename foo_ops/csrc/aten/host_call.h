@@ -8,6 +8,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <optional>
+
 #include "aten/host_aliases.h"
 #include "aten/layouts.h"
 #include "device/allocator.h"
@@ -53,5 +55,8 @@ class HostCall {
   // Of arguments that are on the CPU, each its own alias.
   HostAliases<c10::Storage> host_storages_;
 };
+
+// The foo tensor over the storage that a host alias stands for; none for any other CPU tensor.
+std::optional<at::Tensor> foo_tensor_over(const at::Tensor& host);
 
 }  // namespace foo::aten

@@ -1,7 +1,8 @@
 #include "aten/operator_counts.h"
 
+#include <c10/util/flat_hash_map.h>
+
 #include <mutex>
-#include <unordered_map>
 
 namespace foo::aten {
 namespace {
@@ -18,6 +19,23 @@ Registry& registry() {
   return *instance;
 }
 
+// To hash a name, let alone to print it, takes a good part of the time of a small call. So the
+// counters are known by the name's address, which may become that of another operator's.
+std::atomic<int64_t>& fallback_count(const c10::OperatorName& name) {
+  struct Known {
+    c10::OperatorName name;
+    OperatorCount* count;
+  };
+  thread_local ska::flat_hash_map<const void*, Known> known;
+  const auto position = known.find(&name);
+  if (position != known.end() && position->second.name == name) {
+    return position->second.count->fallback;
+  }
+  OperatorCount& count = operator_count(c10::toString(name));
+  known.insert_or_assign(&name, Known{name, &count});
+  return count.fallback;
+}
+
 }  // namespace
 
 OperatorCount& operator_count(const std::string& name) {
@@ -26,11 +44,7 @@ OperatorCount& operator_count(const std::string& name) {
 }
 
 void count_fallback(const c10::OperatorHandle& op) {
-  // To print the name takes longer than a small call.
-  thread_local std::unordered_map<c10::OperatorName, OperatorCount*> known;
-  OperatorCount*& count = known[op.operator_name()];
-  if (count == nullptr) count = &operator_count(c10::toString(op.operator_name()));
-  count->fallback.fetch_add(1, std::memory_order_relaxed);
+  fallback_count(op.operator_name()).fetch_add(1, std::memory_order_relaxed);
 }
 
 std::map<std::string, std::pair<int64_t, int64_t>> operator_counts() {

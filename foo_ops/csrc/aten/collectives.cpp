@@ -1,0 +1,153 @@
+#include "aten/collectives.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <memory>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+#include <vector>
+
+#include "aten/boxed_tensors.h"
+#include "aten/host_call.h"
+#include "device/device.h"
+#include "registration.h"
+
+namespace foo::aten {
+namespace {
+
+using c10::IValue;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+// A collective under way on host aliases. Those that see it get tensors of foo from it.
+class Work final : public c10d::Work {
+ public:
+  Work(WorkPtr host, c10::Device device)
+      : c10d::Work(-1, host->retrieveOpType()), host_(std::move(host)), to_foo_{device} {}
+
+  bool isCompleted() override { return host_->isCompleted(); }
+  bool isSuccess() const override { return host_->isSuccess(); }
+  std::exception_ptr exception() const override { return host_->exception(); }
+  int sourceRank() const override { return host_->sourceRank(); }
+  void synchronize() override { host_->synchronize(); }
+  bool wait(std::chrono::milliseconds timeout) override { return host_->wait(timeout); }
+  // There is no stream that could wait in place of the caller.
+  void blockCurrentStream() override { host_->wait(); }
+  void abort() override { host_->abort(); }
+  FuturePtr getFutureResult() override { return host_->getFutureResult(); }
+  float getDuration() const override { return host_->getDuration(); }
+  uint64_t getSequencenumber() const override { return host_->getSequencenumber(); }
+
+  std::vector<at::Tensor> result() override {
+    std::vector<at::Tensor> tensors = host_->result();
+    for (at::Tensor& tensor : tensors) tensor = to_foo_(tensor);
+    return tensors;
+  }
+
+  FuturePtr getFuture() override {
+    const FuturePtr future = host_->getFuture();
+    const auto value_on_foo = [to_foo = to_foo_](c10::ivalue::Future& done) {
+      IValue value = done.value();
+      replace_tensors(value, to_foo);
+      return value;
+    };
+    return future->then(value_on_foo, future->elementType());
+  }
+
+ private:
+  struct ToFoo {
+    c10::Device device;
+
+    // What is no alias is a sparse tensor, with parts that gloo has made.
+    at::Tensor operator()(const at::Tensor& host) const {
+      const std::optional<at::Tensor> foo = foo_tensor_over(host);
+      return foo.has_value() ? *foo : host.to(device);
+    }
+  };
+
+  WorkPtr host_;
+  ToFoo to_foo_;
+};
+
+c10::Device device_of_tensors(const c10::OperatorHandle& op, at::ArrayRef<IValue> arguments) {
+  std::optional<c10::Device> device;
+  for (const IValue& argument : arguments) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+      TORCH_CHECK(tensor.device().type() == device::kFoo, op.schema().name(),
+                  ": expected all tensors on foo, but found one on ", tensor.device());
+      if (!device) device = tensor.device();
+    });
+  }
+  return *device;
+}
+
+// torch's kernel asks the process group for its backend for foo. That is one for the CPU, and gets
+// host aliases, which live as long as the collective.
+class Collective final : public c10::OperatorKernel {
+ public:
+  explicit Collective(c10::SafeKernelFunction torch_kernel)
+      : torch_kernel_(std::move(torch_kernel)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    const size_t count = op.schema().arguments().size();
+    const size_t first = stack->size() - count;
+    const c10::Device device = device_of_tensors(op, torch::jit::last(*stack, count));
+    HostCall call(device);
+    for (size_t position = first; position < stack->size(); ++position) {
+      replace_tensors((*stack)[position],
+                      [&](const at::Tensor& tensor) { return call.to_host(tensor); });
+    }
+    torch_kernel_.callBoxed(op, keys, stack);
+    const WorkPtr work = stack->back().toCustomClass<c10d::Work>();
+    if (keys.has_any(c10::DispatchKeySet(c10::DispatchKey::Sparse))) {
+      // The result has parts of its own, which are there in the end.
+      work->wait();
+      call.write_back();
+    }
+    for (size_t position = first; position < stack->size(); ++position) {
+      replace_tensors((*stack)[position],
+                      [&](const at::Tensor& tensor) { return call.to_foo(tensor); });
+    }
+    stack->back() = WorkPtr(c10::make_intrusive<Work>(work, device));
+  }
+
+ private:
+  c10::SafeKernelFunction torch_kernel_;
+};
+
+// For dense tensors, and for those that are sparse where the CPU takes them.
+constexpr std::pair<c10::DispatchKey, c10::DispatchKey> kKeys[] = {
+    {c10::DispatchKey::PrivateUse1, c10::DispatchKey::CPU},
+    {c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCPU},
+};
+
+// That a kernel of torch gives way to ours is what is wanted, and no reason to warn.
+class NoWarnings final : public c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+}  // namespace
+
+void register_collectives() {
+  NoWarnings no_warnings;
+  const c10::WarningUtils::WarningHandlerGuard handler(&no_warnings);
+  // A warning that is given once only must not be used up here.
+  const c10::WarningUtils::WarnAlways always;
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (!name.name.starts_with("c10d::")) continue;
+    const auto op = find_operator(name.name);
+    if (!op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
+    const auto torch_kernel = op.getComputedKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
+    for (const auto& [key, host_key] : kKeys) {
+      if (!op.hasKernelForDispatchKey(host_key)) continue;
+      register_kernel(
+          name.name, key,
+          c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Collective>(torch_kernel)));
+    }
+  }
+}
+
+}  // namespace foo::aten
