@@ -325,7 +325,7 @@ def fully_sharded():
 
 
 def fully_sharded_first_version():
-    model = FullyShardedDataParallel(make_net().to("foo:0"))
+    model = FullyShardedDataParallel(make_net(), device_id=torch.device("foo:0"))
     train(model, map(my_part, batches("foo:0")))
     with FullyShardedDataParallel.summon_full_params(model):
         assert_trained(model.parameters())

@@ -16,7 +16,17 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import attention, cases, code_lines, peaks, plots, report, targets, zentorch_process
+from benchmarks import (
+    attention,
+    cases,
+    code_lines,
+    device,
+    peaks,
+    plots,
+    report,
+    targets,
+    zentorch_process,
+)
 from benchmarks.measure import Case, Limits, Local, Result, calls_per_turn, measure
 from benchmarks.workload import Workload
 from foo_ops.kernels.target import has_bfloat16_dot, vector_bits
@@ -218,9 +228,8 @@ def test_the_order_alternates():
     clocks = {name: Clock(1.0) for name in ("foo", "torch")}
     for name, clock in clocks.items():
         clock.turns = Recorder(order, name)
-    measure(
-        dataclasses.replace(clock_case(**clocks), threads=(1,)), dataclasses.replace(TINY, rounds=4)
-    )
+    case = dataclasses.replace(clock_case(**clocks), threads=(1,))
+    measure(case, Limits(rounds=4, turn=0.1, contender=100.0))
     assert order[-8:] == ["foo", "torch", "torch", "foo"] * 2
 
 
@@ -386,6 +395,16 @@ def test_small_rows_of_other_sections():
 
 
 # ---------------------------------------------------------------------------------------- targets
+
+
+def test_verdict_of_a_device_row():
+    def verdict(*seconds):
+        seconds = {"foo": list(seconds), "cpu": [1.0] * len(seconds)}
+        return targets.device_verdict(Result("device", device.TRAINING, 1, 0.0, True, seconds))
+
+    assert verdict(0.9, 1.0, 1.1) == "reached"
+    assert verdict(0.9, 1.01, 1.02, 1.03) == "level with the limit"
+    assert verdict(1.1, 1.2, 1.3) == "longer by 20.0%"
 
 
 def row(workload, threads=1, peak=peaks.FMA, **rates):

@@ -120,6 +120,18 @@ def test_boxed_calls_return_their_arguments():
         assert torch.ops.aten.add.out(tensor, tensor, out=out) is out
 
 
+def test_lists_of_tensors_on_several_devices():
+    devices = ["foo:0", "foo:1", "cpu"]
+    tensors = [torch.full((2,), 3.0, device=device) for device in devices]
+    torch._foreach_add_(tensors, 1)
+    results = torch._foreach_mul(tensors, tensors)
+    torch._foreach_mul_(results[:2], torch.tensor(0.5))
+    assert [str(tensor.device) for tensor in results] == devices
+    assert [tensor.tolist() for tensor in results] == [[8, 8], [8, 8], [16, 16]]
+    torch._foreach_copy_(results[:2], tensors[1:])
+    assert [tensor.tolist() for tensor in results] == [[4, 4], [4, 4], [16, 16]]
+
+
 def test_out_grows_on_its_device():
     out = torch.empty(0, device="foo:1")
     tensor = torch.rand(100, device="foo:1")

@@ -86,6 +86,26 @@ def test_attention_has_kernels_of_its_own():
     assert not any("softmax" in name for name in counts)
 
 
+def test_a_list_counts_once():
+    tensors = [torch.ones(size, device="foo") for size in (2, 3)]
+    torch.foo.reset_operator_counts()
+    torch._foreach_mul_(tensors, 2)
+    assert torch.foo.operator_counts() == {"aten::_foreach_mul_.Scalar": (0, 1)}
+
+
+def test_operators_that_come_and_go():
+    """A new one may lie where a former one was."""
+    tensor = torch.ones(1, device="foo")
+    torch.foo.reset_operator_counts()
+    for number in range(20):
+        with torch.library._scoped_library("foo_count", "FRAGMENT") as library:
+            library.define(f"passing{number}(Tensor x) -> Tensor")
+            library.impl(f"passing{number}", torch.clone, "CPU")
+            getattr(torch.ops.foo_count, f"passing{number}")(tensor)
+    counts = torch.foo.operator_counts()
+    assert [counts[f"foo_count::passing{number}"] for number in range(20)] == [(0, 1)] * 20
+
+
 def test_a_refused_call_does_not_count():
     with torch.library._scoped_library("foo_count", "FRAGMENT") as library:
         library.define("nothing(Tensor x) -> Tensor")

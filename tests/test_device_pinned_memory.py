@@ -1,5 +1,6 @@
 """Pinned host memory: who has it, the cache of freed blocks, loading data into it."""
 
+import ctypes
 import threading
 
 import pytest
@@ -21,6 +22,18 @@ def test_views_and_storages_are_pinned():
     assert tensor[7:9].is_pinned()
     assert tensor.view(10, 10).t().is_pinned()
     assert tensor.untyped_storage().is_pinned()
+
+
+def test_where_pinned_memory_begins_and_ends():
+    def is_pinned_at(address):
+        byte = (ctypes.c_char * 1).from_address(address)
+        return torch.frombuffer(byte, dtype=torch.uint8).is_pinned()
+
+    # A power of two is not rounded up.
+    tensor = torch.zeros(1 << 16, dtype=torch.uint8).pin_memory()
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    assert [is_pinned_at(address) for address in (begin, end - 1)] == [True, True]
+    assert [is_pinned_at(address) for address in (begin - 1, end)] == [False, False]
 
 
 def test_pinning_twice_copies_once():

@@ -202,3 +202,36 @@ def test_gradient_scaler():
     scaler.update()
     assert scaler.get_scale() == 4.0
     torch.testing.assert_close(model.weight.detach(), before - 0.2)
+
+
+def test_modules_keep_their_parameters():
+    """Weights stay tied, and an optimizer that was made before the move goes on."""
+    embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    weight = model[0].weight
+    weight.grad = torch.ones(5, 3)
+    before = weight.detach().clone()
+    for device in ("foo:1", "cpu", "foo:0", "foo:1"):
+        model.to(device)
+        assert model[0].weight is model[1].weight is weight
+        assert weight.device == weight.grad.device == torch.device(device)
+    optimizer.step()
+    assert torch.equal(weight.cpu(), before - 1)
+    optimizer.zero_grad()
+    model(torch.tensor([1], device="foo:1")).sum().backward()
+    assert weight.grad.device == torch.device("foo:1")
+
+
+def test_data_of_another_device():
+    tensor = nn.Parameter(torch.ones(3))
+    data = torch.arange(4.0, device="foo:1")
+    tensor.data = data
+    assert (tensor.device, tensor.data_ptr()) == (data.device, data.data_ptr())
+    assert tensor.is_leaf
+    assert torch.equal(tensor.detach(), data)
+    sparse = torch.eye(2, device="foo").to_sparse()
+    for other in (tensor, torch.ones(2), torch.eye(2).to_sparse()):
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            other.data = sparse
