@@ -198,6 +198,9 @@ def test_events_measure_time():
     assert end.elapsed_time(start) == -start.elapsed_time(end)
     with pytest.raises(ValueError, match="enable_timing=True"):
         torch.Event("foo").elapsed_time(end)
+    passed = start.elapsed_time(end)
+    end.record(stream)
+    assert start.elapsed_time(end) > passed
 
 
 def test_event_stays_on_its_device():

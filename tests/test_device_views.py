@@ -67,7 +67,10 @@ def test_in_place_on_a_view_is_seen_by_autograd():
 
 def test_resize():
     tensor = torch.arange(6.0, device="foo:1").resize_(2, 3)
+    held = [torch.foo.memory_allocated(index) for index in range(2)]
     tensor.resize_(4, 5)
+    # 80 bytes in place of 24, each rounded up.
+    assert [torch.foo.memory_allocated(index) for index in range(2)] == [held[0], held[1] + 64]
     assert tensor.shape == (4, 5)
     assert tensor.device == torch.device("foo:1")
     assert tensor.untyped_storage().nbytes() == 80

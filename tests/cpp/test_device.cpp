@@ -7,10 +7,12 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <cstring>
+#include <optional>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "aten/host_call.h"
 #include "aten/operator_counts.h"
 #include "check.h"
 #include "device/allocator.h"
@@ -193,6 +195,33 @@ FOO_TEST(metadata_goes_with_the_memory) {
   device::set_backend_meta(tensor, 1, 29);
   TORCH_CHECK(device::get_backend_meta(tensor.to(kOther).view({2, 2})) == device::Format(1, 29));
   TORCH_CHECK(!device::get_backend_meta(tensor + tensor).has_value());
+}
+
+FOO_TEST(a_negation_that_a_kernel_leaves_pending_is_kept) {
+  const at::Tensor tensor = at::ones({2}, kFoo);
+  {
+    aten::HostCall call(kFoo);
+    call.to_host(tensor)._set_neg(true);
+    call.write_back();
+  }
+  TORCH_CHECK(tensor.is_neg());
+  check_equal(tensor + 0, at::full({2}, -1.0));
+}
+
+FOO_TEST(a_host_alias_outlives_its_call) {
+  at::Tensor host;
+  const void* memory = nullptr;
+  {
+    const at::Tensor tensor = at::ones({1000}, kOther);
+    memory = tensor.data_ptr();
+    host = aten::HostCall(kOther).to_host(tensor);
+  }
+  TORCH_CHECK(host.is_cpu() && host.data_ptr() == memory);
+  const std::optional<at::Tensor> foo = aten::foo_tensor_over(host);
+  TORCH_CHECK(foo.has_value() && foo->device() == kOther && foo->data_ptr() == memory);
+  host.reset();
+  check_equal(*foo, at::ones({1000}));
+  TORCH_CHECK(!aten::foo_tensor_over(at::ones({1})).has_value());
 }
 
 FOO_TEST(operators_are_counted) {
