@@ -289,15 +289,14 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                     step_stride, factors, TILE_STRIDE, head_dim, some, (seen + step - 1) // step,
                     True,
                 )  # fmt: skip
-            place = piece.key_offset + key_start
             factors, stride = as_lane_factors(kept, weights, columns, count)
             add_products(
-                piece, row_of(parameters, "grad_value", piece.slot, 0, place), value_width,
+                piece, row_of(parameters, "grad_value", piece.slot, 0, key_start), value_width,
                 factors, stride, grad_rows, value_row, rows, key_start, count,
             )  # fmt: skip
             factors, stride = as_lane_factors(kept, grad_scores, columns, count)
             add_products(
-                piece, row_of(parameters, "grad_key", piece.slot, 0, place), head_width,
+                piece, row_of(parameters, "grad_key", piece.slot, 0, key_start), head_width,
                 factors, stride, query_rows, query_row, rows, key_start, count,
             )  # fmt: skip
 

@@ -149,8 +149,7 @@ AttentionGradients attention_backward(
   check_attention_bias(attn_bias, bias_requires_grad);
   auto& parameters = saved.parameters;
   return run_backward(parameters, query, key, value, bias_requires_grad ? attn_bias : std::nullopt,
-                      alibi_slopes, sinks,
-                      cut_into_blocks(parameters, sequences_of(parameters), options), false);
+                      alibi_slopes, sinks, sequences_of(parameters), options, false);
 }
 
 at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double dropout_p,
@@ -179,7 +178,7 @@ at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double 
   if (!blocks.empty()) {
     run_jobs(parameters, dtype, kept_kernel().get<AttentionFunction>(dtype),
              static_cast<int64_t>(blocks.size()),
-             [&](int64_t job, const auto& call) { call(blocks[job]); });
+             [&](int64_t job, int64_t, const auto& call) { call(blocks[job]); });
   }
   return kept;
 }

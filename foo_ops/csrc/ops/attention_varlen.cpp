@@ -237,8 +237,7 @@ PackedGradients packed_backward(const PackedInputs& inputs, const Lengths& lengt
   parameters.grad_logsumexp = packed_rows(results.grad_logsumexp);
   auto [grad_query, grad_key, grad_value, grad_attn_bias, grad_alibi_slopes, grad_sinks] =
       run_backward(parameters, inputs.query, inputs.key, inputs.value, std::nullopt,
-                   inputs.alibi_slopes, inputs.sinks,
-                   cut_into_blocks(parameters, call.sequences, options), true);
+                   inputs.alibi_slopes, inputs.sinks, call.sequences, options, true);
   return {grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks};
 }
 

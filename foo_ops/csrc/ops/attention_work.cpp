@@ -1,41 +1,25 @@
 #include "ops/attention_work.h"
 
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "kernel_table.h"
-#include "ops/attention_bias_gradient.h"
 
 namespace foo {
 
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
-// Beyond any position, and far from overflow.
-constexpr int64_t kFar = int64_t{1} << 40;
-
 // A block of this many queries or fewer is computed with vectors along the head dimension.
 constexpr int64_t kFewQueries = 8;
 // Where there are fewer blocks than kEnoughPieces, keys are split into parts of kPartLength or
-// more. These and kBackwardPieces do not depend on the threads, so that neither do the sums.
+// more. These do not depend on the threads, so that neither do the sums.
 constexpr int64_t kEnoughPieces = 64;
 constexpr int64_t kPartLength = 1024;
-constexpr int64_t kBackwardPieces = 8;
-constexpr int64_t kRowsOfPart = 256;
-
-using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t chunk_stride,
-                         int64_t width, int64_t rows, int64_t columns, int64_t chunks,
-                         double factor);
-
-// The plain kernels, without options, take half the time to compile, and most models need no other.
-bool is_plain(const Parameters& parameters) {
-  return parameters.modifies == 0 && parameters.dropout_threshold == 0;
-}
 
 // Kernels live as long as the process: they are never destroyed.
 Kernel& forward_kernel(const Parameters& parameters) {
@@ -52,17 +36,6 @@ Kernel& decode_kernel(const Parameters& parameters) {
 
 Kernel& merge_kernel() {
   static auto* kernel = new Kernel("attention_merge");
-  return *kernel;
-}
-
-Kernel& backward_kernel(const Parameters& parameters) {
-  static auto* kernel = new Kernel("attention_backward");
-  static auto* plain = new Kernel("attention_backward.plain");
-  return is_plain(parameters) ? *plain : *kernel;
-}
-
-Kernel& sum_chunks_kernel() {
-  static auto* kernel = new Kernel("attention_sum_chunks");
   return *kernel;
 }
 
@@ -175,7 +148,7 @@ void run_pieces(const Parameters& parameters, at::ScalarType type, AttentionFunc
                 const std::vector<Piece>& pieces) {
   if (!pieces.empty()) {
     run_jobs(parameters, type, kernel, static_cast<int64_t>(pieces.size()),
-             [&](int64_t job, const auto& call) { call(pieces[job]); });
+             [&](int64_t job, int64_t, const auto& call) { call(pieces[job]); });
   }
 }
 
@@ -186,63 +159,6 @@ std::vector<Piece> take_if(std::vector<Piece>& pieces, bool (*condition)(const P
   taken.assign(rest, pieces.end());
   pieces.erase(rest, pieces.end());
   return taken;
-}
-
-// Sums of grad_key or grad_value, as rows of whole vectors: (slots, 1, rows, width).
-at::Tensor make_sums(int64_t slots, int64_t rows, int64_t dim, at::ScalarType dtype) {
-  return at::zeros({slots, 1, rows, round_up_to_vector(dim)},
-                   at::TensorOptions().dtype(dtype).device(at::kCPU));
-}
-
-// gradient: (heads, rows, columns), with one stride for each. sums: see make_sums, where the chunks
-// of a head follow one another.
-void sum_chunks(const at::Tensor& gradient, const at::Tensor& sums, int64_t chunks, double factor) {
-  auto* kernel = sum_chunks_kernel().get<SumFunction>(gradient.scalar_type());
-  char* const target = static_cast<char*>(gradient.data_ptr());
-  char* const source = static_cast<char*>(sums.data_ptr());
-  // A head's rows in parts, so that there is work for all threads if there is one head.
-  const int64_t parts = ceil_divide(gradient.size(1), kRowsOfPart);
-  at::parallel_for(0, gradient.size(0) * parts, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t job = begin; job < end; ++job) {
-      const int64_t head = job / parts, row = job % parts * kRowsOfPart;
-      const int64_t rows = std::min(kRowsOfPart, gradient.size(1) - row);
-      const int64_t place = head * gradient.stride(0) + row * gradient.stride(1);
-      const int64_t first = head * chunks * sums.stride(0) + row * sums.stride(2);
-      kernel(target + place * gradient.element_size(), gradient.stride(1),
-             source + first * sums.element_size(), sums.stride(0), sums.size(3), rows,
-             gradient.size(2), chunks, factor);
-    }
-  });
-}
-
-// (batch, heads, blocks) summed over blocks, and over the batch where the result has none.
-at::Tensor sum_blocks(const at::Tensor& partial, const at::Tensor& like) {
-  const at::Tensor sums = sum_in_order(partial, 2);
-  return (like.dim() == 2 ? sums : sum_in_order(sums, 0)).view(like.sizes()).to(like.options());
-}
-
-// Gives each block its slot: blocks of one key head that share a slot add to the same sums, and
-// make one job, in which they run one after the other. ``blocks`` must be in the order of
-// cut_into_blocks.
-std::vector<std::vector<Piece>> cut_into_jobs(const Parameters& parameters,
-                                              const std::vector<Piece>& blocks,
-                                              const std::optional<BiasGradient>& bias,
-                                              bool is_packed) {
-  const bool is_shared = bias.has_value() && bias->is_shared();
-  std::vector<std::vector<Piece>> jobs(parameters.batch * parameters.key_heads * parameters.chunks);
-  int64_t last_head = -1, index = 0;
-  for (Piece block : blocks) {
-    const int64_t key_head = block.head / parameters.group;
-    const int64_t head = block.batch * parameters.key_heads + key_head;
-    index = head == last_head ? index + 1 : 0;
-    last_head = head;
-    const int64_t chunk = (is_shared ? block.block : index) % parameters.chunks;
-    block.slot = (is_packed ? key_head : head) * parameters.chunks + chunk;
-    block.bias = bias.has_value() ? bias->place_of(block) : 0;
-    const int64_t family = is_shared ? bias->family(block) : head;
-    jobs[family * parameters.chunks + chunk].push_back(block);
-  }
-  return jobs;
 }
 
 }  // namespace
@@ -335,82 +251,6 @@ void run_forward(Parameters& parameters, const at::Tensor& query, std::vector<Pi
   if (!split.empty()) {
     run_pieces(parameters, type, merge_kernel().get<AttentionFunction>(dtype), split);
   }
-}
-
-AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
-                                const at::Tensor& key, const at::Tensor& value,
-                                const std::optional<at::Tensor>& attn_bias,
-                                const std::optional<at::Tensor>& alibi_slopes,
-                                const std::optional<at::Tensor>& sinks, std::vector<Piece> blocks,
-                                bool is_packed) {
-  const auto type = compute_type(query);
-  const auto contiguous = [](const at::Tensor& tensor) {
-    return at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous);
-  };
-  const at::Tensor grad_query = contiguous(query);
-  const at::Tensor all_grad_key = contiguous(key);
-  const at::Tensor all_grad_value = contiguous(value);
-  // Packed: (rows, heads, columns). Else (batch, heads, rows, columns).
-  const auto by_heads = [&](const at::Tensor& tensor) {
-    return is_packed ? tensor.transpose(0, 1) : tensor.flatten(0, 1);
-  };
-  const at::Tensor grad_key = by_heads(all_grad_key);
-  const at::Tensor grad_value = by_heads(all_grad_value);
-  const int64_t heads = grad_key.size(0);
-  int64_t most_blocks = 1;
-  for (const Piece& block : blocks) {
-    most_blocks = std::max(most_blocks, block.block + 1);
-  }
-  std::optional<BiasGradient> bias;
-  if (attn_bias.has_value()) {
-    bias.emplace(parameters, *attn_bias, type);
-  }
-  const bool is_shared = bias.has_value() && bias->is_shared();
-  const int64_t families = std::max<int64_t>(1, is_shared ? bias->families() : heads);
-  const int64_t most_chunks = is_shared ? most_blocks : most_blocks * parameters.group;
-  parameters.chunks =
-      std::max<int64_t>(1, std::min(most_chunks, ceil_divide(kBackwardPieces, families)));
-  if (bias.has_value()) {
-    const bool all_keys_are_seen =
-        std::all_of(blocks.begin(), blocks.end(), [&](const Piece& block) {
-          return block.first_visible == -kFar && block.last_visible == kFar;
-        });
-    bias->allocate(parameters.chunks, all_keys_are_seen);
-  }
-  const at::Tensor key_sums =
-      make_sums(heads * parameters.chunks, grad_key.size(1), parameters.head_dim, type);
-  const at::Tensor value_sums =
-      make_sums(heads * parameters.chunks, grad_value.size(1), parameters.value_dim, type);
-  const at::Tensor partial = at::zeros({2, parameters.batch, parameters.query_heads, most_blocks},
-                                       at::TensorOptions().dtype(type).device(at::kCPU));
-  parameters.grad_query = Operand(is_packed ? grad_query.transpose(0, 1).unsqueeze(0) : grad_query);
-  parameters.grad_query.strides[0] = is_packed ? 0 : parameters.grad_query.strides[0];
-  parameters.grad_key = Operand(key_sums);
-  parameters.grad_value = Operand(value_sums);
-  parameters.grad_alibi_slopes = Operand(partial[0]);
-  parameters.grad_sinks = Operand(partial[1]);
-
-  if (!blocks.empty()) {
-    const auto jobs = cut_into_jobs(parameters, blocks, bias, is_packed);
-    auto* kernel = backward_kernel(parameters).get<AttentionFunction>(query.scalar_type());
-    run_jobs(parameters, type, kernel, static_cast<int64_t>(jobs.size()),
-             [&](int64_t job, const auto& call) {
-               for (const Piece& block : jobs[job]) {
-                 call(block);
-               }
-             });
-  }
-  sum_chunks(grad_key, key_sums, parameters.chunks, parameters.scale);
-  sum_chunks(grad_value, value_sums, parameters.chunks, 1.0);
-  const auto total = [&](const std::optional<at::Tensor>& tensor, const at::Tensor& sums) {
-    return tensor.has_value() ? sum_blocks(sums, *tensor) : at::empty({0}, query.options());
-  };
-  return {grad_query,
-          all_grad_key,
-          all_grad_value,
-          bias.has_value() ? bias->total() : at::empty({0}, query.options()),
-          total(alibi_slopes, partial[0]),
-          total(sinks, partial[1])};
 }
 
 }  // namespace foo

@@ -24,6 +24,8 @@ inline constexpr int64_t kTileStride = kLargestQueryBlock + 16;
 inline constexpr int64_t kPadding = 16;
 inline constexpr int64_t kTile = (kKeyBlock + 1) * kTileStride;
 inline constexpr int64_t kWidestVector = 16;
+// Beyond any position, and far from overflow.
+inline constexpr int64_t kFar = int64_t{1} << 40;
 
 enum BiasKind : int64_t { kNone, kBool, kOfQueryDtype, kFloat32 };
 // One block writes a tile of the gradient, or blocks add to sums.
@@ -77,6 +79,11 @@ struct Piece {
   int64_t block, bias;
 };
 
+// The plain kernels, without options, take half the time to compile, and most models need no other.
+inline bool is_plain(const Parameters& parameters) {
+  return parameters.modifies == 0 && parameters.dropout_threshold == 0;
+}
+
 using AttentionFunction = void(const Parameters*, const Piece*, void* scratch);
 
 // A row of the batch, or a packed sequence.
@@ -124,19 +131,20 @@ void run_forward(Parameters& parameters, const at::Tensor& query, std::vector<Pi
 using AttentionGradients =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// Runs the backward kernel on blocks, which must be in the order of cut_into_blocks. Tensors are
-// (total, heads, dim) if they are packed, else (batch, heads, length, dim). attn_bias is given if
-// its gradient is wanted.
+// Runs the backward kernel on the blocks of all sequences. Tensors are (total, heads, dim) if they
+// are packed, else (batch, heads, length, dim). attn_bias is given if its gradient is wanted.
 AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
                                 const at::Tensor& key, const at::Tensor& value,
                                 const std::optional<at::Tensor>& attn_bias,
                                 const std::optional<at::Tensor>& alibi_slopes,
-                                const std::optional<at::Tensor>& sinks, std::vector<Piece> blocks,
-                                bool is_packed);
+                                const std::optional<at::Tensor>& sinks,
+                                const std::vector<Sequence>& sequences,
+                                const AttentionOptions& options, bool is_packed);
 
-// Calls work(job, call) for each job, in parallel, where call(piece) runs the kernel in the
-// thread's own scratch memory. Threads take the next job when they are done with one; which thread
-// runs it makes no difference to the result.
+// Calls work(job, thread, call) for each job, in parallel, where call(piece) runs the kernel in the
+// thread's own scratch memory, and threads are counted from 0, fewer than at::get_num_threads().
+// Threads take the next job when they are done with one; which thread runs it makes no difference
+// to the result.
 template <class Work>
 void run_jobs(const Parameters& parameters, at::ScalarType scratch_type, AttentionFunction* kernel,
               int64_t jobs, Work work) {
@@ -157,7 +165,7 @@ void run_jobs(const Parameters& parameters, at::ScalarType scratch_type, Attenti
         kernel(&parameters, &piece, memory + thread * bytes);
       };
       for (int64_t job = next++; job < jobs; job = next++) {
-        work(job, call);
+        work(job, thread, call);
       }
     }
   });

@@ -1,0 +1,255 @@
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <array>
+#include <cstring>
+
+#include "kernel_table.h"
+#include "ops/attention_bias_gradient.h"
+#include "ops/attention_work.h"
+
+namespace foo {
+
+namespace {
+
+// The blocks of so many key heads are work for all threads; fewer key heads have theirs in chunks.
+// Does not depend on the threads, so that neither do the sums.
+constexpr int64_t kBackwardPieces = 8;
+constexpr int64_t kRowsOfPart = 256;
+
+using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t chunk_stride,
+                         int64_t width, int64_t rows, int64_t columns, int64_t chunks,
+                         double factor);
+
+// Kernels live as long as the process: they are never destroyed.
+Kernel& backward_kernel(const Parameters& parameters) {
+  static auto* kernel = new Kernel("attention_backward");
+  static auto* plain = new Kernel("attention_backward.plain");
+  return is_plain(parameters) ? *plain : *kernel;
+}
+
+Kernel& sum_chunks_kernel() {
+  static auto* kernel = new Kernel("attention_sum_chunks");
+  return *kernel;
+}
+
+// A key head of a sequence: its rows of grad_key and grad_value.
+struct KeyHead {
+  int64_t head, first_row, rows;
+};
+
+// The sums that become grad_key or grad_value, in slots of rows of whole vectors: for the kernel,
+// (slots, 1, rows, width).
+class GradientSums {
+ public:
+  // gradient: (heads, rows, columns), with one stride for each.
+  GradientSums(at::Tensor gradient, double factor, int64_t slots, int64_t rows, at::ScalarType type)
+      : gradient_(std::move(gradient)),
+        factor_(factor),
+        kernel_(sum_chunks_kernel().get<SumFunction>(gradient_.scalar_type())),
+        sums_(at::empty({slots, 1, rows, round_up_to_vector(gradient_.size(2))},
+                        at::TensorOptions().dtype(type).device(at::kCPU))) {}
+
+  Operand operand() const { return Operand(sums_); }
+
+  void clear(int64_t slot, int64_t rows) const {
+    std::memset(place(slot, 0), 0, rows * sums_.stride(2) * sums_.element_size());
+  }
+
+  // The sum of ``chunks`` slots, rounded to the dtype of the gradient, for the rows of the key head
+  // from ``begin`` to ``end``.
+  void write(const KeyHead& key_head, int64_t begin, int64_t end, int64_t slot,
+             int64_t chunks) const {
+    const int64_t row = key_head.first_row + begin;
+    const int64_t index = key_head.head * gradient_.stride(0) + row * gradient_.stride(1);
+    char* const target = static_cast<char*>(gradient_.data_ptr());
+    kernel_(target + index * gradient_.element_size(), gradient_.stride(1), place(slot, begin),
+            sums_.stride(0), sums_.size(3), end - begin, gradient_.size(2), chunks, factor_);
+  }
+
+ private:
+  char* place(int64_t slot, int64_t row) const {
+    const int64_t index = slot * sums_.stride(0) + row * sums_.stride(2);
+    return static_cast<char*>(sums_.data_ptr()) + index * sums_.element_size();
+  }
+
+  at::Tensor gradient_;
+  double factor_;
+  SumFunction* kernel_;
+  at::Tensor sums_;
+};
+
+// Blocks that add to the same sums, and so run one after the other: all of a key head, counted over
+// the sequences, or one of its chunks.
+struct Chunk {
+  int64_t key_head;
+  std::vector<Piece> blocks;
+};
+
+// Gives each block its slot, of which each key head has as many as there are chunks. ``blocks``
+// must be in the order of cut_into_blocks.
+std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
+                                              const std::vector<Piece>& blocks,
+                                              const std::optional<BiasGradient>& bias) {
+  const bool is_shared = bias.has_value() && bias->is_shared();
+  std::vector<std::vector<Chunk>> jobs(parameters.batch * parameters.key_heads * parameters.chunks);
+  int64_t last_key_head = -1, index = 0;
+  for (Piece block : blocks) {
+    const int64_t key_head = block.batch * parameters.key_heads + block.head / parameters.group;
+    index = key_head == last_key_head ? index + 1 : 0;
+    last_key_head = key_head;
+    const int64_t chunk = (is_shared ? block.block : index) % parameters.chunks;
+    block.slot = key_head * parameters.chunks + chunk;
+    block.bias = bias.has_value() ? bias->place_of(block) : 0;
+    const int64_t family = is_shared ? bias->family(block) : key_head;
+    auto& job = jobs[family * parameters.chunks + chunk];
+    if (job.empty() || job.back().key_head != key_head) {
+      job.push_back({key_head, {}});
+    }
+    job.back().blocks.push_back(block);
+  }
+  return jobs;
+}
+
+// The sums of a key head that is one chunk lie in the slot of the thread that runs it, and are
+// rounded while they are in its cache. Those of several chunks are added up when all are there.
+void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
+                      const std::vector<std::vector<Chunk>>& jobs,
+                      const std::vector<KeyHead>& key_heads, const at::Tensor& grad_key,
+                      const at::Tensor& grad_value, at::ScalarType type) {
+  const int64_t chunks = parameters.chunks, count = static_cast<int64_t>(key_heads.size());
+  const int64_t slots = chunks == 1 ? at::get_num_threads() : count * chunks;
+  int64_t most_rows = 0;
+  for (const KeyHead& key_head : key_heads) {
+    most_rows = std::max(most_rows, key_head.rows);
+  }
+  const std::array<GradientSums, 2> both{
+      GradientSums(grad_key, parameters.scale, slots, most_rows, type),
+      GradientSums(grad_value, 1.0, slots, most_rows, type)};
+  parameters.grad_key = both[0].operand();
+  parameters.grad_value = both[1].operand();
+  if (chunks > 1) {
+    // A key head may have fewer blocks than chunks.
+    at::parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t slot = begin; slot < end; ++slot) {
+        both[0].clear(slot, most_rows);
+        both[1].clear(slot, most_rows);
+      }
+    });
+  }
+  run_jobs(parameters, type, kernel, static_cast<int64_t>(jobs.size()),
+           [&](int64_t job, int64_t thread, const auto& call) {
+             for (const Chunk& chunk : jobs[job]) {
+               const KeyHead& key_head = key_heads[chunk.key_head];
+               if (chunks == 1) {
+                 both[0].clear(thread, key_head.rows);
+                 both[1].clear(thread, key_head.rows);
+               }
+               for (Piece block : chunk.blocks) {
+                 block.slot = chunks == 1 ? thread : block.slot;
+                 call(block);
+               }
+               if (chunks == 1) {
+                 both[0].write(key_head, 0, key_head.rows, thread, 1);
+                 both[1].write(key_head, 0, key_head.rows, thread, 1);
+               }
+             }
+           });
+  if (chunks > 1) {
+    // A key head's rows in parts, so that there is work for all threads if there is one head.
+    const int64_t parts = ceil_divide(most_rows, kRowsOfPart);
+    at::parallel_for(0, count * parts, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t job = begin; job < end; ++job) {
+        const KeyHead& key_head = key_heads[job / parts];
+        const int64_t row = std::min(key_head.rows, job % parts * kRowsOfPart);
+        const int64_t stop = std::min(key_head.rows, row + kRowsOfPart);
+        both[0].write(key_head, row, stop, job / parts * chunks, chunks);
+        both[1].write(key_head, row, stop, job / parts * chunks, chunks);
+      }
+    });
+  }
+}
+
+// (batch, heads, blocks) summed over blocks, and over the batch where the result has none.
+at::Tensor sum_blocks(const at::Tensor& partial, const at::Tensor& like) {
+  const at::Tensor sums = sum_in_order(partial, 2);
+  return (like.dim() == 2 ? sums : sum_in_order(sums, 0)).view(like.sizes()).to(like.options());
+}
+
+}  // namespace
+
+AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
+                                const at::Tensor& key, const at::Tensor& value,
+                                const std::optional<at::Tensor>& attn_bias,
+                                const std::optional<at::Tensor>& alibi_slopes,
+                                const std::optional<at::Tensor>& sinks,
+                                const std::vector<Sequence>& sequences,
+                                const AttentionOptions& options, bool is_packed) {
+  const auto type = compute_type(query);
+  const std::vector<Piece> blocks = cut_into_blocks(parameters, sequences, options);
+  // Packed rows may belong to no sequence, or to one without queries.
+  const bool all_rows_are_written = !is_packed && !blocks.empty();
+  const auto gradient_of = [&](const at::Tensor& tensor) {
+    return all_rows_are_written ? at::empty(tensor.sizes(), tensor.options())
+                                : at::zeros(tensor.sizes(), tensor.options());
+  };
+  const at::Tensor grad_query = gradient_of(query);
+  const at::Tensor grad_key = gradient_of(key);
+  const at::Tensor grad_value = gradient_of(value);
+  int64_t most_blocks = 1;
+  for (const Piece& block : blocks) {
+    most_blocks = std::max(most_blocks, block.block + 1);
+  }
+  std::optional<BiasGradient> bias;
+  if (attn_bias.has_value()) {
+    bias.emplace(parameters, *attn_bias, type);
+  }
+  const bool is_shared = bias.has_value() && bias->is_shared();
+  const int64_t families =
+      std::max<int64_t>(1, is_shared ? bias->families() : parameters.batch * parameters.key_heads);
+  const int64_t most_chunks = is_shared ? most_blocks : most_blocks * parameters.group;
+  parameters.chunks =
+      std::max<int64_t>(1, std::min(most_chunks, ceil_divide(kBackwardPieces, families)));
+  if (bias.has_value()) {
+    const bool all_keys_are_seen =
+        std::all_of(blocks.begin(), blocks.end(), [&](const Piece& block) {
+          return block.first_visible == -kFar && block.last_visible == kFar;
+        });
+    bias->allocate(parameters.chunks, all_keys_are_seen);
+  }
+  const at::Tensor partial = at::zeros({2, parameters.batch, parameters.query_heads, most_blocks},
+                                       at::TensorOptions().dtype(type).device(at::kCPU));
+  parameters.grad_query = Operand(is_packed ? grad_query.transpose(0, 1).unsqueeze(0) : grad_query);
+  parameters.grad_query.strides[0] = is_packed ? 0 : parameters.grad_query.strides[0];
+  parameters.grad_alibi_slopes = Operand(partial[0]);
+  parameters.grad_sinks = Operand(partial[1]);
+
+  if (!blocks.empty()) {
+    std::vector<KeyHead> key_heads;
+    for (const Sequence& sequence : sequences) {
+      for (int64_t head = 0; head < parameters.key_heads; ++head) {
+        const int64_t place = is_packed ? head : sequence.batch * parameters.key_heads + head;
+        key_heads.push_back({place, sequence.key_offset, sequence.key_length});
+      }
+    }
+    // Packed: (rows, heads, columns). Else (batch, heads, rows, columns).
+    const auto by_heads = [&](const at::Tensor& tensor) {
+      return is_packed ? tensor.transpose(0, 1) : tensor.flatten(0, 1);
+    };
+    run_jobs_of_keys(parameters,
+                     backward_kernel(parameters).get<AttentionFunction>(query.scalar_type()),
+                     cut_into_jobs(parameters, blocks, bias), key_heads, by_heads(grad_key),
+                     by_heads(grad_value), type);
+  }
+  const auto total = [&](const std::optional<at::Tensor>& tensor, const at::Tensor& sums) {
+    return tensor.has_value() ? sum_blocks(sums, *tensor) : at::empty({0}, query.options());
+  };
+  return {grad_query,
+          grad_key,
+          grad_value,
+          bias.has_value() ? bias->total() : at::empty({0}, query.options()),
+          total(alibi_slopes, partial[0]),
+          total(sinks, partial[1])};
+}
+
+}  // namespace foo
