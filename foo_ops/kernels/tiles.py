@@ -236,21 +236,20 @@ def tile_dot(typing_context, tile, a, a_stride, b, b_stride):
 @intrinsic
 def tile_store_sums(typing_context, tile, pointer, stride):
     """ROWS * COLUMNS must be a power of two and not more than the lanes."""
-    count = tile.rows * tile.columns
+    count, lanes = tile.rows * tile.columns, tile.vector.lanes
 
     def generate(context, builder, signature, args):
         vectors = [builder.extract_value(args[0], position) for position in range(count)]
-        while len(vectors) > 1:
-            vectors = [
-                _add_neighbours(builder, *vectors[start : start + 2])
-                for start in range(0, len(vectors), 2)
-            ]
-        (sums,) = vectors
-        while sums.type.count > count:
-            sums = _add_neighbours(builder, sums)
+        distance = lanes // 2
+        while distance > 0:
+            half = len(vectors) // 2
+            pairs = zip(vectors[:half], vectors[half:], strict=True) if half else [vectors * 2]
+            vectors = [_fold(builder, *pair, distance) for pair in pairs]
+            distance //= 2
         for row in range(tile.rows):
-            lanes = range(row * tile.columns, (row + 1) * tile.columns)
-            stored = _shuffle(builder, sums, sums, lanes)
+            first = row * tile.columns
+            places = [place * lanes // count for place in range(first, first + tile.columns)]
+            stored = _shuffle(builder, vectors[0], vectors[0], places)
             address = builder.gep(args[1], [builder.mul(args[2], INT64(row))])
             address = builder.bitcast(address, stored.type.as_pointer())
             builder.store(stored, address, align=ELEMENTS[pointer.dtype].size)
@@ -259,12 +258,17 @@ def tile_store_sums(typing_context, tile, pointer, stride):
     return types.void(tile, pointer, types.intp), generate
 
 
-def _add_neighbours(builder: ir.IRBuilder, *vectors: ir.Value) -> ir.Value:
-    """Of one vector or two in a row: lane 0 + lane 1, lane 2 + lane 3 ..."""
-    lanes = sum(vector.type.count for vector in vectors)
-    pair = (vectors[0], vectors[-1])
-    even, odd = (_shuffle(builder, *pair, range(first, lanes, 2)) for first in (0, 1))
-    return builder.fadd(even, odd)
+def _fold(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, distance: int) -> ir.Value:
+    """The sums of lanes that are ``distance`` apart: a's in the lower lane of each two, b's above.
+
+    Neighbouring lanes come last, since LLVM adds these by horizontal additions, of four operations
+    each: 8 vectors become one in 20 instructions, of which one is such.
+    """
+    count = a.type.count
+    upper = [lane & distance for lane in range(count)]
+    own = [lane + count if up else lane for lane, up in enumerate(upper)]
+    other = [lane + count - distance if up else lane + distance for lane, up in enumerate(upper)]
+    return builder.fadd(_shuffle(builder, a, b, own), _shuffle(builder, a, b, other))
 
 
 def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[int]) -> ir.Value:
