@@ -2,10 +2,12 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
+#include <c10/core/impl/alloc_cpu.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 
 #include "kernel_table.h"
 
@@ -205,6 +207,19 @@ std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p) {
     return std::nullopt;
   }
   return at::randint(std::numeric_limits<int64_t>::max(), {1}, query.options().dtype(at::kLong));
+}
+
+void* thread_scratch(int64_t bytes) {
+  // Not of torch's allocator, which counts it as a tensor's where the call is one of foo's.
+  thread_local std::unique_ptr<void, decltype(&c10::free_cpu)> memory(nullptr, &c10::free_cpu);
+  thread_local int64_t size = 0;
+  if (size < bytes) {
+    size = 0;
+    memory.reset();
+    memory.reset(c10::alloc_cpu(bytes));
+    size = bytes;
+  }
+  return memory.get();
 }
 
 std::vector<Piece> cut_into_blocks(const Parameters& parameters,
