@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -128,12 +129,21 @@ void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
       GradientSums(grad_value, 1.0, slots, most_rows, type)};
   parameters.grad_key = both[0].operand();
   parameters.grad_value = both[1].operand();
+  const auto clear = [&](int64_t slot, int64_t rows) {
+    for (const GradientSums& sums : both) {
+      sums.clear(slot, rows);
+    }
+  };
+  const auto write = [&](const KeyHead& key_head, int64_t begin, int64_t end, int64_t slot) {
+    for (const GradientSums& sums : both) {
+      sums.write(key_head, begin, end, slot, chunks);
+    }
+  };
   if (chunks > 1) {
-    // A key head may have fewer blocks than chunks.
+    // All of them: a key head may have fewer blocks than chunks.
     at::parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
       for (int64_t slot = begin; slot < end; ++slot) {
-        both[0].clear(slot, most_rows);
-        both[1].clear(slot, most_rows);
+        clear(slot, most_rows);
       }
     });
   }
@@ -142,16 +152,14 @@ void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
              for (const Chunk& chunk : jobs[job]) {
                const KeyHead& key_head = key_heads[chunk.key_head];
                if (chunks == 1) {
-                 both[0].clear(thread, key_head.rows);
-                 both[1].clear(thread, key_head.rows);
+                 clear(thread, key_head.rows);
                }
                for (Piece block : chunk.blocks) {
                  block.slot = chunks == 1 ? thread : block.slot;
                  call(block);
                }
                if (chunks == 1) {
-                 both[0].write(key_head, 0, key_head.rows, thread, 1);
-                 both[1].write(key_head, 0, key_head.rows, thread, 1);
+                 write(key_head, 0, key_head.rows, thread);
                }
              }
            });
@@ -163,8 +171,7 @@ void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
         const KeyHead& key_head = key_heads[job / parts];
         const int64_t row = std::min(key_head.rows, job % parts * kRowsOfPart);
         const int64_t stop = std::min(key_head.rows, row + kRowsOfPart);
-        both[0].write(key_head, row, stop, job / parts * chunks, chunks);
-        both[1].write(key_head, row, stop, job / parts * chunks, chunks);
+        write(key_head, row, stop, job / parts * chunks);
       }
     });
   }
