@@ -11,7 +11,9 @@ other number is, so that a function is compiled once and not for each constant.
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,9 +21,10 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import _dynfunc
 from numba.core import cgutils, codegen, compiler, cpu, externals, types
-from numba.core.compiler_machinery import PassManager, register_pass
+from numba.core.compiler_machinery import PassManager
 from numba.core.descriptors import TargetDescriptor
 from numba.core.dispatcher import Dispatcher
+from numba.core.imputils import builtin_registry
 from numba.core.registry import CPUDispatcher
 from numba.core.target_extension import (
     CPU,
@@ -30,26 +33,9 @@ from numba.core.target_extension import (
     target_override,
     target_registry,
 )
-from numba.core.typed_passes import (
-    NativeLowering,
-    NoPythonBackend,
-    NopythonTypeInference,
-    PreLowerStripPhis,
-)
 from numba.core.typing import builtins as builtins_of_numba  # noqa: F401
 from numba.core.typing import mathdecl, templates
 from numba.core.typing.context import BaseContext
-from numba.core.untyped_passes import (
-    DeadBranchPrune,
-    FixupArgs,
-    GenericRewrites,
-    InlineClosureLikes,
-    IRProcessing,
-    MakeFunctionToJitFunction,
-    ReconstructSSA,
-    RewriteSemanticConstants,
-    TranslateByteCode,
-)
 from numba.cpython import (  # noqa: F401
     builtins,
     iterators,
@@ -59,11 +45,14 @@ from numba.cpython import (  # noqa: F401
     tupleobj,
 )
 
+from foo_ops.kernels import ranges
 from foo_ops.kernels.calling_convention import CallingConvention
-from foo_ops.kernels.constants import AdaptConstants
+from foo_ops.kernels.passes import pipeline
 from foo_ops.kernels.target import target
 
 NAME = "foo_ops kernel"
+# Instructions of a function that is inlined wherever it is called.
+SMALL = 80
 
 
 class _Library(codegen.CodeLibrary):
@@ -146,35 +135,63 @@ class _RefreshedIfNew:
 
 
 class _TypingContext(_RefreshedIfNew, BaseContext):
+    """It remembers what it found out, as a kernel asks for the same nine times out of ten."""
+
+    def init(self) -> None:
+        self._signatures: dict[Any, Any] = {}
+        # By id, with the value, so that no other one gets the id.
+        self._types: dict[int, tuple[Any, types.Type]] = {}
+
     def _load_builtins(self) -> None:
         """What is imported here, and not arrays, sets and dictionaries: that takes 0.4 s."""
+        self._signatures.clear()
+        self._types.clear()
         self.install_registry(templates.builtin_registry)
 
     def load_additional_registries(self) -> None:
         self.install_registry(mathdecl.registry)
 
+    def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
+        # A function of Numba's language may be about to be compiled.
+        if not isinstance(func, types.Function):
+            return super().resolve_function_type(func, args, kws)
+        key = func, tuple(args), tuple(sorted(dict(kws).items()))
+        if key not in self._signatures:
+            self._signatures[key] = super().resolve_function_type(func, args, kws)
+        return self._signatures[key]
+
     def resolve_value_type(self, value: Any) -> types.Type:
+        if not callable(value):
+            return super().resolve_value_type(value)
+        if id(value) not in self._types:
+            self._types[id(value)] = value, self._type_of_function(value)
+        return self._types[id(value)][1]
+
+    def _type_of_function(self, value: Any) -> types.Type:
         if isinstance(value, CPUDispatcher):
             value = _dispatcher_of(value)
-        return super().resolve_value_type(value)
+        # Numba would first ask whether range is a list of its own, and import that.
+        known = self._lookup_global(value) if isinstance(value, type) else None
+        return super().resolve_value_type(value) if known is None else known
 
 
 class _Context(_RefreshedIfNew, cpu.CPUContext):
     def init(self) -> None:
         self.is32bit = False
-        self._sizes: dict[str, int] = {}
         self._internal_codegen = _Codegen()
         externals.c_math_functions.install(self)
 
     def load_additional_registries(self) -> None:
         self.install_registry(mathimpl.registry)
+        # Of two implementations the last one counts.
+        self.install_registry(builtin_registry)
+        self.install_registry(ranges.registry)
 
-    def get_abi_sizeof(self, ty: ir.Type) -> int:
-        """Kept, since LLVM parses a module for the answer, and is asked for each variable."""
-        name = str(ty)
-        if name not in self._sizes:
-            self._sizes[name] = super().get_abi_sizeof(ty)
-        return self._sizes[name]
+    def pair_first(self, builder: ir.IRBuilder, value: ir.Value, type_: types.Pair) -> ir.Value:
+        return ranges.part_of(builder, value, 0)
+
+    def pair_second(self, builder: ir.IRBuilder, value: ir.Value, type_: types.Pair) -> ir.Value:
+        return ranges.part_of(builder, value, 1)
 
     @property
     def call_conv(self) -> CallingConvention:
@@ -238,42 +255,9 @@ dispatcher_registry[_Target] = _Dispatcher
 jit_registry[_Target] = _jit
 
 
-@register_pass(mutates_CFG=True, analysis_only=False)
-class _InlineClosures(InlineClosureLikes):
-    """Only where there are any: to look for them takes 4 ms a function."""
-
-    _name = "foo_ops_inline_closures"
-
-    def run_pass(self, state: Any) -> bool:
-        blocks = state.func_ir.blocks.values()
-        has_closures = any(True for block in blocks for _ in block.find_exprs(op="make_function"))
-        return has_closures and super().run_pass(state)
-
-
 class _Compiler(compiler.CompilerBase):
-    """Numba's passes, but for those that serve what a kernel does not have.
-
-    Which is: with, exceptions, literal_unroll and literally, inlining by Numba, arrays.
-    """
-
     def define_pipelines(self) -> list[PassManager]:
-        pipeline = PassManager(NAME)
-        pipeline.add_pass(TranslateByteCode, "translate bytecode to Numba's IR")
-        pipeline.add_pass(FixupArgs, "mend arguments")
-        pipeline.add_pass(IRProcessing, "process Numba's IR")
-        pipeline.add_pass(_InlineClosures, "inline closures")
-        pipeline.add_pass(RewriteSemanticConstants, "replace expressions that are constant")
-        pipeline.add_pass(DeadBranchPrune, "remove branches that are never taken")
-        pipeline.add_pass(GenericRewrites, "rewrite items at constant indices")
-        pipeline.add_pass(MakeFunctionToJitFunction, "make functions of closures")
-        pipeline.add_pass(ReconstructSSA, "assign each variable once")
-        pipeline.add_pass(AdaptConstants, "give constants the types of what they meet")
-        pipeline.add_pass(NopythonTypeInference, "infer types")
-        pipeline.add_pass(PreLowerStripPhis, "replace phi nodes by variables")
-        pipeline.add_pass(NativeLowering, "make LLVM IR")
-        pipeline.add_pass(NoPythonBackend, "hand out the function")
-        pipeline.finalize()
-        return [pipeline]
+        return [pipeline(NAME)]
 
 
 def compile_module(
@@ -294,11 +278,41 @@ def compile_module(
             pipeline_class=_Compiler,
         )  # fmt: skip
     wrapper = _c_wrapper(context, result, argument_types, entry)
+    modules = list(result.library.modules())
+    _mark_inlined([wrapper, *modules])
     whole = llvm.parse_assembly(str(wrapper))
-    for module in result.library.modules():
+    for module in modules:
         whole.link_in(llvm.parse_assembly(cgutils.normalize_ir_text(str(module))))
     whole.verify()
     return whole
+
+
+def _mark_inlined(modules: list[ir.Module]) -> None:
+    """Mark the functions that are called from one place, and those that are small.
+
+    A module may have been marked before, for another kernel.
+    """
+    functions = [
+        function
+        for module in modules
+        for function in module.functions
+        if not function.is_declaration
+    ]
+    steps = {
+        function.name: [step for block in function.blocks for step in block.instructions]
+        for function in functions
+    }
+    calls = collections.Counter(
+        step.callee.name
+        for step in itertools.chain.from_iterable(steps.values())
+        if isinstance(step, ir.CallInstr)
+    )
+    for function in functions:
+        name = function.name
+        if calls[name] == 1 or len(steps[name]) <= SMALL:
+            function.attributes.add("alwaysinline")
+        else:
+            function.attributes.discard("alwaysinline")
 
 
 def _c_wrapper(
