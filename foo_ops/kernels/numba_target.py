@@ -156,9 +156,10 @@ class _TypingContext(_RefreshedIfNew, BaseContext):
         if not isinstance(func, types.Function):
             return super().resolve_function_type(func, args, kws)
         key = func, tuple(args), tuple(sorted(dict(kws).items()))
-        if key not in self._signatures:
-            self._signatures[key] = super().resolve_function_type(func, args, kws)
-        return self._signatures[key]
+        found = self._signatures.get(key)
+        if found is None:
+            found = self._signatures[key] = super().resolve_function_type(func, args, kws)
+        return found
 
     def resolve_value_type(self, value: Any) -> types.Type:
         if not callable(value):
