@@ -1,6 +1,7 @@
 """foo::attention and foo::attention_varlen: autograd twice, vmap, autocast, FLOP counting."""
 
 import functools
+import re
 import sys
 
 import pytest
@@ -320,6 +321,30 @@ def test_vmap_of_packed_sequences(in_dims, device):
         )
 
     check_vmap(function, in_dims, *tensors)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([(4, 5, 8)], "query must have 4 dimensions (batch, heads, length, head_dim), got 3"),
+        ([()], "query must have 4 dimensions (batch, heads, length, head_dim), got 0"),
+        ([(2, 4, 5, 8), (1, 4, 5, 8)], "key must have batch size 2 as query has, got 1"),
+        (
+            [*[(2, 4, 5, 8)] * 3, (1, 2, 4, 5, 5)],
+            "attn_bias must have a shape that broadcasts to [2, 4, 5, 5], got [1, 2, 4, 5, 5]",
+        ),
+        (
+            [*[(2, 4, 5, 8)] * 3, (5, 5), (3, 4)],
+            "alibi_slopes must have shape [Hq] = [4] or [B, Hq] = [2, 4], got [3, 4]",
+        ),
+    ],
+)
+def test_vmap_refuses_a_slice(shapes, message, device):
+    """In the words of the operator, which is not called with slices."""
+    shapes = [*shapes, *[(2, 4, 5, 8)] * (3 - len(shapes))]
+    tensors = [torch.zeros(3, *shape, device=device) for shape in shapes]
+    with pytest.raises(ValueError, match=rf"\Aattention: {re.escape(message)}\Z"):
+        torch.vmap(attention)(*tensors)
 
 
 # A slice of nothing has these inputs; the last ones stand for what a loop over the calls serves.

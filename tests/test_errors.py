@@ -262,31 +262,75 @@ def test_attention_backward_reads_nothing_outside_its_tensors(
             call(**tensors)
 
 
+def takers_of_a_seed(device):
+    """Each with the name that its messages begin with."""
+    rows, columns = torch.zeros(2, 4, 5, device=device), torch.zeros(2, 4, 5, 8, device=device)
+    query, key = torch.zeros(QUERY, device=device), torch.zeros(KEY, device=device)
+    packed_rows = torch.zeros(4, 9, device=device)
+    packed_columns = torch.zeros(9, 4, 8, device=device)
+    sequences = packed(device)
+    operators = torch.ops.foo
+    return {
+        "attention": functools.partial(operators.attention_seeded, query, key, key),
+        "attention_backward": functools.partial(
+            operators.attention_backward,
+            *(columns, rows, query, key, key, None, None, None, columns, rows),
+        ),
+        "attention_varlen": functools.partial(operators.attention_varlen_seeded, **sequences),
+        "attention_varlen_backward": functools.partial(
+            operators.attention_varlen_backward,
+            **dict.fromkeys(("seqused_k", "block_table", "alibi_slopes", "sinks")),
+            **dict.fromkeys(("grad_output", "output"), packed_columns),
+            **dict.fromkeys(("grad_logsumexp", "logsumexp"), packed_rows),
+            **sequences,
+        ),
+    }
+
+
+takers = pytest.mark.parametrize(
+    "name",
+    ["attention", "attention_backward", "attention_varlen", "attention_varlen_backward"],
+)
+WHEN = "must be given if dropout_p is not 0, and only then"
+
+
 @pytest.mark.parametrize(
     ("seed", "dropout_p", "error", "message"),
     [
-        (None, 0.5, ValueError, "must be given if dropout_p is not 0, and only then"),
-        ([1], 0.0, ValueError, "must be given if dropout_p is not 0, and only then"),
+        (None, 0.5, ValueError, f"{WHEN}, got None with dropout_p 0.5"),
+        ([1], 0.0, ValueError, f"{WHEN}, got one with dropout_p 0"),
         ([1.0], 0.5, TypeError, "must be int64, got float32"),
         ([1, 2], 0.5, ValueError, "must have 1 element, got 2"),
     ],
 )
-def test_attention_seed(seed, dropout_p, error, message, mode, device):
+@takers
+def test_attention_seed(name, seed, dropout_p, error, message, mode, device):
     with mode:
         seed = None if seed is None else torch.tensor(seed, device=device)
-        query, key = torch.zeros(QUERY, device=device), torch.zeros(KEY, device=device)
-        with raises(error, f"attention: seed {message}"):
-            torch.ops.foo.attention_seeded(query, key, key, seed=seed, dropout_p=dropout_p)
-        with raises(error, f"attention: seed {message}"):
-            torch.ops.foo.attention_varlen_seeded(**packed(device), seed=seed, dropout_p=dropout_p)
+        call = takers_of_a_seed(device)[name]
+        with raises(error, f"{name}: seed {message}"):
+            call(seed=seed, dropout_p=dropout_p)
 
 
+@takers
 @other_device
-def test_attention_seed_on_another_device(own, other):
-    query, key = torch.zeros(QUERY, device=own), torch.zeros(KEY, device=own)
+def test_attention_seed_on_another_device(name, own, other):
     seed = torch.zeros(1, dtype=torch.int64, device=other)
-    with raises(ValueError, f"attention: seed must be on {own} as query is, got {other}"):
-        torch.ops.foo.attention_seeded(query, key, key, seed=seed, dropout_p=0.5)
+    with raises(ValueError, f"{name}: seed must be on {own} as query is, got {other}"):
+        takers_of_a_seed(own)[name](seed=seed, dropout_p=0.5)
+
+
+@pytest.mark.parametrize(
+    ("seed", "error", "message"),
+    [
+        ([1.0], TypeError, "must be int64, got float32"),
+        ([1, 2], ValueError, "must have 1 element, got 2"),
+    ],
+)
+def test_attention_kept_seed(seed, error, message, mode, device):
+    with mode, raises(error, f"attention_kept: seed {message}"):
+        seed = torch.tensor(seed, device=device)
+        torch.ops.foo.attention_kept(seed, (1, 2, 3, 4), 0.5, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -384,11 +428,11 @@ def test_varlen_backward_reads_nothing_outside_its_tensors(name, make, mode, dev
         good = arguments[name]
         arguments[name] = good[:3]
         wanted, got = list(good.shape), list(arguments[name].shape)
-        message = f"attention_backward: {name} must have shape {wanted}, got {got}"
+        message = f"attention_varlen_backward: {name} must have shape {wanted}, got {got}"
         with raises(ValueError, message):
             call(**arguments)
         arguments[name] = good.double()
-        with raises(TypeError, f"attention_backward: {name} must be float32, got float64"):
+        with raises(TypeError, f"attention_varlen_backward: {name} must be float32, got float64"):
             call(**arguments)
 
 
@@ -641,6 +685,46 @@ def test_varlen_values(make, replaced, message, device):
     """These are in the tensors' memory: only the operator itself can see them."""
     with raises(ValueError, f"attention_varlen: {message}"):
         varlen(make(device, **replaced))
+
+
+# ------------------------------------------------------------------------ nothing is changed
+
+
+REFUSED = {
+    "attention, softcap": lambda device: {
+        **dict.fromkeys(("query", "key", "value"), torch.zeros(QUERY, device=device)),
+        "softcap": -1.0,
+    },
+    "attention, dropout_p": lambda device: {
+        **dict.fromkeys(("query", "key", "value"), torch.zeros(QUERY, device=device)),
+        "dropout_p": 1.5,
+    },
+    "attention_varlen, softcap": lambda device: packed(device, softcap=-1.0),
+    "attention_varlen, cu_seqlens_q": lambda device: packed(device, cu_seqlens_q=[0, 4, 8]),
+    "attention_varlen, seqused_k": lambda device: packed(device, seqused_k=[7, 6]),
+    "attention_varlen, block_table": lambda device: paged(device, block_table=[[6, 7], [3, 2]]),
+    "attention_varlen, max_seqlen_k": lambda device: paged(device, max_seqlen_k=6),
+}
+
+
+@pytest.mark.parametrize("way", ["no gradient", "gradient", "vmap"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_nothing_is_drawn_for_a_refused_call(name, way, device):
+    """Dropout finds its generator as it was."""
+    operator, argument = name.split(", ")
+    arguments = {"dropout_p": 0.5} | REFUSED[name](device)
+    query = arguments.pop("query").clone().requires_grad_(way == "gradient")
+
+    def call(query):
+        return getattr(torch.ops.foo, operator)(query, **arguments)
+
+    if way == "vmap":
+        query, call = query.unsqueeze(0), torch.vmap(call, randomness="same")
+    generator = torch if device == "cpu" else torch.foo
+    state = generator.get_rng_state()
+    with pytest.raises(ValueError, match=rf"\A{operator}: {argument} must "):
+        call(query)
+    assert torch.equal(generator.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

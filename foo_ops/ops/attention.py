@@ -194,7 +194,7 @@ def fake_seeded(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     outputs = fake(query, key, value, attn_bias, alibi_slopes, sinks, **options)
-    _C.check_attention_seed(query, seed, options.get("dropout_p", 0.0))
+    _C.check_attention_seed("attention", query, seed, options.get("dropout_p", 0.0))
     return outputs
 
 
@@ -209,8 +209,10 @@ def fake_backward(
     grad_output, grad_logsumexp, *inputs, output, logsumexp, seed = saved
     query, key, value, attn_bias, alibi_slopes, sinks = inputs
     _check(*inputs, **options)
-    _C.check_attention_results(grad_output, grad_logsumexp, query, value, output, logsumexp)
-    _C.check_attention_seed(query, seed, options.get("dropout_p", 0.0))
+    _C.check_attention_results(
+        "attention_backward", grad_output, grad_logsumexp, query, value, output, logsumexp
+    )
+    _C.check_attention_seed("attention_backward", query, seed, options.get("dropout_p", 0.0))
     _C.check_attention_bias(attn_bias, bias_requires_grad)
     bias = attn_bias if bias_requires_grad else None
     tensors = (query, key, value, bias, alibi_slopes, sinks)
@@ -227,7 +229,7 @@ def fake_kept(seed: Tensor, shape: list[int], dropout_p: float, *, dtype: torch.
         raise ValueError(
             f"attention_kept: dropout_p must be at least 0 and less than 1, got {dropout_p:g}"
         )
-    _C.check_attention_seed(seed, seed, dropout_p)
+    _C.check_attention_seed("attention_kept", seed, seed, dropout_p)
     return seed.new_empty(shape, dtype=dtype)
 
 

@@ -154,7 +154,7 @@ def fake(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
 def fake_seeded(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
     outputs = fake(*inputs[:9], **options)
     seed = inputs[9] if len(inputs) > 9 else None
-    _C.check_attention_seed(inputs[0], seed, options.get("dropout_p", 0.0))
+    _C.check_attention_seed("attention_varlen", inputs[0], seed, options.get("dropout_p", 0.0))
     return outputs
 
 
@@ -165,8 +165,10 @@ def fake_backward(
     *inputs, output, logsumexp, seed = saved
     query, key, value, *_, alibi_slopes, sinks = inputs
     _check(*inputs, **options)
-    _C.check_attention_results(grad_output, grad_logsumexp, query, value, output, logsumexp)
-    _C.check_attention_seed(query, seed, options.get("dropout_p", 0.0))
+    _C.check_attention_results(
+        "attention_varlen_backward", grad_output, grad_logsumexp, query, value, output, logsumexp
+    )
+    _C.check_attention_seed("attention_varlen_backward", query, seed, options.get("dropout_p", 0.0))
     tensors = (query, key, value, alibi_slopes, sinks)
     return tuple(empty_gradient(tensor, query) for tensor in tensors)
 

@@ -99,7 +99,7 @@ Outputs attention_seeded(const at::Tensor& query, const at::Tensor& key, const a
   const AttentionInputs inputs{query, key, value, attn_bias, alibi_slopes, sinks};
   const AttentionOptions options{is_causal, scale, dropout_p, window_left, window_right, softcap};
   check_attention(inputs, options);
-  check_attention_seed(query, seed, dropout_p);
+  check_attention_seed("attention", query, seed, dropout_p);
   return attend(inputs, options, seed);
 }
 
@@ -124,9 +124,9 @@ struct Saved {
         const std::optional<at::Tensor>& seed, const at::Tensor& grad_output,
         const at::Tensor& grad_logsumexp, const at::Tensor& output, const at::Tensor& logsumexp) {
     check_attention(inputs, options);
-    check_attention_results(grad_output, grad_logsumexp, inputs.query, inputs.value, output,
-                            logsumexp);
-    check_attention_seed(inputs.query, seed, options.dropout_p);
+    check_attention_results("attention_backward", grad_output, grad_logsumexp, inputs.query,
+                            inputs.value, output, logsumexp);
+    check_attention_seed("attention_backward", inputs.query, seed, options.dropout_p);
     parameters = make_parameters(inputs);
     set_options(parameters, extras, inputs.query, inputs.alibi_slopes, inputs.sinks, options, seed);
     parameters.output = Operand(output);
@@ -161,6 +161,7 @@ at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double 
   TORCH_CHECK_VALUE(dropout_p >= 0.0 && dropout_p < 1.0,
                     "attention_kept: dropout_p must be at least 0 and less than 1, got ",
                     dropout_p);
+  check_attention_seed("attention_kept", seed, seed, dropout_p);
   const at::Tensor kept = at::empty(shape, seed.options().dtype(dtype));
   Parameters parameters{};
   parameters.batch = shape[0];
@@ -170,7 +171,6 @@ at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double 
   parameters.key_length = shape[3];
   AttentionOptions options;
   options.dropout_p = dropout_p;
-  check_attention_seed(seed, seed, dropout_p);
   Extras extras;
   set_options(parameters, extras, kept, std::nullopt, std::nullopt, options, seed);
   parameters.partial_output = Operand(kept);

@@ -2,6 +2,7 @@
 // where they are differentiated or mapped. Those of the backward operators, for second derivatives,
 // are in foo_ops/ops/.
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -12,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "ops/attention.h"
 #include "ops/attention_work.h"
 #include "registration.h"
 
@@ -124,14 +126,73 @@ class Gradient : public torch::autograd::Function<Self> {
   }
 };
 
+// The arguments of a call, by position and by name.
+class Arguments {
+ public:
+  Arguments(const OperatorHandle& op, const Stack& stack, size_t tensors)
+      : op_(op), values_(torch::jit::last(stack, op.schema().arguments().size())) {
+    for (size_t input = 0; input < tensors; ++input) {
+      tensors_.push_back(values_[input].toOptional<Tensor>());
+    }
+  }
+
+  const Tensor& tensor(size_t input) const { return *tensors_[input]; }
+  const std::optional<Tensor>& optional(size_t input) const { return tensors_[input]; }
+
+  const c10::IValue& option(const std::string& name) const {
+    return values_[*op_.schema().argumentIndexWithName(name)];
+  }
+
+  // What the checks look at.
+  AttentionOptions options() const {
+    AttentionOptions options;
+    options.dropout_p = option("dropout_p").toDouble();
+    options.window_left = option("window_left").toInt();
+    options.window_right = option("window_right").toInt();
+    options.softcap = option("softcap").toDouble();
+    return options;
+  }
+
+ private:
+  const OperatorHandle& op_;
+  c10::ArrayRef<c10::IValue> values_;
+  std::vector<std::optional<Tensor>> tensors_;
+};
+
+// Fake tensors have no elements, and those under torch.vmap and torch.compile are within others.
+bool has_elements(const std::optional<Tensor>& tensor) {
+  constexpr c10::DispatchKeySet kWithin(
+      {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
+  return !tensor.has_value() || (!tensor->is_meta() && !tensor->key_set().has_any(kWithin));
+}
+
 struct AttentionGradient : Gradient<AttentionGradient> {
   static constexpr Form kForm{
       "foo::attention_seeded", "foo::attention_backward", 6, {0, 1, 2, kBias, 4, 5}};
+
+  static void check(const Arguments& given) {
+    check_attention({given.tensor(0), given.tensor(1), given.tensor(2), given.optional(kBias),
+                     given.optional(4), given.optional(5)},
+                    given.options());
+  }
 };
 
 struct AttentionVarlenGradient : Gradient<AttentionVarlenGradient> {
   static constexpr Form kForm{
       "foo::attention_varlen_seeded", "foo::attention_varlen_backward", 9, {0, 1, 2, 7, 8}};
+
+  static void check(const Arguments& given) {
+    const PackedInputs inputs{given.tensor(0),   given.tensor(1),   given.tensor(2),
+                              given.tensor(3),   given.tensor(4),   given.optional(5),
+                              given.optional(6), given.optional(7), given.optional(8)};
+    check_attention_varlen(inputs, given.options());
+    if (has_elements(given.optional(3)) && has_elements(given.optional(4)) &&
+        has_elements(inputs.seqused_k) && has_elements(inputs.block_table)) {
+      check_attention_sequences(inputs, given.option("max_seqlen_q").toSymInt(),
+                                given.option("max_seqlen_k").toSymInt());
+    }
+  }
 };
 
 // For the operators that are given a seed.
@@ -169,20 +230,33 @@ void call_seeded(const OperatorHandle& op, Stack* stack) {
 }
 
 // For the operators that draw their seed: what is differentiated is the one whose seed the backward
-// pass can be given, too.
+// pass can be given, too. A call that is refused leaves the generator as it was.
 template <class Own>
 void draw_and_differentiate(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  if (needs_gradient(op, *stack)) {
-    call_seeded<Own>(op, stack);
-  } else {
+  if (!needs_gradient(op, *stack)) {
     redispatch_below_autograd(op, keys, stack);
+    return;
   }
+  if (dropout_of(op, *stack) > 0.0) {
+    Own::check(Arguments(op, *stack, Own::kForm.inputs));
+  }
+  call_seeded<Own>(op, stack);
+}
+
+bool will_be_cast(const Tensor& query) {
+  const auto type = query.device().type();
+  return at::autocast::is_autocast_available(type) && at::autocast::is_autocast_enabled(type);
 }
 
 // Under torch.vmap, where the seed is drawn by an operator of torch, which knows what its argument
-// ``randomness`` demands: one seed for all, one for each, or an error.
+// ``randomness`` demands: one seed for all, one for each, or an error. What is refused is refused
+// for a slice, in its own words; but autocast is yet to come, and to make dtypes the same.
 template <class Own>
 void draw_for_vmap(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const Arguments given(op, *stack, Own::kForm.inputs);
+  if (!will_be_cast(given.tensor(0))) {
+    Own::check(given);
+  }
   if (dropout_of(op, *stack) > 0.0) {
     call_seeded<Own>(op, stack);
     return;

@@ -235,17 +235,18 @@ void check_attention_varlen(const PackedInputs& inputs, const AttentionOptions& 
   checker.check_options(options);
 }
 
-void check_attention_results(const at::Tensor& grad_output, const at::Tensor& grad_logsumexp,
-                             const at::Tensor& query, const at::Tensor& value,
-                             const at::Tensor& output, const at::Tensor& logsumexp) {
+void check_attention_results(const char* name, const at::Tensor& grad_output,
+                             const at::Tensor& grad_logsumexp, const at::Tensor& query,
+                             const at::Tensor& value, const at::Tensor& output,
+                             const at::Tensor& logsumexp) {
   const auto check = [&](const char* argument, const at::Tensor& tensor, at::ScalarType dtype,
                          c10::SymIntArrayRef sizes) {
-    TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, "attention_backward: ", argument, " must be ",
+    TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, ": ", argument, " must be ",
                      dtype_name(dtype), ", got ", dtype_name(tensor.scalar_type()));
-    TORCH_CHECK_VALUE(tensor.device() == query.device(), "attention_backward: ", argument,
-                      " must be on ", query.device(), " as query is, got ", tensor.device());
-    TORCH_CHECK_VALUE(tensor.sym_sizes() == sizes, "attention_backward: ", argument,
-                      " must have shape ", sizes, ", got ", tensor.sym_sizes());
+    TORCH_CHECK_VALUE(tensor.device() == query.device(), name, ": ", argument, " must be on ",
+                      query.device(), " as query is, got ", tensor.device());
+    TORCH_CHECK_VALUE(tensor.sym_sizes() == sizes, name, ": ", argument, " must have shape ", sizes,
+                      ", got ", tensor.sym_sizes());
   };
   const auto dtype = query.scalar_type();
   const auto compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
@@ -274,16 +275,17 @@ void check_attention_bias(const std::optional<at::Tensor>& attn_bias, bool bias_
   }
 }
 
-void check_attention_seed(const at::Tensor& query, const std::optional<at::Tensor>& seed,
-                          double dropout_p) {
-  TORCH_CHECK_VALUE(seed.has_value() == (dropout_p > 0.0),
-                    "attention: seed must be given if dropout_p is not 0, and only then");
+void check_attention_seed(const char* name, const at::Tensor& query,
+                          const std::optional<at::Tensor>& seed, double dropout_p) {
+  TORCH_CHECK_VALUE(seed.has_value() == (dropout_p > 0.0), name,
+                    ": seed must be given if dropout_p is not 0, and only then, got ",
+                    seed.has_value() ? "one" : "None", " with dropout_p ", dropout_p);
   if (seed.has_value()) {
-    TORCH_CHECK_VALUE(seed->device() == query.device(), "attention: seed must be on ",
-                      query.device(), " as query is, got ", seed->device());
-    TORCH_CHECK_TYPE(seed->scalar_type() == at::kLong, "attention: seed must be int64, got ",
+    TORCH_CHECK_VALUE(seed->device() == query.device(), name, ": seed must be on ", query.device(),
+                      " as query is, got ", seed->device());
+    TORCH_CHECK_TYPE(seed->scalar_type() == at::kLong, name, ": seed must be int64, got ",
                      dtype_name(seed->scalar_type()));
-    TORCH_CHECK_VALUE(seed->sym_numel() == 1, "attention: seed must have 1 element, got ",
+    TORCH_CHECK_VALUE(seed->sym_numel() == 1, name, ": seed must have 1 element, got ",
                       seed->sym_numel());
   }
 }

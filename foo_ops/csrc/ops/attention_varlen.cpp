@@ -76,8 +76,9 @@ void check_longest(const char* argument, const std::vector<int64_t>& lengths, in
                     " as the longest sequence has, got ", given);
 }
 
-Lengths lengths_of(const PackedInputs& inputs, const at::Tensor& block_table, int64_t max_seqlen_q,
-                   int64_t max_seqlen_k) {
+// ``block_table`` is that of inputs, readable, or undefined.
+Lengths lengths_of(const PackedInputs& inputs, const at::Tensor& block_table,
+                   const c10::SymInt& max_seqlen_q, const c10::SymInt& max_seqlen_k) {
   const int64_t count = inputs.cu_seqlens_q.numel();
   const bool is_paged = inputs.block_table.has_value();
   const at::Tensor query_starts = readable(inputs.cu_seqlens_q);
@@ -109,8 +110,8 @@ Lengths lengths_of(const PackedInputs& inputs, const at::Tensor& block_table, in
     check_pages(lengths, block_table.const_data_ptr<int32_t>(), columns, page_size,
                 inputs.key.size(0));
   }
-  check_longest("max_seqlen_q", lengths.query_lengths, max_seqlen_q);
-  check_longest("max_seqlen_k", lengths.key_lengths, max_seqlen_k);
+  check_longest("max_seqlen_q", lengths.query_lengths, max_seqlen_q.expect_int());
+  check_longest("max_seqlen_k", lengths.key_lengths, max_seqlen_k.expect_int());
   return lengths;
 }
 
@@ -167,11 +168,9 @@ struct Call {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor>;
 
-Outputs attend(const PackedInputs& inputs, const AttentionOptions& options,
-               const std::optional<at::Tensor>& seed, int64_t max_seqlen_q, int64_t max_seqlen_k) {
+Outputs attend(const PackedInputs& inputs, const at::Tensor& block_table, const Lengths& lengths,
+               const AttentionOptions& options, const std::optional<at::Tensor>& seed) {
   const auto& query = inputs.query;
-  const at::Tensor block_table = readable_table(inputs);
-  const auto lengths = lengths_of(inputs, block_table, max_seqlen_q, max_seqlen_k);
   Call call(inputs, block_table, lengths, options, seed);
   const at::Tensor output =
       at::empty({query.size(0), query.size(1), inputs.value.size(-1)}, query.options());
@@ -195,8 +194,9 @@ Outputs attention_varlen(const at::Tensor& query, const at::Tensor& key, const a
                             seqused_k, block_table, alibi_slopes, sinks};
   const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
   check_attention_varlen(inputs, options);
-  return attend(inputs, options, draw_seed(query, dropout_p), max_seqlen_q.expect_int(),
-                max_seqlen_k.expect_int());
+  const at::Tensor table = readable_table(inputs);
+  const auto lengths = lengths_of(inputs, table, max_seqlen_q, max_seqlen_k);
+  return attend(inputs, table, lengths, options, draw_seed(query, dropout_p));
 }
 
 Outputs attention_varlen_seeded(
@@ -211,8 +211,10 @@ Outputs attention_varlen_seeded(
                             seqused_k, block_table, alibi_slopes, sinks};
   const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
   check_attention_varlen(inputs, options);
-  check_attention_seed(query, seed, dropout_p);
-  return attend(inputs, options, seed, max_seqlen_q.expect_int(), max_seqlen_k.expect_int());
+  check_attention_seed("attention_varlen", query, seed, dropout_p);
+  const at::Tensor table = readable_table(inputs);
+  const auto lengths = lengths_of(inputs, table, max_seqlen_q, max_seqlen_k);
+  return attend(inputs, table, lengths, options, seed);
 }
 
 // What the backward pass is given beside the inputs.
@@ -330,16 +332,21 @@ PackedGradients attention_varlen_backward(
   const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
   const Results results{grad_output, grad_logsumexp, output, logsumexp};
   check_attention_varlen(inputs, options);
-  check_attention_results(grad_output, grad_logsumexp, query, value, output, logsumexp);
-  check_attention_seed(query, seed, dropout_p);
+  check_attention_results("attention_varlen_backward", grad_output, grad_logsumexp, query, value,
+                          output, logsumexp);
+  check_attention_seed("attention_varlen_backward", query, seed, dropout_p);
   const at::Tensor table = readable_table(inputs);
-  const auto lengths =
-      lengths_of(inputs, table, max_seqlen_q.expect_int(), max_seqlen_k.expect_int());
+  const auto lengths = lengths_of(inputs, table, max_seqlen_q, max_seqlen_k);
   return table.defined() ? paged_backward(inputs, table, lengths, options, results, seed)
                          : packed_backward(inputs, lengths, options, results, seed);
 }
 
 }  // namespace
+
+void check_attention_sequences(const PackedInputs& inputs, const c10::SymInt& max_seqlen_q,
+                               const c10::SymInt& max_seqlen_k) {
+  lengths_of(inputs, readable_table(inputs), max_seqlen_q, max_seqlen_k);
+}
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
   using aten::register_shared_kernel;
