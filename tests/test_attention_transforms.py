@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 import foo_ops
@@ -572,6 +574,29 @@ def test_autocast_of_packed_sequences(device):
     assert torch.equal(logsumexp, expected[1])
 
 
+# ------------------------------------------------------------------------- sizes that are not known
+
+
+def test_sizes_that_depend_on_values(device):
+    """torch.compile knows no more of them than which are the same."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        rows = torch.ones(6, dtype=torch.bool, device=device).nonzero().flatten()
+        query, key = torch.randn(6, 4, 5, 8, device=device), torch.randn(6, 2, 7, 8, device=device)
+        bias, slopes = torch.randn(6, 1, 5, 7, device=device), torch.randn(6, 4, device=device)
+        query, key, bias, slopes = (tensor[rows] for tensor in (query, key, bias, slopes))
+        output, _ = attention(query.requires_grad_(), key, key, bias, slopes)
+        (gradient,) = torch.autograd.grad(output.sum(), query)
+        assert not isinstance(output.shape[0], int)
+        assert output.shape == gradient.shape == query.shape
+        packed, _ = torch.ops.foo.attention_varlen(
+            *(tensor.flatten(0, 1)[:, :2] for tensor in (query, query, query)),
+            *[torch.tensor([0, 20], dtype=torch.int32, device=device)] * 2,
+            max_seqlen_q=rows.shape[0] * 4,
+            max_seqlen_k=rows.shape[0] * 4,
+        )
+        assert packed.shape == (rows.shape[0] * 4, 2, 8)
+
+
 # ---------------------------------------------------------------------------------------- FLOPs
 
 
@@ -613,6 +638,22 @@ def test_flops_without_gradients(device):
     with torch.no_grad():
         count, _ = flops(lambda: sample.call(ATTENTION.operator))
     assert count == 2 * (2 * 2 * 9 * 11) * (16 + 16)
+
+
+@pytest.mark.parametrize(("heads", "options"), [(4, {}), (2, {"is_causal": True})])
+def test_flops_of_scaled_dot_product_attention_on_foo(heads, options):
+    """As of foo::attention, whose kernels it runs; none twice."""
+    tensors = [
+        torch.randn(2, count, length, size, device="foo", requires_grad=True)
+        for count, length, size in ((4, 9, 16), (heads, 11, 16), (heads, 11, 24))
+    ]
+    pairs = 2 * 4 * 9 * 11
+    count, output = flops(
+        lambda: F.scaled_dot_product_attention(*tensors, enable_gqa=heads != 4, **options)
+    )
+    assert count == 2 * pairs * (16 + 24)
+    count, _ = flops(lambda: output.sum().backward())
+    assert count == 2 * pairs * (3 * 16 + 2 * 24)
 
 
 @pytest.mark.parametrize("pages", [None, Pages(4)], ids=["packed", "pages"])

@@ -491,7 +491,11 @@ def product_flops(
     return scores, flop_count("bhije", True, 2, sizes)
 
 
-@library.register_flops("foo::attention", "foo::attention_seeded")
+# What F.scaled_dot_product_attention calls on foo.
+FUSED = "aten::_scaled_dot_product_fused_attention_overrideable"
+
+
+@library.register_flops("foo::attention", "foo::attention_seeded", FUSED)
 def flops(
     query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *others: Any, **_: Any
 ) -> int:
@@ -512,3 +516,9 @@ def backward_flops(
     """Of five products: scores, dQ and dK over the head dimension, dP and dV over the value's."""
     scores, values = product_flops(query_shape, key_shape, value_shape)
     return 3 * scores + 2 * values
+
+
+@library.register_flops(f"{FUSED}_backward")
+def fused_backward_flops(grad_output_shape: torch.Size, *shapes: Any, **_: Any) -> int:
+    """The same, but that the logsumexp has no gradient."""
+    return backward_flops(grad_output_shape, grad_output_shape[:-1], *shapes)

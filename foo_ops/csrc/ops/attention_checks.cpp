@@ -139,8 +139,9 @@ void check_bias(const Checker& checker, const at::Tensor& bias, const at::Tensor
   const auto sizes = bias.sym_sizes();
   bool fits = sizes.size() <= target.size();
   for (size_t i = 1; fits && i <= sizes.size(); ++i) {
+    // In this order: a size that torch.compile does not know is at least equal to itself.
     const auto& size = sizes[sizes.size() - i];
-    fits = size == 1 || size == target[target.size() - i];
+    fits = size == target[target.size() - i] || size == 1;
   }
   TORCH_CHECK_VALUE(fits, "attention: attn_bias must have a shape that broadcasts to ",
                     c10::SymIntArrayRef(target), ", got ", sizes);
