@@ -302,6 +302,44 @@ def test_nothing_overflows_at_the_largest_scores(dtype, device):
     testing.check_gradients(ATTENTION, sample, gradients, cotangents)
 
 
+@pytest.mark.parametrize("hiding", [-1e9, -1e10, -3e10, -1e20, -3e20, -1e30])
+@pytest.mark.parametrize("queries", [2, 70])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_query_whose_keys_a_mask_of_large_numbers_hides(dtype, queries, hiding, device):
+    """As is usual for padding. Scores of that size are all the same, so that it sees all alike.
+
+    Nothing comes of it where no gradient of its output does: not even 0 times infinity.
+    """
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    hiding = hiding * 1e20 if dtype == torch.float64 else hiding
+
+    def leaves_with(value):
+        mask = torch.zeros(queries, 70, dtype=compute)
+        mask[0] = value
+        sample = attention_sample(queries=queries, keys=70, bias=lambda _: mask)(dtype)
+        return sample.to(device).requiring_grad()
+
+    leaves, others = leaves_with(hiding), leaves_with(-math.inf)
+    outputs, expected = leaves.call(ATTENTION.operator), others.call(ATTENTION.operator)
+    output, logsumexp = outputs
+    mean = leaves.inputs[2].detach().double().mean(2)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output[:, :, 0].double(), mean, rtol=0, atol=tolerance)
+    tolerance = 4 * torch.finfo(compute).eps
+    hidden = torch.full_like(logsumexp[:, :, 0], hiding)
+    torch.testing.assert_close(logsumexp[:, :, 0], hidden, rtol=tolerance, atol=0)
+    assert torch.equal(output[:, :, 1:], expected[0][:, :, 1:])
+
+    cotangents = testing.cotangents_for(outputs)
+    gradients = torch.autograd.grad(outputs, leaves.differentiable(), cotangents, retain_graph=True)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    for cotangent in cotangents:
+        cotangent[:, :, 0] = 0
+    gradients = torch.autograd.grad(outputs, leaves.differentiable(), cotangents)
+    others = torch.autograd.grad(expected, others.differentiable(), cotangents)
+    assert all(map(torch.equal, gradients, others))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_halves_of_the_keys_merge_by_their_logsumexp(dtype, device):
     sample = attention_sample(queries=5, keys=131)(dtype).to(device)

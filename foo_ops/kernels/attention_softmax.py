@@ -117,7 +117,10 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
         @njit
         def exponential(scores, kept, index, factor, offset):
             """The exponential, and what dropout leaves of it."""
-            value = exp2(fma(load_vector(scores, index, LANES), factor, offset))
+            score = load_vector(scores, index, LANES)
+            # A mask may put all scores of a query near -1e10, where the product, rounded as the
+            # maximum is, leaves no difference of hundreds: 2^x would overflow.
+            value = exp2(score * factor + offset if has_options else fma(score, factor, offset))
             if has_dropout:
                 return value, value * load_vector(kept, index, LANES)
             return value, value

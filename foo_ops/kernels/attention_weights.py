@@ -25,8 +25,10 @@ from foo_ops.kernels.matmul import lanes_of, matmul_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     fma,
+    less,
     load,
     load_vector,
+    select,
     shift,
     splat,
     store,
@@ -111,7 +113,12 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
             offset = zero - load_vector(logsumexp, column, LANES)
             for key in range(count):
                 index = key * TILE_STRIDE + column
-                store(weights, index, exp2(fma(load_vector(weights, index, LANES), factor, offset)))
+                exponent = fma(load_vector(weights, index, LANES), factor, offset)
+                if has_options:
+                    # A weight is 1 at most, also where a mask has put all scores of a query near
+                    # -1e10 and the logsumexp with its roundings is off by hundreds.
+                    exponent = select(less(zero, exponent), zero, exponent)
+                store(weights, index, exp2(exponent))
 
     @njit
     def multiply_weights(weights, grad_scores, delta, columns, count):
