@@ -340,6 +340,48 @@ def test_a_query_whose_keys_a_mask_of_large_numbers_hides(dtype, queries, hiding
     assert all(map(torch.equal, gradients, others))
 
 
+@pytest.mark.parametrize("queries", [1, 70])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_query_whose_keys_all_have_the_lowest_bias(dtype, queries, device):
+    """finfo.min is not -infinity: what it is added to vanishes, and all keys weigh the same."""
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    for bias_dtype in {dtype, compute} - {torch.float16}:
+        mask = torch.zeros(queries, 70, dtype=bias_dtype)
+        mask[0] = torch.finfo(bias_dtype).min
+        sample = attention_sample(queries=queries, keys=70, bias=lambda _, mask=mask: mask)(dtype)
+        sample = sample.to(device).requiring_grad()
+        output, logsumexp = outputs = sample.call(ATTENTION.operator)
+        mean = sample.inputs[2].detach().double().mean(2)
+        tolerance = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(output[:, :, 0].double(), mean, rtol=0, atol=tolerance)
+        assert logsumexp.isfinite().all()
+        cotangents = testing.cotangents_for(outputs)
+        gradients = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("queries", [1, 70])
+@pytest.mark.parametrize("scale", [1e9, 1e12, 1e20])
+def test_the_largest_of_huge_scores_takes_all(scale, queries, device):
+    sample = attention_sample(queries=queries, keys=70, scale=scale)(torch.float32)
+    sample = sample.to(device).requiring_grad()
+    output, logsumexp = outputs = sample.call(ATTENTION.operator)
+    query, key, value, *_ = (
+        tensor.detach().cpu().double() for tensor in sample.inputs if tensor is not None
+    )
+    scores = torch.einsum(
+        "bhqd,bhkd->bhqk", query, key.repeat_interleave(query.size(1) // key.size(1), 1)
+    )
+    largest, places = scores.max(-1)
+    value = value.repeat_interleave(query.size(1) // value.size(1), 1)
+    chosen = value.gather(2, places[..., None].expand(*places.shape, value.size(3)))
+    torch.testing.assert_close(output.cpu().double(), chosen, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logsumexp.cpu().double(), scale * largest, rtol=1e-5, atol=0)
+    cotangents = testing.cotangents_for(outputs)
+    gradients = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_halves_of_the_keys_merge_by_their_logsumexp(dtype, device):
     sample = attention_sample(queries=5, keys=131)(dtype).to(device)

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 
+import numpy as np
 from numba import njit
 
 from foo_ops.kernels.attention import (
@@ -34,6 +35,7 @@ from foo_ops.kernels.simd import (
     less,
     load,
     load_vector,
+    maximum,
     pointer_to,
     select,
     shift,
@@ -129,6 +131,10 @@ def bias_adder_of(dtype: str) -> Callable:
         transpose_of(compute, source) for source in ("mask", dtype, "float32")
     )
 
+    # So that a score remains finite in units of log 2: one of finfo.min, by which masks of some
+    # libraries hide, is lower than all others and yet not hidden where all are of that size.
+    LOWEST = 0.69 * float(np.finfo(compute).min)  # noqa: N806
+
     @njit
     def load_bias(parameters, piece, target, key_start, count):
         row_stride = parameters.attn_bias_row_stride
@@ -161,11 +167,14 @@ def bias_adder_of(dtype: str) -> Callable:
         load_bias(parameters, piece, scratch, key_start, count)
         # Where a mask is False, it hides even a NaN, which a sum would keep.
         limit = splat(scalar(0.0 if parameters.bias_kind == BIAS_BOOL else -math.inf), LANES)
+        hidden, lowest = splat(scalar(-math.inf), LANES), splat(scalar(LOWEST), LANES)
         for key in range(count):
             for column in range(0, columns, LANES):
                 index = key * TILE_STRIDE + column
                 score, bias = load_vector(target, index, LANES), load_vector(scratch, index, LANES)
-                store(target, index, select(less(bias, limit), bias, score + bias))
+                sum_ = score + bias
+                sum_ = select(less(hidden, sum_), maximum(lowest, sum_), sum_)
+                store(target, index, select(less(bias, limit), bias, sum_))
 
     return add_bias
 

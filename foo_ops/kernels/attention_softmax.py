@@ -27,7 +27,6 @@ from foo_ops.kernels.simd import (
     ELEMENTS,
     address_of,
     any_lane,
-    fma,
     less,
     load,
     load_vector,
@@ -118,9 +117,9 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
         def exponential(scores, kept, index, factor, offset):
             """The exponential, and what dropout leaves of it."""
             score = load_vector(scores, index, LANES)
-            # A mask may put all scores of a query near -1e10, where the product, rounded as the
-            # maximum is, leaves no difference of hundreds: 2^x would overflow.
-            value = exp2(score * factor + offset if has_options else fma(score, factor, offset))
+            # The product is rounded as the maximum is, which fma would not do: of scores near
+            # 1e10 a difference of hundreds would remain, and 2^x overflow.
+            value = exp2(score * factor + offset)
             if has_dropout:
                 return value, value * load_vector(kept, index, LANES)
             return value, value

@@ -114,11 +114,9 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
             for key in range(count):
                 index = key * TILE_STRIDE + column
                 exponent = fma(load_vector(weights, index, LANES), factor, offset)
-                if has_options:
-                    # A weight is 1 at most, also where a mask has put all scores of a query near
-                    # -1e10 and the logsumexp with its roundings is off by hundreds.
-                    exponent = select(less(zero, exponent), zero, exponent)
-                store(weights, index, exp2(exponent))
+                # A weight is 1 at most, also for scores near 1e10, where the roundings of the
+                # logsumexp are hundreds.
+                store(weights, index, exp2(select(less(zero, exponent), zero, exponent)))
 
     @njit
     def multiply_weights(weights, grad_scores, delta, columns, count):

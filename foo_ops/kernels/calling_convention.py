@@ -1,8 +1,8 @@
 """How the functions of a kernel call each other: they return their value, and nothing else.
 
 Numba's own functions also return a status, and take a pointer to the exception that they raise and
-one to where their value belongs. A kernel cannot raise, and without all that it has half as many
-instructions for LLVM to read and to remove.
+one to where their value belongs. A kernel cannot raise, and without all that LLVM has a seventh
+fewer lines to read and to remove (14337 to 12249 in attention's forward kernel).
 """
 
 from __future__ import annotations

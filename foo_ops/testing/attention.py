@@ -130,6 +130,7 @@ PLAIN_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
     "value dim 5 of 16": attention_sample(value_dim=5),
     "value dim 100 of 8": attention_sample(head_dim=8, value_dim=100, is_causal=True),
     "value dim 1 of 256": attention_sample(head_dim=256, value_dim=1),
+    "value dim 512 of 576": attention_sample(head_dim=576, value_dim=512, queries=9, keys=70),
     **{
         f"{queries} queries, {keys} keys{', causal' * is_causal}": attention_sample(
             batch=1, queries=queries, keys=keys, is_causal=is_causal

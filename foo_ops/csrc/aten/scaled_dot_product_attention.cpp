@@ -28,8 +28,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kLargestHeadDim = 256;
-
 // Without a window or a cap of the scores.
 constexpr int64_t kNoWindow = -1;
 constexpr double kNoSoftcap = 0.0;
@@ -42,8 +40,7 @@ bool has_value(const OptionalTensor& tensor) {
 bool is_supported(const Tensor& tensor, at::ScalarType dtype) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   return !impl->is_nested() && !impl->key_set().has(c10::DispatchKey::FuncTorchBatched) &&
-         tensor.dim() == 4 && tensor.scalar_type() == dtype && tensor.sym_size(3) >= 1 &&
-         tensor.sym_size(3) <= kLargestHeadDim;
+         tensor.dim() == 4 && tensor.scalar_type() == dtype && tensor.sym_size(3) >= 1;
 }
 
 bool is_supported_dtype(at::ScalarType dtype) {
@@ -215,8 +212,8 @@ int64_t choose_attention_backend(const Tensor& query, const Tensor& key, const T
                         (!has_value(mask) || is_supported_mask(*mask, query, key));
   TORCH_CHECK(is_fused || at::globalContext().userEnabledMathSDP(),
               "No viable backend for scaled_dot_product_attention was found: on foo it is the "
-              "fused one (SDPBackend.OVERRIDEABLE), which takes four dimensions and heads of 1 to ",
-              kLargestHeadDim, ", or SDPBackend.MATH");
+              "fused one (SDPBackend.OVERRIDEABLE), which takes four dimensions and a head "
+              "dimension of at least 1, or SDPBackend.MATH");
   return static_cast<int64_t>(is_fused ? at::SDPBackend::overrideable : at::SDPBackend::math);
 }
 
