@@ -39,11 +39,11 @@ from foo_ops.kernels.target import multiplies_pairs
 from foo_ops.kernels.tiles import PAIRS, pack_pairs, transpose_square
 
 # As in csrc/ops/attention_work.h, which cuts the work and allocates the scratch memory.
-QUERY_BLOCK = 128
-KEY_BLOCK = 64
+QUERY_BLOCK = 144
+KEY_BLOCK = 128
 # Elements from a row of a tile to the next. A power of two would put the rows of a panel on few
-# sets of the cache.
-TILE_STRIDE = QUERY_BLOCK + 16
+# sets of the cache; this is an odd number of its lines.
+TILE_STRIDE = QUERY_BLOCK
 TILE = (KEY_BLOCK + 1) * TILE_STRIDE
 
 # Values of bias_kind.

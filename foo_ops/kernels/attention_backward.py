@@ -243,9 +243,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         turn(grad_turned, grad_block, value_row, columns, value_width)
         fill(shift(turned, head_width * TILE_STRIDE), columns, 0.0)
         fill(shift(grad_turned, value_width * TILE_STRIDE), columns, 0.0)
-        load_statistics(
-            parameters, piece, grad_turned, packed, logsumexp, delta, columns, value_width
-        )
+        load_statistics(parameters, piece, grad_block, value_row, packed, logsumexp, delta, columns)
         queries = as_factors(packed, turned, TILE_STRIDE, head_dim, columns)
         grad_outputs = as_factors(grad_packed, grad_turned, TILE_STRIDE, value_dim, columns)
         query_rows = as_factors(row_pairs, block, query_row, columns, head_width)

@@ -11,13 +11,12 @@ from numba import njit
 from foo_ops.kernels.attention import (
     LOG2,
     TILE_STRIDE,
-    block_of,
     compute_dtype,
+    copy_row_of,
     factor_dtype,
     factors_of,
     fill_of,
     queries_of,
-    turn_of,
 )
 from foo_ops.kernels.attention_scores import kept_of, scores_of
 from foo_ops.kernels.functions import exp2
@@ -34,25 +33,32 @@ from foo_ops.kernels.simd import (
     store,
 )
 from foo_ops.kernels.struct import row_of
+from foo_ops.kernels.tiles import tile_dot, tile_store_sums, tile_zero
 
 
 @functools.cache
 def statistics_of(dtype: str) -> Callable:
-    """``load_statistics(parameters, piece, grad_outputs, scratch, logsumexp, delta, columns,
-    width)``.
+    """``load_statistics(parameters, piece, grad_outputs, width, scratch, logsumexp, delta,
+    columns)``.
 
     For each query of a block the logsumexp, in units of log 2, and delta = sum(grad_output *
-    output) - grad_logsumexp. ``grad_outputs`` is the transposed block, scratch has room for two.
+    output) - grad_logsumexp. ``grad_outputs`` are rows of ``width``, which is a multiple of the
+    lanes; scratch has room for one more.
     """
     compute = compute_dtype(dtype)
     LANES = lanes_of(compute)  # noqa: N806
-    load_block, turn, fill = block_of(dtype, "output"), turn_of(compute), fill_of(compute)
+    copy_row, fill = copy_row_of(compute), fill_of(compute)
 
     @njit
-    def load_statistics(parameters, piece, grad_outputs, scratch, logsumexp, delta, columns, width):
-        turned = shift(scratch, TILE_STRIDE * width)
-        load_block(parameters, piece, scratch, parameters.value_dim, columns, width)
-        turn(turned, scratch, width, columns, width)
+    def store_product(target, first, second, width):
+        """The sum of the products of two rows."""
+        sum_ = tile_zero(target, 1, 1, LANES)
+        for column in range(0, width, LANES):
+            sum_ = tile_dot(sum_, shift(first, column), 0, shift(second, column), 0)
+        tile_store_sums(sum_, target, 0)
+
+    @njit
+    def load_statistics(parameters, piece, grad_outputs, width, scratch, logsumexp, delta, columns):
         # Unused lanes keep a logsumexp of infinity, and so weights of zero.
         fill(logsumexp, columns, math.inf)
         fill(delta, columns, 0.0)
@@ -66,14 +72,12 @@ def statistics_of(dtype: str) -> Callable:
                 # A query that sees nothing has a logsumexp of -infinity and no weights, too.
                 if saved != -math.inf:
                     store(logsumexp, lane, saved / LOG2)
-                store(delta, lane, -grad)
-        for column in range(0, columns, LANES):
-            sum_ = load_vector(delta, column, LANES)
-            for row in range(width):
-                index = row * TILE_STRIDE + column
-                output = load_vector(turned, index, LANES)
-                sum_ = fma(output, load_vector(grad_outputs, index, LANES), sum_)
-            store(delta, column, sum_)
+                output = row_of(parameters, "output", piece.batch, index, query)
+                copy_row(
+                    scratch, output, parameters.output_column_stride, parameters.value_dim, width
+                )
+                store_product(shift(delta, lane), scratch, shift(grad_outputs, lane * width), width)
+                store(delta, lane, load(delta, lane) - grad)
 
     return load_statistics
 

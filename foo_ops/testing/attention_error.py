@@ -33,7 +33,7 @@ from foo_ops import reference
 from foo_ops.testing.rounding import compute_type, roundings, roundoff, smallest
 from foo_ops.testing.spec import Dtypes, Sample, Tensors
 
-TILE = 64
+TILE = 128
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,7 +85,7 @@ Outputs attend(const AttentionInputs& inputs, const AttentionOptions& options,
   set_options(parameters, extras, query, inputs.alibi_slopes, inputs.sinks, options, seed);
   parameters.output = Operand(output);
   parameters.logsumexp = Operand(logsumexp);
-  run_forward(parameters, query, cut_into_blocks(parameters, sequences_of(parameters), options));
+  run_forward(parameters, query, sequences_of(parameters), options);
   return {output, logsumexp};
 }
 
@@ -174,7 +174,8 @@ at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double 
   Extras extras;
   set_options(parameters, extras, kept, std::nullopt, std::nullopt, options, seed);
   parameters.partial_output = Operand(kept);
-  const auto blocks = cut_into_blocks(parameters, sequences_of(parameters), options);
+  const auto blocks =
+      cut_into_blocks(parameters, sequences_of(parameters), options, BlockSize::kSmall);
   if (!blocks.empty()) {
     run_jobs(parameters, dtype, kept_kernel().get<AttentionFunction>(dtype),
              static_cast<int64_t>(blocks.size()),

@@ -193,7 +193,8 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
                                 const std::vector<Sequence>& sequences,
                                 const AttentionOptions& options, bool is_packed) {
   const auto type = compute_type(query);
-  const std::vector<Piece> blocks = cut_into_blocks(parameters, sequences, options);
+  const std::vector<Piece> blocks =
+      cut_into_blocks(parameters, sequences, options, BlockSize::kSmall);
   // Packed rows may belong to no sequence, or to one without queries.
   const bool all_rows_are_written = !is_packed && !blocks.empty();
   const auto gradient_of = [&](const at::Tensor& tensor) {

@@ -178,7 +178,7 @@ Outputs attend(const PackedInputs& inputs, const at::Tensor& block_table, const 
       at::empty({query.size(1), query.size(0)}, query.options().dtype(compute_type(query)));
   call.parameters.output = packed(output);
   call.parameters.logsumexp = packed_rows(logsumexp);
-  run_forward(call.parameters, query, cut_into_blocks(call.parameters, call.sequences, options));
+  run_forward(call.parameters, query, call.sequences, options);
   return {output, logsumexp};
 }
 

@@ -18,8 +18,9 @@ namespace {
 constexpr double kLog2E = 1.4426950408889634;
 // A block of this many queries or fewer is computed with vectors along the head dimension.
 constexpr int64_t kFewQueries = 8;
-// Where there are fewer blocks than kEnoughPieces, keys are split into parts of kPartLength or
-// more. These do not depend on the threads, so that neither do the sums.
+// Where there are fewer large blocks than kEnoughPieces, blocks are small, and where there are
+// fewer of these, keys are split into parts of kPartLength or more. These do not depend on the
+// threads, so that neither do the sums.
 constexpr int64_t kEnoughPieces = 64;
 constexpr int64_t kPartLength = 1024;
 
@@ -41,15 +42,18 @@ Kernel& merge_kernel() {
   return *kernel;
 }
 
-// Queries in a block: whole panels of the matrix product, which are 3 vectors of 8 wide with 16
-// registers, and 4 of 16 with 32. Kernels for another processor than this compute the same, slower.
-int64_t query_block() {
+// Whole panels of the matrix product, which are 3 vectors of 8 wide with 16 registers, and 4 of 16
+// with 32. Kernels for another processor than this compute the same, slower.
+int64_t most_queries(BlockSize size) {
 #if defined(__x86_64__)
-  static const int64_t block = __builtin_cpu_supports("avx512f") ? kLargestQueryBlock : 96;
+  static const bool has_16_registers = !__builtin_cpu_supports("avx512f");
 #else
-  static const int64_t block = kLargestQueryBlock;
+  constexpr bool has_16_registers = false;
 #endif
-  return block;
+  if (has_16_registers) {
+    return size == BlockSize::kLarge ? kLargestQueryBlock : 96;
+  }
+  return 128;
 }
 
 int64_t rows_of(const Piece& piece) {
@@ -80,13 +84,13 @@ void set_keys(Piece& piece, const Sequence& sequence) {
 }
 
 void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const Sequence& sequence,
-                const AttentionOptions& options) {
+                const AttentionOptions& options, int64_t most) {
   const int64_t length = sequence.query_length;
   if (length == 0 || parameters.group == 0) {
     return;
   }
-  const int64_t heads = std::clamp<int64_t>(query_block() / length, 1, parameters.group);
-  const int64_t count = ceil_divide(length, query_block());
+  const int64_t heads = std::clamp<int64_t>(most / length, 1, parameters.group);
+  const int64_t count = ceil_divide(length, most);
   const int64_t rows = count == 1 ? length : ceil_divide(ceil_divide(length, count), 8) * 8;
   Piece piece{};
   piece.batch = sequence.batch;
@@ -224,15 +228,20 @@ void* thread_scratch(int64_t bytes) {
 
 std::vector<Piece> cut_into_blocks(const Parameters& parameters,
                                    const std::vector<Sequence>& sequences,
-                                   const AttentionOptions& options) {
+                                   const AttentionOptions& options, BlockSize size) {
   std::vector<Piece> blocks;
   for (const Sequence& sequence : sequences) {
-    add_blocks(blocks, parameters, sequence, options);
+    add_blocks(blocks, parameters, sequence, options, most_queries(size));
   }
   return blocks;
 }
 
-void run_forward(Parameters& parameters, const at::Tensor& query, std::vector<Piece> blocks) {
+void run_forward(Parameters& parameters, const at::Tensor& query,
+                 const std::vector<Sequence>& sequences, const AttentionOptions& options) {
+  std::vector<Piece> blocks = cut_into_blocks(parameters, sequences, options, BlockSize::kLarge);
+  if (static_cast<int64_t>(blocks.size()) < kEnoughPieces) {
+    blocks = cut_into_blocks(parameters, sequences, options, BlockSize::kSmall);
+  }
   const auto type = compute_type(query);
   const auto dtype = query.scalar_type();
   const int64_t count = static_cast<int64_t>(blocks.size());
@@ -248,9 +257,9 @@ void run_forward(Parameters& parameters, const at::Tensor& query, std::vector<Pi
       slots += piece.parts;
       rows = std::max(rows, rows_of(piece));
     }
-    const auto options = at::TensorOptions().dtype(type).device(at::kCPU);
-    partial_output = at::empty({slots, 1, rows, round_up_to_vector(parameters.value_dim)}, options);
-    partial_logsumexp = at::empty({slots, 1, rows}, options);
+    const auto of_type = at::TensorOptions().dtype(type).device(at::kCPU);
+    partial_output = at::empty({slots, 1, rows, round_up_to_vector(parameters.value_dim)}, of_type);
+    partial_logsumexp = at::empty({slots, 1, rows}, of_type);
     parameters.partial_output = Operand(partial_output);
     parameters.partial_logsumexp = Operand(partial_logsumexp);
   }

@@ -17,9 +17,9 @@
 namespace foo {
 
 // As in foo_ops/kernels/attention.py.
-inline constexpr int64_t kLargestQueryBlock = 128;
-inline constexpr int64_t kKeyBlock = 64;
-inline constexpr int64_t kTileStride = kLargestQueryBlock + 16;
+inline constexpr int64_t kLargestQueryBlock = 144;
+inline constexpr int64_t kKeyBlock = 128;
+inline constexpr int64_t kTileStride = kLargestQueryBlock;
 // PADDING in foo_ops/kernels/attention_backward.py.
 inline constexpr int64_t kPadding = 16;
 inline constexpr int64_t kTile = (kKeyBlock + 1) * kTileStride;
@@ -117,14 +117,18 @@ void set_options(Parameters& parameters, Extras& extras, const at::Tensor& query
 // The seed of a call without one: drawn from the default generator if there is dropout.
 std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p);
 
+// How many queries a block has at most.
+enum class BlockSize { kSmall, kLarge };
+
 // All blocks of queries of all sequences and heads, with the keys that they see. The blocks of the
 // heads that share a key head follow one another.
 std::vector<Piece> cut_into_blocks(const Parameters& parameters,
                                    const std::vector<Sequence>& sequences,
-                                   const AttentionOptions& options);
+                                   const AttentionOptions& options, BlockSize size);
 
-// Runs the forward kernels on blocks, the keys split where there are few.
-void run_forward(Parameters& parameters, const at::Tensor& query, std::vector<Piece> blocks);
+// Runs the forward kernels on the blocks of all sequences, the keys split where there are few.
+void run_forward(Parameters& parameters, const at::Tensor& query,
+                 const std::vector<Sequence>& sequences, const AttentionOptions& options);
 
 // The gradients for query, key, value, attn_bias, alibi_slopes and sinks; of size 0 for what was
 // not given.
