@@ -71,7 +71,7 @@ IN_COMPUTE_TYPE = (
 PIECE_FIELDS = (
     *("batch", "head", "heads", "query_start", "query_count", "query_offset", "key_offset"),
     *("key_start", "key_stop", "first_visible", "last_visible", "alignment"),
-    *("slot", "part", "parts", "block", "bias"),
+    *("slot", "part", "parts", "block", "bias", "begins_sums"),
 )
 PIECE = Struct("AttentionPiece", tuple((name, types.int64) for name in PIECE_FIELDS))
 

@@ -178,7 +178,10 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     def add_products(
         piece, sums, width, factors, factor_stride, block, block_stride, rows, key_start, count
     ):
-        """sums[key] += the sum over the queries that see the key of factor * row of the block."""
+        """sums[key] += the sum over the queries that see the key of factor * row of the block.
+
+        Or = that, where the block begins the sums: all its queries see all keys then.
+        """
         for key in range(0, count, ROW_GROUP):
             group = min(ROW_GROUP, count - key)
             first, stop = 0, rows
@@ -191,7 +194,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                     shift(sums, key * width), width,
                     shift(factors, key * factor_stride + first // step), factor_stride, 1,
                     shift(block, first // step * block_stride), block_stride,
-                    group, width, (stop - first + step - 1) // step, True,
+                    group, width, (stop - first + step - 1) // step, piece.begins_sums == 0,
                 )  # fmt: skip
 
     @njit

@@ -112,6 +112,12 @@ std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
   return jobs;
 }
 
+// Then a block may store its sums, since it has one for each key.
+bool sees_all_keys(const Piece& block, int64_t keys) {
+  return block.key_start == 0 && block.key_stop == keys && block.first_visible == -kFar &&
+         block.last_visible == kFar;
+}
+
 // The sums of a key head that is one chunk lie in the slot of the thread that runs it, and are
 // rounded while they are in its cache. Those of several chunks are added up when all are there.
 void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
@@ -151,11 +157,14 @@ void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
            [&](int64_t job, int64_t thread, const auto& call) {
              for (const Chunk& chunk : jobs[job]) {
                const KeyHead& key_head = key_heads[chunk.key_head];
-               if (chunks == 1) {
+               bool begins = chunks == 1 && sees_all_keys(chunk.blocks[0], key_head.rows);
+               if (chunks == 1 && !begins) {
                  clear(thread, key_head.rows);
                }
                for (Piece block : chunk.blocks) {
                  block.slot = chunks == 1 ? thread : block.slot;
+                 block.begins_sums = begins;
+                 begins = false;
                  call(block);
                }
                if (chunks == 1) {

@@ -77,6 +77,8 @@ struct Piece {
   // The number of the block among those of its sequence and head, and where it begins in what
   // becomes the bias's gradient.
   int64_t block, bias;
+  // Whether the sums of grad_key and grad_value begin with this block: what is there is undefined.
+  int64_t begins_sums;
 };
 
 // The plain kernels, without options, take half the time to compile, and most models need no other.
