@@ -455,6 +455,8 @@ FEW = {"batch": 1, "heads": 1}
         attention_sample(**FEW, queries=500, keys=500, is_causal=True),
         attention_sample(**FEW, queries=700, keys=20, bias=random_bias()),
         attention_sample(batch=3, heads=4, queries=300, keys=70, bias=random_bias(300, 70)),
+        attention_sample(batch=2, heads=8, queries=150, keys=300),
+        attention_sample(batch=2, heads=8, queries=300, keys=300, is_causal=True),
         attention_sample(
             **FEW, queries=300, keys=400, sinks=random_bias(1), slopes=random_slopes(1)
         ),
@@ -462,7 +464,7 @@ FEW = {"batch": 1, "heads": 1}
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_same_bits_however_the_work_is_cut(make, dtype, device):
-    """Where one head's queries or keys are all that there is to share."""
+    """Where one head's queries or keys are all that there is to share, and where heads are many."""
     sample = make(dtype).to(device).requiring_grad()
     results = []
     for threads in (1, 2, 3, 3, 1):
