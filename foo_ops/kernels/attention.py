@@ -5,6 +5,10 @@ column of the value), with the queries of a block side by side in it. A vector t
 of several queries for one key, so that the softmax needs no operation across lanes, and keys and
 values enter the products one broadcast element at a time, most often from where they are.
 
+They go over a block's queries panel by panel: as many as a register tile takes, or all where the
+scores are modified. What is kept of the queries between tiles (themselves, the sums of the output)
+lies panel after panel, so that a product reads neighbouring lines of few pages.
+
 A block has up to QUERY_BLOCK queries: of one head, or all the queries of several heads that share a
 key head. A tile has up to KEY_BLOCK keys.
 
@@ -22,7 +26,7 @@ from typing import Any
 from numba import njit
 from numba.core import types
 
-from foo_ops.kernels.matmul import lanes_of
+from foo_ops.kernels.matmul import lanes_of, next_panel_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     Pointer,
@@ -206,20 +210,40 @@ def block_of(dtype: str, operand: str) -> Callable:
 
 
 @functools.cache
-def turn_of(dtype: str) -> Callable:
-    """``turn(target, block, stride, rows, width)``: the block of the compute type ``dtype``,
-    transposed.
+def panel_of(dtype: str) -> Callable:
+    """``next_panel(parameters, columns)``, of the ``columns`` that are left, for the compute type
+    ``dtype``.
 
-    To rows of TILE_STRIDE elements. rows and width must be multiples of the lanes.
+    How many columns the next panel has, and the elements from one of its rows to the next.
+    """
+    next_of_product = next_panel_of(dtype)
+
+    @njit
+    def next_panel(parameters, columns):
+        # A bias is loaded for the whole block.
+        if parameters.modifies:
+            return columns, TILE_STRIDE
+        some = next_of_product(columns)
+        return some, some
+
+    return next_panel
+
+
+@functools.cache
+def turn_of(dtype: str) -> Callable:
+    """``turn(target, target_stride, block, stride, rows, width)``: rows of the compute type
+    ``dtype``, transposed.
+
+    rows and width must be multiples of the lanes.
     """
     LANES = lanes_of(dtype)  # noqa: N806
 
     @njit
-    def turn(target, block, stride, rows, width):
+    def turn(target, target_stride, block, stride, rows, width):
         for row in range(0, rows, LANES):
             for column in range(0, width, LANES):
                 transpose_square(
-                    shift(target, column * TILE_STRIDE + row), TILE_STRIDE,
+                    shift(target, column * target_stride + row), target_stride,
                     shift(block, row * stride + column), stride, LANES,
                 )  # fmt: skip
 
@@ -228,17 +252,20 @@ def turn_of(dtype: str) -> Callable:
 
 @functools.cache
 def turn_back_of(dtype: str) -> Callable:
-    """``turn_back(rows, tile, width, columns)``: rows[query, column] = tile[column, query]."""
-    LANES = lanes_of(dtype)  # noqa: N806
+    """``turn_back(parameters, rows, panels, width, columns)``: rows[query, column] = panel[column,
+    query], for the panels of a block.
+    """
+    next_panel, turn = panel_of(dtype), turn_of(dtype)
 
     @njit
-    def turn_back(rows, tile, width, columns):
-        for column in range(0, width, LANES):
-            for query in range(0, columns, LANES):
-                transpose_square(
-                    shift(rows, query * width + column), width,
-                    shift(tile, column * TILE_STRIDE + query), TILE_STRIDE, LANES,
-                )  # fmt: skip
+    def turn_back(parameters, rows, panels, width, columns):
+        start = 0
+        while start < columns:
+            some, stride = next_panel(parameters, columns - start)
+            turn(
+                shift(rows, start * width), width, shift(panels, start * width), stride, width, some
+            )
+            start += some
 
     return turn_back
 
@@ -276,6 +303,37 @@ def factors_of(dtype: str) -> tuple[int, Callable]:
         return pairs
 
     return 2, as_pairs_of_rows
+
+
+@functools.cache
+def packer_of(dtype: str) -> Callable:
+    """``pack(parameters, target, scratch, block, stride, dim, width, columns)``: rows of a block
+    as factors of a product over the head dimension.
+
+    The ``columns`` rows of ``width`` elements of the compute type, of which ``dim`` count, become
+    panels with a row for each element (or each two), each of ``width + 1`` rows. Target and scratch
+    have room for as many. Returns a pointer.
+    """
+    compute = compute_dtype(dtype)
+    next_panel, turn, fill = panel_of(compute), turn_of(compute), fill_of(compute)
+    step, as_factors = factors_of(dtype)
+    as_pointer = pointer_to(factor_dtype(dtype))
+
+    @njit
+    def pack(parameters, target, scratch, block, stride, dim, width, columns):
+        start = 0
+        while start < columns:
+            some, panel_stride = next_panel(parameters, columns - start)
+            place = start * (width + 1)
+            panel = shift(target if step == 1 else scratch, place)
+            turn(panel, panel_stride, shift(block, start * stride), stride, some, width)
+            # Of an odd number of elements the last has this for its neighbour.
+            fill(shift(panel, width * panel_stride), some, 0.0)
+            as_factors(shift(target, place), panel, panel_stride, dim, some)
+            start += some
+        return as_pointer(address_of(target))
+
+    return pack
 
 
 @njit

@@ -30,13 +30,14 @@ from foo_ops.kernels.attention import (
     factor_dtype,
     factors_of,
     fill_of,
+    packer_of,
+    panel_of,
     queries_of,
     round_up,
     seen_keys,
     tile_of,
     tile_operation_of,
     turn_back_of,
-    turn_of,
     turned_tile_of,
 )
 from foo_ops.kernels.attention_bias_gradient import bias_gradient_of
@@ -44,7 +45,7 @@ from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
 from foo_ops.kernels.attention_weights import statistics_of, weights_of
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.jit import Kernel
-from foo_ops.kernels.matmul import lanes_of, matmul_of, next_panel_of
+from foo_ops.kernels.matmul import lanes_of, matmul_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     absolute,
@@ -150,7 +151,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     compute, factor = compute_dtype(dtype), factor_dtype(dtype)
     scalar = ELEMENTS[dtype].compute
     LANES = lanes_of(compute)  # noqa: N806
-    next_panel = next_panel_of(compute)
+    next_panel, pack = panel_of(compute), packer_of(dtype)
     matmul, fill, copy_row = (
         matmul_of(compute, factor, factor),
         fill_of(compute),
@@ -158,7 +159,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     )
     step, as_factors = factors_of(dtype)
     as_lane_factors = _lane_factors_of(dtype)
-    turn, turn_back = turn_of(compute), turn_back_of(compute)
+    turn_back = turn_back_of(compute)
     load_queries, load_grad_outputs = block_of(dtype, "query"), block_of(dtype, "grad_output")
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
     turned_tile = turned_tile_of(dtype)
@@ -229,11 +230,10 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         block = shift(lanes, LANE_ROWS * TILE_STRIDE)
         grad_block = shift(block, TILE_STRIDE * width)
         turned = shift(grad_block, TILE_STRIDE * width)
-        grad_turned = shift(turned, TILE_STRIDE * (width + 1))
-        grad_queries = shift(grad_turned, TILE_STRIDE * (width + 1))
+        grad_queries = shift(turned, TILE_STRIDE * (width + 1))
         packed = shift(grad_queries, TILE_STRIDE * width)
-        grad_packed = shift(packed, TILE_STRIDE * width)
-        row_pairs = shift(grad_packed, TILE_STRIDE * width)
+        grad_packed = shift(packed, TILE_STRIDE * (width + 1))
+        row_pairs = shift(grad_packed, TILE_STRIDE * (width + 1))
         grad_row_pairs = shift(row_pairs, TILE_STRIDE * width)
         key_memory = shift(grad_row_pairs, TILE_STRIDE * width)
         value_memory = shift(key_memory, KEY_BLOCK * head_width)
@@ -242,13 +242,12 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         fill_lanes(parameters, piece, lanes)
         load_queries(parameters, piece, block, head_dim, columns, query_row)
         load_grad_outputs(parameters, piece, grad_block, value_dim, columns, value_row)
-        turn(turned, block, query_row, columns, head_width)
-        turn(grad_turned, grad_block, value_row, columns, value_width)
-        fill(shift(turned, head_width * TILE_STRIDE), columns, 0.0)
-        fill(shift(grad_turned, value_width * TILE_STRIDE), columns, 0.0)
         load_statistics(parameters, piece, grad_block, value_row, packed, logsumexp, delta, columns)
-        queries = as_factors(packed, turned, TILE_STRIDE, head_dim, columns)
-        grad_outputs = as_factors(grad_packed, grad_turned, TILE_STRIDE, value_dim, columns)
+        queries = pack(parameters, packed, turned, block, query_row, head_dim, head_width, columns)
+        grad_outputs = pack(
+            parameters, grad_packed, turned, grad_block, value_row, value_dim, value_width,
+            columns,
+        )  # fmt: skip
         query_rows = as_factors(row_pairs, block, query_row, columns, head_width)
         grad_rows = as_factors(grad_row_pairs, grad_block, value_row, columns, value_width)
         fill(grad_queries, head_width * TILE_STRIDE, 0.0)
@@ -266,7 +265,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
             stop = 0
             while stop < columns:
                 start = stop
-                some = columns if parameters.modifies else next_panel(columns - start)
+                some, stride = next_panel(parameters, columns - start)
                 stop += some
                 seen = seen_rows(piece, start, some, key_start, count)
                 if seen == 0:
@@ -274,7 +273,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 weights_tile(
                     parameters, piece, lanes, weights, grad_scores, kept, slopes,
                     keys, key_stride, key_step, values, value_stride, value_step,
-                    queries, grad_outputs, logsumexp, delta, key_start, start, some, seen,
+                    shift(queries, start * (head_width + 1)),
+                    shift(grad_outputs, start * (value_width + 1)), stride,
+                    logsumexp, delta, key_start, start, some, seen,
                 )  # fmt: skip
                 panel, panel_kept = shift(grad_scores, start), shift(kept, start)
                 if has_options and parameters.has_alibi_slopes:
@@ -286,22 +287,22 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 fill(shift(panel, seen * TILE_STRIDE), some, 0.0)
                 factors = as_factors(panel_kept, panel, TILE_STRIDE, seen, some)
                 matmul(
-                    shift(grad_queries, start), TILE_STRIDE, turned_keys, column_stride,
+                    shift(grad_queries, start * head_width), stride, turned_keys, column_stride,
                     step_stride, factors, TILE_STRIDE, head_dim, some, (seen + step - 1) // step,
                     True,
                 )  # fmt: skip
-            factors, stride = as_lane_factors(kept, weights, columns, count)
+            factors, factor_stride = as_lane_factors(kept, weights, columns, count)
             add_products(
                 piece, row_of(parameters, "grad_value", piece.slot, 0, key_start), value_width,
-                factors, stride, grad_rows, value_row, rows, key_start, count,
+                factors, factor_stride, grad_rows, value_row, rows, key_start, count,
             )  # fmt: skip
-            factors, stride = as_lane_factors(kept, grad_scores, columns, count)
+            factors, factor_stride = as_lane_factors(kept, grad_scores, columns, count)
             add_products(
                 piece, row_of(parameters, "grad_key", piece.slot, 0, key_start), head_width,
-                factors, stride, query_rows, query_row, rows, key_start, count,
+                factors, factor_stride, query_rows, query_row, rows, key_start, count,
             )  # fmt: skip
 
-        turn_back(block, grad_queries, head_width, columns)
+        turn_back(parameters, block, grad_queries, head_width, columns)
         write_grad_query(parameters, piece, block, head_width)
         if has_options and parameters.has_alibi_slopes:
             write_slopes(parameters, piece, distances)

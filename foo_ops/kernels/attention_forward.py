@@ -14,12 +14,13 @@ from foo_ops.kernels.attention import (
     factor_dtype,
     factors_of,
     fill_of,
+    packer_of,
+    panel_of,
     queries_of,
     round_up,
     seen_keys,
     tile_of,
     turn_back_of,
-    turn_of,
     turned_tile_of,
 )
 from foo_ops.kernels.attention_scores import (
@@ -35,7 +36,7 @@ from foo_ops.kernels.attention_softmax import (
     writer_of,
 )
 from foo_ops.kernels.jit import Kernel
-from foo_ops.kernels.matmul import lanes_of, matmul_of, next_panel_of
+from foo_ops.kernels.matmul import lanes_of, matmul_of
 from foo_ops.kernels.simd import address_of, load_vector, pointer_to, shift, store
 
 
@@ -44,9 +45,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     has_options = not plain
     compute, factor = compute_dtype(dtype), factor_dtype(dtype)
     LANES = lanes_of(compute)  # noqa: N806
-    next_panel = next_panel_of(compute)
-    matmul, fill, turn = matmul_of(compute, factor, factor), fill_of(compute), turn_of(compute)
-    step, as_factors = factors_of(dtype)
+    next_panel, matmul = panel_of(compute), matmul_of(compute, factor, factor)
+    fill, pack = fill_of(compute), packer_of(dtype)
+    step, _ = factors_of(dtype)
     as_factor = pointer_to(factor)
     load_block, fill_lanes = block_of(dtype, "query"), lanes_filler_of(dtype)
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
@@ -56,14 +57,12 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     fill_factors, write = factors_filler_of(dtype), writer_of(dtype)
 
     @njit
-    def rescale(accumulator, factors, rows, columns):
+    def rescale(panel, stride, factors, rows, columns):
         for row in range(rows):
             for column in range(0, columns, LANES):
-                index = row * TILE_STRIDE + column
-                product = load_vector(accumulator, index, LANES) * load_vector(
-                    factors, column, LANES
-                )
-                store(accumulator, index, product)
+                index = row * stride + column
+                product = load_vector(panel, index, LANES) * load_vector(factors, column, LANES)
+                store(panel, index, product)
 
     def forward(parameters, piece, scratch):
         head_width = round_up(parameters.head_dim, LANES)
@@ -79,16 +78,17 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         block = shift(lanes, LANE_ROWS * TILE_STRIDE)
         turned = shift(block, TILE_STRIDE * max(head_width, value_width))
         queries_memory = shift(turned, (head_width + 1) * TILE_STRIDE)
-        accumulator = shift(queries_memory, head_width * TILE_STRIDE)
+        accumulator = shift(queries_memory, (head_width + 1) * TILE_STRIDE)
         key_memory = shift(accumulator, value_width * TILE_STRIDE)
         value_memory = shift(key_memory, KEY_BLOCK * head_width)
         turned_memory = shift(value_memory, KEY_BLOCK * value_width)
 
         fill_lanes(parameters, piece, lanes)
         load_block(parameters, piece, block, parameters.head_dim, columns, head_width)
-        turn(turned, block, head_width, columns, head_width)
-        fill(shift(turned, head_width * TILE_STRIDE), columns, 0.0)
-        queries = as_factors(queries_memory, turned, TILE_STRIDE, parameters.head_dim, columns)
+        queries = pack(
+            parameters, queries_memory, turned, block, head_width, parameters.head_dim, head_width,
+            columns,
+        )  # fmt: skip
         start_softmax(parameters, piece, largest, total)
         fill(accumulator, value_width * TILE_STRIDE, 0.0)
 
@@ -102,39 +102,43 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 turned_memory, values, value_stride, value_step, count, parameters.value_dim
             )
             # Panel by panel, so that the scores stay in the nearest cache from their product to
-            # that with the values: 0.03 of the peak. A bias is loaded for the whole block.
+            # that with the values: 0.03 of the peak.
             start, stop = 0, 0
             while stop < columns:
                 start = stop
-                some = columns if parameters.modifies else next_panel(columns - start)
+                some, stride = next_panel(parameters, columns - start)
                 stop += some
                 first_query, query_count = queries_of(piece, start, some)
                 seen = seen_keys(piece, first_query, query_count, key_start, count)
                 if seen == 0:
                     continue
-                panel, panel_kept = shift(scores, start), shift(kept, start)
-                sums = shift(accumulator, start)
+                sums, factors = shift(accumulator, start * value_width), shift(correction, start)
                 scores_tile(
-                    parameters, piece, shift(lanes, start), panel, panel_kept, panel_kept,
-                    keys, key_stride, key_step, shift(queries, start),
+                    parameters, piece, shift(lanes, start), scores, kept, kept,
+                    keys, key_stride, key_step, shift(queries, start * (head_width + 1)), stride,
                     first_query, query_count, key_start, some, seen,
                 )  # fmt: skip
                 if has_options and parameters.dropout_threshold > 0:
-                    load_kept(parameters, lanes, panel_kept, key_start, start, some, seen)
+                    load_kept(parameters, lanes, kept, key_start, start, some, seen)
                 if online_softmax(
-                    parameters, panel, panel_kept, panel, shift(largest, start),
-                    shift(total, start), shift(correction, start), some, seen,
+                    parameters, scores, kept, scores, shift(largest, start), shift(total, start),
+                    factors, some, seen,
                 ):  # fmt: skip
-                    rescale(sums, shift(correction, start), parameters.value_dim, some)
+                    rescale(sums, stride, factors, parameters.value_dim, some)
                 matmul(
-                    sums, TILE_STRIDE, turned_values, column_stride, step_stride,
-                    as_factor(address_of(panel)), TILE_STRIDE,
+                    sums, stride, turned_values, column_stride, step_stride,
+                    as_factor(address_of(scores)), TILE_STRIDE,
                     parameters.value_dim, some, (seen + step - 1) // step, True,
                 )  # fmt: skip
 
         fill_factors(parameters, total, correction, columns)
-        rescale(accumulator, correction, parameters.value_dim, columns)
-        turn_back(block, accumulator, value_width, columns)
+        start = 0
+        while start < columns:
+            some, stride = next_panel(parameters, columns - start)
+            sums, factors = shift(accumulator, start * value_width), shift(correction, start)
+            rescale(sums, stride, factors, parameters.value_dim, some)
+            start += some
+        turn_back(parameters, block, accumulator, value_width, columns)
         write(parameters, piece, block, value_width, largest, total)
 
     return Kernel(forward, argument_types(dtype))

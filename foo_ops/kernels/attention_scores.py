@@ -271,7 +271,7 @@ def hide_of(dtype: str) -> Callable:
 @functools.cache
 def scores_of(dtype: str, has_options: bool) -> Callable:
     """``scores(parameters, piece, lanes, target, scratch, slopes, keys, key_stride, step_stride,
-    queries, first_query, query_count, key_start, columns, count)``.
+    queries, query_stride, first_query, query_count, key_start, columns, count)``.
 
     target[key, query] is the score before it is multiplied by parameters.factor (which is log2(e)
     and, unless the scores are modified, the scale), and -infinity where the query does not see the
@@ -285,10 +285,10 @@ def scores_of(dtype: str, has_options: bool) -> Callable:
     @njit
     def scores(
         parameters, piece, lanes, target, scratch, slopes, keys, key_stride, step_stride,
-        queries, first_query, query_count, key_start, columns, count,
+        queries, query_stride, first_query, query_count, key_start, columns, count,
     ):  # fmt: skip
         matmul(
-            target, TILE_STRIDE, keys, key_stride, step_stride, queries, TILE_STRIDE,
+            target, TILE_STRIDE, keys, key_stride, step_stride, queries, query_stride,
             count, columns, (parameters.head_dim + step - 1) // step, False,
         )  # fmt: skip
         if has_options and parameters.modifies:

@@ -85,8 +85,8 @@ def statistics_of(dtype: str) -> Callable:
 @functools.cache
 def weights_of(dtype: str, has_options: bool) -> Callable:
     """``weights_tile(parameters, piece, lanes, weights, grad_scores, kept, slopes, keys,
-    key_stride, key_step, values, value_stride, value_step, queries, grad_outputs, logsumexp, delta,
-    key_start, first_column, columns, count)``, for the columns from first_column on.
+    key_stride, key_step, values, value_stride, value_step, queries, grad_outputs, stride,
+    logsumexp, delta, key_start, first_column, columns, count)``, for a panel from first_column on.
 
     Recomputes a tile's weights P = exp(S - logsumexp) and the gradient of its scores
     dS = P * (V dO - delta), where S is the score with bias and masks; both are zero for unused
@@ -142,19 +142,19 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
     def weights_tile(
         parameters, piece, lanes, weights, grad_scores, kept, slopes,
         keys, key_stride, key_step, values, value_stride, value_step,
-        queries, grad_outputs, logsumexp, delta, key_start, first_column, columns, count,
+        queries, grad_outputs, stride, logsumexp, delta, key_start, first_column, columns, count,
     ):  # fmt: skip
         first_query, query_count = queries_of(piece, first_column, columns)
         weights, grad_scores = shift(weights, first_column), shift(grad_scores, first_column)
         kept, slopes = shift(kept, first_column), shift(slopes, first_column)
         scores_tile(
             parameters, piece, shift(lanes, first_column), weights, kept, slopes,
-            keys, key_stride, key_step, shift(queries, first_column),
+            keys, key_stride, key_step, queries, stride,
             first_query, query_count, key_start, columns, count,
         )  # fmt: skip
         matmul(
             grad_scores, TILE_STRIDE, values, value_stride, value_step,
-            shift(grad_outputs, first_column), TILE_STRIDE, count, columns,
+            grad_outputs, stride, count, columns,
             (parameters.value_dim + step - 1) // step, False,
         )  # fmt: skip
         exponentials(parameters, weights, shift(logsumexp, first_column), columns, count)
