@@ -26,7 +26,13 @@ from typing import Any
 from numba import njit
 from numba.core import types
 
-from foo_ops.kernels.matmul import lanes_of, next_panel_of
+from foo_ops.kernels.matmul import (
+    Multiples,
+    lanes_of,
+    multiples_of,
+    next_panel_of,
+    on_tiles,
+)
 from foo_ops.kernels.simd import (
     ELEMENTS,
     Pointer,
@@ -40,7 +46,7 @@ from foo_ops.kernels.simd import (
 )
 from foo_ops.kernels.struct import Struct, field, row_of
 from foo_ops.kernels.target import multiplies_pairs
-from foo_ops.kernels.tiles import PAIRS, pack_pairs, transpose_square
+from foo_ops.kernels.tiles import PAIRS, pack_pairs, transpose_pairs, transpose_square
 
 # As in csrc/ops/attention_work.h, which cuts the work and allocates the scratch memory.
 QUERY_BLOCK = 144
@@ -90,6 +96,14 @@ def compute_dtype(dtype: str) -> str:
 def factor_dtype(dtype: str) -> str:
     """The dtype in which query, key, value and weights enter the matrix products."""
     return PAIRS if dtype == "bfloat16" and multiplies_pairs() else compute_dtype(dtype)
+
+
+def sizes_of(dtype: str) -> Multiples:
+    """What keys, queries and head dimensions of a product are rounded up to, with zeros.
+
+    Keys and head dimensions are rows of one product and summed over in another.
+    """
+    return multiples_of(compute_dtype(dtype), factor_dtype(dtype))
 
 
 def argument_types(dtype: str) -> tuple[Any, ...]:
@@ -211,12 +225,11 @@ def block_of(dtype: str, operand: str) -> Callable:
 
 @functools.cache
 def panel_of(dtype: str) -> Callable:
-    """``next_panel(parameters, columns)``, of the ``columns`` that are left, for the compute type
-    ``dtype``.
+    """``next_panel(parameters, columns)``, of the ``columns`` that are left.
 
     How many columns the next panel has, and the elements from one of its rows to the next.
     """
-    next_of_product = next_panel_of(dtype)
+    next_of_product = next_panel_of(compute_dtype(dtype), factor_dtype(dtype))
 
     @njit
     def next_panel(parameters, columns):
@@ -255,7 +268,7 @@ def turn_back_of(dtype: str) -> Callable:
     """``turn_back(parameters, rows, panels, width, columns)``: rows[query, column] = panel[column,
     query], for the panels of a block.
     """
-    next_panel, turn = panel_of(dtype), turn_of(dtype)
+    next_panel, turn = panel_of(dtype), turn_of(compute_dtype(dtype))
 
     @njit
     def turn_back(parameters, rows, panels, width, columns):
@@ -271,13 +284,25 @@ def turn_back_of(dtype: str) -> Callable:
 
 
 @functools.cache
+def steps_of(dtype: str) -> Callable:
+    """``steps(count)``: the steps of a product that is summed over ``count`` elements."""
+    DEPTH, STEP = sizes_of(dtype).depth, 2 if factor_dtype(dtype) == PAIRS else 1  # noqa: N806
+
+    @njit
+    def steps(count):
+        return round_up(count, DEPTH) // STEP
+
+    return steps
+
+
+@functools.cache
 def factors_of(dtype: str) -> tuple[int, Callable]:
     """The elements in a step of the matrix products, and the function that makes factors of rows.
 
     ``as_factors(target, source, stride, rows, columns)``: the source's rows, in the compute type,
     become the steps of a product: themselves if a step is one element, else pairs of neighbouring
-    rows, packed to the target. rows may be odd; the row after the last must then be zero.
-    columns must be a multiple of the lanes. Returns a pointer.
+    rows, packed to the target, and zeros up to the steps of a product. rows may be odd; the row
+    after the last must then be zero. columns must be a multiple of the lanes. Returns a pointer.
     """
     if factor_dtype(dtype) != PAIRS:
 
@@ -288,11 +313,13 @@ def factors_of(dtype: str) -> tuple[int, Callable]:
         return 1, themselves
 
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    as_pairs = pointer_to(PAIRS)
+    as_pairs, steps, fill = pointer_to(PAIRS), steps_of(dtype), fill_of(compute_dtype(dtype))
 
     @njit
     def as_pairs_of_rows(target, source, stride, rows, columns):
         pairs = as_pairs(address_of(target))
+        for step in range((rows + 1) // 2, steps(rows)):
+            fill(shift(target, step * stride), columns, 0.0)
         for row in range(0, rows, 2):
             upper, lower = shift(source, row * stride), shift(source, (row + 1) * stride)
             line = shift(pairs, row // 2 * stride)
@@ -315,7 +342,7 @@ def packer_of(dtype: str) -> Callable:
     have room for as many. Returns a pointer.
     """
     compute = compute_dtype(dtype)
-    next_panel, turn, fill = panel_of(compute), turn_of(compute), fill_of(compute)
+    next_panel, turn, fill = panel_of(dtype), turn_of(compute), fill_of(compute)
     step, as_factors = factors_of(dtype)
     as_pointer = pointer_to(factor_dtype(dtype))
 
@@ -381,6 +408,8 @@ def lie_together(parameters, key_start, count):
 def tile_of(dtype: str, operand: str) -> Callable:
     """The function that gives a tile of keys, or of values, as a factor of a matrix product.
 
+    Rows and columns go on with zeros up to the multiples that a product takes.
+
     ``tile(parameters, piece, scratch, key_start, count)`` returns a pointer, the stride of a key
     and the stride of a step along the head dimension: of the tensor itself where that can be
     multiplied as it is, else of a converted copy in scratch.
@@ -389,6 +418,7 @@ def tile_of(dtype: str, operand: str) -> Callable:
     factor = pointer_to(factor_dtype(dtype))
     step, _ = factors_of(dtype)
     may_stay = factor_dtype(dtype) in (dtype, PAIRS)
+    ROWS, DEPTH = sizes_of(dtype).rows, sizes_of(dtype).depth  # noqa: N806
     copy_row, key_row = copy_row_of(compute_dtype(dtype)), key_row_of(operand)
     row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
     size_name = "head_dim" if operand == "key" else "value_dim"
@@ -398,12 +428,14 @@ def tile_of(dtype: str, operand: str) -> Callable:
     @njit
     def copied(parameters, piece, scratch, key_start, count):
         columns = field(parameters, size_name)
-        width = round_up(columns, 2)
+        width = round_up(columns, max(DEPTH, 2))
         target = stored(address_of(scratch))
         for row in range(count):
             source = key_row(parameters, piece, key_start + row)
             column_stride = field(parameters, column_stride_name)
             copy_row(shift(target, row * width), source, column_stride, columns, width)
+        for row in range(count, round_up(count, ROWS)):
+            copy_row(shift(target, row * width), target, 1, 0, width)
         return factor(address_of(target)), width // step, 1
 
     if not may_stay:
@@ -415,8 +447,8 @@ def tile_of(dtype: str, operand: str) -> Callable:
         column_stride = field(parameters, column_stride_name)
         together = lie_together(parameters, key_start, count)
         if step == 2:
-            odd = row_stride % 2 != 0 or field(parameters, size_name) % 2 != 0
-            together = together and column_stride == 1 and not odd
+            odd = row_stride % 2 != 0 or field(parameters, size_name) % DEPTH != 0
+            together = together and column_stride == 1 and count % ROWS == 0 and not odd
         if not together or row_stride % aliasing == 0:
             return copied(parameters, piece, scratch, key_start, count)
         source = key_row(parameters, piece, key_start)
@@ -442,6 +474,8 @@ def turned_tile_of(dtype: str) -> Callable:
 
     LANES = lanes_of("float32")  # noqa: N806
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+    if on_tiles(factor_dtype(dtype)):
+        return _transposed_tile_of(dtype)
 
     @njit
     def pack_two(line, upper, lower, columns):
@@ -474,3 +508,24 @@ def turned_tile_of(dtype: str) -> Callable:
         return target, 1, columns
 
     return packed
+
+
+@functools.cache
+def _transposed_tile_of(dtype: str) -> Callable:
+    """As `turned_tile_of`, with the keys of a column side by side, as a matrix unit takes them."""
+    LANES, ROWS = lanes_of("float32"), sizes_of(dtype).rows  # noqa: N806
+    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+
+    @njit
+    def transposed(scratch, tile, row_stride, step_stride, count, columns):
+        source, target = as_elements(address_of(tile)), as_pairs(address_of(scratch))
+        stride = KEY_BLOCK // 2
+        for key in range(0, round_up(count, ROWS), 2 * LANES):
+            for column in range(0, round_up(columns, ROWS), LANES):
+                transpose_pairs(
+                    shift(target, column * stride + key // 2), stride,
+                    shift(source, key * row_stride * 2 + column), row_stride * 2, LANES,
+                )  # fmt: skip
+        return target, stride, 1
+
+    return transposed

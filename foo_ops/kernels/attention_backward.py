@@ -35,6 +35,8 @@ from foo_ops.kernels.attention import (
     queries_of,
     round_up,
     seen_keys,
+    sizes_of,
+    steps_of,
     tile_of,
     tile_operation_of,
     turn_back_of,
@@ -45,7 +47,7 @@ from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
 from foo_ops.kernels.attention_weights import statistics_of, weights_of
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.jit import Kernel
-from foo_ops.kernels.matmul import lanes_of, matmul_of
+from foo_ops.kernels.matmul import lanes_of, matmul_of, products_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     absolute,
@@ -61,8 +63,8 @@ from foo_ops.kernels.simd import (
 from foo_ops.kernels.struct import row_of
 from foo_ops.kernels.tiles import PAIRS
 
-# Keys whose sums over the queries are computed together: the more, the more products with weights
-# of zero beside the diagonal, the fewer, the more calls.
+# Keys whose sums over the queries are computed together, or as many as a product takes: the more,
+# the more products with weights of zero beside the diagonal, the fewer, the more calls.
 ROW_GROUP = 16
 # Elements between the rows of a block: without them rows of 128 elements share few sets of the
 # cache.
@@ -151,7 +153,11 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     compute, factor = compute_dtype(dtype), factor_dtype(dtype)
     scalar = ELEMENTS[dtype].compute
     LANES = lanes_of(compute)  # noqa: N806
-    next_panel, pack = panel_of(compute), packer_of(dtype)
+    next_panel, pack = panel_of(dtype), packer_of(dtype)
+    sizes, steps = sizes_of(dtype), steps_of(dtype)
+    COLUMNS, ROWS, DEPTH = sizes.columns, sizes.rows, sizes.depth  # noqa: N806
+    WIDTH, GROUP = max(DEPTH, LANES), max(ROW_GROUP, ROWS)  # noqa: N806
+    begin_products, end_products = products_of(factor)
     matmul, fill, copy_row = (
         matmul_of(compute, factor, factor),
         fill_of(compute),
@@ -159,7 +165,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     )
     step, as_factors = factors_of(dtype)
     as_lane_factors = _lane_factors_of(dtype)
-    turn_back = turn_back_of(compute)
+    turn_back = turn_back_of(dtype)
     load_queries, load_grad_outputs = block_of(dtype, "query"), block_of(dtype, "grad_output")
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
     turned_tile = turned_tile_of(dtype)
@@ -173,7 +179,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         """How many rows of a tile a panel needs: whole groups, as `add_products` reads them."""
         first_query, query_count = queries_of(piece, start, columns)
         seen = seen_keys(piece, first_query, query_count, key_start, count)
-        return min(count, round_up(seen, ROW_GROUP))
+        return min(count, round_up(seen, GROUP))
 
     @njit
     def add_products(
@@ -183,19 +189,19 @@ def build(dtype: str, plain: bool = False) -> Kernel:
 
         Or = that, where the block begins the sums: all its queries see all keys then.
         """
-        for key in range(0, count, ROW_GROUP):
-            group = min(ROW_GROUP, count - key)
+        for key in range(0, count, GROUP):
+            group = min(GROUP, count - key)
             first, stop = 0, rows
             if piece.heads == 1:
                 place = key_start + key - piece.query_start
-                first = max(0, place - piece.last_visible) // step * step
+                first = max(0, place - piece.last_visible) // DEPTH * DEPTH
                 stop = min(rows, place + group - piece.first_visible)
             if first < stop:
                 matmul(
                     shift(sums, key * width), width,
                     shift(factors, key * factor_stride + first // step), factor_stride, 1,
                     shift(block, first // step * block_stride), block_stride,
-                    group, width, (stop - first + step - 1) // step, piece.begins_sums == 0,
+                    group, width, steps(stop - first), piece.begins_sums == 0,
                 )  # fmt: skip
 
     @njit
@@ -217,7 +223,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         query_row, value_row = head_width + PADDING, value_width + PADDING
         width = max(query_row, value_row)
         rows = piece.heads * piece.query_count
-        columns = round_up(rows, LANES)
+        columns = round_up(rows, COLUMNS)
+        grad_query_width = round_up(head_dim, WIDTH)
 
         weights = scratch
         grad_scores = shift(weights, TILE)
@@ -250,9 +257,10 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         )  # fmt: skip
         query_rows = as_factors(row_pairs, block, query_row, columns, head_width)
         grad_rows = as_factors(grad_row_pairs, grad_block, value_row, columns, value_width)
-        fill(grad_queries, head_width * TILE_STRIDE, 0.0)
+        fill(grad_queries, grad_query_width * TILE_STRIDE, 0.0)
         fill(distances, TILE_STRIDE, 0.0)
 
+        begin_products()
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
             count = min(KEY_BLOCK, piece.key_stop - key_start)
             keys, key_stride, key_step = key_tile(parameters, piece, key_memory, key_start, count)
@@ -287,9 +295,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 fill(shift(panel, seen * TILE_STRIDE), some, 0.0)
                 factors = as_factors(panel_kept, panel, TILE_STRIDE, seen, some)
                 matmul(
-                    shift(grad_queries, start * head_width), stride, turned_keys, column_stride,
-                    step_stride, factors, TILE_STRIDE, head_dim, some, (seen + step - 1) // step,
-                    True,
+                    shift(grad_queries, start * grad_query_width), stride, turned_keys,
+                    column_stride, step_stride, factors, TILE_STRIDE,
+                    round_up(head_dim, ROWS), some, steps(seen), True,
                 )  # fmt: skip
             factors, factor_stride = as_lane_factors(kept, weights, columns, count)
             add_products(
@@ -302,8 +310,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 factors, factor_stride, query_rows, query_row, rows, key_start, count,
             )  # fmt: skip
 
-        turn_back(parameters, block, grad_queries, head_width, columns)
-        write_grad_query(parameters, piece, block, head_width)
+        end_products()
+        turn_back(parameters, block, grad_queries, grad_query_width, columns)
+        write_grad_query(parameters, piece, block, grad_query_width)
         if has_options and parameters.has_alibi_slopes:
             write_slopes(parameters, piece, distances)
         if parameters.has_sinks:

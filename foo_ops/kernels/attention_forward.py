@@ -12,13 +12,14 @@ from foo_ops.kernels.attention import (
     block_of,
     compute_dtype,
     factor_dtype,
-    factors_of,
     fill_of,
     packer_of,
     panel_of,
     queries_of,
     round_up,
     seen_keys,
+    sizes_of,
+    steps_of,
     tile_of,
     turn_back_of,
     turned_tile_of,
@@ -36,7 +37,7 @@ from foo_ops.kernels.attention_softmax import (
     writer_of,
 )
 from foo_ops.kernels.jit import Kernel
-from foo_ops.kernels.matmul import lanes_of, matmul_of
+from foo_ops.kernels.matmul import lanes_of, matmul_of, products_of
 from foo_ops.kernels.simd import address_of, load_vector, pointer_to, shift, store
 
 
@@ -45,13 +46,16 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     has_options = not plain
     compute, factor = compute_dtype(dtype), factor_dtype(dtype)
     LANES = lanes_of(compute)  # noqa: N806
-    next_panel, matmul = panel_of(compute), matmul_of(compute, factor, factor)
+    next_panel, matmul = panel_of(dtype), matmul_of(compute, factor, factor)
+    begin_products, end_products = products_of(factor)
+    sizes, steps = sizes_of(dtype), steps_of(dtype)
+    COLUMNS, ROWS = sizes.columns, sizes.rows  # noqa: N806
+    WIDTH = max(sizes.depth, LANES)  # noqa: N806
     fill, pack = fill_of(compute), packer_of(dtype)
-    step, _ = factors_of(dtype)
     as_factor = pointer_to(factor)
     load_block, fill_lanes = block_of(dtype, "query"), lanes_filler_of(dtype)
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
-    turned_tile, turn_back = turned_tile_of(dtype), turn_back_of(compute)
+    turned_tile, turn_back = turned_tile_of(dtype), turn_back_of(dtype)
     scores_tile, load_kept = scores_of(dtype, has_options), kept_of(dtype)
     start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, factor, has_options)
     fill_factors, write = factors_filler_of(dtype), writer_of(dtype)
@@ -65,9 +69,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 store(panel, index, product)
 
     def forward(parameters, piece, scratch):
-        head_width = round_up(parameters.head_dim, LANES)
-        value_width = round_up(parameters.value_dim, LANES)
-        columns = round_up(piece.heads * piece.query_count, LANES)
+        head_width = round_up(parameters.head_dim, WIDTH)
+        value_width = round_up(parameters.value_dim, WIDTH)
+        columns = round_up(piece.heads * piece.query_count, COLUMNS)
 
         scores = scratch
         kept = shift(scores, TILE)
@@ -92,6 +96,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         start_softmax(parameters, piece, largest, total)
         fill(accumulator, value_width * TILE_STRIDE, 0.0)
 
+        begin_products()
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
             count = min(KEY_BLOCK, piece.key_stop - key_start)
             keys, key_stride, key_step = key_tile(parameters, piece, key_memory, key_start, count)
@@ -128,8 +133,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 matmul(
                     sums, stride, turned_values, column_stride, step_stride,
                     as_factor(address_of(scores)), TILE_STRIDE,
-                    parameters.value_dim, some, (seen + step - 1) // step, True,
+                    round_up(parameters.value_dim, ROWS), some, steps(seen), True,
                 )  # fmt: skip
+        end_products()
 
         fill_factors(parameters, total, correction, columns)
         start = 0

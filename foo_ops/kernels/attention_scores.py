@@ -22,8 +22,10 @@ from foo_ops.kernels.attention import (
     TILE_STRIDE,
     compute_dtype,
     factor_dtype,
-    factors_of,
     fill_of,
+    round_up,
+    sizes_of,
+    steps_of,
 )
 from foo_ops.kernels.dropout import store_kept
 from foo_ops.kernels.functions import tanh
@@ -275,11 +277,12 @@ def scores_of(dtype: str, has_options: bool) -> Callable:
 
     target[key, query] is the score before it is multiplied by parameters.factor (which is log2(e)
     and, unless the scores are modified, the scale), and -infinity where the query does not see the
-    key. ``scratch`` has room for a tile, and so has ``slopes``: see modify_of.
+    key. ``scratch`` has room for a tile, and so has ``slopes``: see modify_of. The rows up to a
+    multiple of what a product takes are undefined.
     """
     compute, factor = compute_dtype(dtype), factor_dtype(dtype)
     matmul = matmul_of(compute, factor, factor)
-    step, _ = factors_of(dtype)
+    steps, ROWS = steps_of(dtype), sizes_of(dtype).rows  # noqa: N806
     modify, hide = modify_of(dtype), hide_of(dtype)
 
     @njit
@@ -289,7 +292,7 @@ def scores_of(dtype: str, has_options: bool) -> Callable:
     ):  # fmt: skip
         matmul(
             target, TILE_STRIDE, keys, key_stride, step_stride, queries, query_stride,
-            count, columns, (parameters.head_dim + step - 1) // step, False,
+            round_up(count, ROWS), columns, steps(parameters.head_dim), False,
         )  # fmt: skip
         if has_options and parameters.modifies:
             modify(parameters, piece, lanes, target, scratch, slopes, key_start, columns, count)

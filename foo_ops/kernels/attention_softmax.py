@@ -20,6 +20,7 @@ from foo_ops.kernels.attention import (
     copy_row_of,
     fill_of,
     round_up,
+    steps_of,
 )
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.matmul import lanes_of
@@ -73,13 +74,14 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
 
     Turns a tile of scores into weights 2^(factor * score - largest), times kept if there is
     dropout, with largest and total updated. Weights of dtype bfloat16x2 are pairs of neighbouring
-    keys. Returns whether a maximum grew, so that the output has to be multiplied by correction.
+    keys, with zeros up to the steps of a product. Returns whether a maximum grew, so that the
+    output has to be multiplied by correction.
     """
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
     fill = fill_of(compute_dtype(dtype))
     as_weights = pointer_to(weights_dtype)
-    packs = weights_dtype == PAIRS
+    packs, steps = weights_dtype == PAIRS, steps_of(dtype)
 
     @njit
     def largest_of_tile(scores, column, count):
@@ -171,6 +173,9 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
                 exponentials_dropped(scores, kept, weights, largest, total, column, count, factor)
             else:
                 exponentials(scores, kept, weights, largest, total, column, count, factor)
+        if packs:
+            for step in range((count + 1) // 2, steps(count)):
+                fill(shift(weights, step * TILE_STRIDE), columns, 0.0)
         return grew
 
     return online_softmax

@@ -14,9 +14,11 @@ from foo_ops.kernels.attention import (
     compute_dtype,
     copy_row_of,
     factor_dtype,
-    factors_of,
     fill_of,
     queries_of,
+    round_up,
+    sizes_of,
+    steps_of,
 )
 from foo_ops.kernels.attention_scores import kept_of, scores_of
 from foo_ops.kernels.functions import exp2
@@ -98,7 +100,7 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
     LANES = lanes_of(compute)  # noqa: N806
     matmul, scores_tile = matmul_of(compute, factor, factor), scores_of(dtype, has_options)
     load_kept = kept_of(dtype)
-    step, _ = factors_of(dtype)
+    steps, ROWS = steps_of(dtype), sizes_of(dtype).rows  # noqa: N806
 
     @njit
     def drop(parameters, weights, grad_scores, kept, columns, count):
@@ -154,8 +156,8 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
         )  # fmt: skip
         matmul(
             grad_scores, TILE_STRIDE, values, value_stride, value_step,
-            grad_outputs, stride, count, columns,
-            (parameters.value_dim + step - 1) // step, False,
+            grad_outputs, stride, round_up(count, ROWS), columns,
+            steps(parameters.value_dim), False,
         )  # fmt: skip
         exponentials(parameters, weights, shift(logsumexp, first_column), columns, count)
         if has_options and parameters.dropout_threshold > 0:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
+import sys
 
 import llvmlite.binding as llvm
+
+# Of Linux on x86-64: the system call, what it is asked, and for which registers.
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 def target() -> tuple[str, str, str]:
@@ -41,15 +47,54 @@ def vector_registers() -> int:
 def multiplies_pairs() -> bool:
     """Whether matrix products of bfloat16 are to multiply it in pairs.
 
-    They are where one instruction does that (AVX512-BF16). FOO_BFLOAT16_PAIRS=1 makes other
-    processors do the same with more instructions, for tests; FOO_BFLOAT16_PAIRS=0 switches it off.
+    They are where that is quicker than float32. FOO_BFLOAT16_PAIRS=1 makes other processors do the
+    same with more instructions, for tests; FOO_BFLOAT16_PAIRS=0 switches it off.
     """
-    chosen = os.environ.get("FOO_BFLOAT16_PAIRS")
+    chosen = _switch("FOO_BFLOAT16_PAIRS")
+    return multiplies_tiles() or _has_quick_dot() if chosen is None else chosen
+
+
+def multiplies_tiles() -> bool:
+    """Whether these pairs are to be multiplied as the tiles that a matrix unit takes (AMX).
+
+    FOO_BFLOAT16_TILES=1 makes other processors multiply such tiles with vectors, for tests;
+    FOO_BFLOAT16_TILES=0 switches it off, as FOO_BFLOAT16_PAIRS=0 does.
+    """
+    if _switch("FOO_BFLOAT16_PAIRS") is False:
+        return False
+    chosen = _switch("FOO_BFLOAT16_TILES")
+    return has_matrix_unit() if chosen is None else chosen
+
+
+def _switch(name: str) -> bool | None:
+    """What an environment variable says, if anything."""
+    chosen = os.environ.get(name)
     if chosen and chosen not in ("0", "1"):
-        raise ValueError(f"FOO_BFLOAT16_PAIRS must be 0 or 1, got {chosen}")
-    return chosen == "1" if chosen else has_bfloat16_dot()
+        raise ValueError(f"{name} must be 0 or 1, got {chosen}")
+    return chosen == "1" if chosen else None
 
 
 def has_bfloat16_dot() -> bool:
     """Whether the processor has the dot product of pairs of bfloat16 (AVX512-BF16)."""
     return "+avx512bf16" in target()[2].split(",")
+
+
+def _has_quick_dot() -> bool:
+    """Zen 4 starts as many dot products as fma, of twice the work; on Sapphire Rapids a dot takes
+    as long as four fma.
+    """
+    return has_bfloat16_dot() and target()[1].startswith("znver")
+
+
+def has_matrix_unit() -> bool:
+    """Whether the processor has a matrix unit for bfloat16 (AMX), and this process may use it."""
+    return "+amx-bf16" in target()[2].split(",") and _ask_for_tiles()
+
+
+@functools.cache
+def _ask_for_tiles() -> bool:
+    """Linux gives the registers of AMX to a process that asks, and not to every one."""
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0

@@ -9,6 +9,7 @@
     tile_dot(tile, a, a_stride, b, b_stride)    tile[i, j] += a[i-th row] * b[j-th row], vectors
     tile_store_sums(tile, pointer, stride)  pointer[i * stride + j] = sum of the lanes of tile[i, j]
     transpose_square(target, target_stride, source, source_stride, LANES)
+    transpose_pairs(target, target_stride, source, source_stride, LANES)    of pairs of rows
     pack_pairs(a, b)                        a vector of bfloat16x2, each pair a lane of a and of b
 
 ROWS, COLUMNS and LANES are constants of the kernel, so that every tile unrolls into registers.
@@ -288,14 +289,47 @@ def transpose_square(typing_context, target, target_stride, source, source_strid
         for row in range(count):
             index = builder.mul(source_step, INT64(row))
             rows.append(emit_load_vector(builder, source.dtype, source_pointer, index, count))
-        for row, value in enumerate(_transposed(builder, rows)):
-            stored = narrow(builder, target.dtype, value)
-            address = builder.gep(target_pointer, [builder.mul(target_step, INT64(row))])
-            address = builder.bitcast(address, stored.type.as_pointer())
-            builder.store(stored, address, align=ELEMENTS[target.dtype].size)
+        columns = [narrow(builder, target.dtype, value) for value in _transposed(builder, rows)]
+        _store_rows(builder, target, target_pointer, target_step, columns)
         return context.get_dummy_value()
 
     return types.void(target, types.intp, source, types.intp, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def transpose_pairs(typing_context, target, target_stride, source, source_stride, lanes):
+    """target[j, i] = the pair of source[2 * i, j] and source[2 * i + 1, j], LANES x LANES pairs.
+
+    The source is of bfloat16 and the target of bfloat16x2. Strides are in elements of each.
+    """
+    count = lanes.literal_value
+
+    def generate(context, builder, signature, args):
+        target_pointer, target_step, source_pointer, source_step, _ = args
+        half, wide = ir.VectorType(INT16, count), ir.VectorType(INT32, count)
+
+        def load_half(row):
+            place = builder.gep(source_pointer, [builder.mul(source_step, INT64(row))])
+            value = builder.load(builder.bitcast(place, half.as_pointer()), align=2)
+            return builder.zext(value, wide)
+
+        pairs = [
+            builder.or_(load_half(row), builder.shl(load_half(row + 1), constant_of(wide, 16)))
+            for row in range(0, 2 * count, 2)
+        ]
+        rows = _transposed(builder, pairs)
+        _store_rows(builder, target, target_pointer, target_step, rows)
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, types.intp, lanes), generate
+
+
+def _store_rows(builder, target, pointer, stride, rows: list[ir.Value]) -> None:
+    """Vectors in how ``target`` lies in memory, each to its row."""
+    for row, value in enumerate(rows):
+        address = builder.gep(pointer, [builder.mul(stride, INT64(row))])
+        address = builder.bitcast(address, value.type.as_pointer())
+        builder.store(value, address, align=ELEMENTS[target.dtype].size)
 
 
 def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:

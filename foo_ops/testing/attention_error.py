@@ -17,7 +17,8 @@ difference, and of the product with log2(e). Where the largest score so far is e
 multiplied by an exponential: TILE keys at a time.
 
 In bfloat16, p and ds may be rounded to bfloat16 where they enter a product: a relative error that
-is independent of u. Processors count subnormal numbers in such products as zero.
+is independent of u. Processors count subnormal numbers in such products, and among their sums, as
+zero.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class Rounding:
         parts = Sum(left @ right, left.abs() @ right.abs(), left_error @ right.abs())
         if groups > 1:
             parts = parts.map(lambda part: part.unflatten(1, (-1, groups)).sum(2))
-        error = parts.error + self.summing(left.shape[-1] * groups) * parts.size
+        terms = left.shape[-1] * groups
+        error = parts.error + self.summing(terms) * parts.size + terms * self.tiny
         return dataclasses.replace(parts, error=error)
 
     def sum_to(self, shape: torch.Size, value: Tensor, error: Tensor) -> Sum:
