@@ -26,6 +26,7 @@ from foo_ops.kernels.simd import (
     shaped,
     suffix,
 )
+from foo_ops.kernels.target import target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,8 @@ def _growth(f: np.ndarray) -> np.ndarray:
     return np.where(f == 0.0, math.log(2.0), np.expm1(safe * math.log(2.0)) / safe)
 
 
-def _interpolated(degree: int) -> tuple[float, ...]:
-    interpolant = Chebyshev.interpolate(_growth, degree, domain=[-0.5, 0.5])
+def _interpolated(degree: int, least: float = -0.5) -> tuple[float, ...]:
+    interpolant = Chebyshev.interpolate(_growth, degree, domain=[least, least + 1.0])
     return tuple(interpolant.convert(kind=Polynomial).coef[::-1])
 
 
@@ -64,6 +65,10 @@ _FORMATS = {
     FLOAT: _Format(INT32, 23, 127, _interpolated(5)),
     DOUBLE: _Format(INT64, 52, 1023, _taylor(12)),
 }
+
+
+# Of a vector of AVX-512, where f is from 0 to 1.
+_WIDE, _GROWTH_ABOVE = ir.VectorType(FLOAT, 16), _interpolated(5, least=0.0)
 
 
 def _format_of(x: ir.Value) -> _Format:
@@ -92,6 +97,8 @@ def _emit_growth(builder: ir.IRBuilder, f: ir.Value) -> ir.Value:
 
 
 def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    if x.type == _WIDE and "+avx512dq" in target()[2].split(","):
+        return _exp2_of_avx512(builder, x)
     # From here on 2^n is the number whose exponent bits are all zero, which is zero.
     smallest = constant_of(x.type, float(-_format_of(x).exponent_bias))
     is_small = builder.fcmp_ordered(">", smallest, x)
@@ -99,6 +106,26 @@ def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     value = emit_fma(builder, fraction, _emit_growth(builder, fraction), constant_of(x.type, 1.0))
     # The multiplication, and not an addition to the exponent bits, is what keeps a NaN a NaN.
     return builder.fmul(value, power)
+
+
+def _exp2_of_avx512(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """11 instructions and not 14: one takes the part behind the point, one multiplies by 2^n."""
+    zero = constant_of(x.type, 0.0)
+    all_lanes, current = ir.Constant(ir.IntType(16), -1), INT32(4)
+
+    def call(name: str, *operands: ir.Value) -> ir.Value:
+        name = f"llvm.x86.avx512.mask.{name}.ps.512"
+        return call_intrinsic(builder, name, x.type, [*operands, zero, all_lanes, current])
+
+    # Above floor(x), as the other instruction rounds x.
+    fraction = call("reduce", x, INT32(1))
+    growth = constant_of(x.type, _GROWTH_ABOVE[0])
+    for coefficient in _GROWTH_ABOVE[1:]:
+        growth = emit_fma(builder, growth, fraction, constant_of(x.type, coefficient))
+    value = emit_fma(builder, fraction, growth, constant_of(x.type, 1.0))
+    # Processors are slow with subnormal numbers. A NaN is not less.
+    is_small = builder.fcmp_ordered("<", x, constant_of(x.type, -126.0))
+    return builder.select(is_small, zero, call("scalef", value, x))
 
 
 @intrinsic

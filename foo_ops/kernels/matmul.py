@@ -89,7 +89,7 @@ def _next_panel_of_vectors(dtype: str) -> Callable:
     lanes = lanes_of(dtype)
     widest, pair, _ = (vectors * lanes for _, vectors in _shapes())
     # Two tiles of two vectors are quicker than one of three and one of one.
-    halved = 2 * pair if 2 * pair == widest + lanes else widest
+    halved = 2 * pair if 2 * pair == widest + lanes else 0
 
     @njit
     def next_panel(columns):
