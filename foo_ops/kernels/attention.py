@@ -13,11 +13,17 @@ A block has up to QUERY_BLOCK queries: of one head, or all the queries of severa
 key head. A tile has up to KEY_BLOCK keys.
 
 bfloat16 enters the products in pairs if the processor multiplies pairs (dtype bfloat16x2, a step of
-two along the dimension that is summed over), else as float32. float16 enters as float32.
+two along the dimension that is summed over), else as float32. float16 enters as float32. For a
+matrix unit all of these enter as parts of bfloat16, in pairs: see foo_ops/kernels/parts.py.
+
+The factors of a product are tuples: of the left one, whose elements are broadcast, the pointer, the
+strides of a row and a step, and how far its parts are apart; of the right one, whose rows are
+vectors, the pointer, the stride of a step, and how far its parts are apart.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -26,13 +32,8 @@ from typing import Any
 from numba import njit
 from numba.core import types
 
-from foo_ops.kernels.matmul import (
-    Multiples,
-    lanes_of,
-    multiples_of,
-    next_panel_of,
-    on_tiles,
-)
+from foo_ops.kernels.matmul import lanes_of, matmul_of, next_panel_of
+from foo_ops.kernels.parts import pair_storer_of, parts_of, row_splitter_of, smallness_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     Pointer,
@@ -46,6 +47,7 @@ from foo_ops.kernels.simd import (
 )
 from foo_ops.kernels.struct import Struct, field, row_of
 from foo_ops.kernels.target import multiplies_pairs
+from foo_ops.kernels.tile_products import TILE_MULTIPLE, tile_products_of
 from foo_ops.kernels.tiles import PAIRS, pack_pairs, transpose_pairs, transpose_square
 
 # As in csrc/ops/attention_work.h, which cuts the work and allocates the scratch memory.
@@ -55,6 +57,9 @@ KEY_BLOCK = 128
 # sets of the cache; this is an odd number of its lines.
 TILE_STRIDE = QUERY_BLOCK
 TILE = (KEY_BLOCK + 1) * TILE_STRIDE
+
+# The queries of a panel for a matrix unit.
+PANEL_ON_TILES = 64
 
 # Values of bias_kind.
 BIAS_NONE, BIAS_BOOL, BIAS_OF_QUERY_DTYPE, BIAS_FLOAT32 = range(4)
@@ -94,16 +99,86 @@ def compute_dtype(dtype: str) -> str:
 
 
 def factor_dtype(dtype: str) -> str:
-    """The dtype in which query, key, value and weights enter the matrix products."""
+    """The dtype in which query, key, value and weights enter products on vectors."""
     return PAIRS if dtype == "bfloat16" and multiplies_pairs() else compute_dtype(dtype)
 
 
-def sizes_of(dtype: str) -> Multiples:
-    """What keys, queries and head dimensions of a product are rounded up to, with zeros.
+def product_dtype(dtype: str) -> str:
+    """The dtype in which they enter matrix products."""
+    return PAIRS if parts_of(dtype) else factor_dtype(dtype)
 
-    Keys and head dimensions are rows of one product and summed over in another.
+
+def step_of(factor: str) -> int:
+    """How many elements are summed over in a step."""
+    return 2 if factor == PAIRS else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the sizes in a matrix product are multiples of.
+
+    Keys and head dimensions are rows of one product and summed over in another: what is missing to
+    a multiple is zeros.
+
+    Attributes:
+        rows: of the left factor.
+        columns: of the right one.
+        depth: the elements that are summed over.
+        room: how many times the memory of the compute type the parts of a factor may take.
     """
-    return multiples_of(compute_dtype(dtype), factor_dtype(dtype))
+
+    rows: int
+    columns: int
+    depth: int
+    room: int
+
+
+def sizes_of(dtype: str) -> Sizes:
+    parts = parts_of(dtype)
+    if parts:
+        return Sizes(TILE_MULTIPLE, TILE_MULTIPLE, TILE_MULTIPLE, 2 if parts > 1 else 1)
+    return Sizes(1, lanes_of(compute_dtype(dtype)), step_of(product_dtype(dtype)), 1)
+
+
+@functools.cache
+def products_of(dtype: str) -> tuple[Callable, Callable, Callable]:
+    """``matmul``, and ``begin()`` and ``end()`` around a kernel's products.
+
+    ``matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small)`` computes
+    c = a b, or adds it. ``are_small``: whether all numbers of both factors are, see
+    foo_ops/kernels/parts.py.
+    """
+    parts, compute, factor = parts_of(dtype), compute_dtype(dtype), product_dtype(dtype)
+    if parts:
+        on_tiles, begin, end = tile_products_of(parts)
+
+        @njit
+        def matmul_on_tiles(c, c_stride, a, b, rows, columns, steps, accumulate, are_small):
+            left, row_stride, _, left_part = a
+            right, stride, right_part = b
+            on_tiles(
+                c, c_stride, left, row_stride, left_part, right, stride, right_part,
+                rows, columns, steps, accumulate, are_small,
+            )  # fmt: skip
+
+        return matmul_on_tiles, begin, end
+
+    on_vectors = matmul_of(compute, factor, factor)
+
+    @njit
+    def matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small):
+        left, row_stride, step_stride, _ = a
+        right, stride, _ = b
+        on_vectors(
+            c, c_stride, left, row_stride, step_stride, right, stride,
+            rows, columns, steps, accumulate,
+        )  # fmt: skip
+
+    @njit
+    def nothing():
+        pass
+
+    return matmul, nothing, nothing
 
 
 def argument_types(dtype: str) -> tuple[Any, ...]:
@@ -229,14 +304,18 @@ def panel_of(dtype: str) -> Callable:
 
     How many columns the next panel has, and the elements from one of its rows to the next.
     """
-    next_of_product = next_panel_of(compute_dtype(dtype), factor_dtype(dtype))
+    next_of_product = next_panel_of(compute_dtype(dtype))
+    on_tiles, WIDEST = parts_of(dtype) > 0, PANEL_ON_TILES  # noqa: N806
 
     @njit
     def next_panel(parameters, columns):
         # A bias is loaded for the whole block.
         if parameters.modifies:
             return columns, TILE_STRIDE
-        some = next_of_product(columns)
+        if on_tiles:
+            some = WIDEST if columns >= WIDEST else TILE_MULTIPLE
+        else:
+            some = next_of_product(columns)
         return some, some
 
     return next_panel
@@ -286,7 +365,7 @@ def turn_back_of(dtype: str) -> Callable:
 @functools.cache
 def steps_of(dtype: str) -> Callable:
     """``steps(count)``: the steps of a product that is summed over ``count`` elements."""
-    DEPTH, STEP = sizes_of(dtype).depth, 2 if factor_dtype(dtype) == PAIRS else 1  # noqa: N806
+    DEPTH, STEP = sizes_of(dtype).depth, step_of(product_dtype(dtype))  # noqa: N806
 
     @njit
     def steps(count):
@@ -296,55 +375,86 @@ def steps_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def factors_of(dtype: str) -> tuple[int, Callable]:
-    """The elements in a step of the matrix products, and the function that makes factors of rows.
+def factors_of(dtype: str) -> Callable:
+    """The function that makes the right factor of a product of rows, which are summed over.
 
     ``as_factors(target, source, stride, rows, columns)``: the source's rows, in the compute type,
     become the steps of a product: themselves if a step is one element, else pairs of neighbouring
     rows, packed to the target, and zeros up to the steps of a product. rows may be odd; the row
-    after the last must then be zero. columns must be a multiple of the lanes. Returns a pointer.
+    after the last must then be zero. columns must be a multiple of the lanes.
     """
-    if factor_dtype(dtype) != PAIRS:
+    if product_dtype(dtype) != PAIRS:
 
         @njit
         def themselves(target, source, stride, rows, columns):
-            return source
+            return source, stride, 0
 
-        return 1, themselves
+        return themselves
 
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    LANES, PARTS = lanes_of(compute_dtype(dtype)), max(1, parts_of(dtype))  # noqa: N806
     as_pairs, steps, fill = pointer_to(PAIRS), steps_of(dtype), fill_of(compute_dtype(dtype))
+    store_pairs = pairs_storer_of(dtype, is_finite=False)
 
     @njit
     def as_pairs_of_rows(target, source, stride, rows, columns):
-        pairs = as_pairs(address_of(target))
-        for step in range((rows + 1) // 2, steps(rows)):
-            fill(shift(target, step * stride), columns, 0.0)
+        pairs, part = as_pairs(address_of(target)), steps(rows) * stride
+        for number in range(PARTS):
+            for step in range((rows + 1) // 2, steps(rows)):
+                fill(shift(target, number * part + step * stride), columns, 0.0)
         for row in range(0, rows, 2):
             upper, lower = shift(source, row * stride), shift(source, (row + 1) * stride)
             line = shift(pairs, row // 2 * stride)
             for column in range(0, columns, LANES):
                 first = load_vector(upper, column, LANES)
                 second = load_vector(lower, column, LANES)
-                store(line, column, pack_pairs(first, second))
-        return pairs
+                store_pairs(line, column, part, first, second)
+        return pairs, stride, part
 
-    return 2, as_pairs_of_rows
+    return as_pairs_of_rows
 
 
 @functools.cache
-def packer_of(dtype: str) -> Callable:
-    """``pack(parameters, target, scratch, block, stride, dim, width, columns)``: rows of a block
-    as factors of a product over the head dimension.
-
-    The ``columns`` rows of ``width`` elements of the compute type, of which ``dim`` count, become
-    panels with a row for each element (or each two), each of ``width + 1`` rows. Target and scratch
-    have room for as many. Returns a pointer.
+def pairs_storer_of(dtype: str, is_finite: bool) -> Callable:
+    """``store_pairs(target, index, part, a, b)``, of vectors of the compute type: see
+    `foo_ops.kernels.parts.pair_storer_of`.
     """
-    compute = compute_dtype(dtype)
+    if parts_of(dtype):
+        return pair_storer_of(parts_of(dtype), is_finite, lanes_of(compute_dtype(dtype)))
+
+    @njit
+    def store_pairs(target, index, part, a, b):
+        store(target, index, pack_pairs(a, b))
+
+    return store_pairs
+
+
+@functools.cache
+def small_of(dtype: str) -> Callable:
+    """``are_small(source, count)``, for products: see foo_ops/kernels/parts.py."""
+    if parts_of(dtype) > 1:
+        return smallness_of(lanes_of("float32"))
+
+    @njit
+    def are_small(source, count):
+        return True
+
+    return are_small
+
+
+@functools.cache
+def packer_of(dtype: str) -> tuple[Callable, Callable]:
+    """The functions that make right factors, summed over the head dimension, of a block's rows.
+
+    ``pack(parameters, target, scratch, block, stride, dim, width, columns)``: the ``columns`` rows
+    of ``width`` elements of the compute type, of which ``dim`` count, become panels with a row for
+    each element (or each two), each of ``width + 1`` rows. Scratch has room for as many, and target
+    for as many times the room of parts. ``panel(target, start, stride, dim, width)``: the one that
+    begins with the column ``start``.
+    """
+    compute, ROOM = compute_dtype(dtype), sizes_of(dtype).room  # noqa: N806
     next_panel, turn, fill = panel_of(dtype), turn_of(compute), fill_of(compute)
-    step, as_factors = factors_of(dtype)
-    as_pointer = pointer_to(factor_dtype(dtype))
+    as_factors, steps, step = factors_of(dtype), steps_of(dtype), step_of(product_dtype(dtype))
+    as_factor = pointer_to(product_dtype(dtype))
 
     @njit
     def pack(parameters, target, scratch, block, stride, dim, width, columns):
@@ -352,15 +462,20 @@ def packer_of(dtype: str) -> Callable:
         while start < columns:
             some, panel_stride = next_panel(parameters, columns - start)
             place = start * (width + 1)
-            panel = shift(target if step == 1 else scratch, place)
-            turn(panel, panel_stride, shift(block, start * stride), stride, some, width)
+            packed = shift(target, place * ROOM)
+            rows = packed if step == 1 else shift(scratch, place)
+            turn(rows, panel_stride, shift(block, start * stride), stride, some, width)
             # Of an odd number of elements the last has this for its neighbour.
-            fill(shift(panel, width * panel_stride), some, 0.0)
-            as_factors(shift(target, place), panel, panel_stride, dim, some)
+            fill(shift(rows, width * panel_stride), some, 0.0)
+            as_factors(packed, rows, panel_stride, dim, some)
             start += some
-        return as_pointer(address_of(target))
 
-    return pack
+    @njit
+    def panel(target, start, stride, dim, width):
+        place = shift(target, start * (width + 1) * ROOM)
+        return as_factor(address_of(place)), stride, steps(dim) * stride
+
+    return pack, panel
 
 
 @njit
@@ -406,18 +521,19 @@ def lie_together(parameters, key_start, count):
 
 @functools.cache
 def tile_of(dtype: str, operand: str) -> Callable:
-    """The function that gives a tile of keys, or of values, as a factor of a matrix product.
+    """The function that gives a tile of keys, or of values, as the left factor of a product.
 
-    Rows and columns go on with zeros up to the multiples that a product takes.
-
-    ``tile(parameters, piece, scratch, key_start, count)`` returns a pointer, the stride of a key
-    and the stride of a step along the head dimension: of the tensor itself where that can be
-    multiplied as it is, else of a converted copy in scratch.
+    ``tile(parameters, piece, scratch, key_start, count)`` returns the factor, whose steps go along
+    the head dimension, and whether its numbers are small: of the tensor itself where that can be
+    multiplied as it is, else of a converted copy in scratch. Rows and columns go on with zeros up
+    to the multiples that a product takes.
     """
-    stored = pointer_to(dtype if factor_dtype(dtype) == PAIRS else compute_dtype(dtype))
-    factor = pointer_to(factor_dtype(dtype))
-    step, _ = factors_of(dtype)
-    may_stay = factor_dtype(dtype) in (dtype, PAIRS)
+    if parts_of(dtype) > 1:
+        return _tile_in_parts_of(dtype, operand)
+    as_factor = pointer_to(product_dtype(dtype))
+    in_pairs = product_dtype(dtype) == PAIRS
+    stored, step = pointer_to(dtype if in_pairs else compute_dtype(dtype)), 2 if in_pairs else 1
+    may_stay = product_dtype(dtype) in (dtype, PAIRS)
     ROWS, DEPTH = sizes_of(dtype).rows, sizes_of(dtype).depth  # noqa: N806
     copy_row, key_row = copy_row_of(compute_dtype(dtype)), key_row_of(operand)
     row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
@@ -436,7 +552,7 @@ def tile_of(dtype: str, operand: str) -> Callable:
             copy_row(shift(target, row * width), source, column_stride, columns, width)
         for row in range(count, round_up(count, ROWS)):
             copy_row(shift(target, row * width), target, 1, 0, width)
-        return factor(address_of(target)), width // step, 1
+        return (as_factor(address_of(target)), width // step, 1, 0), True
 
     if not may_stay:
         return copied
@@ -452,30 +568,66 @@ def tile_of(dtype: str, operand: str) -> Callable:
         if not together or row_stride % aliasing == 0:
             return copied(parameters, piece, scratch, key_start, count)
         source = key_row(parameters, piece, key_start)
-        return factor(address_of(source)), row_stride // step, column_stride
+        return (as_factor(address_of(source)), row_stride // step, column_stride, 0), True
+
+    return tile
+
+
+def _tile_in_parts_of(dtype: str, operand: str) -> Callable:
+    """As `tile_of`, for dtypes of several parts."""
+    ROWS = sizes_of(dtype).rows  # noqa: N806
+    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+    copy_row, fill, key_row = copy_row_of("float32"), fill_of("float32"), key_row_of(operand)
+    split_row = row_splitter_of(parts_of(dtype), lanes_of("float32"))
+    is_float32 = dtype == "float32"
+    column_stride_name = f"{operand}_column_stride"
+    size_name = "head_dim" if operand == "key" else "value_dim"
+
+    @njit
+    def tile(parameters, piece, scratch, key_start, count):
+        columns, column_stride = field(parameters, size_name), field(parameters, column_stride_name)
+        width = round_up(columns, ROWS)
+        part = KEY_BLOCK * width // 2
+        elements = as_elements(address_of(scratch))
+        # Behind three parts.
+        line = shift(scratch, 3 * part)
+        small = True
+        for row in range(count):
+            source = key_row(parameters, piece, key_start + row)
+            target = shift(elements, row * width)
+            if is_float32 and column_stride == 1 and columns == width:
+                small = split_row(target, 2 * part, source, width) and small
+            else:
+                copy_row(line, source, column_stride, columns, width)
+                small = split_row(target, 2 * part, line, width) and small
+        if count % ROWS != 0:
+            fill(line, width, 0.0)
+            for row in range(count, round_up(count, ROWS)):
+                split_row(shift(elements, row * width), 2 * part, line, width)
+        return (as_pairs(address_of(scratch)), width // 2, 1, part), small
 
     return tile
 
 
 @functools.cache
 def turned_tile_of(dtype: str) -> Callable:
-    """The function that gives a tile as a factor of a product that is summed over the keys.
+    """The function that gives a tile as the left factor of a product that is summed over the keys.
 
-    ``turned_tile(scratch, tile, row_stride, step_stride, count, columns)``, of what ``tile``
-    returned, returns a pointer, the stride of a column and the stride of a step along the keys.
+    ``turned_tile(scratch, tile, count, columns)``, of the factor that ``tile`` returned.
     """
-    if factor_dtype(dtype) != PAIRS:
+    if parts_of(dtype):
+        return _transposed_tile_of(dtype)
+    if product_dtype(dtype) != PAIRS:
 
         @njit
-        def swapped(scratch, tile, row_stride, step_stride, count, columns):
-            return tile, step_stride, row_stride
+        def swapped(scratch, tile, count, columns):
+            pointer, row_stride, step_stride, part = tile
+            return pointer, step_stride, row_stride, part
 
         return swapped
 
     LANES = lanes_of("float32")  # noqa: N806
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
-    if on_tiles(factor_dtype(dtype)):
-        return _transposed_tile_of(dtype)
 
     @njit
     def pack_two(line, upper, lower, columns):
@@ -496,8 +648,9 @@ def turned_tile_of(dtype: str) -> Callable:
             store(elements, 2 * column + 1, 0.0)
 
     @njit
-    def packed(scratch, tile, row_stride, step_stride, count, columns):
-        source, target = as_elements(address_of(tile)), as_pairs(address_of(scratch))
+    def packed(scratch, tile, count, columns):
+        pointer, row_stride, _, part = tile
+        source, target = as_elements(address_of(pointer)), as_pairs(address_of(scratch))
         for key in range(0, count - 1, 2):
             upper = shift(source, key * row_stride * 2)
             lower = shift(upper, row_stride * 2)
@@ -505,27 +658,30 @@ def turned_tile_of(dtype: str) -> Callable:
         if count % 2 == 1:
             last = shift(source, (count - 1) * row_stride * 2)
             pack_one(shift(target, count // 2 * columns), last, columns)
-        return target, 1, columns
+        return target, 1, columns, part
 
     return packed
 
 
-@functools.cache
 def _transposed_tile_of(dtype: str) -> Callable:
     """As `turned_tile_of`, with the keys of a column side by side, as a matrix unit takes them."""
-    LANES, ROWS = lanes_of("float32"), sizes_of(dtype).rows  # noqa: N806
+    LANES, ROWS, PARTS = lanes_of("float32"), sizes_of(dtype).rows, parts_of(dtype)  # noqa: N806
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+    stride = KEY_BLOCK // 2
 
     @njit
-    def transposed(scratch, tile, row_stride, step_stride, count, columns):
-        source, target = as_elements(address_of(tile)), as_pairs(address_of(scratch))
-        stride = KEY_BLOCK // 2
-        for key in range(0, round_up(count, ROWS), 2 * LANES):
-            for column in range(0, round_up(columns, ROWS), LANES):
-                transpose_pairs(
-                    shift(target, column * stride + key // 2), stride,
-                    shift(source, key * row_stride * 2 + column), row_stride * 2, LANES,
-                )  # fmt: skip
-        return target, stride, 1
+    def transposed(scratch, tile, count, columns):
+        pointer, row_stride, _, part = tile
+        turned_part = round_up(columns, ROWS) * stride
+        for number in range(PARTS):
+            source = as_elements(address_of(shift(pointer, number * part)))
+            target = as_pairs(address_of(shift(scratch, number * turned_part)))
+            for key in range(0, round_up(count, ROWS), 2 * LANES):
+                for column in range(0, round_up(columns, ROWS), LANES):
+                    transpose_pairs(
+                        shift(target, column * stride + key // 2), stride,
+                        shift(source, key * row_stride * 2 + column), row_stride * 2, LANES,
+                    )  # fmt: skip
+        return as_pairs(address_of(scratch)), stride, 1, turned_part
 
     return transposed

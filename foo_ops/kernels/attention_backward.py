@@ -27,15 +27,18 @@ from foo_ops.kernels.attention import (
     block_of,
     compute_dtype,
     copy_row_of,
-    factor_dtype,
     factors_of,
     fill_of,
     packer_of,
     panel_of,
+    product_dtype,
+    products_of,
     queries_of,
     round_up,
     seen_keys,
     sizes_of,
+    small_of,
+    step_of,
     steps_of,
     tile_of,
     tile_operation_of,
@@ -47,7 +50,8 @@ from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
 from foo_ops.kernels.attention_weights import statistics_of, weights_of
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.jit import Kernel
-from foo_ops.kernels.matmul import lanes_of, matmul_of, products_of
+from foo_ops.kernels.matmul import lanes_of
+from foo_ops.kernels.parts import parts_of, row_splitter_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     absolute,
@@ -75,19 +79,30 @@ PADDING = 16
 def _lane_factors_of(dtype: str) -> Callable:
     """``as_lane_factors(target, tile, columns, count)``, for products summed over the queries.
 
-    The tile's rows as they are, or rounded to pairs of neighbouring lanes. Returns a pointer and
-    the stride of a row.
+    The tile's rows as they are, or as pairs of neighbouring lanes: a left factor.
     """
-    if factor_dtype(dtype) != PAIRS:
+    if product_dtype(dtype) != PAIRS:
 
         @njit
         def themselves(target, tile, columns, count):
-            return tile, TILE_STRIDE
+            return tile, TILE_STRIDE, 1, 0
 
         return themselves
 
     LANES = lanes_of("float32")  # noqa: N806
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+    if parts_of(dtype):
+        split_row, part = row_splitter_of(parts_of(dtype), LANES), KEY_BLOCK * TILE_STRIDE // 2
+
+        @njit
+        def in_parts(target, tile, columns, count):
+            elements = as_elements(address_of(target))
+            for key in range(count):
+                row = key * TILE_STRIDE
+                split_row(shift(elements, row), 2 * part, shift(tile, row), columns)
+            return as_pairs(address_of(target)), TILE_STRIDE // 2, 1, part
+
+        return in_parts
 
     @njit
     def rounded(target, tile, columns, count):
@@ -96,7 +111,7 @@ def _lane_factors_of(dtype: str) -> Callable:
             for column in range(0, columns, LANES):
                 index = key * TILE_STRIDE + column
                 store(elements, index, load_vector(tile, index, LANES))
-        return as_pairs(address_of(target)), TILE_STRIDE // 2
+        return as_pairs(address_of(target)), TILE_STRIDE // 2, 1, 0
 
     return rounded
 
@@ -150,20 +165,18 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     piece's slot. Which blocks share a slot, and in which order, does not depend on the threads.
     """
     has_options = not plain
-    compute, factor = compute_dtype(dtype), factor_dtype(dtype)
+    compute = compute_dtype(dtype)
     scalar = ELEMENTS[dtype].compute
     LANES = lanes_of(compute)  # noqa: N806
-    next_panel, pack = panel_of(dtype), packer_of(dtype)
-    sizes, steps = sizes_of(dtype), steps_of(dtype)
-    COLUMNS, ROWS, DEPTH = sizes.columns, sizes.rows, sizes.depth  # noqa: N806
+    next_panel, (pack, packed_panel) = panel_of(dtype), packer_of(dtype)
+    matmul, begin_products, end_products = products_of(dtype)
+    sizes, steps, are_small = sizes_of(dtype), steps_of(dtype), small_of(dtype)
+    COLUMNS, ROWS, DEPTH, ROOM = (  # noqa: N806
+        sizes.columns, sizes.rows, sizes.depth, sizes.room,
+    )  # fmt: skip
     WIDTH, GROUP = max(DEPTH, LANES), max(ROW_GROUP, ROWS)  # noqa: N806
-    begin_products, end_products = products_of(factor)
-    matmul, fill, copy_row = (
-        matmul_of(compute, factor, factor),
-        fill_of(compute),
-        copy_row_of(compute),
-    )
-    step, as_factors = factors_of(dtype)
+    fill, copy_row = fill_of(compute), copy_row_of(compute)
+    step, as_factors = step_of(product_dtype(dtype)), factors_of(dtype)
     as_lane_factors = _lane_factors_of(dtype)
     turn_back = turn_back_of(dtype)
     load_queries, load_grad_outputs = block_of(dtype, "query"), block_of(dtype, "grad_output")
@@ -182,13 +195,13 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         return min(count, round_up(seen, GROUP))
 
     @njit
-    def add_products(
-        piece, sums, width, factors, factor_stride, block, block_stride, rows, key_start, count
-    ):
+    def add_products(piece, sums, width, factors, block, rows, are_small, key_start, count):
         """sums[key] += the sum over the queries that see the key of factor * row of the block.
 
         Or = that, where the block begins the sums: all its queries see all keys then.
         """
+        pointer, row_stride, step_stride, part = factors
+        line, block_stride, block_part = block
         for key in range(0, count, GROUP):
             group = min(GROUP, count - key)
             first, stop = 0, rows
@@ -197,11 +210,11 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 first = max(0, place - piece.last_visible) // DEPTH * DEPTH
                 stop = min(rows, place + group - piece.first_visible)
             if first < stop:
+                place = shift(pointer, key * row_stride + first // step)
                 matmul(
-                    shift(sums, key * width), width,
-                    shift(factors, key * factor_stride + first // step), factor_stride, 1,
-                    shift(block, first // step * block_stride), block_stride,
-                    group, width, steps(stop - first), piece.begins_sums == 0,
+                    shift(sums, key * width), width, (place, row_stride, step_stride, part),
+                    (shift(line, first // step * block_stride), block_stride, block_part),
+                    group, width, steps(stop - first), piece.begins_sums == 0, are_small,
                 )  # fmt: skip
 
     @njit
@@ -224,12 +237,13 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         width = max(query_row, value_row)
         rows = piece.heads * piece.query_count
         columns = round_up(rows, COLUMNS)
-        grad_query_width = round_up(head_dim, WIDTH)
+        # Those of a product, in which they are summed over.
+        key_width, value_tile_width = round_up(head_dim, WIDTH), round_up(value_dim, WIDTH)
 
         weights = scratch
         grad_scores = shift(weights, TILE)
         kept = shift(grad_scores, TILE)
-        slopes = shift(kept, TILE)
+        slopes = shift(kept, TILE * ROOM)
         logsumexp = shift(slopes, TILE)
         delta = shift(logsumexp, TILE_STRIDE)
         distances = shift(delta, TILE_STRIDE)
@@ -239,37 +253,36 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         turned = shift(grad_block, TILE_STRIDE * width)
         grad_queries = shift(turned, TILE_STRIDE * (width + 1))
         packed = shift(grad_queries, TILE_STRIDE * width)
-        grad_packed = shift(packed, TILE_STRIDE * (width + 1))
-        row_pairs = shift(grad_packed, TILE_STRIDE * (width + 1))
-        grad_row_pairs = shift(row_pairs, TILE_STRIDE * width)
-        key_memory = shift(grad_row_pairs, TILE_STRIDE * width)
-        value_memory = shift(key_memory, KEY_BLOCK * head_width)
-        turned_memory = shift(value_memory, KEY_BLOCK * value_width)
+        grad_packed = shift(packed, TILE_STRIDE * (width + 1) * ROOM)
+        row_pairs = shift(grad_packed, TILE_STRIDE * (width + 1) * ROOM)
+        grad_row_pairs = shift(row_pairs, TILE_STRIDE * width * ROOM)
+        key_memory = shift(grad_row_pairs, TILE_STRIDE * width * ROOM)
+        value_memory = shift(key_memory, KEY_BLOCK * key_width * ROOM)
+        turned_memory = shift(value_memory, KEY_BLOCK * value_tile_width * ROOM)
 
         fill_lanes(parameters, piece, lanes)
         load_queries(parameters, piece, block, head_dim, columns, query_row)
         load_grad_outputs(parameters, piece, grad_block, value_dim, columns, value_row)
         load_statistics(parameters, piece, grad_block, value_row, packed, logsumexp, delta, columns)
-        queries = pack(parameters, packed, turned, block, query_row, head_dim, head_width, columns)
-        grad_outputs = pack(
-            parameters, grad_packed, turned, grad_block, value_row, value_dim, value_width,
+        small = are_small(block, columns * query_row) and are_small(grad_block, columns * value_row)
+        small = small and are_small(delta, columns)
+        pack(parameters, packed, turned, block, query_row, head_dim, key_width, columns)
+        pack(
+            parameters, grad_packed, turned, grad_block, value_row, value_dim, value_tile_width,
             columns,
         )  # fmt: skip
         query_rows = as_factors(row_pairs, block, query_row, columns, head_width)
         grad_rows = as_factors(grad_row_pairs, grad_block, value_row, columns, value_width)
-        fill(grad_queries, grad_query_width * TILE_STRIDE, 0.0)
+        fill(grad_queries, key_width * TILE_STRIDE, 0.0)
         fill(distances, TILE_STRIDE, 0.0)
 
         begin_products()
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
             count = min(KEY_BLOCK, piece.key_stop - key_start)
-            keys, key_stride, key_step = key_tile(parameters, piece, key_memory, key_start, count)
-            values, value_stride, value_step = value_tile(
-                parameters, piece, value_memory, key_start, count
-            )
-            turned_keys, column_stride, step_stride = turned_tile(
-                turned_memory, keys, key_stride, key_step, count, head_dim
-            )
+            keys, small_keys = key_tile(parameters, piece, key_memory, key_start, count)
+            values, small_values = value_tile(parameters, piece, value_memory, key_start, count)
+            small_tile = small and small_keys and small_values
+            turned_keys = turned_tile(turned_memory, keys, count, head_dim)
             stop = 0
             while stop < columns:
                 start = stop
@@ -279,11 +292,10 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 if seen == 0:
                     continue
                 weights_tile(
-                    parameters, piece, lanes, weights, grad_scores, kept, slopes,
-                    keys, key_stride, key_step, values, value_stride, value_step,
-                    shift(queries, start * (head_width + 1)),
-                    shift(grad_outputs, start * (value_width + 1)), stride,
-                    logsumexp, delta, key_start, start, some, seen,
+                    parameters, piece, lanes, weights, grad_scores, kept, slopes, keys, values,
+                    packed_panel(packed, start, stride, head_dim, key_width),
+                    packed_panel(grad_packed, start, stride, value_dim, value_tile_width),
+                    small_tile, logsumexp, delta, key_start, start, some, seen,
                 )  # fmt: skip
                 panel, panel_kept = shift(grad_scores, start), shift(kept, start)
                 if has_options and parameters.has_alibi_slopes:
@@ -295,24 +307,23 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 fill(shift(panel, seen * TILE_STRIDE), some, 0.0)
                 factors = as_factors(panel_kept, panel, TILE_STRIDE, seen, some)
                 matmul(
-                    shift(grad_queries, start * grad_query_width), stride, turned_keys,
-                    column_stride, step_stride, factors, TILE_STRIDE,
-                    round_up(head_dim, ROWS), some, steps(seen), True,
+                    shift(grad_queries, start * key_width), stride, turned_keys, factors,
+                    round_up(head_dim, ROWS), some, steps(seen), True, small_tile,
                 )  # fmt: skip
-            factors, factor_stride = as_lane_factors(kept, weights, columns, count)
+            factors = as_lane_factors(kept, weights, columns, count)
             add_products(
                 piece, row_of(parameters, "grad_value", piece.slot, 0, key_start), value_width,
-                factors, factor_stride, grad_rows, value_row, rows, key_start, count,
+                factors, grad_rows, rows, small_tile, key_start, count,
             )  # fmt: skip
-            factors, factor_stride = as_lane_factors(kept, grad_scores, columns, count)
+            factors = as_lane_factors(kept, grad_scores, columns, count)
             add_products(
                 piece, row_of(parameters, "grad_key", piece.slot, 0, key_start), head_width,
-                factors, factor_stride, query_rows, query_row, rows, key_start, count,
+                factors, query_rows, rows, small_tile, key_start, count,
             )  # fmt: skip
 
         end_products()
-        turn_back(parameters, block, grad_queries, grad_query_width, columns)
-        write_grad_query(parameters, piece, block, grad_query_width)
+        turn_back(parameters, block, grad_queries, key_width, columns)
+        write_grad_query(parameters, piece, block, key_width)
         if has_options and parameters.has_alibi_slopes:
             write_slopes(parameters, piece, distances)
         if parameters.has_sinks:

@@ -20,11 +20,11 @@ from foo_ops.kernels.attention import (
     compute_dtype,
     copy_row_of,
     factor_dtype,
-    factors_of,
     fill_of,
     key_row_of,
     lie_together,
     round_up,
+    step_of,
 )
 from foo_ops.kernels.attention_scores import (
     LANE_ROWS,
@@ -79,7 +79,7 @@ def _rows_of(dtype: str, operand: str) -> Callable:
     Of the tensor itself where its rows are whole vectors of adjacent elements, else of a copy whose
     rows are filled up with zeros.
     """
-    step, _ = factors_of(dtype)
+    step = step_of(factor_dtype(dtype))
     vector = lanes_of(compute_dtype(dtype)) * step
     as_stored = pointer_to(dtype)
     copy_row, key_row = copy_row_of(compute_dtype(dtype)), key_row_of(operand)
@@ -249,7 +249,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     load_block, fill_lanes = block_of(dtype, "query"), lanes_filler_of(dtype)
     key_rows, value_rows = _rows_of(dtype, "key"), _rows_of(dtype, "value")
     products, modify, hide = _products_of(dtype), modify_of(dtype), hide_of(dtype)
-    load_kept, (step, _) = kept_of(dtype), factors_of(dtype)
+    load_kept, step = kept_of(dtype), step_of(factor_dtype(dtype))
     as_queries = _query_factors_of(dtype)
     as_keys = pointer_to(PAIRS if step == 2 else dtype)
     start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, compute, has_options)

@@ -11,14 +11,16 @@ from foo_ops.kernels.attention import (
     argument_types,
     block_of,
     compute_dtype,
-    factor_dtype,
     fill_of,
     packer_of,
     panel_of,
+    product_dtype,
+    products_of,
     queries_of,
     round_up,
     seen_keys,
     sizes_of,
+    small_of,
     steps_of,
     tile_of,
     turn_back_of,
@@ -31,28 +33,29 @@ from foo_ops.kernels.attention_scores import (
     scores_of,
 )
 from foo_ops.kernels.attention_softmax import (
+    WEIGHTS_PART,
     factors_filler_of,
     softmax_of,
     softmax_start_of,
     writer_of,
 )
 from foo_ops.kernels.jit import Kernel
-from foo_ops.kernels.matmul import lanes_of, matmul_of, products_of
+from foo_ops.kernels.matmul import lanes_of
+from foo_ops.kernels.parts import parts_of
 from foo_ops.kernels.simd import address_of, load_vector, pointer_to, shift, store
 
 
 def build(dtype: str, plain: bool = False) -> Kernel:
     """``plain``: without bias, soft cap, ALiBi and dropout."""
     has_options = not plain
-    compute, factor = compute_dtype(dtype), factor_dtype(dtype)
+    compute, factor = compute_dtype(dtype), product_dtype(dtype)
     LANES = lanes_of(compute)  # noqa: N806
-    next_panel, matmul = panel_of(dtype), matmul_of(compute, factor, factor)
-    begin_products, end_products = products_of(factor)
-    sizes, steps = sizes_of(dtype), steps_of(dtype)
-    COLUMNS, ROWS = sizes.columns, sizes.rows  # noqa: N806
+    next_panel, (matmul, begin_products, end_products) = panel_of(dtype), products_of(dtype)
+    sizes, steps, are_small = sizes_of(dtype), steps_of(dtype), small_of(dtype)
+    COLUMNS, ROWS, ROOM = sizes.columns, sizes.rows, sizes.room  # noqa: N806
     WIDTH = max(sizes.depth, LANES)  # noqa: N806
-    fill, pack = fill_of(compute), packer_of(dtype)
-    as_factor = pointer_to(factor)
+    fill, (pack, panel) = fill_of(compute), packer_of(dtype)
+    as_factor, has_parts = pointer_to(factor), parts_of(dtype) > 1
     load_block, fill_lanes = block_of(dtype, "query"), lanes_filler_of(dtype)
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
     turned_tile, turn_back = turned_tile_of(dtype), turn_back_of(dtype)
@@ -61,12 +64,12 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     fill_factors, write = factors_filler_of(dtype), writer_of(dtype)
 
     @njit
-    def rescale(panel, stride, factors, rows, columns):
+    def rescale(sums, stride, factors, rows, columns):
         for row in range(rows):
             for column in range(0, columns, LANES):
                 index = row * stride + column
-                product = load_vector(panel, index, LANES) * load_vector(factors, column, LANES)
-                store(panel, index, product)
+                product = load_vector(sums, index, LANES) * load_vector(factors, column, LANES)
+                store(sums, index, product)
 
     def forward(parameters, piece, scratch):
         head_width = round_up(parameters.head_dim, WIDTH)
@@ -75,37 +78,36 @@ def build(dtype: str, plain: bool = False) -> Kernel:
 
         scores = scratch
         kept = shift(scores, TILE)
-        largest = shift(kept, TILE)
+        # Parts take more room than the scores that they come from.
+        weights = shift(kept, TILE) if has_parts else scores
+        largest = shift(kept, TILE * (1 + ROOM) if has_parts else TILE)
         total = shift(largest, TILE_STRIDE)
         correction = shift(total, TILE_STRIDE)
         lanes = shift(correction, TILE_STRIDE)
         block = shift(lanes, LANE_ROWS * TILE_STRIDE)
         turned = shift(block, TILE_STRIDE * max(head_width, value_width))
         queries_memory = shift(turned, (head_width + 1) * TILE_STRIDE)
-        accumulator = shift(queries_memory, (head_width + 1) * TILE_STRIDE)
+        accumulator = shift(queries_memory, (head_width + 1) * TILE_STRIDE * ROOM)
         key_memory = shift(accumulator, value_width * TILE_STRIDE)
-        value_memory = shift(key_memory, KEY_BLOCK * head_width)
-        turned_memory = shift(value_memory, KEY_BLOCK * value_width)
+        value_memory = shift(key_memory, KEY_BLOCK * head_width * ROOM)
+        turned_memory = shift(value_memory, KEY_BLOCK * value_width * ROOM)
 
         fill_lanes(parameters, piece, lanes)
         load_block(parameters, piece, block, parameters.head_dim, columns, head_width)
-        queries = pack(
+        pack(
             parameters, queries_memory, turned, block, head_width, parameters.head_dim, head_width,
             columns,
         )  # fmt: skip
+        small_queries = are_small(block, columns * head_width)
         start_softmax(parameters, piece, largest, total)
         fill(accumulator, value_width * TILE_STRIDE, 0.0)
 
         begin_products()
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
             count = min(KEY_BLOCK, piece.key_stop - key_start)
-            keys, key_stride, key_step = key_tile(parameters, piece, key_memory, key_start, count)
-            values, value_stride, value_step = value_tile(
-                parameters, piece, value_memory, key_start, count
-            )
-            turned_values, column_stride, step_stride = turned_tile(
-                turned_memory, values, value_stride, value_step, count, parameters.value_dim
-            )
+            keys, small_keys = key_tile(parameters, piece, key_memory, key_start, count)
+            values, small_values = value_tile(parameters, piece, value_memory, key_start, count)
+            turned_values = turned_tile(turned_memory, values, count, parameters.value_dim)
             # Panel by panel, so that the scores stay in the nearest cache from their product to
             # that with the values: 0.03 of the peak.
             start, stop = 0, 0
@@ -118,22 +120,23 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 if seen == 0:
                     continue
                 sums, factors = shift(accumulator, start * value_width), shift(correction, start)
+                queries = panel(queries_memory, start, stride, parameters.head_dim, head_width)
                 scores_tile(
                     parameters, piece, shift(lanes, start), scores, kept, kept,
-                    keys, key_stride, key_step, shift(queries, start * (head_width + 1)), stride,
+                    keys, queries, small_queries and small_keys,
                     first_query, query_count, key_start, some, seen,
                 )  # fmt: skip
                 if has_options and parameters.dropout_threshold > 0:
                     load_kept(parameters, lanes, kept, key_start, start, some, seen)
                 if online_softmax(
-                    parameters, scores, kept, scores, shift(largest, start), shift(total, start),
+                    parameters, scores, kept, weights, shift(largest, start), shift(total, start),
                     factors, some, seen,
                 ):  # fmt: skip
                     rescale(sums, stride, factors, parameters.value_dim, some)
                 matmul(
-                    sums, stride, turned_values, column_stride, step_stride,
-                    as_factor(address_of(scores)), TILE_STRIDE,
-                    round_up(parameters.value_dim, ROWS), some, steps(seen), True,
+                    sums, stride, turned_values,
+                    (as_factor(address_of(weights)), TILE_STRIDE, WEIGHTS_PART),
+                    round_up(parameters.value_dim, ROWS), some, steps(seen), True, small_values,
                 )  # fmt: skip
         end_products()
 

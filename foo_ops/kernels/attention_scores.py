@@ -21,15 +21,15 @@ from foo_ops.kernels.attention import (
     BIAS_OF_QUERY_DTYPE,
     TILE_STRIDE,
     compute_dtype,
-    factor_dtype,
     fill_of,
+    products_of,
     round_up,
     sizes_of,
     steps_of,
 )
 from foo_ops.kernels.dropout import store_kept
 from foo_ops.kernels.functions import tanh
-from foo_ops.kernels.matmul import lanes_of, matmul_of
+from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     absolute,
@@ -272,27 +272,26 @@ def hide_of(dtype: str) -> Callable:
 
 @functools.cache
 def scores_of(dtype: str, has_options: bool) -> Callable:
-    """``scores(parameters, piece, lanes, target, scratch, slopes, keys, key_stride, step_stride,
-    queries, query_stride, first_query, query_count, key_start, columns, count)``.
+    """``scores(parameters, piece, lanes, target, scratch, slopes, keys, queries, are_small,
+    first_query, query_count, key_start, columns, count)``.
 
     target[key, query] is the score before it is multiplied by parameters.factor (which is log2(e)
     and, unless the scores are modified, the scale), and -infinity where the query does not see the
     key. ``scratch`` has room for a tile, and so has ``slopes``: see modify_of. The rows up to a
     multiple of what a product takes are undefined.
     """
-    compute, factor = compute_dtype(dtype), factor_dtype(dtype)
-    matmul = matmul_of(compute, factor, factor)
+    matmul, _, _ = products_of(dtype)
     steps, ROWS = steps_of(dtype), sizes_of(dtype).rows  # noqa: N806
     modify, hide = modify_of(dtype), hide_of(dtype)
 
     @njit
     def scores(
-        parameters, piece, lanes, target, scratch, slopes, keys, key_stride, step_stride,
-        queries, query_stride, first_query, query_count, key_start, columns, count,
+        parameters, piece, lanes, target, scratch, slopes, keys, queries, are_small,
+        first_query, query_count, key_start, columns, count,
     ):  # fmt: skip
         matmul(
-            target, TILE_STRIDE, keys, key_stride, step_stride, queries, query_stride,
-            round_up(count, ROWS), columns, steps(parameters.head_dim), False,
+            target, TILE_STRIDE, keys, queries, round_up(count, ROWS), columns,
+            steps(parameters.head_dim), False, are_small,
         )  # fmt: skip
         if has_options and parameters.modifies:
             modify(parameters, piece, lanes, target, scratch, slopes, key_start, columns, count)

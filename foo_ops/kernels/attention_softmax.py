@@ -14,16 +14,19 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.attention import (
+    KEY_BLOCK,
     LOG2,
     TILE_STRIDE,
     compute_dtype,
     copy_row_of,
     fill_of,
+    pairs_storer_of,
     round_up,
     steps_of,
 )
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.matmul import lanes_of
+from foo_ops.kernels.parts import parts_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     address_of,
@@ -39,7 +42,9 @@ from foo_ops.kernels.simd import (
     store,
 )
 from foo_ops.kernels.struct import row_of
-from foo_ops.kernels.tiles import PAIRS, pack_pairs
+from foo_ops.kernels.tiles import PAIRS
+
+WEIGHTS_PART = KEY_BLOCK // 2 * TILE_STRIDE
 
 
 @functools.cache
@@ -74,14 +79,15 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
 
     Turns a tile of scores into weights 2^(factor * score - largest), times kept if there is
     dropout, with largest and total updated. Weights of dtype bfloat16x2 are pairs of neighbouring
-    keys, with zeros up to the steps of a product. Returns whether a maximum grew, so that the
-    output has to be multiplied by correction.
+    keys, with zeros up to the steps of a product, and their parts are WEIGHTS_PART apart. Returns
+    whether a maximum grew, so that the output has to be multiplied by correction.
     """
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
     fill = fill_of(compute_dtype(dtype))
     as_weights = pointer_to(weights_dtype)
-    packs, steps = weights_dtype == PAIRS, steps_of(dtype)
+    packs, steps, PARTS = weights_dtype == PAIRS, steps_of(dtype), parts_of(dtype)  # noqa: N806
+    store_pairs = pairs_storer_of(dtype, is_finite=True)
 
     @njit
     def largest_of_tile(scores, column, count):
@@ -139,7 +145,7 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
                     index += TILE_STRIDE
                     second, right = exponential(scores, kept, index, factor, offset)
                     sum_ = sum_ + (first + second)
-                    store(pairs, key // 2 * TILE_STRIDE + column, pack_pairs(left, right))
+                    store_pairs(pairs, key // 2 * TILE_STRIDE + column, WEIGHTS_PART, left, right)
             else:
                 for key in range(count):
                     index = key * TILE_STRIDE + column
@@ -174,8 +180,9 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
             else:
                 exponentials(scores, kept, weights, largest, total, column, count, factor)
         if packs:
-            for step in range((count + 1) // 2, steps(count)):
-                fill(shift(weights, step * TILE_STRIDE), columns, 0.0)
+            for number in range(PARTS):
+                for step in range((count + 1) // 2, steps(count)):
+                    fill(shift(weights, number * WEIGHTS_PART + step * TILE_STRIDE), columns, 0.0)
         return grew
 
     return online_softmax

@@ -13,8 +13,8 @@ from foo_ops.kernels.attention import (
     TILE_STRIDE,
     compute_dtype,
     copy_row_of,
-    factor_dtype,
     fill_of,
+    products_of,
     queries_of,
     round_up,
     sizes_of,
@@ -22,7 +22,7 @@ from foo_ops.kernels.attention import (
 )
 from foo_ops.kernels.attention_scores import kept_of, scores_of
 from foo_ops.kernels.functions import exp2
-from foo_ops.kernels.matmul import lanes_of, matmul_of
+from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     fma,
@@ -86,19 +86,18 @@ def statistics_of(dtype: str) -> Callable:
 
 @functools.cache
 def weights_of(dtype: str, has_options: bool) -> Callable:
-    """``weights_tile(parameters, piece, lanes, weights, grad_scores, kept, slopes, keys,
-    key_stride, key_step, values, value_stride, value_step, queries, grad_outputs, stride,
-    logsumexp, delta, key_start, first_column, columns, count)``, for a panel from first_column on.
+    """``weights_tile(parameters, piece, lanes, weights, grad_scores, kept, slopes, keys, values,
+    queries, grad_outputs, are_small, logsumexp, delta, key_start, first_column, columns, count)``,
+    for a panel from first_column on.
 
     Recomputes a tile's weights P = exp(S - logsumexp) and the gradient of its scores
     dS = P * (V dO - delta), where S is the score with bias and masks; both are zero for unused
     lanes. With dropout the weights and V dO are multiplied by what it keeps. ``kept`` and
     ``slopes`` have room for a tile; see modify_of for what is in slopes.
     """
-    compute, factor = compute_dtype(dtype), factor_dtype(dtype)
     scalar = ELEMENTS[dtype].compute
-    LANES = lanes_of(compute)  # noqa: N806
-    matmul, scores_tile = matmul_of(compute, factor, factor), scores_of(dtype, has_options)
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    (matmul, _, _), scores_tile = products_of(dtype), scores_of(dtype, has_options)
     load_kept = kept_of(dtype)
     steps, ROWS = steps_of(dtype), sizes_of(dtype).rows  # noqa: N806
 
@@ -142,22 +141,19 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
 
     @njit
     def weights_tile(
-        parameters, piece, lanes, weights, grad_scores, kept, slopes,
-        keys, key_stride, key_step, values, value_stride, value_step,
-        queries, grad_outputs, stride, logsumexp, delta, key_start, first_column, columns, count,
+        parameters, piece, lanes, weights, grad_scores, kept, slopes, keys, values,
+        queries, grad_outputs, are_small, logsumexp, delta, key_start, first_column, columns, count,
     ):  # fmt: skip
         first_query, query_count = queries_of(piece, first_column, columns)
         weights, grad_scores = shift(weights, first_column), shift(grad_scores, first_column)
         kept, slopes = shift(kept, first_column), shift(slopes, first_column)
         scores_tile(
             parameters, piece, shift(lanes, first_column), weights, kept, slopes,
-            keys, key_stride, key_step, queries, stride,
-            first_query, query_count, key_start, columns, count,
+            keys, queries, are_small, first_query, query_count, key_start, columns, count,
         )  # fmt: skip
         matmul(
-            grad_scores, TILE_STRIDE, values, value_stride, value_step,
-            grad_outputs, stride, round_up(count, ROWS), columns,
-            steps(parameters.value_dim), False,
+            grad_scores, TILE_STRIDE, values, grad_outputs, round_up(count, ROWS), columns,
+            steps(parameters.value_dim), False, are_small,
         )  # fmt: skip
         exponentials(parameters, weights, shift(logsumexp, first_column), columns, count)
         if has_options and parameters.dropout_threshold > 0:

@@ -51,18 +51,16 @@ def multiplies_pairs() -> bool:
     same with more instructions, for tests; FOO_BFLOAT16_PAIRS=0 switches it off.
     """
     chosen = _switch("FOO_BFLOAT16_PAIRS")
-    return multiplies_tiles() or _has_quick_dot() if chosen is None else chosen
+    return _has_quick_dot() if chosen is None else chosen
 
 
 def multiplies_tiles() -> bool:
-    """Whether these pairs are to be multiplied as the tiles that a matrix unit takes (AMX).
+    """Whether matrix products are to be cut into the tiles of bfloat16 of a matrix unit (AMX).
 
-    FOO_BFLOAT16_TILES=1 makes other processors multiply such tiles with vectors, for tests;
-    FOO_BFLOAT16_TILES=0 switches it off, as FOO_BFLOAT16_PAIRS=0 does.
+    FOO_MATRIX_UNIT=1 makes other processors multiply such tiles with vectors, for tests;
+    FOO_MATRIX_UNIT=0 switches it off.
     """
-    if _switch("FOO_BFLOAT16_PAIRS") is False:
-        return False
-    chosen = _switch("FOO_BFLOAT16_TILES")
+    chosen = _switch("FOO_MATRIX_UNIT")
     return has_matrix_unit() if chosen is None else chosen
 
 

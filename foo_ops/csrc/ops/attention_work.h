@@ -161,8 +161,9 @@ void run_jobs(const Parameters& parameters, at::ScalarType scratch_type, Attenti
   const int64_t head_width = round_up_to_vector(parameters.head_dim);
   const int64_t value_width = round_up_to_vector(parameters.value_dim);
   const int64_t width = std::max(head_width, value_width) + kPadding;
-  // The most that a kernel packs: see backward() in foo_ops/kernels/attention_backward.py.
-  const int64_t size = 5 * kTile + (9 + 10 * width) * kTileStride + 3 * kKeyBlock * width;
+  // The most that a kernel packs: see backward() in foo_ops/kernels/attention_backward.py. Numbers
+  // in parts take up to twice the room.
+  const int64_t size = 2 * (5 * kTile + (9 + 10 * width) * kTileStride + 3 * kKeyBlock * width);
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
   const int64_t bytes = size * static_cast<int64_t>(c10::elementSize(scratch_type));
   std::atomic<int64_t> next{0};

@@ -1,0 +1,267 @@
+"""Matrix products on the tiles of a matrix unit, of numbers in parts of bfloat16."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from numba import njit
+from numba.core import types
+
+from foo_ops.kernels.matmul import lanes_of
+from foo_ops.kernels.matrix_unit import (
+    matrix_configure,
+    matrix_dot,
+    matrix_load,
+    matrix_release,
+    matrix_store,
+    matrix_zero,
+)
+from foo_ops.kernels.parts import first_of_pairs, second_of_pairs
+from foo_ops.kernels.simd import (
+    address_of,
+    fma,
+    load,
+    load_vector,
+    pointer_to,
+    shift,
+    splat,
+    store,
+)
+from foo_ops.kernels.target import has_matrix_unit
+
+TILE_MULTIPLE = 32
+"""Of rows, of columns, and of the elements that are summed over: two by two registers of sums use
+each register of factors twice."""
+
+
+@functools.cache
+def tile_products_of(parts: int) -> tuple[Callable, Callable, Callable]:
+    """``matmul``, and ``begin()`` and ``end()``, to be called before the first product of a kernel
+    and after the last: of one product they would be a sixth of the time.
+
+    ``matmul(c, c_stride, a, a_row_stride, a_part, b, b_stride, b_part, rows, columns, steps,
+    accumulate, are_small)`` computes, for row < rows and column < columns,
+
+        c[row, column] = sum over step of a[row, step] * b[step, column]   (+ c if accumulate)
+
+    where each step is of pairs of numbers, and each number is the sum of its parts, which are
+    ``a_part`` and ``b_part`` apart. c is float32. Steps of a must be adjacent, steps and columns
+    multiples of 16, rows should be of 32. ``are_small``: see foo_ops/kernels/parts.py.
+    """
+    by_sums = _product_of_sums(parts)
+
+    @njit
+    def nothing():
+        pass
+
+    if not has_matrix_unit():
+        return _without_unit(by_sums), nothing, nothing
+
+    band, half_band = _band(parts, 2), _band(parts, 1)
+
+    @njit
+    def matmul(
+        c, c_stride, a, a_row, a_part, b, b_stride, b_part, rows, columns, steps,
+        accumulate, are_small,
+    ):  # fmt: skip
+        row = 0
+        whole = rows if are_small else 0
+        while row + 32 <= whole:
+            band(
+                shift(c, row * c_stride), c_stride, shift(a, row * a_row), a_row, a_part,
+                b, b_stride, b_part, columns, steps, accumulate,
+            )  # fmt: skip
+            row += 32
+        if row + 16 <= whole:
+            half_band(
+                shift(c, row * c_stride), c_stride, shift(a, row * a_row), a_row, a_part,
+                b, b_stride, b_part, columns, steps, accumulate,
+            )  # fmt: skip
+            row += 16
+        if row < rows:
+            by_sums(
+                shift(c, row * c_stride), c_stride, shift(a, row * a_row), a_row, a_part,
+                b, b_stride, b_part, rows - row, columns, steps, accumulate,
+            )  # fmt: skip
+
+    @njit
+    def begin():
+        matrix_configure()
+
+    @njit
+    def end():
+        matrix_release()
+
+    return matmul, begin, end
+
+
+def _without_unit(by_sums: Callable) -> Callable:
+    @njit
+    def matmul(
+        c, c_stride, a, a_row, a_part, b, b_stride, b_part, rows, columns, steps,
+        accumulate, are_small,
+    ):  # fmt: skip
+        by_sums(
+            c, c_stride, a, a_row, a_part, b, b_stride, b_part, rows, columns, steps, accumulate
+        )
+
+    return matmul
+
+
+@functools.cache
+def _product_of_sums(parts: int) -> Callable:
+    """The product by vectors, of the numbers that the parts add up to."""
+    LANES = lanes_of("float32")  # noqa: N806
+    as_elements = pointer_to("bfloat16")
+
+    @njit
+    def number(elements, index, part):
+        result = load(elements, index)
+        for other in range(1, parts):
+            result += load(elements, index + other * 2 * part)
+        return splat(result, LANES)
+
+    @njit
+    def pair_of_vectors(pairs, index, part):
+        vector = load_vector(pairs, index, LANES)
+        first, second = first_of_pairs(vector), second_of_pairs(vector)
+        for other in range(1, parts):
+            vector = load_vector(pairs, index + other * part, LANES)
+            first, second = first + first_of_pairs(vector), second + second_of_pairs(vector)
+        return first, second
+
+    @njit
+    def product(
+        c, c_stride, a, a_row, a_part, b, b_stride, b_part, rows, columns, steps, accumulate
+    ):
+        elements = as_elements(address_of(a))
+        for row in range(rows):
+            for column in range(0, columns, LANES):
+                index = row * c_stride + column
+                total = splat(types.float32(0.0), LANES)
+                if accumulate:
+                    total = load_vector(c, index, LANES)
+                for step in range(steps):
+                    place = 2 * (row * a_row + step)
+                    first, second = pair_of_vectors(b, step * b_stride + column, b_part)
+                    total = fma(number(elements, place, a_part), first, total)
+                    total = fma(number(elements, place + 1, a_part), second, total)
+                store(c, index, total)
+
+    return product
+
+
+def _band(parts: int, ROWS: int) -> Callable:  # noqa: N803
+    """The product for ``ROWS`` times 16 rows."""
+    pair, single = _block(parts, ROWS, 2), _block(parts, ROWS, 1)
+
+    @njit
+    def band(c, c_stride, a, a_row, a_part, b, b_stride, b_part, columns, steps, accumulate):
+        column = 0
+        while column + 32 <= columns:
+            pair(
+                shift(c, column), c_stride, a, a_row, a_part, shift(b, column), b_stride, b_part,
+                steps, accumulate,
+            )  # fmt: skip
+            column += 32
+        if column < columns:
+            single(
+                shift(c, column), c_stride, a, a_row, a_part, shift(b, column), b_stride, b_part,
+                steps, accumulate,
+            )  # fmt: skip
+
+    return band
+
+
+def _block(parts: int, ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
+    """The product for ``ROWS`` x ``COLUMNS`` registers of sums: 0 and 1 above 2 and 3.
+
+    4 and 5 hold rows of a part of a, 6 and 7 columns of a part of b.
+    """
+    has_two, has_three = parts == 2, parts == 3
+
+    @njit
+    def zero():
+        matrix_zero(0)
+        if COLUMNS == 2:
+            matrix_zero(1)
+        if ROWS == 2:
+            matrix_zero(2)
+            if COLUMNS == 2:
+                matrix_zero(3)
+
+    @njit
+    def load_sums(c, stride):
+        matrix_load(0, c, stride)
+        if COLUMNS == 2:
+            matrix_load(1, shift(c, 16), stride)
+        if ROWS == 2:
+            matrix_load(2, shift(c, 16 * stride), stride)
+            if COLUMNS == 2:
+                matrix_load(3, shift(c, 16 * stride + 16), stride)
+
+    @njit
+    def store_sums(c, stride):
+        matrix_store(0, c, stride)
+        if COLUMNS == 2:
+            matrix_store(1, shift(c, 16), stride)
+        if ROWS == 2:
+            matrix_store(2, shift(c, 16 * stride), stride)
+            if COLUMNS == 2:
+                matrix_store(3, shift(c, 16 * stride + 16), stride)
+
+    @njit
+    def load_a(a, stride):
+        matrix_load(4, a, stride)
+        if ROWS == 2:
+            matrix_load(5, shift(a, 16 * stride), stride)
+
+    @njit
+    def load_b(b, stride):
+        matrix_load(6, b, stride)
+        if COLUMNS == 2:
+            matrix_load(7, shift(b, 16), stride)
+
+    @njit
+    def dot():
+        matrix_dot(0, 4, 6)
+        if COLUMNS == 2:
+            matrix_dot(1, 4, 7)
+        if ROWS == 2:
+            matrix_dot(2, 5, 6)
+            if COLUMNS == 2:
+                matrix_dot(3, 5, 7)
+
+    @njit
+    def products(a, a_row, a_part, b, b_stride, b_part):
+        """Those of the parts, in an order in which one factor of two stays."""
+        load_a(a, a_row)
+        if has_three:
+            load_b(shift(b, 2 * b_part), b_stride)
+            dot()
+        if has_two or has_three:
+            load_b(shift(b, b_part), b_stride)
+            dot()
+            load_a(shift(a, a_part), a_row)
+            dot()
+        load_b(b, b_stride)
+        dot()
+        if has_two or has_three:
+            load_a(a, a_row)
+            dot()
+        if has_three:
+            load_a(shift(a, 2 * a_part), a_row)
+            dot()
+
+    @njit
+    def block(c, c_stride, a, a_row, a_part, b, b_stride, b_part, steps, accumulate):
+        if accumulate:
+            load_sums(c, c_stride)
+        else:
+            zero()
+        for step in range(0, steps, 16):
+            products(shift(a, step), a_row, a_part, shift(b, step * b_stride), b_stride, b_part)
+        store_sums(c, c_stride)
+
+    return block
