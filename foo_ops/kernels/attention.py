@@ -9,8 +9,8 @@ They go over a block's queries panel by panel: as many as a register tile takes,
 scores are modified. What is kept of the queries between tiles (themselves, the sums of the output)
 lies panel after panel, so that a product reads neighbouring lines of few pages.
 
-A block has up to QUERY_BLOCK queries: of one head, or all the queries of several heads that share a
-key head. A tile has up to KEY_BLOCK keys.
+A block has up to QUERY_BLOCK queries, and up to TILE_STRIDE where a tile holds all of them: of one
+head, or all the queries of several heads that share a key head. A tile has up to KEY_BLOCK keys.
 
 bfloat16 enters the products in pairs if the processor multiplies pairs (dtype bfloat16x2, a step of
 two along the dimension that is summed over), else as float32. float16 enters as float32. For a
@@ -51,11 +51,11 @@ from foo_ops.kernels.tile_products import TILE_MULTIPLE, tile_products_of
 from foo_ops.kernels.tiles import PAIRS, pack_pairs, transpose_pairs, transpose_square
 
 # As in csrc/ops/attention_work.h, which cuts the work and allocates the scratch memory.
-QUERY_BLOCK = 144
+QUERY_BLOCK = 256
 KEY_BLOCK = 128
 # Elements from a row of a tile to the next. A power of two would put the rows of a panel on few
 # sets of the cache; this is an odd number of its lines.
-TILE_STRIDE = QUERY_BLOCK
+TILE_STRIDE = 144
 TILE = (KEY_BLOCK + 1) * TILE_STRIDE
 
 # The queries of a panel for a matrix unit.

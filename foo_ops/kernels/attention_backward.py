@@ -21,6 +21,7 @@ from foo_ops.kernels.attention import (
     GRADIENT_NONE,
     KEY_BLOCK,
     LOG2,
+    QUERY_BLOCK,
     TILE,
     TILE_STRIDE,
     argument_types,
@@ -248,7 +249,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         delta = shift(logsumexp, TILE_STRIDE)
         distances = shift(delta, TILE_STRIDE)
         lanes = shift(distances, TILE_STRIDE)
-        block = shift(lanes, LANE_ROWS * TILE_STRIDE)
+        block = shift(lanes, LANE_ROWS * QUERY_BLOCK)
         grad_block = shift(block, TILE_STRIDE * width)
         turned = shift(grad_block, TILE_STRIDE * width)
         grad_queries = shift(turned, TILE_STRIDE * (width + 1))

@@ -13,6 +13,7 @@ from numba import njit
 
 from foo_ops.kernels.attention import (
     KEY_BLOCK,
+    QUERY_BLOCK,
     TILE,
     TILE_STRIDE,
     argument_types,
@@ -273,10 +274,10 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         scores = scratch
         kept = shift(scores, TILE)
         largest = shift(kept, TILE)
-        total = shift(largest, TILE_STRIDE)
-        correction = shift(total, TILE_STRIDE)
-        lanes = shift(correction, TILE_STRIDE)
-        block = shift(lanes, LANE_ROWS * TILE_STRIDE)
+        total = shift(largest, QUERY_BLOCK)
+        correction = shift(total, QUERY_BLOCK)
+        lanes = shift(correction, QUERY_BLOCK)
+        block = shift(lanes, LANE_ROWS * QUERY_BLOCK)
         query_memory = shift(block, MOST_ROWS * head_width)
         accumulator = shift(query_memory, MOST_ROWS * head_width)
         key_memory = shift(accumulator, MOST_ROWS * value_width)

@@ -6,6 +6,7 @@ from numba import njit
 
 from foo_ops.kernels.attention import (
     KEY_BLOCK,
+    QUERY_BLOCK,
     TILE,
     TILE_STRIDE,
     argument_types,
@@ -81,14 +82,16 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         # Parts take more room than the scores that they come from.
         weights = shift(kept, TILE) if has_parts else scores
         largest = shift(kept, TILE * (1 + ROOM) if has_parts else TILE)
-        total = shift(largest, TILE_STRIDE)
-        correction = shift(total, TILE_STRIDE)
-        lanes = shift(correction, TILE_STRIDE)
-        block = shift(lanes, LANE_ROWS * TILE_STRIDE)
-        turned = shift(block, TILE_STRIDE * max(head_width, value_width))
-        queries_memory = shift(turned, (head_width + 1) * TILE_STRIDE)
-        accumulator = shift(queries_memory, (head_width + 1) * TILE_STRIDE * ROOM)
-        key_memory = shift(accumulator, value_width * TILE_STRIDE)
+        total = shift(largest, QUERY_BLOCK)
+        correction = shift(total, QUERY_BLOCK)
+        lanes = shift(correction, QUERY_BLOCK)
+        # The stride of a panel of modified scores is that of a tile.
+        rows = max(columns, TILE_STRIDE)
+        block = shift(lanes, LANE_ROWS * QUERY_BLOCK)
+        turned = shift(block, rows * max(head_width, value_width))
+        queries_memory = shift(turned, (head_width + 1) * rows)
+        accumulator = shift(queries_memory, (head_width + 1) * rows * ROOM)
+        key_memory = shift(accumulator, value_width * rows)
         value_memory = shift(key_memory, KEY_BLOCK * head_width * ROOM)
         turned_memory = shift(value_memory, KEY_BLOCK * value_width * ROOM)
 
@@ -100,7 +103,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         )  # fmt: skip
         small_queries = are_small(block, columns * head_width)
         start_softmax(parameters, piece, largest, total)
-        fill(accumulator, value_width * TILE_STRIDE, 0.0)
+        fill(accumulator, value_width * rows, 0.0)
 
         begin_products()
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):

@@ -19,6 +19,7 @@ from foo_ops.kernels.attention import (
     BIAS_BOOL,
     BIAS_NONE,
     BIAS_OF_QUERY_DTYPE,
+    QUERY_BLOCK,
     TILE_STRIDE,
     compute_dtype,
     fill_of,
@@ -47,9 +48,9 @@ from foo_ops.kernels.simd import (
 from foo_ops.kernels.struct import row_of
 from foo_ops.kernels.tiles import transpose_square
 
-# What is known of each lane of a block, as rows of TILE_STRIDE elements: the query's place in the
+# What is known of each lane of a block, as rows of QUERY_BLOCK elements: the query's place in the
 # block as a number of the compute type, its ALiBi slope, and as int32 query and head.
-POSITIONS, SLOPES, QUERIES, HEADS = (row * TILE_STRIDE for row in range(4))
+POSITIONS, SLOPES, QUERIES, HEADS = (row * QUERY_BLOCK for row in range(4))
 LANE_ROWS = 4
 
 
@@ -61,7 +62,7 @@ def lanes_filler_of(dtype: str) -> Callable:
 
     @njit
     def fill_lanes(parameters, piece, lanes):
-        fill(lanes, LANE_ROWS * TILE_STRIDE, 0.0)
+        fill(lanes, LANE_ROWS * QUERY_BLOCK, 0.0)
         queries = as_int32(address_of(shift(lanes, QUERIES)))
         heads = as_int32(address_of(shift(lanes, HEADS)))
         for index in range(piece.heads):

@@ -16,6 +16,7 @@ from numba import njit
 from foo_ops.kernels.attention import (
     KEY_BLOCK,
     LOG2,
+    QUERY_BLOCK,
     TILE_STRIDE,
     compute_dtype,
     copy_row_of,
@@ -58,8 +59,8 @@ def softmax_start_of(dtype: str) -> Callable:
 
     @njit
     def start_softmax(parameters, piece, largest, total):
-        fill(largest, TILE_STRIDE, -math.inf)
-        fill(total, TILE_STRIDE, 0.0)
+        fill(largest, QUERY_BLOCK, -math.inf)
+        fill(total, QUERY_BLOCK, 0.0)
         if parameters.has_sinks and piece.part == 0:
             for index in range(piece.heads):
                 sink = load(row_of(parameters, "sinks", 0, piece.head + index, 0), 0)

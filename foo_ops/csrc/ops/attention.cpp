@@ -174,11 +174,10 @@ at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double 
   Extras extras;
   set_options(parameters, extras, kept, std::nullopt, std::nullopt, options, seed);
   parameters.partial_output = Operand(kept);
-  const auto blocks =
-      cut_into_blocks(parameters, sequences_of(parameters), options, BlockSize::kSmall);
+  const auto blocks = cut_into_blocks(parameters, sequences_of(parameters), options);
   if (!blocks.empty()) {
     run_jobs(parameters, dtype, kept_kernel().get<AttentionFunction>(dtype),
-             static_cast<int64_t>(blocks.size()),
+             static_cast<int64_t>(blocks.size()), kTileStride,
              [&](int64_t job, int64_t, const auto& call) { call(blocks[job]); });
   }
   return kept;

@@ -153,7 +153,7 @@ void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
       }
     });
   }
-  run_jobs(parameters, type, kernel, static_cast<int64_t>(jobs.size()),
+  run_jobs(parameters, type, kernel, static_cast<int64_t>(jobs.size()), kTileStride,
            [&](int64_t job, int64_t thread, const auto& call) {
              for (const Chunk& chunk : jobs[job]) {
                const KeyHead& key_head = key_heads[chunk.key_head];
@@ -202,8 +202,7 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
                                 const std::vector<Sequence>& sequences,
                                 const AttentionOptions& options, bool is_packed) {
   const auto type = compute_type(query);
-  const std::vector<Piece> blocks =
-      cut_into_blocks(parameters, sequences, options, BlockSize::kSmall);
+  const std::vector<Piece> blocks = cut_into_blocks(parameters, sequences, options);
   // Packed rows may belong to no sequence, or to one without queries.
   const bool all_rows_are_written = !is_packed && !blocks.empty();
   const auto gradient_of = [&](const at::Tensor& tensor) {

@@ -18,11 +18,12 @@ namespace {
 constexpr double kLog2E = 1.4426950408889634;
 // A block of this many queries or fewer is computed with vectors along the head dimension.
 constexpr int64_t kFewQueries = 8;
-// Where there are fewer large blocks than kEnoughPieces, blocks are small, and where there are
-// fewer of these, keys are split into parts of kPartLength or more. These do not depend on the
-// threads, so that neither do the sums.
+// Keys are split where there are fewer blocks. This does not depend on the threads, so that neither
+// do the sums.
 constexpr int64_t kEnoughPieces = 64;
 constexpr int64_t kPartLength = 1024;
+// Of large blocks a thread has to have so many, so that none has long to wait for another.
+constexpr int64_t kBlocksOfThread = 4;
 
 // Kernels live as long as the process: they are never destroyed.
 Kernel& forward_kernel(const Parameters& parameters) {
@@ -44,16 +45,62 @@ Kernel& merge_kernel() {
 
 // Whole panels of the matrix product, which are 3 vectors of 8 wide with 16 registers, and 4 of 16
 // with 32. Kernels for another processor than this compute the same, slower.
-int64_t most_queries(BlockSize size) {
+bool has_16_registers() {
 #if defined(__x86_64__)
-  static const bool has_16_registers = !__builtin_cpu_supports("avx512f");
+  static const bool has = !__builtin_cpu_supports("avx512f");
+  return has;
 #else
-  constexpr bool has_16_registers = false;
+  return false;
 #endif
-  if (has_16_registers) {
-    return size == BlockSize::kLarge ? kLargestQueryBlock : 96;
+}
+
+int64_t usual_block() {
+  return has_16_registers() ? 96 : 128;
+}
+
+// How many heads that share a key head are in a block of up to ``most`` queries.
+int64_t heads_of_block(const Parameters& parameters, const Sequence& sequence, int64_t most) {
+  return std::clamp<int64_t>(most / sequence.query_length, 1, parameters.group);
+}
+
+int64_t count_blocks(const Parameters& parameters, const std::vector<Sequence>& sequences,
+                     int64_t most) {
+  int64_t count = 0;
+  for (const Sequence& sequence : sequences) {
+    if (sequence.query_length > 0 && parameters.group > 0) {
+      const int64_t heads = heads_of_block(parameters, sequence, most);
+      count += parameters.key_heads * ceil_divide(parameters.group, heads) *
+               ceil_divide(sequence.query_length, most);
+    }
   }
-  return 128;
+  return count;
+}
+
+// Where there are fewer blocks than kEnoughPieces, keys are split into parts of kPartLength or
+// more.
+bool splits_keys(const std::vector<Sequence>& sequences, int64_t blocks) {
+  return blocks < kEnoughPieces &&
+         std::any_of(
+             sequences.begin(), sequences.end(),
+             [](const Sequence& sequence) { return sequence.key_length > kPartLength; });
+}
+
+// The most queries in a block of the forward kernel. The larger, the fewer times are keys and
+// values packed. Where no tile begins at another key for it, nor ends there, the results are the
+// same to the last bit, so that it may depend on the threads.
+int64_t forward_block(const Parameters& parameters, const std::vector<Sequence>& sequences,
+                      const AttentionOptions& options) {
+  const int64_t usual = usual_block();
+  if (has_16_registers()) {
+    const bool has_many = count_blocks(parameters, sequences, kTileStride) >= kEnoughPieces;
+    return has_many ? kTileStride : usual;
+  }
+  if (parameters.modifies || options.window_left >= 0 ||
+      splits_keys(sequences, count_blocks(parameters, sequences, usual))) {
+    return usual;
+  }
+  const int64_t large = count_blocks(parameters, sequences, kQueryBlock);
+  return large >= kBlocksOfThread * at::get_num_threads() ? kQueryBlock : usual;
 }
 
 int64_t rows_of(const Piece& piece) {
@@ -89,7 +136,7 @@ void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const 
   if (length == 0 || parameters.group == 0) {
     return;
   }
-  const int64_t heads = std::clamp<int64_t>(most / length, 1, parameters.group);
+  const int64_t heads = heads_of_block(parameters, sequence, most);
   const int64_t count = ceil_divide(length, most);
   const int64_t rows = count == 1 ? length : ceil_divide(ceil_divide(length, count), 8) * 8;
   Piece piece{};
@@ -112,6 +159,16 @@ void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const 
       }
     }
   }
+}
+
+std::vector<Piece> cut_into_blocks_of(const Parameters& parameters,
+                                      const std::vector<Sequence>& sequences,
+                                      const AttentionOptions& options, int64_t most) {
+  std::vector<Piece> blocks;
+  for (const Sequence& sequence : sequences) {
+    add_blocks(blocks, parameters, sequence, options, most);
+  }
+  return blocks;
 }
 
 // Splits the keys of each block into ``parts``, or fewer where there are few keys.
@@ -153,7 +210,11 @@ void sort_by_work(std::vector<Piece>& pieces) {
 void run_pieces(const Parameters& parameters, at::ScalarType type, AttentionFunction* kernel,
                 const std::vector<Piece>& pieces) {
   if (!pieces.empty()) {
-    run_jobs(parameters, type, kernel, static_cast<int64_t>(pieces.size()),
+    int64_t rows = 0;
+    for (const Piece& piece : pieces) {
+      rows = std::max(rows, rows_of(piece));
+    }
+    run_jobs(parameters, type, kernel, static_cast<int64_t>(pieces.size()), rows,
              [&](int64_t job, int64_t, const auto& call) { call(pieces[job]); });
   }
 }
@@ -228,20 +289,14 @@ void* thread_scratch(int64_t bytes) {
 
 std::vector<Piece> cut_into_blocks(const Parameters& parameters,
                                    const std::vector<Sequence>& sequences,
-                                   const AttentionOptions& options, BlockSize size) {
-  std::vector<Piece> blocks;
-  for (const Sequence& sequence : sequences) {
-    add_blocks(blocks, parameters, sequence, options, most_queries(size));
-  }
-  return blocks;
+                                   const AttentionOptions& options) {
+  return cut_into_blocks_of(parameters, sequences, options, usual_block());
 }
 
 void run_forward(Parameters& parameters, const at::Tensor& query,
                  const std::vector<Sequence>& sequences, const AttentionOptions& options) {
-  std::vector<Piece> blocks = cut_into_blocks(parameters, sequences, options, BlockSize::kLarge);
-  if (static_cast<int64_t>(blocks.size()) < kEnoughPieces) {
-    blocks = cut_into_blocks(parameters, sequences, options, BlockSize::kSmall);
-  }
+  std::vector<Piece> blocks = cut_into_blocks_of(parameters, sequences, options,
+                                                 forward_block(parameters, sequences, options));
   const auto type = compute_type(query);
   const auto dtype = query.scalar_type();
   const int64_t count = static_cast<int64_t>(blocks.size());

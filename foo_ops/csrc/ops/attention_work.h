@@ -17,9 +17,9 @@
 namespace foo {
 
 // As in foo_ops/kernels/attention.py.
-inline constexpr int64_t kLargestQueryBlock = 144;
+inline constexpr int64_t kQueryBlock = 256;
 inline constexpr int64_t kKeyBlock = 128;
-inline constexpr int64_t kTileStride = kLargestQueryBlock;
+inline constexpr int64_t kTileStride = 144;
 // PADDING in foo_ops/kernels/attention_backward.py.
 inline constexpr int64_t kPadding = 16;
 inline constexpr int64_t kTile = (kKeyBlock + 1) * kTileStride;
@@ -119,14 +119,12 @@ void set_options(Parameters& parameters, Extras& extras, const at::Tensor& query
 // The seed of a call without one: drawn from the default generator if there is dropout.
 std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p);
 
-// How many queries a block has at most.
-enum class BlockSize { kSmall, kLarge };
-
 // All blocks of queries of all sequences and heads, with the keys that they see. The blocks of the
-// heads that share a key head follow one another.
+// heads that share a key head follow one another. They have as many queries as are quickest where a
+// tile holds all of them.
 std::vector<Piece> cut_into_blocks(const Parameters& parameters,
                                    const std::vector<Sequence>& sequences,
-                                   const AttentionOptions& options, BlockSize size);
+                                   const AttentionOptions& options);
 
 // Runs the forward kernels on the blocks of all sequences, the keys split where there are few.
 void run_forward(Parameters& parameters, const at::Tensor& query,
@@ -154,16 +152,18 @@ void* thread_scratch(int64_t bytes);
 // Calls work(job, thread, call) for each job, in parallel, where call(piece) runs the kernel in the
 // thread's own scratch memory, and threads are counted from 0, fewer than at::get_num_threads().
 // Threads take the next job when they are done with one; which thread runs it makes no difference
-// to the result.
+// to the result. A piece has up to ``rows`` queries.
 template <class Work>
 void run_jobs(const Parameters& parameters, at::ScalarType scratch_type, AttentionFunction* kernel,
-              int64_t jobs, Work work) {
+              int64_t jobs, int64_t rows, Work work) {
   const int64_t head_width = round_up_to_vector(parameters.head_dim);
   const int64_t value_width = round_up_to_vector(parameters.value_dim);
   const int64_t width = std::max(head_width, value_width) + kPadding;
   // The most that a kernel packs: see backward() in foo_ops/kernels/attention_backward.py. Numbers
   // in parts take up to twice the room.
-  const int64_t size = 2 * (5 * kTile + (9 + 10 * width) * kTileStride + 3 * kKeyBlock * width);
+  const int64_t columns = std::max(kTileStride, ceil_divide(rows, 32) * 32);
+  const int64_t size =
+      2 * (5 * kTile + 9 * kQueryBlock + 10 * (width + 1) * columns + 3 * kKeyBlock * width);
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
   const int64_t bytes = size * static_cast<int64_t>(c10::elementSize(scratch_type));
   std::atomic<int64_t> next{0};
