@@ -22,11 +22,21 @@ from numba.extending import intrinsic
 
 from benchmarks.measure import THREADS, Reference, Result
 from foo_ops.kernels import jit
+from foo_ops.kernels.matrix_unit import (
+    ROWS,
+    matrix_configure,
+    matrix_dot,
+    matrix_load,
+    matrix_release,
+    matrix_store,
+    matrix_zero,
+)
 from foo_ops.kernels.simd import load_vector, pointer_to, splat, store
-from foo_ops.kernels.target import has_bfloat16_dot, vector_bits
+from foo_ops.kernels.target import has_bfloat16_dot, has_matrix_unit, vector_bits
 from foo_ops.kernels.tiles import BFLOAT
 
 FMA, BF16_DOT, READ = "FMA peak", "bf16 dot peak", "read bandwidth"
+MATRIX = "matrix unit peak"
 
 CHAINS = 12
 """Independent sums: two units with a latency of 4 need 8 of them, and 16 registers hold 14."""
@@ -94,6 +104,32 @@ def chains_kernel(
     return jit.Kernel(kernel, (types.intp,) * 4)
 
 
+def matrix_kernel() -> jit.Kernel:
+    """As `fma_kernel`, with one iteration of ``CHAINS`` products of registers of a matrix unit.
+
+    The sum is that of one of its four registers of sums, a and b have a register's bfloat16 each.
+    """
+    pairs, floats = pointer_to("bfloat16x2"), pointer_to("float32")
+
+    def kernel(sum, a, b, iterations):  # type: ignore[no-untyped-def]
+        matrix_configure()
+        matrix_zero(0)
+        matrix_zero(1)
+        matrix_zero(2)
+        matrix_zero(3)
+        matrix_load(4, pairs(a), ROWS)
+        matrix_load(5, pairs(b), ROWS)
+        for _ in range(3 * iterations):
+            matrix_dot(0, 4, 5)
+            matrix_dot(1, 4, 5)
+            matrix_dot(2, 4, 5)
+            matrix_dot(3, 4, 5)
+        matrix_store(0, floats(sum), ROWS)
+        matrix_release()
+
+    return jit.Kernel(kernel, (types.intp,) * 4)
+
+
 def read_kernel() -> jit.Kernel:
     """(address of sum, a float32 vector; address and number of float32): adds them up."""
     LANES = vector_bits() // 32  # noqa: N806
@@ -127,13 +163,16 @@ def compiled(build: Callable[[], jit.Kernel]) -> Callable[..., None]:
 
 def compute_peak(dtype: str) -> str:
     """The peak that attention in a dtype is measured against."""
+    if dtype == "bfloat16" and has_matrix_unit():
+        return MATRIX
     return BF16_DOT if dtype == "bfloat16" and has_bfloat16_dot() else FMA
 
 
 def measure_peaks(processors: int, rounds: int) -> list[Result]:
     """A row for each rate and number of threads."""
     rows = []
-    for name in (FMA, BF16_DOT, READ):
+    peaks = (FMA, BF16_DOT, MATRIX) if has_matrix_unit() else (FMA, BF16_DOT)
+    for name in (*peaks, READ):
         section = "bandwidth" if name == READ else "peaks"
         if name == BF16_DOT and not has_bfloat16_dot():
             reason = f"this processor has no AVX512-BF16, so bfloat16 is compared with the {FMA}"
@@ -147,26 +186,33 @@ def measure_peaks(processors: int, rounds: int) -> list[Result]:
 
 
 def references(name: str) -> dict[str, Reference]:
-    return {name: {FMA: fma_rate, BF16_DOT: bf16_dot_rate, READ: read_rate}[name]}
+    rates = {FMA: fma_rate, BF16_DOT: bf16_dot_rate, MATRIX: matrix_rate, READ: read_rate}
+    return {name: rates[name]}
 
 
 def fma_rate(threads: int) -> float:
     """Operations per second of float32 fused multiply-adds."""
-    return _chains_rate(fma_kernel, torch.float32, threads)
+    return _chains_rate(fma_kernel, torch.float32, 2 * vector_bits() // 32, threads)
 
 
 def bf16_dot_rate(threads: int) -> float:
     """Operations per second of AVX512-BF16's dot products of pairs."""
-    return _chains_rate(bf16_dot_kernel, torch.bfloat16, threads)
+    return _chains_rate(bf16_dot_kernel, torch.bfloat16, 2 * vector_bits() // 16, threads)
 
 
-def _chains_rate(build: Callable[[], jit.Kernel], dtype: torch.dtype, threads: int) -> float:
+def matrix_rate(threads: int) -> float:
+    """Operations per second of a matrix unit on bfloat16: 16 x 16 sums of 32 products each."""
+    return _chains_rate(matrix_kernel, torch.bfloat16, 2 * ROWS * ROWS * 2 * ROWS, threads)
+
+
+def _chains_rate(
+    build: Callable[[], jit.Kernel], dtype: torch.dtype, operations: int, threads: int
+) -> float:
+    """``operations``: multiplications and additions of one instruction."""
     kernel = compiled(build)
-    # A multiplication and an addition for each element of a.
-    operations = 2 * vector_bits() // (8 * dtype.itemsize)
     # A product below one keeps the sums of fused multiply-adds finite.
-    a, b = torch.full((2, 32), 0.5, dtype=dtype)
-    sums = torch.zeros(threads, 16)
+    a, b = torch.full((2, ROWS * 2 * ROWS), 0.5, dtype=dtype)
+    sums = torch.zeros(threads, ROWS * ROWS)
 
     def run(thread: int, iterations: int) -> None:
         kernel(sums[thread].data_ptr(), a.data_ptr(), b.data_ptr(), iterations)

@@ -79,13 +79,13 @@ SECTIONS = {
 SECONDS_IN_UNIT = {"us": 1e-6, "ms": 1e-3}
 NONE = "-"
 LEGEND = (
-    "Of peak: of the FMA peak, the bf16 dot peak for bfloat16 where the processor has one, or the "
-    "read bandwidth for one query, on as many threads; target: what that fraction is to be. Two "
-    "threads are to be 1.85 times one. flash and math are PyTorch's backends, flex is compiled "
-    "FlexAttention. Useful work: of the matrix products (two forward, five backward) for each pair "
-    "of a query and a key that it sees. Of reading: of the read bandwidth; compiled: PyTorch's "
-    "operators under torch.compile. torch.ops.aten: the same of PyTorch, called by the way that "
-    "leads to ours."
+    "Of peak: of the FMA peak; for bfloat16 that of the matrix unit (AMX) or the bf16 dot peak "
+    "where the processor has one; for one query the read bandwidth; on as many threads. Target: "
+    "what that fraction is to be, none of a matrix unit. Two threads are to be 1.85 times one. "
+    "flash and math are PyTorch's backends, flex is compiled FlexAttention. Useful work: of the "
+    "matrix products (two forward, five backward) for each pair of a query and a key that it "
+    "sees. Of reading: of the read bandwidth; compiled: PyTorch's operators under torch.compile. "
+    "torch.ops.aten: the same of PyTorch, called by the way that leads to ours."
 )
 
 

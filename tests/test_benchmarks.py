@@ -29,7 +29,7 @@ from benchmarks import (
 )
 from benchmarks.measure import Case, Limits, Local, Result, calls_per_turn, measure
 from benchmarks.workload import Workload
-from foo_ops.kernels.target import has_bfloat16_dot, vector_bits
+from foo_ops.kernels.target import has_bfloat16_dot, has_matrix_unit, vector_bits
 
 TINY = Limits(rounds=3, turn=1e-4, contender=1e-3)
 HAS_ZENTORCH = importlib.util.find_spec("zentorch") is not None
@@ -150,6 +150,21 @@ def test_kernel_of_bfloat16_does_all_its_operations():
     assert total.tolist() == [starts + 5 * peaks.CHAINS * 2 * 3 * 0.25] * lanes
 
 
+@pytest.mark.skipif(not has_matrix_unit(), reason="needs a matrix unit")
+def test_kernel_of_the_matrix_unit_does_all_its_operations():
+    a, b = torch.full((512,), 3.0).bfloat16(), torch.full((512,), 0.25).bfloat16()
+    total = torch.zeros(256)
+    peaks.compiled(peaks.matrix_kernel)(total.data_ptr(), a.data_ptr(), b.data_ptr(), 5)
+    # A quarter of the products go to the register that is stored.
+    assert total.tolist() == [5 * peaks.CHAINS / 4 * 32 * 3 * 0.25] * 256
+
+
+def test_a_matrix_unit_is_the_peak_of_bfloat16(monkeypatch):
+    monkeypatch.setattr(peaks, "has_matrix_unit", lambda: True)
+    assert peaks.compute_peak("bfloat16") == peaks.MATRIX
+    assert peaks.compute_peak("float32") == peaks.compute_peak("float16") == peaks.FMA
+
+
 def test_every_peak_has_rows(monkeypatch):
     monkeypatch.setattr(peaks, "SECONDS", 1e-4)
     monkeypatch.setattr(peaks, "_beyond_the_caches", lambda: torch.ones(1 << 16))
@@ -158,6 +173,7 @@ def test_every_peak_has_rows(monkeypatch):
     assert set(found) >= {(peaks.FMA, 1), (peaks.FMA, 2), (peaks.READ, 1), (peaks.READ, 2)}
     if not has_bfloat16_dot():
         assert found.pop((peaks.BF16_DOT, 1)) is None
+    assert ((peaks.MATRIX, 2) in found) == has_matrix_unit()
     # No machine does a million times more or less in a second.
     assert all(1e7 < 1 / second < 1e13 for seconds in found.values() for second in seconds)
 

@@ -98,8 +98,10 @@ def attention(
         them, and if asked for the natural logsumexp,
         (B, Hq, Sq) in float32 (float64 for float64), which dropout does not change. A query that
         sees no key has output 0 and logsumexp -inf, or the sink. float16 and bfloat16 are
-        accumulated in float32. Both results can be differentiated, twice, for query, key, value,
-        a floating-point attn_bias, alibi_slopes and sinks; the second time in O(Sq * Sk) memory.
+        accumulated in float32. On a matrix unit (AMX) float32 is multiplied in three parts of
+        bfloat16, which gives float32's digits, and the weights of float16 keep 16 bits. Both
+        results can be differentiated, twice, for query, key, value, a floating-point attn_bias,
+        alibi_slopes and sinks; the second time in O(Sq * Sk) memory.
 
     Raises:
         ValueError: for shapes that do not fit together, and options out of range.

@@ -16,9 +16,9 @@ An exponential errs by up to 4 units in the last place, and by 3 roundings of it
 difference, and of the product with log2(e). Where the largest score so far is exceeded, sums are
 multiplied by an exponential: TILE keys at a time.
 
-In bfloat16, p and ds may be rounded to bfloat16 where they enter a product: a relative error that
-is independent of u. Processors count subnormal numbers in such products, and among their sums, as
-zero.
+In bfloat16, p and ds may be rounded to bfloat16 where they enter a product, and in float16 to two
+parts of that: a relative error that is independent of u. Processors count subnormal numbers in such
+products, and among their sums, as zero.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Rounding:
         compute = compute_type(dtype)
         # For float64 the reference itself errs as much.
         unit = roundoff(compute) * (2 if dtype == torch.float64 else 1)
-        operand = roundoff(dtype) if dtype == torch.bfloat16 else 0.0
+        rounded = {torch.bfloat16: 1, torch.float16: 2}
+        operand = roundoff(torch.bfloat16) ** rounded[dtype] if dtype in rounded else 0.0
         return cls(unit, operand, 2 * torch.finfo(compute).smallest_normal)
 
     def summing(self, terms: int) -> float:
