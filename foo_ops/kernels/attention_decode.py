@@ -35,7 +35,6 @@ from foo_ops.kernels.attention_scores import (
     modify_of,
 )
 from foo_ops.kernels.attention_softmax import (
-    factors_filler_of,
     softmax_of,
     softmax_start_of,
     writer_of,
@@ -254,7 +253,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     as_queries = _query_factors_of(dtype)
     as_keys = pointer_to(PAIRS if step == 2 else dtype)
     start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, compute, has_options)
-    fill_factors, write = factors_filler_of(dtype), writer_of(dtype)
+    write = writer_of(dtype)
     scalar = ELEMENTS[dtype].compute
 
     @njit
@@ -288,7 +287,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         queries = as_queries(query_memory, block, MOST_ROWS * head_width)
         start_softmax(parameters, piece, largest, total)
         fill(accumulator, MOST_ROWS * value_width, 0.0)
-        fill(scores, TILE, 0.0)
+        # Those of lanes without a query are never written.
+        for key in range(KEY_BLOCK):
+            fill(shift(scores, key * TILE_STRIDE), columns, 0.0)
 
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
             count = min(KEY_BLOCK, piece.key_stop - key_start)
@@ -306,14 +307,13 @@ def build(dtype: str, plain: bool = False) -> Kernel:
             )  # fmt: skip
             if has_options and parameters.dropout_threshold > 0:
                 load_kept(parameters, lanes, kept, key_start, 0, columns, count)
-            if online_softmax(
+            grew = online_softmax(
                 parameters, scores, kept, scores, largest, total, correction, columns, count
-            ):
+            )
+            if grew and key_start > piece.key_start:
                 rescale(accumulator, correction, rows, value_width)
             weighted_sums(accumulator, value_width, scores, values, value_stride, rows, count)
 
-        fill_factors(parameters, total, correction, columns)
-        rescale(accumulator, correction, rows, value_width)
         write(parameters, piece, accumulator, value_width, largest, total)
 
     return Kernel(decode, argument_types(dtype))

@@ -35,7 +35,6 @@ from foo_ops.kernels.attention_scores import (
 )
 from foo_ops.kernels.attention_softmax import (
     WEIGHTS_PART,
-    factors_filler_of,
     softmax_of,
     softmax_start_of,
     writer_of,
@@ -62,7 +61,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     turned_tile, turn_back = turned_tile_of(dtype), turn_back_of(dtype)
     scores_tile, load_kept = scores_of(dtype, has_options), kept_of(dtype)
     start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, factor, has_options)
-    fill_factors, write = factors_filler_of(dtype), writer_of(dtype)
+    write = writer_of(dtype)
 
     @njit
     def rescale(sums, stride, factors, rows, columns):
@@ -131,25 +130,21 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 )  # fmt: skip
                 if has_options and parameters.dropout_threshold > 0:
                     load_kept(parameters, lanes, kept, key_start, start, some, seen)
-                if online_softmax(
+                grew = online_softmax(
                     parameters, scores, kept, weights, shift(largest, start), shift(total, start),
                     factors, some, seen,
-                ):  # fmt: skip
+                )  # fmt: skip
+                # With the first tile there are no sums yet.
+                has_sums = key_start > piece.key_start
+                if grew and has_sums:
                     rescale(sums, stride, factors, parameters.value_dim, some)
                 matmul(
                     sums, stride, turned_values,
                     (as_factor(address_of(weights)), TILE_STRIDE, WEIGHTS_PART),
-                    round_up(parameters.value_dim, ROWS), some, steps(seen), True, small_values,
+                    round_up(parameters.value_dim, ROWS), some, steps(seen), has_sums, small_values,
                 )  # fmt: skip
         end_products()
 
-        fill_factors(parameters, total, correction, columns)
-        start = 0
-        while start < columns:
-            some, stride = next_panel(parameters, columns - start)
-            sums, factors = shift(accumulator, start * value_width), shift(correction, start)
-            rescale(sums, stride, factors, parameters.value_dim, some)
-            start += some
         turn_back(parameters, block, accumulator, value_width, columns)
         write(parameters, piece, block, value_width, largest, total)
 

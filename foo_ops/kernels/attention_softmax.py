@@ -19,7 +19,6 @@ from foo_ops.kernels.attention import (
     QUERY_BLOCK,
     TILE_STRIDE,
     compute_dtype,
-    copy_row_of,
     fill_of,
     pairs_storer_of,
     round_up,
@@ -190,29 +189,22 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
 
 
 @functools.cache
-def factors_filler_of(dtype: str) -> Callable:
-    """``fill_factors(parameters, total, factors, columns)``: what the sums are multiplied by."""
-    compute = ELEMENTS[dtype].compute
-
-    @njit
-    def fill_factors(parameters, total, factors, columns):
-        for column in range(columns):
-            sum_ = load(total, column)
-            # The sum is zero for a query that sees nothing, and its output is zero.
-            factor = compute(parameters.kept_scale) / sum_ if sum_ != 0.0 else compute(0.0)
-            store(factors, column, factor)
-
-    return fill_factors
-
-
-@functools.cache
 def writer_of(dtype: str) -> Callable:
-    """``write(parameters, piece, rows, width, largest, total)``: a block's finished rows.
+    """``write(parameters, piece, rows, width, largest, total)``: a block's rows, divided by their
+    totals.
 
     As output and logsumexp, or where the keys are split, as one part of these.
     """
+    compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    copy_row = copy_row_of(compute_dtype(dtype))
+
+    @njit
+    def write_row(target, source, factor, count):
+        factors, whole = splat(factor, LANES), count // LANES * LANES
+        for column in range(0, whole, LANES):
+            store(target, column, load_vector(source, column, LANES) * factors)
+        for column in range(whole, count):
+            store(target, column, load(source, column) * factor)
 
     @njit
     def logsumexp_of(largest, total):
@@ -226,16 +218,19 @@ def writer_of(dtype: str) -> Callable:
         for index in range(piece.heads):
             for row in range(piece.query_count):
                 lane = index * piece.query_count + row
-                result = logsumexp_of(load(largest, lane), load(total, lane))
+                sum_ = load(total, lane)
+                result = logsumexp_of(load(largest, lane), sum_)
+                # The sum is zero for a query that sees nothing, and its output is zero.
+                factor = compute(parameters.kept_scale) / sum_ if sum_ != 0.0 else compute(0.0)
                 source = shift(rows, lane * width)
                 if piece.slot >= 0:
                     part = row_of(parameters, "partial_output", piece.slot, 0, lane)
-                    copy_row(part, source, 1, whole, whole)
+                    write_row(part, source, factor, whole)
                     store(row_of(parameters, "partial_logsumexp", piece.slot, 0, lane), 0, result)
                 else:
                     query, head = piece.query_offset + piece.query_start + row, piece.head + index
                     target = row_of(parameters, "output", piece.batch, head, query)
-                    copy_row(target, source, 1, value_dim, value_dim)
+                    write_row(target, source, factor, value_dim)
                     target = row_of(parameters, "logsumexp", piece.batch, head, query)
                     store(target, 0, result)
 
