@@ -447,27 +447,24 @@ def packer_of(dtype: str) -> tuple[Callable, Callable]:
 
     ``pack(parameters, target, scratch, block, stride, dim, width, columns)``: the ``columns`` rows
     of ``width`` elements of the compute type, of which ``dim`` count, become panels with a row for
-    each element (or each two), each of ``width + 1`` rows. Scratch has room for as many, and target
-    for as many times the room of parts. ``panel(target, start, stride, dim, width)``: the one that
-    begins with the column ``start``.
+    each element (or each two), each of ``width + 1`` rows. Target and scratch have room for as many
+    times the room of parts. ``panel(target, start, stride, dim, width)``: the one that begins with
+    the column ``start``.
     """
-    compute, ROOM = compute_dtype(dtype), sizes_of(dtype).room  # noqa: N806
-    next_panel, turn, fill = panel_of(dtype), turn_of(compute), fill_of(compute)
-    as_factors, steps, step = factors_of(dtype), steps_of(dtype), step_of(product_dtype(dtype))
-    as_factor = pointer_to(product_dtype(dtype))
+    next_panel, pack_panel = panel_of(dtype), _panel_packer_of(dtype)
+    steps, as_factor = steps_of(dtype), pointer_to(product_dtype(dtype))
+    ROOM = sizes_of(dtype).room  # noqa: N806
 
     @njit
     def pack(parameters, target, scratch, block, stride, dim, width, columns):
         start = 0
         while start < columns:
             some, panel_stride = next_panel(parameters, columns - start)
-            place = start * (width + 1)
-            packed = shift(target, place * ROOM)
-            rows = packed if step == 1 else shift(scratch, place)
-            turn(rows, panel_stride, shift(block, start * stride), stride, some, width)
-            # Of an odd number of elements the last has this for its neighbour.
-            fill(shift(rows, width * panel_stride), some, 0.0)
-            as_factors(packed, rows, panel_stride, dim, some)
+            place = start * (width + 1) * ROOM
+            pack_panel(
+                shift(target, place), panel_stride, scratch, shift(block, start * stride), stride,
+                dim, width, some,
+            )  # fmt: skip
             start += some
 
     @njit
@@ -476,6 +473,51 @@ def packer_of(dtype: str) -> tuple[Callable, Callable]:
         return as_factor(address_of(place)), stride, steps(dim) * stride
 
     return pack, panel
+
+
+def _panel_packer_of(dtype: str) -> Callable:
+    """``pack_panel(target, target_stride, scratch, block, stride, dim, width, columns)``."""
+    compute, step = compute_dtype(dtype), step_of(product_dtype(dtype))
+    if parts_of(dtype):
+        return _panel_packer_on_tiles(dtype)
+    turn, fill, as_factors = turn_of(compute), fill_of(compute), factors_of(dtype)
+
+    @njit
+    def pack_panel(target, target_stride, scratch, block, stride, dim, width, columns):
+        rows = target if step == 1 else scratch
+        turn(rows, target_stride, block, stride, columns, width)
+        # Of an odd number of elements the last has this for its neighbour.
+        fill(shift(rows, width * target_stride), columns, 0.0)
+        as_factors(target, rows, target_stride, dim, columns)
+
+    return pack_panel
+
+
+def _panel_packer_on_tiles(dtype: str) -> Callable:
+    """The parts of a row are pairs of neighbours already, so that half as much is transposed."""
+    PARTS, LANES = parts_of(dtype), lanes_of("float32")  # noqa: N806
+    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+    split_row, steps = row_splitter_of(PARTS, LANES), steps_of(dtype)
+
+    @njit
+    def pack_panel(target, target_stride, scratch, block, stride, dim, width, columns):
+        row_stride = width // 2
+        part = columns * row_stride
+        elements = as_elements(address_of(scratch))
+        for row in range(columns):
+            line = shift(elements, row * 2 * row_stride)
+            split_row(line, 2 * part, shift(block, row * stride), 2 * steps(dim))
+        for number in range(PARTS):
+            source = as_pairs(address_of(shift(scratch, number * part)))
+            packed = as_pairs(address_of(shift(target, number * steps(dim) * target_stride)))
+            for row in range(0, columns, LANES):
+                for pair in range(0, steps(dim), LANES):
+                    transpose_square(
+                        shift(packed, pair * target_stride + row), target_stride,
+                        shift(source, row * row_stride + pair), row_stride, LANES,
+                    )  # fmt: skip
+
+    return pack_panel
 
 
 @njit

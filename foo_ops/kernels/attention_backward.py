@@ -219,6 +219,10 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 )  # fmt: skip
 
     @njit
+    def start_sums(sums, stride, first_row, rows):
+        fill(shift(sums, first_row * stride), (rows - first_row) * stride, 0.0)
+
+    @njit
     def write_grad_query(parameters, piece, rows, width):
         factor = splat(scalar(parameters.scale), LANES)
         for index in range(piece.heads):
@@ -252,7 +256,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         block = shift(lanes, LANE_ROWS * QUERY_BLOCK)
         grad_block = shift(block, TILE_STRIDE * width)
         turned = shift(grad_block, TILE_STRIDE * width)
-        grad_queries = shift(turned, TILE_STRIDE * (width + 1))
+        grad_queries = shift(turned, TILE_STRIDE * (width + 1) * ROOM)
         packed = shift(grad_queries, TILE_STRIDE * width)
         grad_packed = shift(packed, TILE_STRIDE * (width + 1) * ROOM)
         row_pairs = shift(grad_packed, TILE_STRIDE * (width + 1) * ROOM)
@@ -274,7 +278,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         )  # fmt: skip
         query_rows = as_factors(row_pairs, block, query_row, columns, head_width)
         grad_rows = as_factors(grad_row_pairs, grad_block, value_row, columns, value_width)
-        fill(grad_queries, key_width * TILE_STRIDE, 0.0)
+        if piece.key_start == piece.key_stop:
+            fill(grad_queries, key_width * TILE_STRIDE, 0.0)
         fill(distances, TILE_STRIDE, 0.0)
 
         begin_products()
@@ -290,6 +295,11 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 some, stride = next_panel(parameters, columns - start)
                 stop += some
                 seen = seen_rows(piece, start, some, key_start, count)
+                sums = shift(grad_queries, start * key_width)
+                # With the first tile there are no sums yet, but zeros where it is not seen.
+                has_sums = key_start > piece.key_start
+                if not has_sums:
+                    start_sums(sums, stride, head_dim if seen > 0 else 0, key_width)
                 if seen == 0:
                     continue
                 weights_tile(
@@ -308,8 +318,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 fill(shift(panel, seen * TILE_STRIDE), some, 0.0)
                 factors = as_factors(panel_kept, panel, TILE_STRIDE, seen, some)
                 matmul(
-                    shift(grad_queries, start * key_width), stride, turned_keys, factors,
-                    round_up(head_dim, ROWS), some, steps(seen), True, small_tile,
+                    sums, stride, turned_keys, factors,
+                    round_up(head_dim, ROWS), some, steps(seen), has_sums, small_tile,
                 )  # fmt: skip
             factors = as_lane_factors(kept, weights, columns, count)
             add_products(

@@ -71,6 +71,10 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 product = load_vector(sums, index, LANES) * load_vector(factors, column, LANES)
                 store(sums, index, product)
 
+    @njit
+    def start_sums(sums, stride, first_row, rows):
+        fill(shift(sums, first_row * stride), (rows - first_row) * stride, 0.0)
+
     def forward(parameters, piece, scratch):
         head_width = round_up(parameters.head_dim, WIDTH)
         value_width = round_up(parameters.value_dim, WIDTH)
@@ -88,7 +92,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         rows = max(columns, TILE_STRIDE)
         block = shift(lanes, LANE_ROWS * QUERY_BLOCK)
         turned = shift(block, rows * max(head_width, value_width))
-        queries_memory = shift(turned, (head_width + 1) * rows)
+        queries_memory = shift(turned, (head_width + 1) * rows * ROOM)
         accumulator = shift(queries_memory, (head_width + 1) * rows * ROOM)
         key_memory = shift(accumulator, value_width * rows)
         value_memory = shift(key_memory, KEY_BLOCK * head_width * ROOM)
@@ -102,7 +106,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         )  # fmt: skip
         small_queries = are_small(block, columns * head_width)
         start_softmax(parameters, piece, largest, total)
-        fill(accumulator, value_width * rows, 0.0)
+        if piece.key_start == piece.key_stop:
+            fill(accumulator, value_width * rows, 0.0)
 
         begin_products()
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
@@ -119,9 +124,13 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 stop += some
                 first_query, query_count = queries_of(piece, start, some)
                 seen = seen_keys(piece, first_query, query_count, key_start, count)
+                sums, factors = shift(accumulator, start * value_width), shift(correction, start)
+                # With the first tile there are no sums yet, but zeros where it is not seen.
+                has_sums = key_start > piece.key_start
+                if not has_sums:
+                    start_sums(sums, stride, parameters.value_dim if seen > 0 else 0, value_width)
                 if seen == 0:
                     continue
-                sums, factors = shift(accumulator, start * value_width), shift(correction, start)
                 queries = panel(queries_memory, start, stride, parameters.head_dim, head_width)
                 scores_tile(
                     parameters, piece, shift(lanes, start), scores, kept, kept,
@@ -134,8 +143,6 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                     parameters, scores, kept, weights, shift(largest, start), shift(total, start),
                     factors, some, seen,
                 )  # fmt: skip
-                # With the first tile there are no sums yet.
-                has_sums = key_start > piece.key_start
                 if grew and has_sums:
                     rescale(sums, stride, factors, parameters.value_dim, some)
                 matmul(
