@@ -378,36 +378,50 @@ def steps_of(dtype: str) -> Callable:
 def factors_of(dtype: str) -> Callable:
     """The function that makes the right factor of a product of rows, which are summed over.
 
-    ``as_factors(target, source, stride, rows, columns)``: the source's rows, in the compute type,
-    become the steps of a product: themselves if a step is one element, else pairs of neighbouring
-    rows, packed to the target, and zeros up to the steps of a product. rows may be odd; the row
-    after the last must then be zero. columns must be a multiple of the lanes.
+    ``as_factors(target, source, stride, rows, columns, are_small)``: the source's rows, in the
+    compute type, become the steps of a product: themselves if a step is one element, else pairs of
+    neighbouring rows, packed to the target, and zeros up to the steps of a product. rows may be
+    odd; the row after the last must then be zero. columns must be a multiple of the lanes.
     """
     if product_dtype(dtype) != PAIRS:
 
         @njit
-        def themselves(target, source, stride, rows, columns):
+        def themselves(target, source, stride, rows, columns, are_small):
             return source, stride, 0
 
         return themselves
 
     LANES, PARTS = lanes_of(compute_dtype(dtype)), max(1, parts_of(dtype))  # noqa: N806
     as_pairs, steps, fill = pointer_to(PAIRS), steps_of(dtype), fill_of(compute_dtype(dtype))
-    store_pairs = pairs_storer_of(dtype, is_finite=False)
+
+    def packer_of_rows(is_finite: bool) -> Callable:
+        store_pairs = pairs_storer_of(dtype, is_finite)
+
+        @njit
+        def pack_rows(pairs, part, source, stride, rows, columns):
+            for row in range(0, rows, 2):
+                upper, lower = shift(source, row * stride), shift(source, (row + 1) * stride)
+                line = shift(pairs, row // 2 * stride)
+                for column in range(0, columns, LANES):
+                    first = load_vector(upper, column, LANES)
+                    second = load_vector(lower, column, LANES)
+                    store_pairs(line, column, part, first, second)
+
+        return pack_rows
+
+    has_rests = PARTS > 1
+    pack_finite, pack_any = packer_of_rows(is_finite=True), packer_of_rows(is_finite=False)
 
     @njit
-    def as_pairs_of_rows(target, source, stride, rows, columns):
+    def as_pairs_of_rows(target, source, stride, rows, columns, are_small):
         pairs, part = as_pairs(address_of(target)), steps(rows) * stride
         for number in range(PARTS):
             for step in range((rows + 1) // 2, steps(rows)):
                 fill(shift(target, number * part + step * stride), columns, 0.0)
-        for row in range(0, rows, 2):
-            upper, lower = shift(source, row * stride), shift(source, (row + 1) * stride)
-            line = shift(pairs, row // 2 * stride)
-            for column in range(0, columns, LANES):
-                first = load_vector(upper, column, LANES)
-                second = load_vector(lower, column, LANES)
-                store_pairs(line, column, part, first, second)
+        if has_rests and not are_small:
+            pack_any(pairs, part, source, stride, rows, columns)
+        else:
+            pack_finite(pairs, part, source, stride, rows, columns)
         return pairs, stride, part
 
     return as_pairs_of_rows
@@ -488,7 +502,7 @@ def _panel_packer_of(dtype: str) -> Callable:
         turn(rows, target_stride, block, stride, columns, width)
         # Of an odd number of elements the last has this for its neighbour.
         fill(shift(rows, width * target_stride), columns, 0.0)
-        as_factors(target, rows, target_stride, dim, columns)
+        as_factors(target, rows, target_stride, dim, columns, False)
 
     return pack_panel
 

@@ -276,8 +276,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
             parameters, grad_packed, turned, grad_block, value_row, value_dim, value_tile_width,
             columns,
         )  # fmt: skip
-        query_rows = as_factors(row_pairs, block, query_row, columns, head_width)
-        grad_rows = as_factors(grad_row_pairs, grad_block, value_row, columns, value_width)
+        query_rows = as_factors(row_pairs, block, query_row, columns, head_width, small)
+        grad_rows = as_factors(grad_row_pairs, grad_block, value_row, columns, value_width, small)
         if piece.key_start == piece.key_stop:
             fill(grad_queries, key_width * TILE_STRIDE, 0.0)
         fill(distances, TILE_STRIDE, 0.0)
@@ -316,7 +316,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 if has_options and parameters.softcap > 0.0:
                     multiply(panel, shift(slopes, start), some, seen)
                 fill(shift(panel, seen * TILE_STRIDE), some, 0.0)
-                factors = as_factors(panel_kept, panel, TILE_STRIDE, seen, some)
+                factors = as_factors(panel_kept, panel, TILE_STRIDE, seen, some, small_tile)
                 matmul(
                     sums, stride, turned_keys, factors,
                     round_up(head_dim, ROWS), some, steps(seen), has_sums, small_tile,
