@@ -2,12 +2,13 @@
 
 All of them work on tiles that lie *transposed* in scratch memory: a row for each key (or each
 column of the value), with the queries of a block side by side in it. A vector then holds the scores
-of several queries for one key, so that the softmax needs no operation across lanes, and keys and
-values enter the products one broadcast element at a time, most often from where they are.
+of several queries for one key, so that the softmax needs no operation across lanes, and on vectors
+keys and values enter the products one broadcast element at a time, most often from where they are.
 
-They go over a block's queries panel by panel: as many as a register tile takes, or all where the
-scores are modified. What is kept of the queries between tiles (themselves, the sums of the output)
-lies panel after panel, so that a product reads neighbouring lines of few pages.
+They go over a block's queries panel by panel: as many as a register tile takes (or as are quickest
+for a matrix unit), or all where the scores are modified. What is kept of the queries between tiles
+(themselves, the sums of the output) lies panel after panel, so that a product reads neighbouring
+lines of few pages.
 
 A block has up to QUERY_BLOCK queries, and up to TILE_STRIDE where a tile holds all of them: of one
 head, or all the queries of several heads that share a key head. A tile has up to KEY_BLOCK keys.
@@ -55,7 +56,7 @@ QUERY_BLOCK = 256
 KEY_BLOCK = 128
 # Elements from a row of a tile to the next. A power of two would put the rows of a panel on few
 # sets of the cache; this is an odd number of its lines.
-TILE_STRIDE = 144
+TILE_STRIDE = 176
 TILE = (KEY_BLOCK + 1) * TILE_STRIDE
 
 # The queries of a panel for a matrix unit.
@@ -418,10 +419,10 @@ def factors_of(dtype: str) -> Callable:
         for number in range(PARTS):
             for step in range((rows + 1) // 2, steps(rows)):
                 fill(shift(target, number * part + step * stride), columns, 0.0)
-        if has_rests and not are_small:
-            pack_any(pairs, part, source, stride, rows, columns)
-        else:
+        if has_rests and are_small:
             pack_finite(pairs, part, source, stride, rows, columns)
+        else:
+            pack_any(pairs, part, source, stride, rows, columns)
         return pairs, stride, part
 
     return as_pairs_of_rows

@@ -80,7 +80,8 @@ PADDING = 16
 def _lane_factors_of(dtype: str) -> Callable:
     """``as_lane_factors(target, tile, columns, count)``, for products summed over the queries.
 
-    The tile's rows as they are, or as pairs of neighbouring lanes: a left factor.
+    The tile's rows as they are, or as pairs of neighbouring lanes: a left factor. Rows go on with
+    zeros up to the multiple that a product takes.
     """
     if product_dtype(dtype) != PAIRS:
 
@@ -95,9 +96,15 @@ def _lane_factors_of(dtype: str) -> Callable:
     if parts_of(dtype):
         split_row, part = row_splitter_of(parts_of(dtype), LANES), KEY_BLOCK * TILE_STRIDE // 2
 
+        fill, ROWS, PARTS = fill_of("float32"), sizes_of(dtype).rows, parts_of(dtype)  # noqa: N806
+
         @njit
         def in_parts(target, tile, columns, count):
             elements = as_elements(address_of(target))
+            for number in range(PARTS):
+                for key in range(count, round_up(count, ROWS)):
+                    row = shift(target, number * part + key * TILE_STRIDE // 2)
+                    fill(row, columns // 2, 0.0)
             for key in range(count):
                 row = key * TILE_STRIDE
                 split_row(shift(elements, row), 2 * part, shift(tile, row), columns)
@@ -204,7 +211,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         pointer, row_stride, step_stride, part = factors
         line, block_stride, block_part = block
         for key in range(0, count, GROUP):
-            group = min(GROUP, count - key)
+            group = round_up(min(GROUP, count - key), ROWS)
             first, stop = 0, rows
             if piece.heads == 1:
                 place = key_start + key - piece.query_start

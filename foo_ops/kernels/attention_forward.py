@@ -42,7 +42,7 @@ from foo_ops.kernels.attention_softmax import (
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.parts import parts_of
-from foo_ops.kernels.simd import address_of, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd import address_of, load, load_vector, pointer_to, shift, store
 
 
 def build(dtype: str, plain: bool = False) -> Kernel:
@@ -72,6 +72,18 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 store(sums, index, product)
 
     @njit
+    def note_small_panels(parameters, small_panels, block, width, columns):
+        """For each panel, where it begins, whether its queries are small. Not for the block: which
+        of them are in it depends on the threads.
+        """
+        start = 0
+        while start < columns:
+            some, _ = next_panel(parameters, columns - start)
+            small = are_small(shift(block, start * width), some * width)
+            store(small_panels, start, 1.0 if small else 0.0)
+            start += some
+
+    @njit
     def start_sums(sums, stride, first_row, rows):
         fill(shift(sums, first_row * stride), (rows - first_row) * stride, 0.0)
 
@@ -90,7 +102,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         lanes = shift(correction, QUERY_BLOCK)
         # The stride of a panel of modified scores is that of a tile.
         rows = max(columns, TILE_STRIDE)
-        block = shift(lanes, LANE_ROWS * QUERY_BLOCK)
+        small_panels = shift(lanes, LANE_ROWS * QUERY_BLOCK)
+        block = shift(small_panels, QUERY_BLOCK)
         turned = shift(block, rows * max(head_width, value_width))
         queries_memory = shift(turned, (head_width + 1) * rows * ROOM)
         accumulator = shift(queries_memory, (head_width + 1) * rows * ROOM)
@@ -104,7 +117,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
             parameters, queries_memory, turned, block, head_width, parameters.head_dim, head_width,
             columns,
         )  # fmt: skip
-        small_queries = are_small(block, columns * head_width)
+        note_small_panels(parameters, small_panels, block, head_width, columns)
         start_softmax(parameters, piece, largest, total)
         if piece.key_start == piece.key_stop:
             fill(accumulator, value_width * rows, 0.0)
@@ -134,7 +147,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 queries = panel(queries_memory, start, stride, parameters.head_dim, head_width)
                 scores_tile(
                     parameters, piece, shift(lanes, start), scores, kept, kept,
-                    keys, queries, small_queries and small_keys,
+                    keys, queries, small_keys and load(small_panels, start) > 0.0,
                     first_query, query_count, key_start, some, seen,
                 )  # fmt: skip
                 if has_options and parameters.dropout_threshold > 0:

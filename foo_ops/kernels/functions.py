@@ -1,8 +1,8 @@
 """exp2, exp and tanh on vectors and scalars.
 
-Both rest on 2^x = 2^n * 2^f with n = round(x) and f = x - n, and on 2^f = 1 + f * growth(f), where
-growth is a polynomial: so 2^0 is exactly 1, and 2^f - 1 keeps all its
-digits. LLVM's own intrinsics call libm lane by lane.
+Both rest on 2^x = 2^n * 2^f with n = round(x) (with AVX-512 floor(x), for exp2) and f = x - n, and
+on 2^f = 1 + f * growth(f), where growth is a polynomial: so 2^0 is exactly 1, and 2^f - 1 keeps all
+its digits. LLVM's own intrinsics call libm lane by lane.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _exp2_of_avx512(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 def exp2(typing_context, x):
     """2^x, within 1.5 units in the last place, for x below 128 (float64: 1024).
 
-    Zero below -126.5 (float64: -1022.5), and so for -infinity; NaN for NaN.
+    Zero below -126.5 (with AVX-512 -126, float64: -1022.5), and so for -infinity; NaN for NaN.
     """
 
     def generate(context, builder, signature, args):

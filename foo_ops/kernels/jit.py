@@ -34,7 +34,13 @@ with without_garbage_collection():
     import llvmlite
     import llvmlite.binding as llvm
 
-    from foo_ops.kernels.target import multiplies_pairs, multiplies_tiles, target, vector_bits
+    from foo_ops.kernels.target import (
+        has_matrix_unit,
+        multiplies_pairs,
+        multiplies_tiles,
+        target,
+        vector_bits,
+    )
 
 logger = logging.getLogger("foo_ops")
 
@@ -142,8 +148,9 @@ def _key(source: Source, signature: str) -> str:
         *target(),
         str(vector_bits()),
         str(multiplies_pairs()),
-        # This also asks for the tiles that a stored kernel may use.
         str(multiplies_tiles()),
+        # This also asks for the unit that a stored kernel may use.
+        str(has_matrix_unit()),
     ]
     digest = hashlib.sha256("\n".join(parts).encode())
     digest.update(source.fingerprint())

@@ -8,7 +8,8 @@ float32: 6 of 9 remain, with half the error of a matrix product in float32 (Henr
 
 Parts lie ``part`` elements after one another. Those of an infinity are itself and zeros, so that
 they do add up to it, but a product of parts would be infinity times zero: where not all numbers are
-small, products are computed of the sums.
+small, products are computed of the sums. What is left of numbers below 2^-110 is less than the
+smallest normal number, and counts as zero.
 """
 
 from __future__ import annotations
@@ -52,15 +53,33 @@ def parts_of(dtype: str) -> int:
 
 @intrinsic
 def bfloat16_part(typing_context, x):
-    """x rounded to the nearest bfloat16 (halves away from zero), as float32."""
+    """x rounded to the nearest bfloat16 (halves away from zero), as float32.
+
+    A NaN must be one that processors make, whose last bits are not all ones.
+    """
+
+    def generate(context, builder, signature, args):
+        bits = builder.bitcast(args[0], shaped(INT32, args[0].type))
+        return _upper_half(builder, builder.add(bits, constant_of(bits.type, 0x8000)), args[0].type)
+
+    return x(x), generate
+
+
+@intrinsic
+def bfloat16_part_of_any(typing_context, x):
+    """As `bfloat16_part`, for any NaN."""
 
     def generate(context, builder, signature, args):
         bits = builder.bitcast(args[0], shaped(INT32, args[0].type))
         rounded = builder.add(bits, constant_of(bits.type, 0x8000))
-        upper = builder.and_(rounded, constant_of(bits.type, _UPPER))
-        return builder.bitcast(upper, args[0].type)
+        is_number = builder.fcmp_ordered("ord", args[0], args[0])
+        return _upper_half(builder, builder.select(is_number, rounded, bits), args[0].type)
 
     return x(x), generate
+
+
+def _upper_half(builder: ir.IRBuilder, bits: ir.Value, type_: ir.Type) -> ir.Value:
+    return builder.bitcast(builder.and_(bits, constant_of(bits.type, _UPPER)), type_)
 
 
 @intrinsic
@@ -122,8 +141,7 @@ def truncated_part(typing_context, x):
 
     def generate(context, builder, signature, args):
         bits = builder.bitcast(args[0], shaped(INT32, args[0].type))
-        upper = builder.and_(bits, constant_of(bits.type, _UPPER))
-        return builder.bitcast(upper, args[0].type)
+        return _upper_half(builder, bits, args[0].type)
 
     return x(x), generate
 
@@ -146,10 +164,12 @@ def part_and_rest_of(lanes: int) -> Callable:
 
 
 @functools.cache
-def _parts_storer_of(parts: int, splits: Callable, store_part: Callable) -> Callable:
+def _parts_storer_of(
+    parts: int, splits: Callable, round_last: Callable, store_part: Callable
+) -> Callable:
     """``store_parts(target, index, part, a, b)``: store_part(target, index, a, b) for each part.
 
-    ``splits(x)`` gives the first part of x and the rest.
+    ``splits(x)`` gives the first part of x and the rest, ``round_last(x)`` the last part.
     """
     has_two, has_three = parts >= 2, parts == 3
 
@@ -165,7 +185,7 @@ def _parts_storer_of(parts: int, splits: Callable, store_part: Callable) -> Call
             second, b = splits(b)
             store_part(target, index, first, second)
             index += part
-        store_part(target, index, bfloat16_part(a), bfloat16_part(b))
+        store_part(target, index, round_last(a), round_last(b))
 
     return store_parts
 
@@ -186,8 +206,14 @@ def pair_storer_of(parts: int, is_finite: bool, lanes: int) -> Callable:
 
     ``is_finite``: there is no infinity among them, and nothing that would be rounded to one.
     """
-    splits = _split_finite if is_finite else part_and_rest_of(lanes)
-    return _parts_storer_of(parts, splits, _store_pairs)
+    return _parts_storer_of(parts, *_splits_of(is_finite, lanes), _store_pairs)
+
+
+def _splits_of(is_finite: bool, lanes: int) -> tuple[Callable, Callable]:
+    """What splits a number, and what rounds the last part of it."""
+    if is_finite:
+        return _split_finite, bfloat16_part
+    return part_and_rest_of(lanes), bfloat16_part_of_any
 
 
 @functools.cache
@@ -217,8 +243,8 @@ def row_splitter_of(parts: int, lanes: int) -> Callable:
     """
     are_small = smallness_of(lanes)
 
-    def loop_of(splits: Callable) -> Callable:
-        store_parts = _parts_storer_of(parts, splits, store_halves)
+    def loop_of(is_finite: bool) -> Callable:
+        store_parts = _parts_storer_of(parts, *_splits_of(is_finite, lanes), store_halves)
 
         @njit
         def loop(target, part, source, count):
@@ -229,7 +255,7 @@ def row_splitter_of(parts: int, lanes: int) -> Callable:
 
         return loop
 
-    split_finite, split = loop_of(_split_finite), loop_of(part_and_rest_of(lanes))
+    split_finite, split = loop_of(is_finite=True), loop_of(is_finite=False)
 
     @njit
     def split_row(target, part, source, count):

@@ -34,6 +34,9 @@ Kernel& sum_chunks_kernel() {
   return *kernel;
 }
 
+// Products may have so many rows more, of zeros: TILE_MULTIPLE in foo_ops/kernels/tile_products.py.
+constexpr int64_t kRowMultiple = 32;
+
 // A key head of a sequence: its rows of grad_key and grad_value.
 struct KeyHead {
   int64_t head, first_row, rows;
@@ -48,7 +51,7 @@ class GradientSums {
       : gradient_(std::move(gradient)),
         factor_(factor),
         kernel_(sum_chunks_kernel().get<SumFunction>(gradient_.scalar_type())),
-        sums_(at::empty({slots, 1, rows, round_up_to_vector(gradient_.size(2))},
+        sums_(at::empty({slots, 1, rows + kRowMultiple, round_up_to_vector(gradient_.size(2))},
                         at::TensorOptions().dtype(type).device(at::kCPU))) {}
 
   Operand operand() const { return Operand(sums_); }

@@ -22,8 +22,12 @@ constexpr int64_t kFewQueries = 8;
 // do the sums.
 constexpr int64_t kEnoughPieces = 64;
 constexpr int64_t kPartLength = 1024;
-// Of large blocks a thread has to have so many, so that none has long to wait for another.
+// Of merged blocks a thread has to have so many, so that none has long to wait for another.
 constexpr int64_t kBlocksOfThread = 4;
+// A block of few registers, where there are many. It is whole panels of 3 vectors of 8.
+constexpr int64_t kLargeBlock = 144;
+// Blocks are merged where the second begins with a panel: none has more columns than this.
+constexpr int64_t kWidestPanel = 64;
 
 // Kernels live as long as the process: they are never destroyed.
 Kernel& forward_kernel(const Parameters& parameters) {
@@ -76,31 +80,12 @@ int64_t count_blocks(const Parameters& parameters, const std::vector<Sequence>& 
   return count;
 }
 
-// Where there are fewer blocks than kEnoughPieces, keys are split into parts of kPartLength or
-// more.
-bool splits_keys(const std::vector<Sequence>& sequences, int64_t blocks) {
-  return blocks < kEnoughPieces &&
-         std::any_of(
-             sequences.begin(), sequences.end(),
-             [](const Sequence& sequence) { return sequence.key_length > kPartLength; });
-}
-
-// The most queries in a block of the forward kernel. The larger, the fewer times are keys and
-// values packed. Where no tile begins at another key for it, nor ends there, the results are the
-// same to the last bit, so that it may depend on the threads.
-int64_t forward_block(const Parameters& parameters, const std::vector<Sequence>& sequences,
-                      const AttentionOptions& options) {
-  const int64_t usual = usual_block();
-  if (has_16_registers()) {
-    const bool has_many = count_blocks(parameters, sequences, kTileStride) >= kEnoughPieces;
-    return has_many ? kTileStride : usual;
+// The most queries in a block of the forward kernel, but for what merge_neighbours makes of them.
+int64_t forward_block(const Parameters& parameters, const std::vector<Sequence>& sequences) {
+  if (has_16_registers() && count_blocks(parameters, sequences, kLargeBlock) >= kEnoughPieces) {
+    return kLargeBlock;
   }
-  if (parameters.modifies || options.window_left >= 0 ||
-      splits_keys(sequences, count_blocks(parameters, sequences, usual))) {
-    return usual;
-  }
-  const int64_t large = count_blocks(parameters, sequences, kQueryBlock);
-  return large >= kBlocksOfThread * at::get_num_threads() ? kQueryBlock : usual;
+  return usual_block();
 }
 
 int64_t rows_of(const Piece& piece) {
@@ -195,6 +180,42 @@ std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t parts) {
     }
   }
   return pieces;
+}
+
+// Whether two blocks as one give the same results, to the last bit: their panels and their tiles of
+// keys are the same, and neither is one for the kernel for few queries.
+bool can_merge(const Piece& first, const Piece& second) {
+  const bool are_neighbours = first.batch == second.batch && first.head == second.head &&
+                              first.query_offset == second.query_offset &&
+                              second.query_start == first.query_start + first.query_count;
+  const bool have_whole_panels = first.heads == 1 && first.query_count % kWidestPanel == 0 &&
+                                 first.query_count + second.query_count <= kQueryBlock &&
+                                 second.query_count > kFewQueries;
+  const bool have_same_tiles =
+      first.key_start == second.key_start &&
+      (first.key_stop == second.key_stop || (first.key_stop - first.key_start) % kKeyBlock == 0);
+  return are_neighbours && have_whole_panels && have_same_tiles && first.parts == 1 &&
+         second.parts == 1;
+}
+
+// Keys and values are packed for each block, so that fewer of them are quicker, if there are enough
+// for the threads.
+std::vector<Piece> merge_neighbours(const std::vector<Piece>& pieces) {
+  std::vector<Piece> merged;
+  bool is_single = false;
+  for (const Piece& piece : pieces) {
+    is_single = is_single && can_merge(merged.back(), piece);
+    if (is_single) {
+      merged.back().query_count += piece.query_count;
+      merged.back().key_stop = piece.key_stop;
+      is_single = false;
+    } else {
+      merged.push_back(piece);
+      is_single = true;
+    }
+  }
+  const auto enough = static_cast<size_t>(kBlocksOfThread * at::get_num_threads());
+  return merged.size() >= enough ? merged : pieces;
 }
 
 int64_t work_of(const Piece& piece) {
@@ -295,8 +316,8 @@ std::vector<Piece> cut_into_blocks(const Parameters& parameters,
 
 void run_forward(Parameters& parameters, const at::Tensor& query,
                  const std::vector<Sequence>& sequences, const AttentionOptions& options) {
-  std::vector<Piece> blocks = cut_into_blocks_of(parameters, sequences, options,
-                                                 forward_block(parameters, sequences, options));
+  std::vector<Piece> blocks =
+      cut_into_blocks_of(parameters, sequences, options, forward_block(parameters, sequences));
   const auto type = compute_type(query);
   const auto dtype = query.scalar_type();
   const int64_t count = static_cast<int64_t>(blocks.size());
@@ -317,6 +338,9 @@ void run_forward(Parameters& parameters, const at::Tensor& query,
     partial_logsumexp = at::empty({slots, 1, rows}, of_type);
     parameters.partial_output = Operand(partial_output);
     parameters.partial_logsumexp = Operand(partial_logsumexp);
+  }
+  if (!parameters.modifies && !has_16_registers()) {
+    pieces = merge_neighbours(pieces);
   }
   sort_by_work(pieces);
   const std::vector<Piece> few =

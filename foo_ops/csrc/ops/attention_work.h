@@ -19,7 +19,7 @@ namespace foo {
 // As in foo_ops/kernels/attention.py.
 inline constexpr int64_t kQueryBlock = 256;
 inline constexpr int64_t kKeyBlock = 128;
-inline constexpr int64_t kTileStride = 144;
+inline constexpr int64_t kTileStride = 176;
 // PADDING in foo_ops/kernels/attention_backward.py.
 inline constexpr int64_t kPadding = 16;
 inline constexpr int64_t kTile = (kKeyBlock + 1) * kTileStride;
