@@ -475,3 +475,48 @@ def test_same_bits_however_the_work_is_cut(make, dtype, device):
         results.append((*outputs, *gradients))
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
+
+
+def some_are(number, argument):
+    """A change of query (0), key or value: a number in row 230 of the first head."""
+
+    def change(sample):
+        sample.inputs[argument][0, 0, 230] = number
+        return sample
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("threads", "shape", "options", "change"),
+    [
+        (2, {"heads": 2, "queries": 640, "keys": 700}, {}, None),
+        (2, {"heads": 2, "queries": 640, "keys": 700}, {"is_causal": True}, None),
+        (2, {"heads": 2, "queries": 640, "keys": 700}, {"window_right": 0}, None),
+        (2, {"heads": 2, "queries": 640, "keys": 700}, {"window_left": 300}, None),
+        (2, {"heads": 2, "queries": 640, "keys": 640}, {"dropout_p": 0.3}, None),
+        (2, {"heads": 2, "queries": 640, "keys": 640}, {}, some_are(math.nan, 0)),
+        (2, {"heads": 2, "queries": 640, "keys": 640}, {}, some_are(2.0**33, 0)),
+        (2, {"heads": 2, "queries": 640, "keys": 640}, {"is_causal": True}, some_are(math.inf, 1)),
+        (2, {"heads": 2, "queries": 640, "keys": 640}, {"is_causal": True}, some_are(math.inf, 2)),
+        # What is left over goes to the kernel for few queries.
+        (2, {"heads": 68, "key_heads": 4, "queries": 8, "keys": 333}, {}, None),
+        (3, {"heads": 1, "queries": 2561, "keys": 77}, {}, None),
+        # More than 64 blocks of 128 queries, and fewer of 256, so that keys might be split.
+        (13, {"heads": 10, "queries": 1280, "keys": 1300}, {}, None),
+        (16, {"heads": 12, "queries": 1100, "keys": 1100}, {}, None),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_same_bits_whether_or_not_blocks_are_merged(threads, shape, options, change, dtype):
+    sample = attention_sample(batch=1, **shape)(dtype)
+    if change is not None:
+        sample = change(sample)
+    query, key, value, *others = sample.inputs
+    results = []
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        torch.manual_seed(0)
+        outputs = torch.ops.foo.attention(query, key, value, *others, **options)
+        results.append([output.contiguous().view(torch.uint8) for output in outputs])
+    assert all(map(torch.equal, *results))
