@@ -76,8 +76,8 @@ def split(numbers, parts):
     return torch.stack(result)
 
 
-def random_numbers(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+def random_numbers(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def check(result, a, b, before=0.0, terms=None):
@@ -104,9 +104,9 @@ def check(result, a, b, before=0.0, terms=None):
 def test_shapes(multiply, rows, columns):
     parts, kernel = multiply
     for steps, accumulates, are_small in itertools.product((16, 32), (False, True), (False, True)):
-        a = split(random_numbers(rows, 2 * steps), parts)
-        b = split(random_numbers(2 * steps, columns), parts)
-        before = random_numbers(rows, columns) if accumulates else None
+        a = split(random_numbers(0, rows, 2 * steps), parts)
+        b = split(random_numbers(1, 2 * steps, columns), parts)
+        before = random_numbers(2, rows, columns) if accumulates else None
         result = product(kernel, a, b, before, are_small)
         check(result, a, b, before.numpy() if accumulates else 0.0)
 
@@ -115,15 +115,15 @@ def test_shapes(multiply, rows, columns):
 def test_products_of_two_numbers(multiply, are_small):
     """Without sums, whose roundings hide the smallest products of parts."""
     parts, kernel = multiply
-    a = split(random_numbers(64).diag(), parts)
-    b = split(random_numbers(64, 96), parts)
+    a = split(random_numbers(0, 64).diag(), parts)
+    b = split(random_numbers(1, 64, 96), parts)
     check(product(kernel, a, b, are_small=are_small), a, b, terms=1)
 
 
 def test_products_of_two_parts(multiply):
     """All that count, each alone, of integers whose sums are exact in float32."""
     parts, kernel = multiply
-    integers = (3 * random_numbers(49, 64)).round(), (3 * random_numbers(64, 48)).round()
+    integers = (3 * random_numbers(0, 49, 64)).round(), (3 * random_numbers(1, 64, 48)).round()
     pairs = [pair for pair in itertools.product(range(parts), repeat=2) if sum(pair) <= 2]
     assert len(pairs) == PRODUCTS[parts]
     for pair in pairs:
@@ -140,11 +140,11 @@ def test_numbers_that_are_not_small(multiply, accumulates):
     """Infinities, NaN, and products that overflow: no part of zero spoils them."""
     parts, kernel = multiply
     # Nowhere zero, as zero times infinity is NaN in float64, too.
-    a, b = random_numbers(33, 64).sign() / 2, random_numbers(64, 48).sign() / 4
+    a, b = random_numbers(0, 33, 64).sign() / 2, random_numbers(1, 64, 48).sign() / 4
     a[0, 3], a[1, 5], a[2, 7], a[3, 1] = torch.inf, -torch.inf, torch.nan, 1e38
     b[9, 2], b[11, 4], b[13, 6], b[1, 8] = -torch.inf, torch.nan, -1e38, 8.0
     a, b = split(a, parts), split(b, parts)
-    before = random_numbers(33, 48) if accumulates else None
+    before = random_numbers(2, 33, 48) if accumulates else None
     result = product(kernel, a, b, before, are_small=False)
     assert result[3, 8] == np.inf
     assert np.isfinite(result[4:, [0, 6, 8]]).all()
