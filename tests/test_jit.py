@@ -243,7 +243,11 @@ print("right")
         ("bfloat16", {"FOO_MATRIX_UNIT": "0", "FOO_BFLOAT16_PAIRS": "0"}),
         # As with AMX, whose tiles are multiplied with vectors where it is missing.
         ("float32", {"FOO_MATRIX_UNIT": "1"}),
-        ("float16", {"FOO_MATRIX_UNIT": "1", "NUMBA_CPU_NAME": "generic"}),
+        # With F16C, as LLVM would else call functions for float16 that are not there.
+        (
+            "float16",
+            {"FOO_MATRIX_UNIT": "1", "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "+f16c"},
+        ),
         ("bfloat16", {"FOO_MATRIX_UNIT": "1", "FOO_VECTOR_BITS": "256"}),
         ("float32", {"FOO_MATRIX_UNIT": "0"}),
     ],
