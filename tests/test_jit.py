@@ -272,3 +272,12 @@ def test_switch_must_be_on_or_off(tmp_path, name):
     _, logged = process.communicate()
     assert process.returncode == 1
     assert f"{name} must be 0 or 1, got yes" in logged
+
+
+def test_stored_kernels_may_use_the_matrix_unit(tmp_path):
+    """The process that loads them asks for its registers, as the one did that compiled them."""
+    program = "import torch; torch.ops.foo.attention(*torch.ones(3, 1, 1, 64, 64).bfloat16())"
+    run(program, tmp_path, FOO_MATRIX_UNIT="1")
+    before = contents(tmp_path)
+    run(program, tmp_path, FOO_MATRIX_UNIT="1")
+    assert contents(tmp_path) == before
