@@ -142,7 +142,7 @@ def test_numbers_that_are_not_small(multiply, accumulates):
     # Nowhere zero, as zero times infinity is NaN in float64, too.
     a, b = random_numbers(0, 33, 64).sign() / 2, random_numbers(1, 64, 48).sign() / 4
     a[0, 4], a[1, 5], a[2, 6], a[3, 1] = torch.inf, -torch.inf, torch.nan, 1e38
-    b[8, 2], b[11, 4], b[14, 6], b[1, 8] = -torch.inf, torch.nan, -1e38, 8.0
+    b[8, 2], b[9, 3], b[11, 4], b[14, 6], b[1, 8] = -torch.inf, torch.inf, torch.nan, -1e38, 8.0
     a, b = split(a, parts), split(b, parts)
     before = random_numbers(2, 33, 48) if accumulates else None
     result = product(kernel, a, b, before, are_small=False)
