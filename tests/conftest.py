@@ -1,9 +1,14 @@
 """What every test module may ask for."""
 
+import ctypes
+import itertools
 import os
 
 import pytest
 import torch
+from numba.core import types
+
+from foo_ops.kernels import jit
 
 # A graph that was kept on disk still calls operators with the schemas of its day.
 os.environ |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
@@ -12,6 +17,20 @@ os.environ |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", "TORCHINDUCTOR_FX_GRAPH_CACH
 @pytest.fixture(params=["cpu", "foo"])
 def device(request):
     return request.param
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """``compiled(function)``: a kernel as a C function, whose arguments are integers."""
+    numbers = itertools.count()
+
+    def compile_function(function):
+        count = function.__code__.co_argcount
+        code = jit.compile_kernel(lambda: jit.Kernel(function, (types.intp,) * count))
+        address = jit._load(code, f"{function.__name__}-{next(numbers)}")
+        return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(address)
+
+    return compile_function
 
 
 @pytest.fixture

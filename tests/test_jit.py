@@ -236,8 +236,20 @@ print("right")
         ("float16", {"FOO_VECTOR_BITS": "128"}),
         ("float32", {"NUMBA_CPU_NAME": "generic"}),
         # As with AVX512-BF16, whose instructions are put together from others.
-        ("bfloat16", {"FOO_BFLOAT16_PAIRS": "1", "FOO_VECTOR_BITS": "512"}),
-        ("bfloat16", {"FOO_BFLOAT16_PAIRS": "0"}),
+        (
+            "bfloat16",
+            {"FOO_MATRIX_UNIT": "0", "FOO_BFLOAT16_PAIRS": "1", "FOO_VECTOR_BITS": "512"},
+        ),
+        ("bfloat16", {"FOO_MATRIX_UNIT": "0", "FOO_BFLOAT16_PAIRS": "0"}),
+        # As with AMX, whose tiles are multiplied with vectors where it is missing.
+        ("float32", {"FOO_MATRIX_UNIT": "1"}),
+        # With F16C, as LLVM would else call functions for float16 that are not there.
+        (
+            "float16",
+            {"FOO_MATRIX_UNIT": "1", "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "+f16c"},
+        ),
+        ("bfloat16", {"FOO_MATRIX_UNIT": "1", "FOO_VECTOR_BITS": "256"}),
+        ("float32", {"FOO_MATRIX_UNIT": "0"}),
     ],
     ids=str,
 )
@@ -253,9 +265,19 @@ def test_vector_width_must_be_one_that_exists(tmp_path):
     assert "FOO_VECTOR_BITS must be 128, 256 or 512, got 9" in logged
 
 
-def test_choice_of_pairs_must_be_one_that_exists(tmp_path):
+@pytest.mark.parametrize("name", ["FOO_BFLOAT16_PAIRS", "FOO_MATRIX_UNIT"])
+def test_switch_must_be_on_or_off(tmp_path, name):
     program = "import torch; torch.ops.foo.attention(*torch.ones(3, 1, 1, 2, 4).bfloat16())"
-    process = start(program, tmp_path, FOO_BFLOAT16_PAIRS="yes")
+    process = start(program, tmp_path, **{name: "yes"})
     _, logged = process.communicate()
     assert process.returncode == 1
-    assert "FOO_BFLOAT16_PAIRS must be 0 or 1, got yes" in logged
+    assert f"{name} must be 0 or 1, got yes" in logged
+
+
+def test_stored_kernels_may_use_the_matrix_unit(tmp_path):
+    """The process that loads them asks for its registers, as the one did that compiled them."""
+    program = "import torch; torch.ops.foo.attention(*torch.ones(3, 1, 1, 64, 64).bfloat16())"
+    run(program, tmp_path, FOO_MATRIX_UNIT="1")
+    before = contents(tmp_path)
+    run(program, tmp_path, FOO_MATRIX_UNIT="1")
+    assert contents(tmp_path) == before

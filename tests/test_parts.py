@@ -1,0 +1,175 @@
+"""The parts of bfloat16 that numbers are cut into add up to them, and which numbers are small."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from foo_ops.kernels.matmul import lanes_of
+from foo_ops.kernels.parts import pair_storer_of, row_splitter_of, smallness_of
+from foo_ops.kernels.simd import load_vector, pointer_to, store
+
+LANES = lanes_of("float32")
+PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}
+LARGEST = torch.finfo(torch.bfloat16).max
+NOT_SMALL, LARGEST_SMALL = 2.0**30, 2.0**30 - 64  # neighbours in float32
+# Fills memory that is not to be written.
+GUARD = 96.0
+# Elements between the end of a part and the next one.
+GAP = 5
+
+
+def float32_after(number, towards):
+    return torch.tensor(number).nextafter(torch.tensor(towards)).item()
+
+
+def all_of(dtype):
+    return torch.arange(-(2**15), 2**15).short().view(dtype).float()
+
+
+def some_of_float32():
+    """Of all magnitudes whose last bit is a bfloat16, and those where something changes."""
+    bits = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0))
+    random = bits.int().view(torch.float32)
+    random = random[random.isfinite() & (random.abs() >= 2.0**-110)]
+    upwards = float32_after(LARGEST, math.inf)
+    edges = [
+        *(0.0, 2.0**-110, 1.0, 1 + 2.0**-8, 1 + 2.0**-7 + 2.0**-8, 2 - 2.0**-23, 2.0**30),
+        *(float32_after(LARGEST, 0.0), LARGEST, upwards, 3.3895e38, LARGEST + 2.0**119),
+        *(torch.finfo(torch.float32).max, math.inf, math.nan),
+    ]
+    edges = torch.tensor(edges)
+    return torch.cat([edges, -edges, random])[: 2**15]
+
+
+def numbers_of(name):
+    return some_of_float32() if name == "float32" else all_of(getattr(torch, name))
+
+
+def filled(numbers):
+    """As many as kernels take: a multiple of two vectors."""
+    return torch.nn.functional.pad(numbers, (0, -len(numbers) % (2 * LANES)), value=1.0)
+
+
+@pytest.fixture(scope="module", params=PARTS)
+def numbers(request):
+    """The name of a dtype and numbers of it, in float32."""
+    return request.param, filled(numbers_of(request.param))
+
+
+def finite_of(numbers):
+    """Those that are not rounded to an infinity."""
+    return filled(numbers[numbers.abs() <= LARGEST])
+
+
+def parts_as_pairs(compiled, parts, is_finite, a, b):
+    """What is stored of a and b: a tensor of (part, a or b, number)."""
+    store_pairs = pair_storer_of(parts, is_finite, LANES)
+    floats, pairs = pointer_to("float32"), pointer_to("bfloat16x2")
+
+    def store_all(target, part, a, b, count):
+        for index in range(0, count, LANES):
+            first = load_vector(floats(a), index, LANES)
+            second = load_vector(floats(b), index, LANES)
+            store_pairs(pairs(target), index, part, first, second)
+
+    count = len(a)
+    target = torch.full((parts, count + GAP, 2), GUARD, dtype=torch.bfloat16)
+    compiled(store_all)(target.data_ptr(), count + GAP, a.data_ptr(), b.data_ptr(), count)
+    assert (target[:, count:] == GUARD).all()
+    return target[:, :count].transpose(1, 2)
+
+
+def parts_as_row(compiled, parts, numbers):
+    """What is stored of numbers: a tensor of (part, number), and whether they are small."""
+    split_row = row_splitter_of(parts, LANES)
+    floats, halves, answers = pointer_to("float32"), pointer_to("bfloat16"), pointer_to("int32")
+
+    def split(target, part, source, count, answer):
+        small = split_row(halves(target), part, floats(source), count)
+        store(answers(answer), 0, 1 if small else 0)
+
+    count = len(numbers)
+    target = torch.full((parts, count + GAP), GUARD, dtype=torch.bfloat16)
+    answer = torch.full((1,), -1, dtype=torch.int32)
+    compiled(split)(target.data_ptr(), count + GAP, numbers.data_ptr(), count, answer.data_ptr())
+    assert (target[:, count:] == GUARD).all()
+    return target[:, :count], answer.item()
+
+
+def check_parts(stored, numbers):
+    """They add up to the numbers, and each is below the last bit of the one before."""
+    torch.testing.assert_close(
+        stored.double().sum(0), numbers.double(), rtol=0, atol=0, equal_nan=True
+    )
+    assert (stored[1:, numbers.isinf()] == 0).all()
+    rounded = numbers.abs() <= LARGEST
+    for place, part in enumerate(stored[1:, rounded], start=1):
+        assert (part.float().abs() <= 2.0 ** (-8 * place) * numbers[rounded].abs()).all()
+    assert torch.equal(stored[0].signbit()[rounded], numbers.signbit()[rounded])
+
+
+def test_pairs(compiled, numbers):
+    dtype, a = numbers
+    b = a.flip(0)
+    stored = parts_as_pairs(compiled, PARTS[dtype], False, a, b)
+    check_parts(stored[:, 0], a)
+    check_parts(stored[:, 1], b)
+
+
+def test_pairs_of_finite_numbers(compiled, numbers):
+    dtype, a = numbers
+    a = finite_of(a)
+    b = a.flip(0)
+    stored = parts_as_pairs(compiled, PARTS[dtype], True, a, b)
+    check_parts(stored[:, 0], a)
+    check_parts(stored[:, 1], b)
+
+
+def test_rows(compiled, numbers):
+    dtype, source = numbers
+    stored, small = parts_as_row(compiled, PARTS[dtype], source)
+    check_parts(stored, source)
+    assert small == 0
+
+
+def test_rows_of_small_numbers(compiled, numbers):
+    dtype, source = numbers
+    source = filled(source[source.abs() < NOT_SMALL])
+    stored, small = parts_as_row(compiled, PARTS[dtype], source)
+    check_parts(stored, source)
+    assert small == 1
+
+
+def test_numbers_of_which_bits_are_below_all_of_bfloat16(compiled):
+    """The last part is rounded to a multiple of the smallest bfloat16, 2**-133."""
+    bits = torch.randint(0, 17 << 23, (128 * LANES,), generator=torch.Generator().manual_seed(0))
+    source = bits.int().view(torch.float32)
+    source[::2].neg_()
+    stored, small = parts_as_row(compiled, 3, source)
+    assert (stored.double().sum(0) - source.double()).abs().max() <= 2.0**-134
+    assert small == 1
+
+
+def test_smallness(compiled):
+    are_small = smallness_of(LANES)
+    floats, answers = pointer_to("float32"), pointer_to("int32")
+
+    def check(source, count, answer):
+        store(answers(answer), 0, 1 if are_small(floats(source), count) else 0)
+
+    count, kernel = 3 * LANES, compiled(check)
+    small = torch.full((count + 1,), LARGEST_SMALL)
+    small[::2].neg_()
+    # It is not among those that are asked for.
+    small[count] = math.nan
+    answer = torch.full((1,), -1, dtype=torch.int32)
+    kernel(small.data_ptr(), count, answer.data_ptr())
+    assert answer.item() == 1
+    others = (NOT_SMALL, -NOT_SMALL, LARGEST, math.inf, -math.inf, math.nan)
+    for place, value in itertools.product(range(count), others):
+        source = small.clone()
+        source[place] = value
+        kernel(source.data_ptr(), count, answer.data_ptr())
+        assert answer.item() == 0, (place, value)

@@ -1,0 +1,151 @@
+"""Products of matrices in parts of bfloat16, by the matrix unit where there is one."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from foo_ops.kernels.simd import pointer_to
+from foo_ops.kernels.tile_products import tile_products_of
+
+PRODUCTS = {1: 1, 2: 4, 3: 6}
+"""Of the parts of two numbers, by the number of parts: what is computed of them."""
+ROUNDING, DROPPED = 2.0**-24, 2.0**-22
+"""Relative errors: of a float32, and of a product of three parts without its smallest products."""
+# Fills memory that is not to be written.
+GUARD = -12345.5
+
+
+@pytest.fixture(scope="module", params=PRODUCTS)
+def multiply(compiled, request):
+    """The number of parts, and the kernel for it."""
+    matmul, begin, end = tile_products_of(request.param)
+    floats, pairs = pointer_to("float32"), pointer_to("bfloat16x2")
+
+    def kernel(
+        c, c_stride, a, a_row, a_part, b, b_stride, b_part, rows, columns, steps,
+        accumulate, are_small,
+    ):  # fmt: skip
+        begin()
+        matmul(
+            floats(c), c_stride, pairs(a), a_row, a_part, pairs(b), b_stride, b_part,
+            rows, columns, steps, accumulate != 0, are_small != 0,
+        )  # fmt: skip
+        end()
+
+    return request.param, compiled(kernel)
+
+
+def surrounded(pairs):
+    """A copy in wider rows, and with a row between parts: NaN, which would spoil all sums."""
+    parts, rows, columns, _ = pairs.shape
+    room = torch.full((parts, rows + 1, columns + 3, 2), torch.nan, dtype=torch.bfloat16)
+    room[:, :rows, :columns] = pairs
+    return room
+
+
+def product(kernel, a, b, before=None, are_small=True):
+    """a b, or this added to ``before``, of parts of a and b as (part, row, column)."""
+    rows, columns, steps = a.shape[1], b.shape[2], b.shape[1] // 2
+    a = surrounded(a.unflatten(2, (steps, 2)))
+    b = surrounded(b.unflatten(1, (steps, 2)).transpose(2, 3))
+    room = torch.full((rows + 2, columns + 6), GUARD)
+    c = room[1:-1, 3:-3]
+    c.copy_(torch.full_like(c, torch.nan) if before is None else before)
+    kernel(
+        *(c.data_ptr(), c.stride(0)),
+        *(a.data_ptr(), a.stride(1) // 2, a.stride(0) // 2),
+        *(b.data_ptr(), b.stride(1) // 2, b.stride(0) // 2),
+        *(rows, columns, steps, before is not None, are_small),
+    )
+    result = c.numpy().copy()
+    c.fill_(GUARD)
+    assert (room == GUARD).all(), "something was written outside of c"
+    return result
+
+
+def split(numbers, parts):
+    """Parts of float32 numbers, each of which is the nearest bfloat16 to what is left."""
+    result = []
+    for _ in range(parts):
+        part = numbers.bfloat16()
+        result.append(part)
+        # Nothing is left of an infinity.
+        numbers = (numbers - part.float()).nan_to_num(nan=0.0)
+    return torch.stack(result)
+
+
+def random_numbers(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def check(result, a, b, before=0.0, terms=None):
+    """Against the product in float64 of the sums of the parts.
+
+    Of n terms a sum in float32 is off by n roundings of all their sizes, at most. ``terms``: how
+    many products of a sum are not zero.
+    """
+    dropped = DROPPED if len(a) == 3 else 0.0
+    roundings = (PRODUCTS[len(a)] * (terms or b.shape[1]) + 1) * ROUNDING
+    a, b = a.double().numpy(), b.double().numpy()
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = a.sum(0) @ b.sum(0) + before
+        sizes = abs(a).sum(0) @ abs(b).sum(0)
+        limit = roundings / (1 - roundings) * (sizes + abs(before)) + dropped * sizes
+        rounded = expected.astype(np.float32)
+        finite = np.isfinite(rounded)
+        assert (abs(result - expected) <= limit)[finite].all()
+    np.testing.assert_array_equal(result[~finite], rounded[~finite])
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 48, 64])
+@pytest.mark.parametrize("columns", [16, 32, 48, 96])
+def test_shapes(multiply, rows, columns):
+    parts, kernel = multiply
+    for steps, accumulates, are_small in itertools.product((16, 32), (False, True), (False, True)):
+        a = split(random_numbers(0, rows, 2 * steps), parts)
+        b = split(random_numbers(1, 2 * steps, columns), parts)
+        before = random_numbers(2, rows, columns) if accumulates else None
+        result = product(kernel, a, b, before, are_small)
+        check(result, a, b, before.numpy() if accumulates else 0.0)
+
+
+@pytest.mark.parametrize("are_small", [False, True])
+def test_products_of_two_numbers(multiply, are_small):
+    """Without sums, whose roundings hide the smallest products of parts."""
+    parts, kernel = multiply
+    a = split(random_numbers(0, 64).diag(), parts)
+    b = split(random_numbers(1, 64, 96), parts)
+    check(product(kernel, a, b, are_small=are_small), a, b, terms=1)
+
+
+def test_products_of_two_parts(multiply):
+    """All that count, each alone, of integers whose sums are exact in float32."""
+    parts, kernel = multiply
+    integers = (3 * random_numbers(0, 49, 64)).round(), (3 * random_numbers(1, 64, 48)).round()
+    pairs = [pair for pair in itertools.product(range(parts), repeat=2) if sum(pair) <= 2]
+    assert len(pairs) == PRODUCTS[parts]
+    for pair in pairs:
+        a, b = (torch.zeros(parts, *factor.shape).bfloat16() for factor in integers)
+        for factor, part, numbers in zip((a, b), pair, integers, strict=True):
+            factor[part] = numbers * 2.0 ** (-8 * part)
+        expected = integers[0].double().numpy() @ integers[1].double().numpy()
+        expected *= 2.0 ** (-8 * sum(pair))
+        np.testing.assert_array_equal(product(kernel, a, b), expected, f"parts {pair}")
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_numbers_that_are_not_small(multiply, accumulates):
+    """Infinities, NaN, and products that overflow: no part of zero spoils them."""
+    parts, kernel = multiply
+    # Nowhere zero, as zero times infinity is NaN in float64, too.
+    a, b = random_numbers(0, 33, 64).sign() / 2, random_numbers(1, 64, 48).sign() / 4
+    a[0, 4], a[1, 5], a[2, 6], a[3, 1] = torch.inf, -torch.inf, torch.nan, 1e38
+    b[8, 2], b[9, 3], b[11, 4], b[14, 6], b[1, 8] = -torch.inf, torch.inf, torch.nan, -1e38, 8.0
+    a, b = split(a, parts), split(b, parts)
+    before = random_numbers(2, 33, 48) if accumulates else None
+    result = product(kernel, a, b, before, are_small=False)
+    assert result[3, 8] == np.inf
+    assert np.isfinite(result[4:, [0, 6, 8]]).all()
+    check(result, a, b, before.numpy() if accumulates else 0.0)
