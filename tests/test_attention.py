@@ -499,9 +499,12 @@ def some_are(number, argument):
         (2, {"heads": 2, "queries": 640, "keys": 640}, {}, some_are(2.0**33, 0)),
         (2, {"heads": 2, "queries": 640, "keys": 640}, {"is_causal": True}, some_are(math.inf, 1)),
         (2, {"heads": 2, "queries": 640, "keys": 640}, {"is_causal": True}, some_are(math.inf, 2)),
+        # Tiles and panels that would end elsewhere, with a number that shows it.
+        (2, {"heads": 2, "queries": 640, "keys": 700}, {"window_right": 0}, some_are(math.inf, 2)),
+        (2, {"heads": 2, "queries": 700, "keys": 700}, {}, some_are(math.nan, 0)),
         # What is left over goes to the kernel for few queries.
         (2, {"heads": 68, "key_heads": 4, "queries": 8, "keys": 333}, {}, None),
-        (3, {"heads": 1, "queries": 2561, "keys": 77}, {}, None),
+        (3, {"heads": 1, "queries": 2689, "keys": 77}, {}, None),
         # More than 64 blocks of 128 queries, and fewer of 256, so that keys might be split.
         (13, {"heads": 10, "queries": 1280, "keys": 1300}, {}, None),
         (16, {"heads": 12, "queries": 1100, "keys": 1100}, {}, None),

@@ -72,10 +72,15 @@ def bfloat16_part_of_any(typing_context, x):
     def generate(context, builder, signature, args):
         bits = builder.bitcast(args[0], shaped(INT32, args[0].type))
         rounded = builder.add(bits, constant_of(bits.type, 0x8000))
-        is_number = builder.fcmp_ordered("ord", args[0], args[0])
-        return _upper_half(builder, builder.select(is_number, rounded, bits), args[0].type)
+        return _upper_half(builder, _select_nan(builder, args[0], bits, rounded), args[0].type)
 
     return x(x), generate
+
+
+def _select_nan(builder: ir.IRBuilder, x: ir.Value, bits: ir.Value, others: ir.Value) -> ir.Value:
+    """The bits of x where it is NaN, of one whose upper half is that of a NaN too, and others."""
+    quiet = builder.or_(bits, constant_of(bits.type, 0x400000))
+    return builder.select(builder.fcmp_ordered("ord", x, x), others, quiet)
 
 
 def _upper_half(builder: ir.IRBuilder, bits: ir.Value, type_: ir.Type) -> ir.Value:
@@ -137,11 +142,11 @@ def second_of_pairs(typing_context, pairs):
 
 @intrinsic
 def truncated_part(typing_context, x):
-    """x rounded towards zero to a bfloat16, as float32."""
+    """x rounded towards zero to a bfloat16, as float32; NaN for NaN."""
 
     def generate(context, builder, signature, args):
         bits = builder.bitcast(args[0], shaped(INT32, args[0].type))
-        return _upper_half(builder, bits, args[0].type)
+        return _upper_half(builder, _select_nan(builder, args[0], bits, bits), args[0].type)
 
     return x(x), generate
 
