@@ -39,7 +39,9 @@ def some_of_float32():
         *(float32_after(LARGEST, 0.0), LARGEST, upwards, 3.3895e38, LARGEST + 2.0**119),
         *(torch.finfo(torch.float32).max, math.inf, math.nan),
     ]
-    edges = torch.tensor(edges)
+    # NaNs whose upper or lower halves, rounded or cut off, would be other numbers.
+    other_nans = torch.tensor([0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    edges = torch.cat([torch.tensor(edges), other_nans])
     return torch.cat([edges, -edges, random])[: 2**15]
 
 
