@@ -523,3 +523,30 @@ def test_same_bits_whether_or_not_blocks_are_merged(threads, shape, options, cha
         outputs = torch.ops.foo.attention(query, key, value, *others, **options)
         results.append([output.contiguous().view(torch.uint8) for output in outputs])
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_that_see_nothing_are_zero_whatever_was_computed_before(dtype):
+    """Kernels keep a thread's memory from call to call."""
+    torch.set_num_threads(1)
+    query, key = torch.randn(1, 1, 200, 64, dtype=dtype), torch.randn(1, 1, 100, 64, dtype=dtype)
+    torch.ops.foo.attention(*torch.full((3, 1, 1, 300, 64), math.nan, dtype=dtype))
+    output, _ = torch.ops.foo.attention(query, key, key, window_right=0)
+    assert torch.equal(output[:, :, :100], torch.zeros(1, 1, 100, 64, dtype=dtype))
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_an_infinite_gradient_of_the_output_stays_in_its_place(dtype):
+    query, key, value = (torch.randn(1, 2, 70, 64).to(dtype).requires_grad_() for _ in range(3))
+    grad_output = torch.randn(1, 2, 70, 64).to(dtype)
+    grad_output[0, 0, 7, 3] = math.inf
+    output, _ = torch.ops.foo.attention(query, key, value)
+    grad_query, grad_key, grad_value = torch.autograd.grad(output, (query, key, value), grad_output)
+    assert (grad_value[0, 0, :, 3] == math.inf).all()
+    grad_value[0, 0, :, 3] = 0
+    assert grad_value.isfinite().all()
+    grad_query[0, 0, 7] = 0
+    assert grad_query.isfinite().all()
+    assert not grad_key[0, 0].isfinite().any()
+    assert grad_key[0, 1].isfinite().all()

@@ -214,11 +214,13 @@ def test_training_gradients(name, device):
 
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_bfloat16_is_as_near_to_float32_as_eager(name, device):
+    """Most tokens are: a rounding may send one to another expert."""
     make, inputs = (decoder if name in DECODERS else encoder), tokens(2, 20)
     exact = run(make(name), "eager", inputs)
     model = make(name, device, torch.bfloat16)
-    errors = [(run(model, each, inputs) - exact).norm() for each in ("foo", "eager")]
-    assert errors[0] < 1.25 * errors[1] < 0.25 * exact.norm()
+    differences = [run(model, each, inputs) - exact for each in ("foo", "eager")]
+    errors = [difference.norm(dim=-1).median() for difference in differences]
+    assert errors[0] < 1.25 * errors[1] < 0.25 * exact.norm(dim=-1).median()
 
 
 def test_encoder_and_decoder_with_position_bias(device, calls):
