@@ -208,7 +208,7 @@ def decoding_workloads(sizes: Sizes) -> Iterator[Workload]:
     for dtype in FEW_DTYPES:
         for length in sizes.caches:
             workload = Workload("forward", dtype, False, 1, length, 128, query_heads=32)
-            copies = -(-4 * peaks.l3_bytes() // workload.cache_bytes())
+            copies = -(-peaks.bytes_beyond_the_caches() // workload.cache_bytes())
             yield replace(workload, copies=copies)
 
 

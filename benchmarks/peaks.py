@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -245,7 +246,7 @@ def read_rate(threads: int) -> float:
 
 @functools.cache
 def _beyond_the_caches() -> torch.Tensor:
-    return torch.ones(max(256 << 20, 4 * l3_bytes()) // 4)
+    return torch.ones(max(256 << 20, bytes_beyond_the_caches()) // 4)
 
 
 def timed(run: Callable[[int], None], threads: int) -> float:
@@ -276,6 +277,14 @@ def caches() -> dict[str, int]:
         name = f"L{level}{ {'Data': 'd', 'Instruction': 'i'}.get(kind, '') }"
         found[name] = int(size.removesuffix("K")) * 1024
     return found
+
+
+def bytes_beyond_the_caches() -> int:
+    """Four times the L3 cache, and not more than a 48th of the memory: each contender has as many,
+    and a virtual machine of few processors sees all of a large cache that it shares.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(4 * l3_bytes(), memory // 48)
 
 
 def l3_bytes() -> int:

@@ -95,7 +95,7 @@ def test_caches_of_decoding_do_not_fit_into_the_processor():
     workloads = list(cases.decoding_workloads(cases.DEFAULT))
     assert len(workloads) == 8
     for workload in workloads:
-        assert workload.copies * workload.cache_bytes() >= 4 * peaks.l3_bytes()
+        assert workload.copies * workload.cache_bytes() >= peaks.bytes_beyond_the_caches()
 
 
 # ----------------------------------------------------------------------------------------- peaks
