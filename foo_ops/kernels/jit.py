@@ -207,7 +207,7 @@ def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
         if not function.is_declaration and function.name != ENTRY:
             function.linkage = "internal"
     machine = llvm.Target.from_triple(triple).create_target_machine(
-        cpu=name, features=features, opt=3, reloc="pic", codemodel="small"
+        cpu=name, features=features, opt=3, reloc="pic", codemodel="jitdefault"
     )
     options = llvm.create_pipeline_tuning_options(speed_level=3 if vectorizes else 1)
     options.loop_vectorization = vectorizes
