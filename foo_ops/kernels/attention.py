@@ -325,7 +325,7 @@ def panel_of(dtype: str) -> Callable:
 @functools.cache
 def turn_of(dtype: str) -> Callable:
     """``turn(target, target_stride, block, stride, rows, width)``: rows of the compute type
-    ``dtype``, transposed.
+    ``dtype``, or of pairs, transposed.
 
     rows and width must be multiples of the lanes.
     """
@@ -510,9 +510,9 @@ def _panel_packer_of(dtype: str) -> Callable:
 
 def _panel_packer_on_tiles(dtype: str) -> Callable:
     """The parts of a row are pairs of neighbours already, so that half as much is transposed."""
-    PARTS, LANES = parts_of(dtype), lanes_of("float32")  # noqa: N806
+    PARTS, turn, steps = parts_of(dtype), turn_of("float32"), steps_of(dtype)  # noqa: N806
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
-    split_row, steps = row_splitter_of(PARTS, LANES), steps_of(dtype)
+    split_row = row_splitter_of(PARTS, lanes_of("float32"))
 
     @njit
     def pack_panel(target, target_stride, scratch, block, stride, dim, width, columns):
@@ -525,12 +525,7 @@ def _panel_packer_on_tiles(dtype: str) -> Callable:
         for number in range(PARTS):
             source = as_pairs(address_of(shift(scratch, number * part)))
             packed = as_pairs(address_of(shift(target, number * steps(dim) * target_stride)))
-            for row in range(0, columns, LANES):
-                for pair in range(0, steps(dim), LANES):
-                    transpose_square(
-                        shift(packed, pair * target_stride + row), target_stride,
-                        shift(source, row * row_stride + pair), row_stride, LANES,
-                    )  # fmt: skip
+            turn(packed, target_stride, source, row_stride, columns, steps(dim))
 
     return pack_panel
 

@@ -31,20 +31,20 @@ def _call(builder: ir.IRBuilder, name: str, args: list[ir.Value]) -> None:
     builder.call(function, args)
 
 
-def _configuration() -> bytes:
+def _configuration() -> bytearray:
     """Palette 1, and for each register its bytes in a row and its rows."""
     data = bytearray(64)
     data[0] = 1
     for register in range(_REGISTERS):
         data[16 + 2 * register] = _ROW_BYTES
         data[48 + register] = ROWS
-    return bytes(data)
+    return data
 
 
 @intrinsic
 def matrix_configure(typing_context):
     def generate(context, builder, signature, args):
-        value = ir.Constant(ir.ArrayType(INT8, 64), bytearray(_configuration()))
+        value = ir.Constant(ir.ArrayType(INT8, 64), _configuration())
         place = cgutils.global_constant(builder, "matrix_configuration", value)
         _call(builder, "ldtilecfg", [builder.bitcast(place, INT8.as_pointer())])
         return context.get_dummy_value()

@@ -24,7 +24,6 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from foo_ops.kernels.simd import (
-    FLOAT,
     INT16,
     INT32,
     Vector,
@@ -39,6 +38,7 @@ from foo_ops.kernels.simd import (
     store,
 )
 from foo_ops.kernels.target import multiplies_tiles
+from foo_ops.kernels.tiles import emit_first_of_pairs, emit_second_of_pairs
 
 # Of numbers below this no sum of products overflows, and neither does one of products with these.
 SMALL = 2.0**30
@@ -123,8 +123,7 @@ def first_of_pairs(typing_context, pairs):
     result = Vector(types.float32, pairs.lanes)
 
     def generate(context, builder, signature, args):
-        upper = builder.shl(args[0], constant_of(args[0].type, 16))
-        return builder.bitcast(upper, ir.VectorType(FLOAT, pairs.lanes))
+        return emit_first_of_pairs(builder, args[0])
 
     return result(pairs), generate
 
@@ -134,8 +133,7 @@ def second_of_pairs(typing_context, pairs):
     result = Vector(types.float32, pairs.lanes)
 
     def generate(context, builder, signature, args):
-        upper = builder.and_(args[0], constant_of(args[0].type, _UPPER))
-        return builder.bitcast(upper, ir.VectorType(FLOAT, pairs.lanes))
+        return emit_second_of_pairs(builder, args[0])
 
     return result(pairs), generate
 

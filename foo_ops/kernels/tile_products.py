@@ -179,7 +179,7 @@ def _block(parts: int, ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
 
     4 and 5 hold rows of a part of a, 6 and 7 columns of a part of b.
     """
-    has_two, has_three = parts == 2, parts == 3
+    has_two, has_three = parts >= 2, parts == 3
 
     @njit
     def zero():
@@ -191,25 +191,20 @@ def _block(parts: int, ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
             if COLUMNS == 2:
                 matrix_zero(3)
 
-    @njit
-    def load_sums(c, stride):
-        matrix_load(0, c, stride)
-        if COLUMNS == 2:
-            matrix_load(1, shift(c, 16), stride)
-        if ROWS == 2:
-            matrix_load(2, shift(c, 16 * stride), stride)
+    def for_sums(operation: Callable) -> Callable:
+        @njit
+        def apply(c, stride):
+            operation(0, c, stride)
             if COLUMNS == 2:
-                matrix_load(3, shift(c, 16 * stride + 16), stride)
+                operation(1, shift(c, 16), stride)
+            if ROWS == 2:
+                operation(2, shift(c, 16 * stride), stride)
+                if COLUMNS == 2:
+                    operation(3, shift(c, 16 * stride + 16), stride)
 
-    @njit
-    def store_sums(c, stride):
-        matrix_store(0, c, stride)
-        if COLUMNS == 2:
-            matrix_store(1, shift(c, 16), stride)
-        if ROWS == 2:
-            matrix_store(2, shift(c, 16 * stride), stride)
-            if COLUMNS == 2:
-                matrix_store(3, shift(c, 16 * stride + 16), stride)
+        return apply
+
+    load_sums, store_sums = for_sums(matrix_load), for_sums(matrix_store)
 
     @njit
     def load_a(a, stride):
@@ -240,14 +235,14 @@ def _block(parts: int, ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
         if has_three:
             load_b(shift(b, 2 * b_part), b_stride)
             dot()
-        if has_two or has_three:
+        if has_two:
             load_b(shift(b, b_part), b_stride)
             dot()
             load_a(shift(a, a_part), a_row)
             dot()
         load_b(b, b_stride)
         dot()
-        if has_two or has_three:
+        if has_two:
             load_a(a, a_row)
             dot()
         if has_three:

@@ -172,17 +172,17 @@ def _pair_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) 
         name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
         factors = [builder.bitcast(a, pairs), builder.bitcast(b, pairs)]
         return call_intrinsic(builder, name, total.type, [total, *factors])
-    for part in (_first_of_pair, _second_of_pair):
+    for part in (emit_first_of_pairs, emit_second_of_pairs):
         total = emit_fma(builder, part(builder, a), part(builder, b), total)
     return total
 
 
-def _first_of_pair(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
+def emit_first_of_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
     upper = builder.shl(pairs, constant_of(pairs.type, 16))
     return builder.bitcast(upper, ir.VectorType(FLOAT, pairs.type.count))
 
 
-def _second_of_pair(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
+def emit_second_of_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
     upper = builder.and_(pairs, constant_of(pairs.type, 0xFFFF0000))
     return builder.bitcast(upper, ir.VectorType(FLOAT, pairs.type.count))
 
