@@ -48,7 +48,7 @@ from foo_ops.kernels.simd import (
 )
 from foo_ops.kernels.struct import Struct, field, row_of
 from foo_ops.kernels.target import multiplies_pairs
-from foo_ops.kernels.tile_products import TILE_MULTIPLE, tile_products_of
+from foo_ops.kernels.tile_products import TILE_MULTIPLE, nothing, tile_products_of
 from foo_ops.kernels.tiles import PAIRS, pack_pairs, transpose_pairs, transpose_square
 
 # As in csrc/ops/attention_work.h, which cuts the work and allocates the scratch memory.
@@ -175,10 +175,6 @@ def products_of(dtype: str) -> tuple[Callable, Callable, Callable]:
             rows, columns, steps, accumulate,
         )  # fmt: skip
 
-    @njit
-    def nothing():
-        pass
-
     return matmul, nothing, nothing
 
 
@@ -229,6 +225,18 @@ def fill_of(dtype: str) -> Callable:
             store(target, index, value)
 
     return fill
+
+
+@functools.cache
+def sums_starter_of(dtype: str) -> Callable:
+    """``start_sums(sums, stride, first_row, rows)``: zeros for a panel's rows from first_row on."""
+    fill = fill_of(dtype)
+
+    @njit
+    def start_sums(sums, stride, first_row, rows):
+        fill(shift(sums, first_row * stride), (rows - first_row) * stride, 0.0)
+
+    return start_sums
 
 
 @functools.cache

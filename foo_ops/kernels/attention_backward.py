@@ -41,6 +41,7 @@ from foo_ops.kernels.attention import (
     small_of,
     step_of,
     steps_of,
+    sums_starter_of,
     tile_of,
     tile_operation_of,
     turn_back_of,
@@ -184,6 +185,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     )  # fmt: skip
     WIDTH, GROUP = max(DEPTH, LANES), max(ROW_GROUP, ROWS)  # noqa: N806
     fill, copy_row = fill_of(compute), copy_row_of(compute)
+    start_sums = sums_starter_of(compute)
     step, as_factors = step_of(product_dtype(dtype)), factors_of(dtype)
     as_lane_factors = _lane_factors_of(dtype)
     turn_back = turn_back_of(dtype)
@@ -224,10 +226,6 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                     (shift(line, first // step * block_stride), block_stride, block_part),
                     group, width, steps(stop - first), piece.begins_sums == 0, are_small,
                 )  # fmt: skip
-
-    @njit
-    def start_sums(sums, stride, first_row, rows):
-        fill(shift(sums, first_row * stride), (rows - first_row) * stride, 0.0)
 
     @njit
     def write_grad_query(parameters, piece, rows, width):

@@ -23,6 +23,7 @@ from foo_ops.kernels.attention import (
     sizes_of,
     small_of,
     steps_of,
+    sums_starter_of,
     tile_of,
     turn_back_of,
     turned_tile_of,
@@ -55,6 +56,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     COLUMNS, ROWS, ROOM = sizes.columns, sizes.rows, sizes.room  # noqa: N806
     WIDTH = max(sizes.depth, LANES)  # noqa: N806
     fill, (pack, panel) = fill_of(compute), packer_of(dtype)
+    start_sums = sums_starter_of(compute)
     as_factor, has_parts = pointer_to(factor), parts_of(dtype) > 1
     load_block, fill_lanes = block_of(dtype, "query"), lanes_filler_of(dtype)
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
@@ -82,10 +84,6 @@ def build(dtype: str, plain: bool = False) -> Kernel:
             small = are_small(shift(block, start * width), some * width)
             store(small_panels, start, 1.0 if small else 0.0)
             start += some
-
-    @njit
-    def start_sums(sums, stride, first_row, rows):
-        fill(shift(sums, first_row * stride), (rows - first_row) * stride, 0.0)
 
     def forward(parameters, piece, scratch):
         head_width = round_up(parameters.head_dim, WIDTH)

@@ -35,6 +35,11 @@ TILE_MULTIPLE = 32
 each register of factors twice."""
 
 
+@njit
+def nothing():
+    """What there is to begin, or to end, without a matrix unit."""
+
+
 @functools.cache
 def tile_products_of(parts: int) -> tuple[Callable, Callable, Callable]:
     """``matmul``, and ``begin()`` and ``end()``, to be called before the first product of a kernel
@@ -50,10 +55,6 @@ def tile_products_of(parts: int) -> tuple[Callable, Callable, Callable]:
     multiples of 16, rows should be of 32. ``are_small``: see foo_ops/kernels/parts.py.
     """
     by_sums = _product_of_sums(parts)
-
-    @njit
-    def nothing():
-        pass
 
     if not has_matrix_unit():
         return _without_unit(by_sums), nothing, nothing
