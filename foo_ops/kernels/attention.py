@@ -52,7 +52,7 @@ from foo_ops.kernels.tile_products import TILE_MULTIPLE, nothing, tile_products_
 from foo_ops.kernels.tiles import PAIRS, pack_pairs, transpose_pairs, transpose_square
 
 # As in csrc/ops/attention_work.h, which cuts the work and allocates the scratch memory.
-QUERY_BLOCK = 256
+QUERY_BLOCK = 1024
 KEY_BLOCK = 128
 # Elements from a row of a tile to the next. A power of two would put the rows of a panel on few
 # sets of the cache; this is an odd number of its lines.

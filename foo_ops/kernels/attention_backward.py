@@ -270,7 +270,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         value_memory = shift(key_memory, KEY_BLOCK * key_width * ROOM)
         turned_memory = shift(value_memory, KEY_BLOCK * value_tile_width * ROOM)
 
-        fill_lanes(parameters, piece, lanes)
+        fill_lanes(parameters, piece, lanes, columns)
         load_queries(parameters, piece, block, head_dim, columns, query_row)
         load_grad_outputs(parameters, piece, grad_block, value_dim, columns, value_row)
         load_statistics(parameters, piece, grad_block, value_row, packed, logsumexp, delta, columns)

@@ -282,10 +282,10 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         key_memory = shift(accumulator, MOST_ROWS * value_width)
         value_memory = shift(key_memory, KEY_BLOCK * head_width)
 
-        fill_lanes(parameters, piece, lanes)
+        fill_lanes(parameters, piece, lanes, columns)
         load_block(parameters, piece, block, parameters.head_dim, MOST_ROWS, head_width)
         queries = as_queries(query_memory, block, MOST_ROWS * head_width)
-        start_softmax(parameters, piece, largest, total)
+        start_softmax(parameters, piece, largest, total, columns)
         fill(accumulator, MOST_ROWS * value_width, 0.0)
         # Those of lanes without a query are never written.
         for key in range(KEY_BLOCK):

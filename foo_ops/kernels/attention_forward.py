@@ -103,20 +103,20 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         small_panels = shift(lanes, LANE_ROWS * QUERY_BLOCK)
         block = shift(small_panels, QUERY_BLOCK)
         turned = shift(block, rows * max(head_width, value_width))
-        queries_memory = shift(turned, (head_width + 1) * rows * ROOM)
+        queries_memory = shift(turned, (head_width + 1) * TILE_STRIDE * ROOM)
         accumulator = shift(queries_memory, (head_width + 1) * rows * ROOM)
         key_memory = shift(accumulator, value_width * rows)
         value_memory = shift(key_memory, KEY_BLOCK * head_width * ROOM)
         turned_memory = shift(value_memory, KEY_BLOCK * value_width * ROOM)
 
-        fill_lanes(parameters, piece, lanes)
+        fill_lanes(parameters, piece, lanes, columns)
         load_block(parameters, piece, block, parameters.head_dim, columns, head_width)
         pack(
             parameters, queries_memory, turned, block, head_width, parameters.head_dim, head_width,
             columns,
         )  # fmt: skip
         note_small_panels(parameters, small_panels, block, head_width, columns)
-        start_softmax(parameters, piece, largest, total)
+        start_softmax(parameters, piece, largest, total, columns)
         if piece.key_start == piece.key_stop:
             fill(accumulator, value_width * rows, 0.0)
 

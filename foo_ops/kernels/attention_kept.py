@@ -25,7 +25,7 @@ def build(dtype: str) -> Kernel:
     def kept_rows(parameters, piece, scratch):
         kept, lanes = scratch, shift(scratch, TILE)
         columns = round_up(piece.query_count, LANES)
-        fill_lanes(parameters, piece, lanes)
+        fill_lanes(parameters, piece, lanes, columns)
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
             count = min(KEY_BLOCK, piece.key_stop - key_start)
             load_kept(parameters, lanes, kept, key_start, 0, columns, count)

@@ -56,13 +56,14 @@ LANE_ROWS = 4
 
 @functools.cache
 def lanes_filler_of(dtype: str) -> Callable:
-    """``fill_lanes(parameters, piece, lanes)``, once for a block."""
+    """``fill_lanes(parameters, piece, lanes, columns)``, once for a block."""
     fill = fill_of(compute_dtype(dtype))
     as_int32 = pointer_to("int32")
 
     @njit
-    def fill_lanes(parameters, piece, lanes):
-        fill(lanes, LANE_ROWS * QUERY_BLOCK, 0.0)
+    def fill_lanes(parameters, piece, lanes, columns):
+        for row in range(LANE_ROWS):
+            fill(shift(lanes, row * QUERY_BLOCK), columns, 0.0)
         queries = as_int32(address_of(shift(lanes, QUERIES)))
         heads = as_int32(address_of(shift(lanes, HEADS)))
         for index in range(piece.heads):

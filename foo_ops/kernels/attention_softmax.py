@@ -16,7 +16,6 @@ from numba import njit
 from foo_ops.kernels.attention import (
     KEY_BLOCK,
     LOG2,
-    QUERY_BLOCK,
     TILE_STRIDE,
     compute_dtype,
     fill_of,
@@ -49,7 +48,7 @@ WEIGHTS_PART = KEY_BLOCK // 2 * TILE_STRIDE
 
 @functools.cache
 def softmax_start_of(dtype: str) -> Callable:
-    """``start_softmax(parameters, piece, largest, total)``: before the first tile of keys.
+    """``start_softmax(parameters, piece, largest, total, columns)``: before the first tile of keys.
 
     A sink is a score that has been seen already, by the first part of the keys.
     """
@@ -57,9 +56,9 @@ def softmax_start_of(dtype: str) -> Callable:
     compute = ELEMENTS[dtype].compute
 
     @njit
-    def start_softmax(parameters, piece, largest, total):
-        fill(largest, QUERY_BLOCK, -math.inf)
-        fill(total, QUERY_BLOCK, 0.0)
+    def start_softmax(parameters, piece, largest, total, columns):
+        fill(largest, columns, -math.inf)
+        fill(total, columns, 0.0)
         if parameters.has_sinks and piece.part == 0:
             for index in range(piece.heads):
                 sink = load(row_of(parameters, "sinks", 0, piece.head + index, 0), 0)

@@ -17,7 +17,7 @@
 namespace foo {
 
 // As in foo_ops/kernels/attention.py.
-inline constexpr int64_t kQueryBlock = 256;
+inline constexpr int64_t kQueryBlock = 1024;
 inline constexpr int64_t kKeyBlock = 128;
 inline constexpr int64_t kTileStride = 176;
 // PADDING in foo_ops/kernels/attention_backward.py.
@@ -159,11 +159,12 @@ void run_jobs(const Parameters& parameters, at::ScalarType scratch_type, Attenti
   const int64_t head_width = round_up_to_vector(parameters.head_dim);
   const int64_t value_width = round_up_to_vector(parameters.value_dim);
   const int64_t width = std::max(head_width, value_width) + kPadding;
-  // The most that a kernel packs: see backward() in foo_ops/kernels/attention_backward.py. Numbers
-  // in parts take up to twice the room.
+  // The most that the backward kernel packs, of a tile's columns, and that the forward kernel does,
+  // of ``rows``. Numbers in parts take up to twice the room.
   const int64_t columns = std::max(kTileStride, ceil_divide(rows, 32) * 32);
   const int64_t size =
-      2 * (5 * kTile + 9 * kQueryBlock + 10 * (width + 1) * columns + 3 * kKeyBlock * width);
+      9 * kQueryBlock + 4 * (width + 1) * columns +
+      2 * (5 * kTile + 10 * (width + 1) * kTileStride + 3 * kKeyBlock * width);
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
   const int64_t bytes = size * static_cast<int64_t>(c10::elementSize(scratch_type));
   std::atomic<int64_t> next{0};
