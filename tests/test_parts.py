@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foo_ops.kernels.matmul import lanes_of
-from foo_ops.kernels.parts import pair_storer_of, row_splitter_of, smallness_of
+from foo_ops.kernels.parts import GROUP_ELEMENTS, pair_storer_of, row_splitter_of, smallness_of
 from foo_ops.kernels.simd import load_vector, pointer_to, store
 
 LANES = lanes_of("float32")
@@ -51,7 +51,7 @@ def numbers_of(name):
 
 def filled(numbers):
     """As many as kernels take: a multiple of two vectors."""
-    return torch.nn.functional.pad(numbers, (0, -len(numbers) % (2 * LANES)), value=1.0)
+    return torch.nn.functional.pad(numbers, (0, -len(numbers) % GROUP_ELEMENTS), value=1.0)
 
 
 @pytest.fixture(scope="module", params=PARTS)
@@ -88,16 +88,19 @@ def parts_as_row(compiled, parts, numbers):
     split_row = row_splitter_of(parts, LANES)
     floats, halves, answers = pointer_to("float32"), pointer_to("bfloat16"), pointer_to("int32")
 
-    def split(target, part, source, count, answer):
-        small = split_row(halves(target), part, floats(source), count)
+    def split(target, group, part, source, count, answer):
+        small = split_row(halves(target), group, part, floats(source), count)
         store(answers(answer), 0, 1 if small else 0)
 
-    count = len(numbers)
-    target = torch.full((parts, count + GAP), GUARD, dtype=torch.bfloat16)
+    groups = -(-len(numbers) // GROUP_ELEMENTS)
+    width = GROUP_ELEMENTS + GAP
+    target = torch.full((parts, groups + 1, width), GUARD, dtype=torch.bfloat16)
     answer = torch.full((1,), -1, dtype=torch.int32)
-    compiled(split)(target.data_ptr(), count + GAP, numbers.data_ptr(), count, answer.data_ptr())
-    assert (target[:, count:] == GUARD).all()
-    return target[:, :count], answer.item()
+    sizes = width, (groups + 1) * width
+    compiled(split)(target.data_ptr(), *sizes, numbers.data_ptr(), len(numbers), answer.data_ptr())
+    assert (target[:, groups] == GUARD).all()
+    assert (target[..., GROUP_ELEMENTS:] == GUARD).all()
+    return target[:, :groups, :GROUP_ELEMENTS].flatten(1), answer.item()
 
 
 def check_parts(stored, numbers):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foo_ops.kernels.simd import pointer_to
-from foo_ops.kernels.tile_products import tile_products_of
+from foo_ops.kernels.tile_products import GROUP, STEPS_AT_ONCE, tile_products_of
 
 PRODUCTS = {1: 1, 2: 4, 3: 6}
 """Of the parts of two numbers, by the number of parts: what is computed of them."""
@@ -24,12 +24,12 @@ def multiply(compiled, request):
     floats, pairs = pointer_to("float32"), pointer_to("bfloat16x2")
 
     def kernel(
-        c, c_stride, a, a_row, a_part, b, b_stride, b_part, rows, columns, steps,
+        c, c_stride, a, a_row, a_group, a_part, b, b_stride, b_part, rows, columns, steps,
         accumulate, are_small,
     ):  # fmt: skip
         begin()
         matmul(
-            floats(c), c_stride, pairs(a), a_row, a_part, pairs(b), b_stride, b_part,
+            floats(c), c_stride, (pairs(a), a_row, a_group, a_part), (pairs(b), b_stride, b_part),
             rows, columns, steps, accumulate != 0, are_small != 0,
         )  # fmt: skip
         end()
@@ -38,24 +38,24 @@ def multiply(compiled, request):
 
 
 def surrounded(pairs):
-    """A copy in wider rows, and with a row between parts: NaN, which would spoil all sums."""
-    parts, rows, columns, _ = pairs.shape
-    room = torch.full((parts, rows + 1, columns + 3, 2), torch.nan, dtype=torch.bfloat16)
-    room[:, :rows, :columns] = pairs
+    """A copy in wider rows, and with a row behind each matrix: NaN, which would spoil all sums."""
+    *matrices, rows, columns, _ = pairs.shape
+    room = torch.full((*matrices, rows + 1, columns + 3, 2), torch.nan, dtype=torch.bfloat16)
+    room[..., :rows, :columns, :] = pairs
     return room
 
 
 def product(kernel, a, b, before=None, are_small=True):
     """a b, or this added to ``before``, of parts of a and b as (part, row, column)."""
     rows, columns, steps = a.shape[1], b.shape[2], b.shape[1] // 2
-    a = surrounded(a.unflatten(2, (steps, 2)))
+    a = surrounded(a.unflatten(2, (steps // GROUP, GROUP, 2)).transpose(1, 2))
     b = surrounded(b.unflatten(1, (steps, 2)).transpose(2, 3))
     room = torch.full((rows + 2, columns + 6), GUARD)
     c = room[1:-1, 3:-3]
     c.copy_(torch.full_like(c, torch.nan) if before is None else before)
     kernel(
         *(c.data_ptr(), c.stride(0)),
-        *(a.data_ptr(), a.stride(1) // 2, a.stride(0) // 2),
+        *(a.data_ptr(), a.stride(2) // 2, a.stride(1) // 2, a.stride(0) // 2),
         *(b.data_ptr(), b.stride(1) // 2, b.stride(0) // 2),
         *(rows, columns, steps, before is not None, are_small),
     )
@@ -103,7 +103,8 @@ def check(result, a, b, before=0.0, terms=None):
 @pytest.mark.parametrize("columns", [16, 32, 48, 96])
 def test_shapes(multiply, rows, columns):
     parts, kernel = multiply
-    for steps, accumulates, are_small in itertools.product((16, 32), (False, True), (False, True)):
+    lengths = (16, 32, STEPS_AT_ONCE + 16, 2 * STEPS_AT_ONCE)
+    for steps, accumulates, are_small in itertools.product(lengths, (False, True), (False, True)):
         a = split(random_numbers(0, rows, 2 * steps), parts)
         b = split(random_numbers(1, 2 * steps, columns), parts)
         before = random_numbers(2, rows, columns) if accumulates else None

@@ -18,8 +18,10 @@ two along the dimension that is summed over), else as float32. float16 enters as
 matrix unit all of these enter as parts of bfloat16, in pairs: see foo_ops/kernels/parts.py.
 
 The factors of a product are tuples: of the left one, whose elements are broadcast, the pointer, the
-strides of a row and a step, and how far its parts are apart; of the right one, whose rows are
-vectors, the pointer, the stride of a step, and how far its parts are apart.
+strides of a row and of a group of steps (a single one on vectors), and how far its parts are apart;
+of the right one, whose rows are vectors, the pointer, the stride of a step, and how far its parts
+are apart. The groups of a factor that is copied for a matrix unit lie one after the other, so that
+the rows of a register are adjacent.
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ from numba import njit
 from numba.core import types
 
 from foo_ops.kernels.matmul import lanes_of, matmul_of, next_panel_of
-from foo_ops.kernels.parts import pair_storer_of, parts_of, row_splitter_of, smallness_of
+from foo_ops.kernels.parts import (
+    GROUP_ELEMENTS,
+    pair_storer_of,
+    parts_of,
+    row_splitter_of,
+    smallness_of,
+)
 from foo_ops.kernels.simd import (
     ELEMENTS,
     Pointer,
@@ -49,7 +57,7 @@ from foo_ops.kernels.simd import (
 from foo_ops.kernels.struct import Struct, field, row_of
 from foo_ops.kernels.target import multiplies_pairs
 from foo_ops.kernels.tile_products import TILE_MULTIPLE, nothing, tile_products_of
-from foo_ops.kernels.tiles import PAIRS, pack_pairs, transpose_pairs, transpose_square
+from foo_ops.kernels.tiles import PAIRS, pack_pairs, transpose_square
 
 # As in csrc/ops/attention_work.h, which cuts the work and allocates the scratch memory.
 QUERY_BLOCK = 1024
@@ -149,22 +157,10 @@ def products_of(dtype: str) -> tuple[Callable, Callable, Callable]:
     c = a b, or adds it. ``are_small``: whether all numbers of both factors are, see
     foo_ops/kernels/parts.py.
     """
-    parts, compute, factor = parts_of(dtype), compute_dtype(dtype), product_dtype(dtype)
-    if parts:
-        on_tiles, begin, end = tile_products_of(parts)
-
-        @njit
-        def matmul_on_tiles(c, c_stride, a, b, rows, columns, steps, accumulate, are_small):
-            left, row_stride, _, left_part = a
-            right, stride, right_part = b
-            on_tiles(
-                c, c_stride, left, row_stride, left_part, right, stride, right_part,
-                rows, columns, steps, accumulate, are_small,
-            )  # fmt: skip
-
-        return matmul_on_tiles, begin, end
-
-    on_vectors = matmul_of(compute, factor, factor)
+    if parts_of(dtype):
+        return tile_products_of(parts_of(dtype))
+    factor = factor_dtype(dtype)
+    on_vectors = matmul_of(compute_dtype(dtype), factor, factor)
 
     @njit
     def matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small):
@@ -529,7 +525,7 @@ def _panel_packer_on_tiles(dtype: str) -> Callable:
         elements = as_elements(address_of(scratch))
         for row in range(columns):
             line = shift(elements, row * 2 * row_stride)
-            split_row(line, 2 * part, shift(block, row * stride), 2 * steps(dim))
+            split_row(line, GROUP_ELEMENTS, 2 * part, shift(block, row * stride), 2 * steps(dim))
         for number in range(PARTS):
             source = as_pairs(address_of(shift(scratch, number * part)))
             packed = as_pairs(address_of(shift(target, number * steps(dim) * target_stride)))
@@ -553,195 +549,3 @@ def seen_keys(piece, first_query, query_count, key_start, count):
         return 0
     stop = first_query + query_count + piece.last_visible - key_start
     return max(0, min(count, stop))
-
-
-@functools.cache
-def key_row_of(operand: str) -> Callable:
-    """``key_row(parameters, piece, key)``: the pointer to a row of key or value, in its page."""
-
-    @njit
-    def key_row(parameters, piece, key):
-        head = piece.head // parameters.group
-        if parameters.page_size > 0:
-            place = piece.batch * parameters.block_table_stride + key // parameters.page_size
-            page = load(parameters.block_table, place)
-            return row_of(parameters, operand, page, head, key % parameters.page_size)
-        return row_of(parameters, operand, piece.batch, head, piece.key_offset + key)
-
-    return key_row
-
-
-@njit
-def lie_together(parameters, key_start, count):
-    """Whether the rows of these keys have one stride: they may be spread over pages."""
-    if parameters.page_size > 0:
-        return key_start % parameters.page_size + count <= parameters.page_size
-    return True
-
-
-@functools.cache
-def tile_of(dtype: str, operand: str) -> Callable:
-    """The function that gives a tile of keys, or of values, as the left factor of a product.
-
-    ``tile(parameters, piece, scratch, key_start, count)`` returns the factor, whose steps go along
-    the head dimension, and whether its numbers are small: of the tensor itself where that can be
-    multiplied as it is, else of a converted copy in scratch. Rows and columns go on with zeros up
-    to the multiples that a product takes.
-    """
-    if parts_of(dtype) > 1:
-        return _tile_in_parts_of(dtype, operand)
-    as_factor = pointer_to(product_dtype(dtype))
-    in_pairs = product_dtype(dtype) == PAIRS
-    stored, step = pointer_to(dtype if in_pairs else compute_dtype(dtype)), 2 if in_pairs else 1
-    may_stay = product_dtype(dtype) in (dtype, PAIRS)
-    ROWS, DEPTH = sizes_of(dtype).rows, sizes_of(dtype).depth  # noqa: N806
-    copy_row, key_row = copy_row_of(compute_dtype(dtype)), key_row_of(operand)
-    row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
-    size_name = "head_dim" if operand == "key" else "value_dim"
-    # Rows that are a multiple of a kilobyte apart share few sets of the cache.
-    aliasing = 1024 // ELEMENTS[dtype].size
-
-    @njit
-    def copied(parameters, piece, scratch, key_start, count):
-        columns = field(parameters, size_name)
-        width = round_up(columns, max(DEPTH, 2))
-        target = stored(address_of(scratch))
-        for row in range(count):
-            source = key_row(parameters, piece, key_start + row)
-            column_stride = field(parameters, column_stride_name)
-            copy_row(shift(target, row * width), source, column_stride, columns, width)
-        for row in range(count, round_up(count, ROWS)):
-            copy_row(shift(target, row * width), target, 1, 0, width)
-        return (as_factor(address_of(target)), width // step, 1, 0), True
-
-    if not may_stay:
-        return copied
-
-    @njit
-    def tile(parameters, piece, scratch, key_start, count):
-        row_stride = field(parameters, row_stride_name)
-        column_stride = field(parameters, column_stride_name)
-        together = lie_together(parameters, key_start, count)
-        if step == 2:
-            odd = row_stride % 2 != 0 or field(parameters, size_name) % DEPTH != 0
-            together = together and column_stride == 1 and count % ROWS == 0 and not odd
-        if not together or row_stride % aliasing == 0:
-            return copied(parameters, piece, scratch, key_start, count)
-        source = key_row(parameters, piece, key_start)
-        return (as_factor(address_of(source)), row_stride // step, column_stride, 0), True
-
-    return tile
-
-
-def _tile_in_parts_of(dtype: str, operand: str) -> Callable:
-    """As `tile_of`, for dtypes of several parts."""
-    ROWS = sizes_of(dtype).rows  # noqa: N806
-    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
-    copy_row, fill, key_row = copy_row_of("float32"), fill_of("float32"), key_row_of(operand)
-    split_row = row_splitter_of(parts_of(dtype), lanes_of("float32"))
-    is_float32 = dtype == "float32"
-    column_stride_name = f"{operand}_column_stride"
-    size_name = "head_dim" if operand == "key" else "value_dim"
-
-    @njit
-    def tile(parameters, piece, scratch, key_start, count):
-        columns, column_stride = field(parameters, size_name), field(parameters, column_stride_name)
-        width = round_up(columns, ROWS)
-        part = KEY_BLOCK * width // 2
-        elements = as_elements(address_of(scratch))
-        # Behind three parts.
-        line = shift(scratch, 3 * part)
-        small = True
-        for row in range(count):
-            source = key_row(parameters, piece, key_start + row)
-            target = shift(elements, row * width)
-            if is_float32 and column_stride == 1 and columns == width:
-                small = split_row(target, 2 * part, source, width) and small
-            else:
-                copy_row(line, source, column_stride, columns, width)
-                small = split_row(target, 2 * part, line, width) and small
-        if count % ROWS != 0:
-            fill(line, width, 0.0)
-            for row in range(count, round_up(count, ROWS)):
-                split_row(shift(elements, row * width), 2 * part, line, width)
-        return (as_pairs(address_of(scratch)), width // 2, 1, part), small
-
-    return tile
-
-
-@functools.cache
-def turned_tile_of(dtype: str) -> Callable:
-    """The function that gives a tile as the left factor of a product that is summed over the keys.
-
-    ``turned_tile(scratch, tile, count, columns)``, of the factor that ``tile`` returned.
-    """
-    if parts_of(dtype):
-        return _transposed_tile_of(dtype)
-    if product_dtype(dtype) != PAIRS:
-
-        @njit
-        def swapped(scratch, tile, count, columns):
-            pointer, row_stride, step_stride, part = tile
-            return pointer, step_stride, row_stride, part
-
-        return swapped
-
-    LANES = lanes_of("float32")  # noqa: N806
-    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
-
-    @njit
-    def pack_two(line, upper, lower, columns):
-        whole = columns // LANES * LANES
-        for column in range(0, whole, LANES):
-            first, second = load_vector(upper, column, LANES), load_vector(lower, column, LANES)
-            store(line, column, pack_pairs(first, second))
-        elements = as_elements(address_of(line))
-        for column in range(whole, columns):
-            store(elements, 2 * column, load(upper, column))
-            store(elements, 2 * column + 1, load(lower, column))
-
-    @njit
-    def pack_one(line, upper, columns):
-        elements = as_elements(address_of(line))
-        for column in range(columns):
-            store(elements, 2 * column, load(upper, column))
-            store(elements, 2 * column + 1, 0.0)
-
-    @njit
-    def packed(scratch, tile, count, columns):
-        pointer, row_stride, _, part = tile
-        source, target = as_elements(address_of(pointer)), as_pairs(address_of(scratch))
-        for key in range(0, count - 1, 2):
-            upper = shift(source, key * row_stride * 2)
-            lower = shift(upper, row_stride * 2)
-            pack_two(shift(target, key // 2 * columns), upper, lower, columns)
-        if count % 2 == 1:
-            last = shift(source, (count - 1) * row_stride * 2)
-            pack_one(shift(target, count // 2 * columns), last, columns)
-        return target, 1, columns, part
-
-    return packed
-
-
-def _transposed_tile_of(dtype: str) -> Callable:
-    """As `turned_tile_of`, with the keys of a column side by side, as a matrix unit takes them."""
-    LANES, ROWS, PARTS = lanes_of("float32"), sizes_of(dtype).rows, parts_of(dtype)  # noqa: N806
-    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
-    stride = KEY_BLOCK // 2
-
-    @njit
-    def transposed(scratch, tile, count, columns):
-        pointer, row_stride, _, part = tile
-        turned_part = round_up(columns, ROWS) * stride
-        for number in range(PARTS):
-            source = as_elements(address_of(shift(pointer, number * part)))
-            target = as_pairs(address_of(shift(scratch, number * turned_part)))
-            for key in range(0, round_up(count, ROWS), 2 * LANES):
-                for column in range(0, round_up(columns, ROWS), LANES):
-                    transpose_pairs(
-                        shift(target, column * stride + key // 2), stride,
-                        shift(source, key * row_stride * 2 + column), row_stride * 2, LANES,
-                    )  # fmt: skip
-        return as_pairs(address_of(scratch)), stride, 1, turned_part
-
-    return transposed

@@ -42,18 +42,17 @@ from foo_ops.kernels.attention import (
     step_of,
     steps_of,
     sums_starter_of,
-    tile_of,
     tile_operation_of,
     turn_back_of,
-    turned_tile_of,
 )
 from foo_ops.kernels.attention_bias_gradient import bias_gradient_of
 from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
+from foo_ops.kernels.attention_tiles import tile_of, turned_tile_of
 from foo_ops.kernels.attention_weights import statistics_of, weights_of
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
-from foo_ops.kernels.parts import parts_of, row_splitter_of
+from foo_ops.kernels.parts import GROUP_ELEMENTS, parts_of, row_splitter_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     absolute,
@@ -67,6 +66,7 @@ from foo_ops.kernels.simd import (
     store,
 )
 from foo_ops.kernels.struct import row_of
+from foo_ops.kernels.tile_products import GROUP
 from foo_ops.kernels.tiles import PAIRS
 
 # Keys whose sums over the queries are computed together, or as many as a product takes: the more,
@@ -98,18 +98,20 @@ def _lane_factors_of(dtype: str) -> Callable:
         split_row, part = row_splitter_of(parts_of(dtype), LANES), KEY_BLOCK * TILE_STRIDE // 2
 
         fill, ROWS, PARTS = fill_of("float32"), sizes_of(dtype).rows, parts_of(dtype)  # noqa: N806
+        # All keys of a group of queries, and then those of the next.
+        group = KEY_BLOCK * GROUP
 
         @njit
         def in_parts(target, tile, columns, count):
-            elements = as_elements(address_of(target))
+            elements, missing = as_elements(address_of(target)), round_up(count, ROWS) - count
             for number in range(PARTS):
-                for key in range(count, round_up(count, ROWS)):
-                    row = shift(target, number * part + key * TILE_STRIDE // 2)
-                    fill(row, columns // 2, 0.0)
+                for first in range(0, columns, GROUP_ELEMENTS):
+                    place = number * part + first // GROUP_ELEMENTS * group + count * GROUP
+                    fill(shift(target, place), missing * GROUP, 0.0)
             for key in range(count):
-                row = key * TILE_STRIDE
-                split_row(shift(elements, row), 2 * part, shift(tile, row), columns)
-            return as_pairs(address_of(target)), TILE_STRIDE // 2, 1, part
+                row = shift(elements, key * GROUP_ELEMENTS)
+                split_row(row, 2 * group, 2 * part, shift(tile, key * TILE_STRIDE), columns)
+            return as_pairs(address_of(target)), GROUP, group, part
 
         return in_parts
 
@@ -183,7 +185,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     COLUMNS, ROWS, DEPTH, ROOM = (  # noqa: N806
         sizes.columns, sizes.rows, sizes.depth, sizes.room,
     )  # fmt: skip
-    WIDTH, GROUP = max(DEPTH, LANES), max(ROW_GROUP, ROWS)  # noqa: N806
+    WIDTH, KEY_GROUP = max(DEPTH, LANES), max(ROW_GROUP, ROWS)  # noqa: N806
     fill, copy_row = fill_of(compute), copy_row_of(compute)
     start_sums = sums_starter_of(compute)
     step, as_factors = step_of(product_dtype(dtype)), factors_of(dtype)
@@ -202,7 +204,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         """How many rows of a tile a panel needs: whole groups, as `add_products` reads them."""
         first_query, query_count = queries_of(piece, start, columns)
         seen = seen_keys(piece, first_query, query_count, key_start, count)
-        return min(count, round_up(seen, GROUP))
+        return min(count, round_up(seen, KEY_GROUP))
 
     @njit
     def add_products(piece, sums, width, factors, block, rows, are_small, key_start, count):
@@ -210,19 +212,19 @@ def build(dtype: str, plain: bool = False) -> Kernel:
 
         Or = that, where the block begins the sums: all its queries see all keys then.
         """
-        pointer, row_stride, step_stride, part = factors
+        pointer, row_stride, group_stride, part = factors
         line, block_stride, block_part = block
-        for key in range(0, count, GROUP):
-            group = round_up(min(GROUP, count - key), ROWS)
+        for key in range(0, count, KEY_GROUP):
+            group = round_up(min(KEY_GROUP, count - key), ROWS)
             first, stop = 0, rows
             if piece.heads == 1:
                 place = key_start + key - piece.query_start
                 first = max(0, place - piece.last_visible) // DEPTH * DEPTH
                 stop = min(rows, place + group - piece.first_visible)
             if first < stop:
-                place = shift(pointer, key * row_stride + first // step)
+                place = shift(pointer, key * row_stride + first // DEPTH * group_stride)
                 matmul(
-                    shift(sums, key * width), width, (place, row_stride, step_stride, part),
+                    shift(sums, key * width), width, (place, row_stride, group_stride, part),
                     (shift(line, first // step * block_stride), block_stride, block_part),
                     group, width, steps(stop - first), piece.begins_sums == 0, are_small,
                 )  # fmt: skip

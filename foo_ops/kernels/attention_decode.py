@@ -22,8 +22,6 @@ from foo_ops.kernels.attention import (
     copy_row_of,
     factor_dtype,
     fill_of,
-    key_row_of,
-    lie_together,
     round_up,
     step_of,
 )
@@ -39,6 +37,7 @@ from foo_ops.kernels.attention_softmax import (
     softmax_start_of,
     writer_of,
 )
+from foo_ops.kernels.attention_tiles import key_row_of, lie_together
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import (

@@ -24,9 +24,7 @@ from foo_ops.kernels.attention import (
     small_of,
     steps_of,
     sums_starter_of,
-    tile_of,
     turn_back_of,
-    turned_tile_of,
 )
 from foo_ops.kernels.attention_scores import (
     LANE_ROWS,
@@ -40,6 +38,7 @@ from foo_ops.kernels.attention_softmax import (
     softmax_start_of,
     writer_of,
 )
+from foo_ops.kernels.attention_tiles import tile_of, turned_tile_of
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.parts import parts_of

@@ -42,6 +42,8 @@ from foo_ops.kernels.tiles import emit_first_of_pairs, emit_second_of_pairs
 
 # Of numbers below this no sum of products overflows, and neither does one of products with these.
 SMALL = 2.0**30
+# Adjacent elements of a row that a matrix unit takes at once.
+GROUP_ELEMENTS = 32
 _PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}
 _UPPER = 0xFFFF0000
 
@@ -240,9 +242,11 @@ def smallness_of(lanes: int) -> Callable:
 
 @functools.cache
 def row_splitter_of(parts: int, lanes: int) -> Callable:
-    """``split_row(target, part, source, count)``: the parts of a row of float32, as bfloat16.
+    """``split_row(target, group, part, source, count)``: the parts of a row of float32.
 
-    Returns whether they are small. count must be a multiple of twice the lanes.
+    They are bfloat16; each GROUP_ELEMENTS of them are adjacent, and begin ``group`` elements behind
+    those before.
+    Returns whether all are small. count must be a multiple of GROUP_ELEMENTS.
     """
     are_small = smallness_of(lanes)
 
@@ -250,23 +254,24 @@ def row_splitter_of(parts: int, lanes: int) -> Callable:
         store_parts = _parts_storer_of(parts, *_splits_of(is_finite, lanes), store_halves)
 
         @njit
-        def loop(target, part, source, count):
+        def loop(target, group, part, source, count):
             for index in range(0, count, 2 * lanes):
                 first = load_vector(source, index, lanes)
                 second = load_vector(source, index + lanes, lanes)
-                store_parts(target, index, part, first, second)
+                place = index // GROUP_ELEMENTS * group + index % GROUP_ELEMENTS
+                store_parts(target, place, part, first, second)
 
         return loop
 
     split_finite, split = loop_of(is_finite=True), loop_of(is_finite=False)
 
     @njit
-    def split_row(target, part, source, count):
+    def split_row(target, group, part, source, count):
         small = are_small(source, count)
         if small:
-            split_finite(target, part, source, count)
+            split_finite(target, group, part, source, count)
         else:
-            split(target, part, source, count)
+            split(target, group, part, source, count)
         return small
 
     return split_row
