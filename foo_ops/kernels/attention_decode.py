@@ -25,6 +25,7 @@ from foo_ops.kernels.attention import (
     round_up,
     step_of,
 )
+from foo_ops.kernels.attention_output import finisher_of, row_writer_of
 from foo_ops.kernels.attention_scores import (
     LANE_ROWS,
     hide_of,
@@ -35,7 +36,6 @@ from foo_ops.kernels.attention_scores import (
 from foo_ops.kernels.attention_softmax import (
     softmax_of,
     softmax_start_of,
-    writer_of,
 )
 from foo_ops.kernels.attention_tiles import key_row_of, lie_together
 from foo_ops.kernels.jit import Kernel
@@ -252,7 +252,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     as_queries = _query_factors_of(dtype)
     as_keys = pointer_to(PAIRS if step == 2 else dtype)
     start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, compute, has_options)
-    write = writer_of(dtype)
+    finish, write = finisher_of(dtype), row_writer_of(dtype)
     scalar = ELEMENTS[dtype].compute
 
     @njit
@@ -313,6 +313,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 rescale(accumulator, correction, rows, value_width)
             weighted_sums(accumulator, value_width, scores, values, value_stride, rows, count)
 
-        write(parameters, piece, accumulator, value_width, largest, total)
+        finish(parameters, piece, largest, total, correction)
+        write(parameters, piece, accumulator, correction, value_width)
 
     return Kernel(decode, argument_types(dtype))

@@ -24,8 +24,8 @@ from foo_ops.kernels.attention import (
     small_of,
     steps_of,
     sums_starter_of,
-    turn_back_of,
 )
+from foo_ops.kernels.attention_output import finisher_of, panel_writer_of
 from foo_ops.kernels.attention_scores import (
     LANE_ROWS,
     kept_of,
@@ -36,7 +36,6 @@ from foo_ops.kernels.attention_softmax import (
     WEIGHTS_PART,
     softmax_of,
     softmax_start_of,
-    writer_of,
 )
 from foo_ops.kernels.attention_tiles import tile_of, turned_tile_of
 from foo_ops.kernels.jit import Kernel
@@ -59,10 +58,10 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     as_factor, has_parts = pointer_to(factor), parts_of(dtype) > 1
     load_block, fill_lanes = block_of(dtype, "query"), lanes_filler_of(dtype)
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
-    turned_tile, turn_back = turned_tile_of(dtype), turn_back_of(dtype)
+    turned_tile = turned_tile_of(dtype)
     scores_tile, load_kept = scores_of(dtype, has_options), kept_of(dtype)
     start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, factor, has_options)
-    write = writer_of(dtype)
+    finish, write = finisher_of(dtype), panel_writer_of(dtype)
 
     @njit
     def rescale(sums, stride, factors, rows, columns):
@@ -162,7 +161,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 )  # fmt: skip
         end_products()
 
-        turn_back(parameters, block, accumulator, value_width, columns)
-        write(parameters, piece, block, value_width, largest, total)
+        finish(parameters, piece, largest, total, correction)
+        write(parameters, piece, accumulator, correction, value_width, columns, block)
 
     return Kernel(forward, argument_types(dtype))

@@ -1,4 +1,4 @@
-"""The online softmax, and what the two forward kernels write.
+"""The online softmax.
 
 With the maximum m and the sum l of 2^(score - m) so far, a tile with maximum m' turns l into
 l * 2^(m - max(m, m')) plus its own part, and the unnormalised output alike (Milakov and Gimelshein
@@ -20,7 +20,6 @@ from foo_ops.kernels.attention import (
     compute_dtype,
     fill_of,
     pairs_storer_of,
-    round_up,
     steps_of,
 )
 from foo_ops.kernels.functions import exp2
@@ -185,52 +184,3 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
         return grew
 
     return online_softmax
-
-
-@functools.cache
-def writer_of(dtype: str) -> Callable:
-    """``write(parameters, piece, rows, width, largest, total)``: a block's rows, divided by their
-    totals.
-
-    As output and logsumexp, or where the keys are split, as one part of these.
-    """
-    compute = ELEMENTS[dtype].compute
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-
-    @njit
-    def write_row(target, source, factor, count):
-        factors, whole = splat(factor, LANES), count // LANES * LANES
-        for column in range(0, whole, LANES):
-            store(target, column, load_vector(source, column, LANES) * factors)
-        for column in range(whole, count):
-            store(target, column, load(source, column) * factor)
-
-    @njit
-    def logsumexp_of(largest, total):
-        # The sum is NaN for a score of +infinity, whose logsumexp is nevertheless +infinity.
-        return largest if largest == math.inf else largest * LOG2 + math.log(total)
-
-    @njit
-    def write(parameters, piece, rows, width, largest, total):
-        value_dim = parameters.value_dim
-        whole = round_up(value_dim, LANES)
-        for index in range(piece.heads):
-            for row in range(piece.query_count):
-                lane = index * piece.query_count + row
-                sum_ = load(total, lane)
-                result = logsumexp_of(load(largest, lane), sum_)
-                # The sum is zero for a query that sees nothing, and its output is zero.
-                factor = compute(parameters.kept_scale) / sum_ if sum_ != 0.0 else compute(0.0)
-                source = shift(rows, lane * width)
-                if piece.slot >= 0:
-                    part = row_of(parameters, "partial_output", piece.slot, 0, lane)
-                    write_row(part, source, factor, whole)
-                    store(row_of(parameters, "partial_logsumexp", piece.slot, 0, lane), 0, result)
-                else:
-                    query, head = piece.query_offset + piece.query_start + row, piece.head + index
-                    target = row_of(parameters, "output", piece.batch, head, query)
-                    write_row(target, source, factor, value_dim)
-                    target = row_of(parameters, "logsumexp", piece.batch, head, query)
-                    store(target, 0, result)
-
-    return write

@@ -281,19 +281,43 @@ def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[in
 @intrinsic(prefer_literal=True)
 def transpose_square(typing_context, target, target_stride, source, source_stride, lanes):
     """target[j, i] = source[i, j] for LANES x LANES elements, which are adjacent in each row."""
-    count = lanes.literal_value
 
     def generate(context, builder, signature, args):
-        target_pointer, target_step, source_pointer, source_step, _ = args
-        rows = []
-        for row in range(count):
-            index = builder.mul(source_step, INT64(row))
-            rows.append(emit_load_vector(builder, source.dtype, source_pointer, index, count))
-        columns = [narrow(builder, target.dtype, value) for value in _transposed(builder, rows)]
-        _store_rows(builder, target, target_pointer, target_step, columns)
+        target_pointer, target_step, *square, _ = args
+        rows = _load_rows(builder, source, *square, lanes.literal_value)
+        _store_transposed(builder, target, target_pointer, target_step, rows)
         return context.get_dummy_value()
 
     return types.void(target, types.intp, source, types.intp, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def transpose_products(
+    typing_context, target, target_stride, source, source_stride, factors, lanes
+):
+    """As `transpose_square`, with target[j, i] = source[i, j] * factors[j]."""
+
+    def generate(context, builder, signature, args):
+        target_pointer, target_step, *square, factor_pointer, _ = args
+        count = lanes.literal_value
+        vector = emit_load_vector(builder, factors.dtype, factor_pointer, INT64(0), count)
+        rows = _load_rows(builder, source, *square, count)
+        rows = [builder.fmul(row, vector) for row in rows]
+        _store_transposed(builder, target, target_pointer, target_step, rows)
+        return context.get_dummy_value()
+
+    arguments = (target, types.intp, source, types.intp, factors, lanes)
+    return types.void(*arguments), generate
+
+
+def _load_rows(builder, source, pointer, stride, count: int) -> list[ir.Value]:
+    indices = [builder.mul(stride, INT64(row)) for row in range(count)]
+    return [emit_load_vector(builder, source.dtype, pointer, index, count) for index in indices]
+
+
+def _store_transposed(builder, target, pointer, stride, rows: list[ir.Value]) -> None:
+    columns = [narrow(builder, target.dtype, value) for value in _transposed(builder, rows)]
+    _store_rows(builder, target, pointer, stride, columns)
 
 
 @intrinsic(prefer_literal=True)

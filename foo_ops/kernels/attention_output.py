@@ -1,0 +1,153 @@
+"""What the two forward kernels write: output and logsumexp, or a part of them if keys are split."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+from numba import njit
+
+from foo_ops.kernels.attention import LOG2, compute_dtype, copy_row_of, panel_of
+from foo_ops.kernels.matmul import lanes_of
+from foo_ops.kernels.simd import ELEMENTS, load, load_vector, shift, splat, store
+from foo_ops.kernels.struct import field, row_of
+from foo_ops.kernels.tiles import transpose_products
+
+
+@functools.cache
+def finisher_of(dtype: str) -> Callable:
+    """``finish(parameters, piece, largest, total, factors)``: writes the logsumexp of each lane.
+
+    What its sums have to be multiplied by goes to ``factors``, which may be ``total``.
+    """
+    compute = ELEMENTS[dtype].compute
+
+    @njit
+    def logsumexp_of(largest, total):
+        # The sum is NaN for a score of +infinity, whose logsumexp is nevertheless +infinity.
+        return largest if largest == math.inf else largest * LOG2 + math.log(total)
+
+    @njit
+    def finish(parameters, piece, largest, total, factors):
+        for index in range(piece.heads):
+            for row in range(piece.query_count):
+                lane = index * piece.query_count + row
+                sum_ = load(total, lane)
+                result = logsumexp_of(load(largest, lane), sum_)
+                if piece.slot >= 0:
+                    target = row_of(parameters, "partial_logsumexp", piece.slot, 0, lane)
+                else:
+                    query, head = piece.query_offset + piece.query_start + row, piece.head + index
+                    target = row_of(parameters, "logsumexp", piece.batch, head, query)
+                store(target, 0, result)
+                # The sum is zero for a query that sees nothing, and its output is zero.
+                factor = compute(parameters.kept_scale) / sum_ if sum_ != 0.0 else compute(0.0)
+                store(factors, lane, factor)
+
+    return finish
+
+
+def _place_of(operand: str) -> Callable:
+    """``place(parameters, piece, lane)``: the pointer to the row of a lane."""
+    if operand == "partial_output":
+
+        @njit
+        def place_of_part(parameters, piece, lane):
+            return row_of(parameters, "partial_output", piece.slot, 0, lane)
+
+        return place_of_part
+
+    @njit
+    def place(parameters, piece, lane):
+        head, row = piece.head + lane // piece.query_count, lane % piece.query_count
+        query = piece.query_offset + piece.query_start + row
+        return row_of(parameters, "output", piece.batch, head, query)
+
+    return place
+
+
+def _for_both(make: Callable, dtype: str) -> Callable:
+    """``write(parameters, piece, ...)``, to output or partial_output."""
+    write_output, write_part = make(dtype, "output"), make(dtype, "partial_output")
+
+    @njit
+    def write(parameters, piece, sums, factors, *rest):
+        if piece.slot >= 0:
+            write_part(parameters, piece, sums, factors, *rest)
+        else:
+            write_output(parameters, piece, sums, factors, *rest)
+
+    return write
+
+
+@functools.cache
+def row_writer_of(dtype: str) -> Callable:
+    """``write(parameters, piece, rows, factors, width)``: a row for each lane, times its factor."""
+    return _for_both(_row_writer_of, dtype)
+
+
+def _row_writer_of(dtype: str, operand: str) -> Callable:
+    LANES, place = lanes_of(compute_dtype(dtype)), _place_of(operand)  # noqa: N806
+
+    @njit
+    def write(parameters, piece, rows, factors, width):
+        value_dim = parameters.value_dim
+        whole = value_dim // LANES * LANES
+        for lane in range(piece.heads * piece.query_count):
+            factor, source = load(factors, lane), shift(rows, lane * width)
+            target, vector = place(parameters, piece, lane), splat(factor, LANES)
+            for column in range(0, whole, LANES):
+                store(target, column, load_vector(source, column, LANES) * vector)
+            for column in range(whole, value_dim):
+                store(target, column, load(source, column) * factor)
+
+    return write
+
+
+@functools.cache
+def panel_writer_of(dtype: str) -> Callable:
+    """``write(parameters, piece, panels, factors, width, columns, scratch)``: as rows, turned.
+
+    Each panel has ``width`` rows, and ``columns`` are those of all panels. ``scratch`` has room for
+    a vector in each of its lanes.
+    """
+    return _for_both(_panel_writer_of, dtype)
+
+
+def _panel_writer_of(dtype: str, operand: str) -> Callable:
+    LANES, place = lanes_of(compute_dtype(dtype)), _place_of(operand)  # noqa: N806
+    next_panel, copy_row = panel_of(dtype), copy_row_of(compute_dtype(dtype))
+    row_stride_name, is_part = f"{operand}_row_stride", operand == "partial_output"
+
+    @njit
+    def write_square(parameters, piece, source, stride, factors, lane, column, count, scratch):
+        """The lanes from ``lane`` on, and the columns from ``column`` on, which are ``count``."""
+        lanes = piece.heads * piece.query_count - lane
+        if lanes >= LANES and count >= LANES and (is_part or piece.heads == 1):
+            target = shift(place(parameters, piece, lane), column)
+            row_stride = field(parameters, row_stride_name)
+            transpose_products(target, row_stride, source, stride, factors, LANES)
+            return
+        transpose_products(scratch, LANES, source, stride, factors, LANES)
+        for index in range(min(lanes, LANES)):
+            target = shift(place(parameters, piece, lane + index), column)
+            some = min(count, LANES)
+            copy_row(target, shift(scratch, index * LANES), 1, some, some)
+
+    @njit
+    def write(parameters, piece, panels, factors, width, columns, scratch):
+        start = 0
+        while start < columns:
+            some, stride = next_panel(parameters, columns - start)
+            stop = min(start + some, piece.heads * piece.query_count)
+            for lane in range(start, stop, LANES):
+                for column in range(0, parameters.value_dim, LANES):
+                    source = shift(panels, start * width + column * stride + lane - start)
+                    write_square(
+                        parameters, piece, source, stride, shift(factors, lane), lane, column,
+                        parameters.value_dim - column, scratch,
+                    )  # fmt: skip
+            start += some
+
+    return write
