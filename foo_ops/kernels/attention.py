@@ -514,24 +514,63 @@ def _panel_packer_of(dtype: str) -> Callable:
 
 def _panel_packer_on_tiles(dtype: str) -> Callable:
     """The parts of a row are pairs of neighbours already, so that half as much is transposed."""
-    PARTS, turn, steps = parts_of(dtype), turn_of("float32"), steps_of(dtype)  # noqa: N806
-    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
-    split_row = row_splitter_of(PARTS, lanes_of("float32"))
+    turn_parts, steps = part_turner_of(dtype), steps_of(dtype)
+    as_elements = pointer_to("bfloat16")
+    split_row = row_splitter_of(parts_of(dtype), lanes_of("float32"))
 
     @njit
     def pack_panel(target, target_stride, scratch, block, stride, dim, width, columns):
-        row_stride = width // 2
-        part = columns * row_stride
         elements = as_elements(address_of(scratch))
         for row in range(columns):
-            line = shift(elements, row * 2 * row_stride)
-            split_row(line, GROUP_ELEMENTS, 2 * part, shift(block, row * stride), 2 * steps(dim))
-        for number in range(PARTS):
-            source = as_pairs(address_of(shift(scratch, number * part)))
-            packed = as_pairs(address_of(shift(target, number * steps(dim) * target_stride)))
-            turn(packed, target_stride, source, row_stride, columns, steps(dim))
+            line, source = shift(elements, row * width), shift(block, row * stride)
+            split_row(line, GROUP_ELEMENTS, columns * width, source, 2 * steps(dim))
+        turn_parts(target, target_stride, scratch, dim, width, columns)
 
     return pack_panel
+
+
+@functools.cache
+def part_turner_of(dtype: str) -> Callable:
+    """``turn_parts(target, target_stride, source, dim, width, columns)``: a panel for a matrix
+    unit, of the parts of ``columns`` rows of ``width`` bfloat16.
+    """
+    PARTS, turn, steps = parts_of(dtype), turn_of("float32"), steps_of(dtype)  # noqa: N806
+    as_pairs = pointer_to(PAIRS)
+
+    @njit
+    def turn_parts(target, target_stride, source, dim, width, columns):
+        part = columns * width // 2
+        for number in range(PARTS):
+            rows = as_pairs(address_of(shift(source, number * part)))
+            packed = as_pairs(address_of(shift(target, number * steps(dim) * target_stride)))
+            turn(packed, target_stride, rows, width // 2, columns, steps(dim))
+
+    return turn_parts
+
+
+@functools.cache
+def stored_row_splitter_of(dtype: str, operand: str) -> Callable:
+    """``split(parameters, target, group, part, line, source, width)``: the parts of a row in
+    memory, with zeros up to ``width``; as `foo_ops.kernels.parts.row_splitter_of` has it.
+
+    ``line`` has room for a row in float32.
+    """
+    split_row, copy_row = (
+        row_splitter_of(parts_of(dtype), lanes_of("float32")),
+        copy_row_of("float32"),
+    )
+    column_stride_name, is_float32 = f"{operand}_column_stride", dtype == "float32"
+    size_name = "value_dim" if operand == "value" else "head_dim"
+
+    @njit
+    def split(parameters, target, group, part, line, source, width):
+        columns, column_stride = field(parameters, size_name), field(parameters, column_stride_name)
+        if is_float32 and column_stride == 1 and columns == width:
+            return split_row(target, group, part, source, width)
+        copy_row(line, source, column_stride, columns, width)
+        return split_row(target, group, part, line, width)
+
+    return split
 
 
 @njit

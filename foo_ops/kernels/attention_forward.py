@@ -10,7 +10,6 @@ from foo_ops.kernels.attention import (
     TILE,
     TILE_STRIDE,
     argument_types,
-    block_of,
     compute_dtype,
     fill_of,
     packer_of,
@@ -21,11 +20,11 @@ from foo_ops.kernels.attention import (
     round_up,
     seen_keys,
     sizes_of,
-    small_of,
     steps_of,
     sums_starter_of,
 )
 from foo_ops.kernels.attention_output import finisher_of, panel_writer_of
+from foo_ops.kernels.attention_queries import query_packer_of
 from foo_ops.kernels.attention_scores import (
     LANE_ROWS,
     kept_of,
@@ -50,13 +49,13 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     compute, factor = compute_dtype(dtype), product_dtype(dtype)
     LANES = lanes_of(compute)  # noqa: N806
     next_panel, (matmul, begin_products, end_products) = panel_of(dtype), products_of(dtype)
-    sizes, steps, are_small = sizes_of(dtype), steps_of(dtype), small_of(dtype)
+    sizes, steps = sizes_of(dtype), steps_of(dtype)
     COLUMNS, ROWS, ROOM = sizes.columns, sizes.rows, sizes.room  # noqa: N806
     WIDTH = max(sizes.depth, LANES)  # noqa: N806
-    fill, (pack, panel) = fill_of(compute), packer_of(dtype)
+    fill, (_, panel) = fill_of(compute), packer_of(dtype)
     start_sums = sums_starter_of(compute)
     as_factor, has_parts = pointer_to(factor), parts_of(dtype) > 1
-    load_block, fill_lanes = block_of(dtype, "query"), lanes_filler_of(dtype)
+    pack_queries, fill_lanes = query_packer_of(dtype), lanes_filler_of(dtype)
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
     turned_tile = turned_tile_of(dtype)
     scores_tile, load_kept = scores_of(dtype, has_options), kept_of(dtype)
@@ -70,18 +69,6 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 index = row * stride + column
                 product = load_vector(sums, index, LANES) * load_vector(factors, column, LANES)
                 store(sums, index, product)
-
-    @njit
-    def note_small_panels(parameters, small_panels, block, width, columns):
-        """For each panel, where it begins, whether its queries are small. Not for the block: which
-        of them are in it depends on the threads.
-        """
-        start = 0
-        while start < columns:
-            some, _ = next_panel(parameters, columns - start)
-            small = are_small(shift(block, start * width), some * width)
-            store(small_panels, start, 1.0 if small else 0.0)
-            start += some
 
     def forward(parameters, piece, scratch):
         head_width = round_up(parameters.head_dim, WIDTH)
@@ -108,12 +95,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         turned_memory = shift(value_memory, KEY_BLOCK * value_width * ROOM)
 
         fill_lanes(parameters, piece, lanes, columns)
-        load_block(parameters, piece, block, parameters.head_dim, columns, head_width)
-        pack(
-            parameters, queries_memory, turned, block, head_width, parameters.head_dim, head_width,
-            columns,
-        )  # fmt: skip
-        note_small_panels(parameters, small_panels, block, head_width, columns)
+        pack_queries(
+            parameters, piece, queries_memory, small_panels, block, turned, head_width, columns
+        )
         start_softmax(parameters, piece, largest, total, columns)
         if piece.key_start == piece.key_stop:
             fill(accumulator, value_width * rows, 0.0)

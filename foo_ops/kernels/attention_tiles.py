@@ -15,6 +15,7 @@ from foo_ops.kernels.attention import (
     product_dtype,
     round_up,
     sizes_of,
+    stored_row_splitter_of,
 )
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.parts import GROUP_ELEMENTS, parts_of, row_splitter_of
@@ -115,18 +116,16 @@ def _tile_in_parts_of(dtype: str, operand: str) -> Callable:
     """As `tile_of`, for dtypes of several parts."""
     ROWS = sizes_of(dtype).rows  # noqa: N806
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
-    copy_row, fill, key_row = copy_row_of("float32"), fill_of("float32"), key_row_of(operand)
+    fill, key_row = fill_of("float32"), key_row_of(operand)
     split_row = row_splitter_of(parts_of(dtype), lanes_of("float32"))
-    is_float32 = dtype == "float32"
-    column_stride_name = f"{operand}_column_stride"
+    split_stored_row = stored_row_splitter_of(dtype, operand)
     size_name = "head_dim" if operand == "key" else "value_dim"
     # All rows of a group of columns, and then those of the next.
     group = KEY_BLOCK * GROUP_ELEMENTS
 
     @njit
     def tile(parameters, piece, scratch, key_start, count):
-        columns, column_stride = field(parameters, size_name), field(parameters, column_stride_name)
-        width = round_up(columns, ROWS)
+        width = round_up(field(parameters, size_name), ROWS)
         part = KEY_BLOCK * width // 2
         elements = as_elements(address_of(scratch))
         # Behind three parts.
@@ -135,11 +134,9 @@ def _tile_in_parts_of(dtype: str, operand: str) -> Callable:
         for row in range(count):
             source = key_row(parameters, piece, key_start + row)
             target = shift(elements, row * GROUP_ELEMENTS)
-            if is_float32 and column_stride == 1 and columns == width:
-                small = split_row(target, group, 2 * part, source, width) and small
-            else:
-                copy_row(line, source, column_stride, columns, width)
-                small = split_row(target, group, 2 * part, line, width) and small
+            small = (
+                split_stored_row(parameters, target, group, 2 * part, line, source, width) and small
+            )
         if count % ROWS != 0:
             fill(line, width, 0.0)
             for row in range(count, round_up(count, ROWS)):
