@@ -2,7 +2,7 @@
 
 Names are loaded where a kernel is compiled: to import this module imports no Numba. The modules
 of ``foo_ops.kernels`` say what each does: view.py about arrays, reduction.py about sums and
-maxima, functions.py about exp2, exp and tanh, simd.py about explicit vectors.
+maxima, functions.py about exp2, exp, tanh and log, simd.py about explicit vectors.
 
 Example:
     >>> from foo_ops import language
@@ -24,7 +24,7 @@ _MODULES = {
         *("accumulate", "accumulate_maximum", "cast", "lanes", "reduce_add", "reduce_maximum"),
         "zero",
     ),
-    "functions": ("exp", "exp2", "tanh"),
+    "functions": ("exp", "exp2", "log", "tanh"),
     "simd": (
         *("absolute", "address_of", "any_lane", "fma", "less", "load", "load_vector", "maximum"),
         *("prefetch", "select", "shift", "shift_bytes", "splat", "store"),

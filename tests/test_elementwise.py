@@ -28,6 +28,7 @@ KERNELS = {
     "exp2": lambda x: language.exp2(x),
     "exp": lambda x: language.exp(x),
     "tanh": lambda x: language.tanh(x),
+    "log": lambda x: language.log(x),
     "gamma": lambda x: math.gamma(x),
 }
 
@@ -51,6 +52,7 @@ def operators():
         "exp2": "(Tensor input) -> Tensor",
         "exp": "(Tensor input) -> Tensor",
         "tanh": "(Tensor input) -> Tensor",
+        "log": "(Tensor input) -> Tensor",
         "gamma": "(Tensor input) -> Tensor",
     }.items():
         library.define(f"foo_test::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
@@ -255,6 +257,22 @@ def test_tanh(dtype):
     assert result[:6].tolist() == [-1, -1, 0, 0, 1, 1]
     assert result[2:4].signbit().tolist() == [True, False]
     assert result[6].isnan()
+
+
+@for_each_compute_type
+def test_log(dtype):
+    """Within 1 unit, near one and of subnormal numbers too."""
+    lowest, highest = (-149, 127.99) if dtype == torch.float32 else (-1074, 1023.99)
+    powers = torch.linspace(lowest, highest, 300_001, dtype=torch.float64)
+    near_one = torch.linspace(-1, 1, 100_001, dtype=torch.float64) ** 3
+    x = torch.cat((torch.exp2(powers), 1 + near_one[1:])).to(dtype)
+    actual, expected = torch.ops.foo_test.log(x), torch.log(x.double())
+    assert units_in_the_last_place(actual[x != 1], expected[x != 1], dtype) <= 1
+    special = torch.tensor([1.0, 0.0, -0.0, math.inf], dtype=dtype)
+    assert torch.ops.foo_test.log(special).tolist() == [0, -math.inf, -math.inf, math.inf]
+    assert torch.ops.foo_test.log(-x[:1000]).isnan().all()
+    wrong = torch.tensor([-math.inf, math.nan], dtype=dtype)
+    assert torch.ops.foo_test.log(wrong).isnan().all()
 
 
 def floor(x):

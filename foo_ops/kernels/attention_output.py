@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
+import numpy as np
 from numba import njit
 
 from foo_ops.kernels.attention import LOG2, compute_dtype, copy_row_of, panel_of
+from foo_ops.kernels.functions import log
 from foo_ops.kernels.matmul import lanes_of
-from foo_ops.kernels.simd import ELEMENTS, load, load_vector, shift, splat, store
+from foo_ops.kernels.simd import ELEMENTS, less, load, load_vector, select, shift, splat, store
 from foo_ops.kernels.struct import field, row_of
 from foo_ops.kernels.tiles import transpose_products
 
@@ -19,31 +20,41 @@ from foo_ops.kernels.tiles import transpose_products
 def finisher_of(dtype: str) -> Callable:
     """``finish(parameters, piece, largest, total, factors)``: writes the logsumexp of each lane.
 
-    What its sums have to be multiplied by goes to ``factors``, which may be ``total``.
+    What its sums have to be multiplied by goes to ``factors``; ``total`` is overwritten.
     """
-    compute = ELEMENTS[dtype].compute
+    compute, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))  # noqa: N806
+    copy_row = copy_row_of(compute_dtype(dtype))
+    SMALLEST, LARGEST = (  # noqa: N806
+        float(getattr(np.finfo(compute_dtype(dtype)), name)) for name in ("tiny", "max")
+    )
 
     @njit
-    def logsumexp_of(largest, total):
+    def finish_lanes(largest, total, factors, lane, kept_scale):
+        zero, smallest = splat(compute(0.0), LANES), splat(compute(SMALLEST), LANES)
+        top, sum_ = load_vector(largest, lane, LANES), load_vector(total, lane, LANES)
+        # The sum is zero for a query that sees nothing, and its output is zero.
+        factor = select(less(sum_, smallest), zero, splat(compute(kept_scale), LANES) / sum_)
+        store(factors, lane, factor)
+        logsumexp = top * splat(compute(LOG2), LANES) + log(sum_)
         # The sum is NaN for a score of +infinity, whose logsumexp is nevertheless +infinity.
-        return largest if largest == math.inf else largest * LOG2 + math.log(total)
+        is_infinite = less(splat(compute(LARGEST), LANES), top)
+        store(total, lane, select(is_infinite, top, logsumexp))
 
     @njit
     def finish(parameters, piece, largest, total, factors):
+        count = piece.query_count
+        for lane in range(0, piece.heads * count, LANES):
+            finish_lanes(largest, total, factors, lane, parameters.kept_scale)
+        if piece.slot >= 0:
+            rows = piece.heads * count
+            part = row_of(parameters, "partial_logsumexp", piece.slot, 0, 0)
+            copy_row(part, total, 1, rows, rows)
+            return
+        query, stride = piece.query_offset + piece.query_start, parameters.logsumexp_row_stride
         for index in range(piece.heads):
-            for row in range(piece.query_count):
-                lane = index * piece.query_count + row
-                sum_ = load(total, lane)
-                result = logsumexp_of(load(largest, lane), sum_)
-                if piece.slot >= 0:
-                    target = row_of(parameters, "partial_logsumexp", piece.slot, 0, lane)
-                else:
-                    query, head = piece.query_offset + piece.query_start + row, piece.head + index
-                    target = row_of(parameters, "logsumexp", piece.batch, head, query)
-                store(target, 0, result)
-                # The sum is zero for a query that sees nothing, and its output is zero.
-                factor = compute(parameters.kept_scale) / sum_ if sum_ != 0.0 else compute(0.0)
-                store(factors, lane, factor)
+            target = row_of(parameters, "logsumexp", piece.batch, piece.head + index, query)
+            for row in range(count):
+                store(target, row * stride, load(total, index * count + row))
 
     return finish
 

@@ -1,8 +1,8 @@
-"""exp2, exp and tanh on vectors and scalars.
+"""exp2, exp, tanh and log on vectors and scalars.
 
-Both rest on 2^x = 2^n * 2^f with n = round(x) (with AVX-512 floor(x), for exp2) and f = x - n, and
-on 2^f = 1 + f * growth(f), where growth is a polynomial: so 2^0 is exactly 1, and 2^f - 1 keeps all
-its digits. LLVM's own intrinsics call libm lane by lane.
+The first three rest on 2^x = 2^n * 2^f with n = round(x) (with AVX-512 floor(x), for exp2) and
+f = x - n, and on 2^f = 1 + f * growth(f), where growth is a polynomial: so 2^0 is exactly 1, and
+2^f - 1 keeps all its digits. LLVM's own intrinsics call libm lane by lane.
 """
 
 from __future__ import annotations
@@ -31,12 +31,18 @@ from foo_ops.kernels.target import target
 
 @dataclasses.dataclass(frozen=True)
 class _Format:
-    """A binary floating-point format, and the coefficients of growth, the highest power first."""
+    """A binary floating-point format, and how its functions are approximated.
+
+    Attributes:
+        growth: its coefficients, the highest power first.
+        log_terms: of the series for the logarithm, behind the first.
+    """
 
     integer: ir.Type
     mantissa_bits: int
     exponent_bias: int
     growth: tuple[float, ...]
+    log_terms: int
 
     @property
     def magic(self) -> float:
@@ -62,8 +68,8 @@ def _taylor(degree: int) -> tuple[float, ...]:
 
 # Interpolation saves float32 a degree. In float64 its own roundings would show.
 _FORMATS = {
-    FLOAT: _Format(INT32, 23, 127, _interpolated(5)),
-    DOUBLE: _Format(INT64, 52, 1023, _taylor(12)),
+    FLOAT: _Format(INT32, 23, 127, _interpolated(5), 4),
+    DOUBLE: _Format(INT64, 52, 1023, _taylor(12), 10),
 }
 
 
@@ -197,5 +203,73 @@ def tanh(typing_context, x):
 
     def generate(context, builder, signature, args):
         return _tanh(builder, args[0])
+
+    return x(x), generate
+
+
+# What rounding loses of log(2).
+_LOG2_LOSS = float.fromhex("0x1.abc9e3b39803fp-56")
+
+
+def _log(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """n log(2) + log(1 + f), where x = 2^n (1 + f) and 1 + f is from sqrt(1/2) to sqrt(2).
+
+    With s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + 2/3 s^2 + 2/5 s^4 + ...).
+    """
+
+    def constant(value: float) -> ir.Constant:
+        return constant_of(x.type, value)
+
+    fraction, power = _fraction_and_power(builder, x)
+    s = builder.fdiv(fraction, builder.fadd(fraction, constant(2.0)))
+    square, half = builder.fmul(s, s), builder.fmul(constant(0.5), fraction)
+    half = builder.fmul(half, fraction)
+    terms = _format_of(x).log_terms
+    series = constant(2.0 / (2 * terms + 1))
+    for term in range(terms - 1, 0, -1):
+        series = emit_fma(builder, series, square, constant(2.0 / (2 * term + 1)))
+    series = emit_fma(builder, series, square, half)
+    # log(2) in two parts, of which the product with n and the first is exact.
+    bits = _format_of(x).mantissa_bits - 11
+    upper = math.floor(math.log(2.0) * 2.0**bits) / 2.0**bits
+    lower = math.log(2.0) - upper + _LOG2_LOSS
+    rest = emit_fma(builder, s, series, builder.fmul(power, constant(lower)))
+    rest = builder.fsub(fraction, builder.fsub(half, rest))
+    result = emit_fma(builder, power, constant(upper), rest)
+    is_zero = builder.fcmp_ordered("==", x, constant(0.0))
+    of_others = builder.select(is_zero, constant(-math.inf), constant(math.nan))
+    result = builder.select(builder.fcmp_ordered(">", x, constant(0.0)), result, of_others)
+    return builder.select(builder.fcmp_ordered("==", x, constant(math.inf)), x, result)
+
+
+def _fraction_and_power(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """f and n of x = 2^n (1 + f), where 1 + f is from sqrt(1/2) to sqrt(2), also of subnormals."""
+    format_ = _format_of(x)
+    integer, mantissa_bits = shaped(format_.integer, x.type), format_.mantissa_bits
+    smallest = constant_of(x.type, 2.0 ** (1 - format_.exponent_bias))
+    is_subnormal = builder.fcmp_ordered("<", x, smallest)
+    scaled = builder.fmul(x, constant_of(x.type, 2.0**mantissa_bits))
+    bits = builder.bitcast(builder.select(is_subnormal, scaled, x), integer)
+    kind = np.float32 if format_.integer == INT32 else np.float64
+    lowest = np.array(math.sqrt(0.5), kind).view(np.int32 if kind is np.float32 else np.int64)
+    shift = constant_of(integer, mantissa_bits)
+    exponent = builder.ashr(builder.sub(bits, constant_of(integer, int(lowest))), shift)
+    mantissa = builder.bitcast(builder.sub(bits, builder.shl(exponent, shift)), x.type)
+    lost = builder.select(
+        is_subnormal, constant_of(x.type, -float(mantissa_bits)), constant_of(x.type, 0.0)
+    )
+    power = builder.fadd(builder.sitofp(exponent, x.type), lost)
+    return builder.fsub(mantissa, constant_of(x.type, 1.0)), power
+
+
+@intrinsic
+def log(typing_context, x):
+    """The natural logarithm, within 1 unit in the last place.
+
+    -infinity for 0, NaN for less and for NaN, infinity for infinity.
+    """
+
+    def generate(context, builder, signature, args):
+        return _log(builder, args[0])
 
     return x(x), generate
