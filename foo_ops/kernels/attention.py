@@ -348,26 +348,6 @@ def turn_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def turn_back_of(dtype: str) -> Callable:
-    """``turn_back(parameters, rows, panels, width, columns)``: rows[query, column] = panel[column,
-    query], for the panels of a block.
-    """
-    next_panel, turn = panel_of(dtype), turn_of(compute_dtype(dtype))
-
-    @njit
-    def turn_back(parameters, rows, panels, width, columns):
-        start = 0
-        while start < columns:
-            some, stride = next_panel(parameters, columns - start)
-            turn(
-                shift(rows, start * width), width, shift(panels, start * width), stride, width, some
-            )
-            start += some
-
-    return turn_back
-
-
-@functools.cache
 def steps_of(dtype: str) -> Callable:
     """``steps(count)``: the steps of a product that is summed over ``count`` elements."""
     DEPTH, STEP = sizes_of(dtype).depth, step_of(product_dtype(dtype))  # noqa: N806

@@ -27,7 +27,6 @@ from foo_ops.kernels.attention import (
     argument_types,
     block_of,
     compute_dtype,
-    copy_row_of,
     factors_of,
     fill_of,
     packer_of,
@@ -43,9 +42,9 @@ from foo_ops.kernels.attention import (
     steps_of,
     sums_starter_of,
     tile_operation_of,
-    turn_back_of,
 )
 from foo_ops.kernels.attention_bias_gradient import bias_gradient_of
+from foo_ops.kernels.attention_output import panel_writer_of
 from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
 from foo_ops.kernels.attention_tiles import tile_of, turned_tile_of
 from foo_ops.kernels.attention_weights import statistics_of, weights_of
@@ -177,7 +176,6 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     """
     has_options = not plain
     compute = compute_dtype(dtype)
-    scalar = ELEMENTS[dtype].compute
     LANES = lanes_of(compute)  # noqa: N806
     next_panel, (pack, packed_panel) = panel_of(dtype), packer_of(dtype)
     matmul, begin_products, end_products = products_of(dtype)
@@ -186,11 +184,10 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         sizes.columns, sizes.rows, sizes.depth, sizes.room,
     )  # fmt: skip
     WIDTH, KEY_GROUP = max(DEPTH, LANES), max(ROW_GROUP, ROWS)  # noqa: N806
-    fill, copy_row = fill_of(compute), copy_row_of(compute)
+    fill, write_grad_query = fill_of(compute), panel_writer_of(dtype, "grad_query")
     start_sums = sums_starter_of(compute)
     step, as_factors = step_of(product_dtype(dtype)), factors_of(dtype)
     as_lane_factors = _lane_factors_of(dtype)
-    turn_back = turn_back_of(dtype)
     load_queries, load_grad_outputs = block_of(dtype, "query"), block_of(dtype, "grad_output")
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
     turned_tile = turned_tile_of(dtype)
@@ -237,18 +234,6 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                     group, width, steps(stop - first), piece.begins_sums == 0, are_small,
                 )  # fmt: skip
 
-    @njit
-    def write_grad_query(parameters, piece, rows, width):
-        factor = splat(scalar(parameters.scale), LANES)
-        for index in range(piece.heads):
-            for row in range(piece.query_count):
-                query = piece.query_offset + piece.query_start + row
-                source = shift(rows, (index * piece.query_count + row) * width)
-                for column in range(0, width, LANES):
-                    store(source, column, load_vector(source, column, LANES) * factor)
-                target = row_of(parameters, "grad_query", piece.batch, piece.head + index, query)
-                copy_row(target, source, 1, parameters.head_dim, parameters.head_dim)
-
     def backward(parameters, piece, scratch):
         head_dim, value_dim = parameters.head_dim, parameters.value_dim
         # The sums' rows are whole vectors, and so are those of the blocks they are computed from.
@@ -267,7 +252,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         logsumexp = shift(slopes, TILE)
         delta = shift(logsumexp, TILE_STRIDE)
         distances = shift(delta, TILE_STRIDE)
-        lanes = shift(distances, TILE_STRIDE)
+        scales = shift(distances, TILE_STRIDE)
+        lanes = shift(scales, TILE_STRIDE)
         block = shift(lanes, LANE_ROWS * QUERY_BLOCK)
         grad_block = shift(block, TILE_STRIDE * width)
         turned = shift(grad_block, TILE_STRIDE * width)
@@ -348,8 +334,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
             )  # fmt: skip
 
         end_products()
-        turn_back(parameters, block, grad_queries, key_width, columns)
-        write_grad_query(parameters, piece, block, key_width)
+        fill(scales, columns, parameters.scale)
+        write_grad_query(parameters, piece, grad_queries, scales, key_width, columns, block)
         if has_options and parameters.has_alibi_slopes:
             write_slopes(parameters, piece, distances)
         if parameters.has_sinks:

@@ -1,4 +1,4 @@
-"""What the two forward kernels write: output and logsumexp, or a part of them if keys are split."""
+"""What kernels write of their sums: output and logsumexp, parts of them, or grad_query."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _place_of(operand: str) -> Callable:
     def place(parameters, piece, lane):
         head, row = piece.head + lane // piece.query_count, lane % piece.query_count
         query = piece.query_offset + piece.query_start + row
-        return row_of(parameters, "output", piece.batch, head, query)
+        return row_of(parameters, operand, piece.batch, head, query)
 
     return place
 
@@ -117,19 +117,22 @@ def _row_writer_of(dtype: str, operand: str) -> Callable:
 
 
 @functools.cache
-def panel_writer_of(dtype: str) -> Callable:
-    """``write(parameters, piece, panels, factors, width, columns, scratch)``: as rows, turned.
+def output_panel_writer_of(dtype: str) -> Callable:
+    """As `panel_writer_of`, to output or partial_output."""
+    return _for_both(panel_writer_of, dtype)
 
-    Each panel has ``width`` rows, and ``columns`` are those of all panels. ``scratch`` has room for
-    a vector in each of its lanes.
+
+@functools.cache
+def panel_writer_of(dtype: str, operand: str) -> Callable:
+    """``write(parameters, piece, panels, factors, width, columns, scratch)``: rows of an operand.
+
+    They are the columns of the panels, times the factor of each. A panel has ``width`` rows, and
+    all together have ``columns``. ``scratch`` has room for a vector in each of its lanes.
     """
-    return _for_both(_panel_writer_of, dtype)
-
-
-def _panel_writer_of(dtype: str, operand: str) -> Callable:
     LANES, place = lanes_of(compute_dtype(dtype)), _place_of(operand)  # noqa: N806
     next_panel, copy_row = panel_of(dtype), copy_row_of(compute_dtype(dtype))
     row_stride_name, is_part = f"{operand}_row_stride", operand == "partial_output"
+    size_name = "head_dim" if operand == "grad_query" else "value_dim"
 
     @njit
     def write_square(parameters, piece, source, stride, factors, lane, column, count, scratch):
@@ -148,16 +151,16 @@ def _panel_writer_of(dtype: str, operand: str) -> Callable:
 
     @njit
     def write(parameters, piece, panels, factors, width, columns, scratch):
-        start = 0
+        start, size = 0, field(parameters, size_name)
         while start < columns:
             some, stride = next_panel(parameters, columns - start)
             stop = min(start + some, piece.heads * piece.query_count)
             for lane in range(start, stop, LANES):
-                for column in range(0, parameters.value_dim, LANES):
+                for column in range(0, size, LANES):
                     source = shift(panels, start * width + column * stride + lane - start)
                     write_square(
                         parameters, piece, source, stride, shift(factors, lane), lane, column,
-                        parameters.value_dim - column, scratch,
+                        size - column, scratch,
                     )  # fmt: skip
             start += some
 
