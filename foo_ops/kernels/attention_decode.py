@@ -252,7 +252,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     as_queries = _query_factors_of(dtype)
     as_keys = pointer_to(PAIRS if step == 2 else dtype)
     start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, compute, has_options)
-    finish, write = finisher_of(dtype), row_writer_of(dtype)
+    finish, write = finisher_of(dtype), row_writer_of(dtype, "output")
     scalar = ELEMENTS[dtype].compute
 
     @njit
@@ -314,6 +314,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
             weighted_sums(accumulator, value_width, scores, values, value_stride, rows, count)
 
         finish(parameters, piece, largest, total, correction)
-        write(parameters, piece, accumulator, correction, value_width)
+        for lane in range(rows):
+            sums, factor = shift(accumulator, lane * value_width), load(correction, lane)
+            write(parameters, piece, sums, factor, lane, 0, parameters.value_dim)
 
     return Kernel(decode, argument_types(dtype))

@@ -23,7 +23,7 @@ from foo_ops.kernels.attention import (
     steps_of,
     sums_starter_of,
 )
-from foo_ops.kernels.attention_output import finisher_of, output_panel_writer_of
+from foo_ops.kernels.attention_output import finisher_of, panel_writer_of
 from foo_ops.kernels.attention_queries import query_packer_of
 from foo_ops.kernels.attention_scores import (
     LANE_ROWS,
@@ -60,7 +60,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     turned_tile = turned_tile_of(dtype)
     scores_tile, load_kept = scores_of(dtype, has_options), kept_of(dtype)
     start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, factor, has_options)
-    finish, write = finisher_of(dtype), output_panel_writer_of(dtype)
+    finish, write = finisher_of(dtype), panel_writer_of(dtype, "output")
 
     @njit
     def rescale(sums, stride, factors, rows, columns):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
-from foo_ops.kernels.attention import LOG2, compute_dtype, copy_row_of, panel_of
+from foo_ops.kernels.attention import LOG2, compute_dtype, copy_row_of, panel_of, turn_of
 from foo_ops.kernels.functions import log
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import ELEMENTS, less, load, load_vector, select, shift, splat, store
@@ -59,15 +59,9 @@ def finisher_of(dtype: str) -> Callable:
     return finish
 
 
+@functools.cache
 def _place_of(operand: str) -> Callable:
     """``place(parameters, piece, lane)``: the pointer to the row of a lane."""
-    if operand == "partial_output":
-
-        @njit
-        def place_of_part(parameters, piece, lane):
-            return row_of(parameters, "partial_output", piece.slot, 0, lane)
-
-        return place_of_part
 
     @njit
     def place(parameters, piece, lane):
@@ -78,48 +72,33 @@ def _place_of(operand: str) -> Callable:
     return place
 
 
-def _for_both(make: Callable, dtype: str) -> Callable:
-    """``write(parameters, piece, ...)``, to output or partial_output."""
-    write_output, write_part = make(dtype, "output"), make(dtype, "partial_output")
-
-    @njit
-    def write(parameters, piece, sums, factors, *rest):
-        if piece.slot >= 0:
-            write_part(parameters, piece, sums, factors, *rest)
-        else:
-            write_output(parameters, piece, sums, factors, *rest)
-
-    return write
-
-
 @functools.cache
-def row_writer_of(dtype: str) -> Callable:
-    """``write(parameters, piece, rows, factors, width)``: a row for each lane, times its factor."""
-    return _for_both(_row_writer_of, dtype)
+def row_writer_of(dtype: str, operand: str) -> Callable:
+    """``write(parameters, piece, source, factor, lane, column, count)``, times the factor.
 
-
-def _row_writer_of(dtype: str, operand: str) -> Callable:
+    ``count`` columns of the row of a lane, from ``column`` on. Those of output go to partial_output
+    if the keys are split.
+    """
     LANES, place = lanes_of(compute_dtype(dtype)), _place_of(operand)  # noqa: N806
+    may_be_split = operand == "output"
 
     @njit
-    def write(parameters, piece, rows, factors, width):
-        value_dim = parameters.value_dim
-        whole = value_dim // LANES * LANES
-        for lane in range(piece.heads * piece.query_count):
-            factor, source = load(factors, lane), shift(rows, lane * width)
-            target, vector = place(parameters, piece, lane), splat(factor, LANES)
-            for column in range(0, whole, LANES):
-                store(target, column, load_vector(source, column, LANES) * vector)
-            for column in range(whole, value_dim):
-                store(target, column, load(source, column) * factor)
+    def write_row(target, source, factor, count):
+        factors, whole = splat(factor, LANES), count // LANES * LANES
+        for column in range(0, whole, LANES):
+            store(target, column, load_vector(source, column, LANES) * factors)
+        for column in range(whole, count):
+            store(target, column, load(source, column) * factor)
+
+    @njit
+    def write(parameters, piece, source, factor, lane, column, count):
+        if may_be_split and piece.slot >= 0:
+            part = row_of(parameters, "partial_output", piece.slot, 0, lane)
+            write_row(shift(part, column), source, factor, count)
+        else:
+            write_row(shift(place(parameters, piece, lane), column), source, factor, count)
 
     return write
-
-
-@functools.cache
-def output_panel_writer_of(dtype: str) -> Callable:
-    """As `panel_writer_of`, to output or partial_output."""
-    return _for_both(panel_writer_of, dtype)
 
 
 @functools.cache
@@ -129,25 +108,26 @@ def panel_writer_of(dtype: str, operand: str) -> Callable:
     They are the columns of the panels, times the factor of each. A panel has ``width`` rows, and
     all together have ``columns``. ``scratch`` has room for a vector in each of its lanes.
     """
-    LANES, place = lanes_of(compute_dtype(dtype)), _place_of(operand)  # noqa: N806
-    next_panel, copy_row = panel_of(dtype), copy_row_of(compute_dtype(dtype))
-    row_stride_name, is_part = f"{operand}_row_stride", operand == "partial_output"
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    next_panel, turn = panel_of(dtype), turn_of(compute_dtype(dtype))
+    place, write_row = _place_of(operand), row_writer_of(dtype, operand)
+    row_stride_name, may_be_split = f"{operand}_row_stride", operand == "output"
     size_name = "head_dim" if operand == "grad_query" else "value_dim"
 
     @njit
     def write_square(parameters, piece, source, stride, factors, lane, column, count, scratch):
         """The lanes from ``lane`` on, and the columns from ``column`` on, which are ``count``."""
         lanes = piece.heads * piece.query_count - lane
-        if lanes >= LANES and count >= LANES and (is_part or piece.heads == 1):
+        is_split = may_be_split and piece.slot >= 0
+        if lanes >= LANES and count >= LANES and piece.heads == 1 and not is_split:
             target = shift(place(parameters, piece, lane), column)
             row_stride = field(parameters, row_stride_name)
             transpose_products(target, row_stride, source, stride, factors, LANES)
             return
-        transpose_products(scratch, LANES, source, stride, factors, LANES)
+        turn(scratch, LANES, source, stride, LANES, LANES)
         for index in range(min(lanes, LANES)):
-            target = shift(place(parameters, piece, lane + index), column)
-            some = min(count, LANES)
-            copy_row(target, shift(scratch, index * LANES), 1, some, some)
+            row, factor = shift(scratch, index * LANES), load(factors, index)
+            write_row(parameters, piece, row, factor, lane + index, column, min(count, LANES))
 
     @njit
     def write(parameters, piece, panels, factors, width, columns, scratch):
