@@ -401,6 +401,17 @@ def test_halves_of_the_keys_merge_by_their_logsumexp(dtype, device):
 # ------------------------------------------------------------------------------------- autograd
 
 
+@pytest.mark.parametrize("queries", [9, 64, 77])
+@pytest.mark.parametrize("dtype", ATTENTION.dtypes, ids=str)
+def test_blocks_of_queries_whose_keys_are_split(dtype, queries, device):
+    """There are too few blocks for many threads."""
+    make = attention_sample(
+        batch=1, heads=2, queries=queries, keys=2100, head_dim=64, value_dim=56, window_right=0
+    )
+    sample = make(dtype).to(device)
+    testing.check_outputs(ATTENTION, sample, dtype, sample.call(ATTENTION.operator))
+
+
 def test_one_tensor_as_query_key_and_value(device):
     x = torch.randn(1, 2, 6, 4, dtype=torch.float64).to(device).requires_grad_()
     assert torch.autograd.gradcheck(lambda t: foo_ops.attention(t, t, t, is_causal=True), x)

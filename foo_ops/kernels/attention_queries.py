@@ -9,6 +9,7 @@ from numba import njit
 
 from foo_ops.kernels.attention import (
     block_of,
+    compute_dtype,
     fill_of,
     packer_of,
     panel_of,
@@ -34,14 +35,22 @@ def query_packer_of(dtype: str) -> Callable:
     """
     if parts_of(dtype):
         return _packer_on_tiles(dtype)
-    load_block, fill = block_of(dtype, "query"), fill_of("float32")
-    pack, _ = packer_of(dtype)
+    load_block, fill = block_of(dtype, "query"), fill_of(compute_dtype(dtype))
+    (pack, _), is_compute_type = packer_of(dtype), dtype == compute_dtype(dtype)
 
     @njit
     def pack_queries(parameters, piece, target, small_panels, block, scratch, width, columns):
-        load_block(parameters, piece, block, parameters.head_dim, columns, width)
-        pack(parameters, target, scratch, block, width, parameters.head_dim, width, columns)
         fill(small_panels, columns, 1.0)
+        dim = parameters.head_dim
+        has_whole_rows = dim == width and parameters.query_column_stride == 1
+        if is_compute_type and has_whole_rows and piece.query_count == columns:
+            query = piece.query_offset + piece.query_start
+            rows = row_of(parameters, "query", piece.batch, piece.head, query)
+            stride = parameters.query_row_stride
+            pack(parameters, target, scratch, rows, stride, dim, width, columns)
+        else:
+            load_block(parameters, piece, block, dim, columns, width)
+            pack(parameters, target, scratch, block, width, dim, width, columns)
 
     return pack_queries
 
