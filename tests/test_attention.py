@@ -412,6 +412,27 @@ def test_blocks_of_queries_whose_keys_are_split(dtype, queries, device):
     testing.check_outputs(ATTENTION, sample, dtype, sample.call(ATTENTION.operator))
 
 
+def in_odd_rows(tensor):
+    room = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 1)
+    room[..., :-1] = tensor
+    return room[..., :-1]
+
+
+def with_columns_apart(tensor):
+    return tensor.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("lay_out", [in_odd_rows, with_columns_apart])
+@pytest.mark.parametrize("dtype", ATTENTION.dtypes, ids=str)
+def test_strides_of_whole_vectors(dtype, lay_out, device):
+    """Sizes of which all parts could be read as they are, were it not for the strides."""
+    make = attention_sample(
+        batch=1, heads=2, queries=128, keys=128, head_dim=64, value_dim=64, is_causal=True
+    )
+    sample = make(dtype).to(device).map(lay_out)
+    testing.check_outputs(ATTENTION, sample, dtype, sample.call(ATTENTION.operator))
+
+
 def test_one_tensor_as_query_key_and_value(device):
     x = torch.randn(1, 2, 6, 4, dtype=torch.float64).to(device).requires_grad_()
     assert torch.autograd.gradcheck(lambda t: foo_ops.attention(t, t, t, is_causal=True), x)

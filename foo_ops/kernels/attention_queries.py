@@ -72,10 +72,10 @@ def _packer_on_tiles(dtype: str) -> Callable:
 
     @njit
     def has_pairs(parameters, piece, stop):
-        """Whether the rows up to ``stop`` can be read as pairs, one stride apart."""
+        """Whether the lanes up to ``stop`` can be read as pairs, one stride apart: of one head."""
         is_whole = parameters.head_dim % DEPTH == 0 and parameters.query_column_stride == 1
         is_even = parameters.query_row_stride % 2 == 0
-        return is_whole and is_even and piece.heads == 1 and stop <= piece.query_count
+        return is_whole and is_even and stop <= piece.query_count
 
     @njit
     def pack_panel(parameters, piece, target, stride, line, scratch, width, start, columns):
