@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import sys
 
+import llvmlite.binding as llvm
 import pytest
 
 from foo_ops.kernels import jit
+from foo_ops.kernels.target import target
 
 DTYPES = ("float32", "float64", "bfloat16", "int8", "int16", "int32", "int64")
 # Calls a kernel for each dtype and prints how many were compiled, and whether Numba was needed.
@@ -281,3 +283,12 @@ def test_stored_kernels_may_use_the_matrix_unit(tmp_path):
     before = contents(tmp_path)
     run(program, tmp_path, FOO_MATRIX_UNIT="1")
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("has_avx512", [False, True])
+def test_llvm_prefers_the_widest_vectors(monkeypatch, has_avx512):
+    features = llvm.FeatureMap({"avx2": True, "avx512f": has_avx512})
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: features)
+    monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
+    monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
+    assert ("-prefer-256-bit" in target()[2].split(",")) == has_avx512
