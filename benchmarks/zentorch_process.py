@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.measure import stay_awake
 from benchmarks.workload import Workload
 
 
@@ -92,6 +93,7 @@ class Server:
 
     def time(self, calls: int, threads: int) -> float:
         torch.set_num_threads(threads)
+        stay_awake()
         return self.timer.timeit(calls)
 
 
