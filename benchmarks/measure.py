@@ -22,7 +22,7 @@ THREADS = (1, 2)
 PAUSE = 0.002
 """Before each turn, in seconds: idle threads of the contender before spin about half as long.
 
-It is spent in a loop: after a sleep of as long, the next 50 ms took 1.2 times as long (with AMX)."""
+It is spent in a loop: after a sleep of as long, the next 50 ms took 1.2 times as long with AMX."""
 
 
 class Contender(Protocol):
