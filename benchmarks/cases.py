@@ -75,16 +75,17 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
     return [
         *call_cases(),
         *abs_cases(sizes.elements, threads[-1]),
+        *device.cases(sizes.elements, threads[-1]),
         *operators.cases(sizes.rows, sizes.dtypes, threads),
         *(attention_case(workload, threads) for workload in square_workloads(sizes)),
         *(attention_case(workload, threads) for workload in single_head_workloads(sizes)),
         *(attention_case(workload, threads) for workload in shared_workloads(sizes)),
         *(attention_case(workload, threads) for workload in option_workloads(sizes)),
         *(decoding_case(workload, threads) for workload in decoding_workloads(sizes)),
-        # Last: its training step computes gradients in a thread of foo's, whose workers stay. With
-        # more threads than processors OpenMP lets none wait by spinning, and what takes 160 us on
-        # two threads takes 250 from there on.
-        *device.cases(sizes.elements, threads[-1]),
+        # Last: it computes gradients in a thread of foo's, whose workers stay. With more threads
+        # than processors OpenMP lets none wait by spinning, and what takes 160 us on two threads
+        # takes 250 from there on.
+        device.training_case(threads[-1]),
     ]
 
 

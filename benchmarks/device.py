@@ -37,7 +37,10 @@ def cases(elements: Sequence[int], threads: int) -> Iterator[Case]:
         full_name = f"{name}, 2^{largest.bit_length() - 1} floats"
         prepare = partial(prepare_function, function, largest)
         yield Case(SECTION, full_name, prepare, (threads,), headline=True)
-    yield Case(SECTION, TRAINING, prepare_training, (threads,), repeat=5, headline=True)
+
+
+def training_case(threads: int) -> Case:
+    return Case(SECTION, TRAINING, prepare_training, (threads,), repeat=5, headline=True)
 
 
 def prepare_function(function: Callable[[Tensor], Tensor], size: int) -> Contenders:
