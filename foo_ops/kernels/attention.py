@@ -278,6 +278,21 @@ def copy_row_of(dtype: str) -> Callable:
 
 
 @functools.cache
+def lane_row_of(operand: str) -> Callable:
+    """``lane_row(parameters, piece, lane)``: the pointer to the row of query, output or a gradient
+    of these that belongs to a lane of a block.
+    """
+
+    @njit
+    def lane_row(parameters, piece, lane):
+        head, row = piece.head + lane // piece.query_count, lane % piece.query_count
+        query = piece.query_offset + piece.query_start + row
+        return row_of(parameters, operand, piece.batch, head, query)
+
+    return lane_row
+
+
+@functools.cache
 def block_of(dtype: str, operand: str) -> Callable:
     """``load_block(parameters, piece, target, columns, rows, width)``: the rows of a block.
 

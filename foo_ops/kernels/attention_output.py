@@ -8,7 +8,14 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
-from foo_ops.kernels.attention import LOG2, compute_dtype, copy_row_of, panel_of, turn_of
+from foo_ops.kernels.attention import (
+    LOG2,
+    compute_dtype,
+    copy_row_of,
+    lane_row_of,
+    panel_of,
+    turn_of,
+)
 from foo_ops.kernels.functions import log
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import ELEMENTS, less, load, load_vector, select, shift, splat, store
@@ -60,26 +67,13 @@ def finisher_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def _place_of(operand: str) -> Callable:
-    """``place(parameters, piece, lane)``: the pointer to the row of a lane."""
-
-    @njit
-    def place(parameters, piece, lane):
-        head, row = piece.head + lane // piece.query_count, lane % piece.query_count
-        query = piece.query_offset + piece.query_start + row
-        return row_of(parameters, operand, piece.batch, head, query)
-
-    return place
-
-
-@functools.cache
 def row_writer_of(dtype: str, operand: str) -> Callable:
     """``write(parameters, piece, source, factor, lane, column, count)``, times the factor.
 
     ``count`` columns of the row of a lane, from ``column`` on. Those of output go to partial_output
     if the keys are split.
     """
-    LANES, place = lanes_of(compute_dtype(dtype)), _place_of(operand)  # noqa: N806
+    LANES, lane_row = lanes_of(compute_dtype(dtype)), lane_row_of(operand)  # noqa: N806
     may_be_split = operand == "output"
 
     @njit
@@ -96,7 +90,7 @@ def row_writer_of(dtype: str, operand: str) -> Callable:
             part = row_of(parameters, "partial_output", piece.slot, 0, lane)
             write_row(shift(part, column), source, factor, count)
         else:
-            write_row(shift(place(parameters, piece, lane), column), source, factor, count)
+            write_row(shift(lane_row(parameters, piece, lane), column), source, factor, count)
 
     return write
 
@@ -110,7 +104,7 @@ def panel_writer_of(dtype: str, operand: str) -> Callable:
     """
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
     next_panel, turn = panel_of(dtype), turn_of(compute_dtype(dtype))
-    place, write_row = _place_of(operand), row_writer_of(dtype, operand)
+    lane_row, write_row = lane_row_of(operand), row_writer_of(dtype, operand)
     row_stride_name, may_be_split = f"{operand}_row_stride", operand == "output"
     size_name = "head_dim" if operand == "grad_query" else "value_dim"
 
@@ -120,7 +114,7 @@ def panel_writer_of(dtype: str, operand: str) -> Callable:
         lanes = piece.heads * piece.query_count - lane
         is_split = may_be_split and piece.slot >= 0
         if lanes >= LANES and count >= LANES and piece.heads == 1 and not is_split:
-            target = shift(place(parameters, piece, lane), column)
+            target = shift(lane_row(parameters, piece, lane), column)
             row_stride = field(parameters, row_stride_name)
             transpose_products(target, row_stride, source, stride, factors, LANES)
             return

@@ -11,6 +11,7 @@ from foo_ops.kernels.attention import (
     block_of,
     compute_dtype,
     fill_of,
+    lane_row_of,
     packer_of,
     panel_of,
     part_turner_of,
@@ -21,7 +22,6 @@ from foo_ops.kernels.attention import (
 )
 from foo_ops.kernels.parts import GROUP_ELEMENTS, parts_of
 from foo_ops.kernels.simd import address_of, pointer_to, shift, store
-from foo_ops.kernels.struct import row_of
 from foo_ops.kernels.tiles import PAIRS
 
 
@@ -36,6 +36,7 @@ def query_packer_of(dtype: str) -> Callable:
     if parts_of(dtype):
         return _packer_on_tiles(dtype)
     load_block, fill = block_of(dtype, "query"), fill_of(compute_dtype(dtype))
+    query_row = lane_row_of("query")
     (pack, _), is_compute_type = packer_of(dtype), dtype == compute_dtype(dtype)
 
     @njit
@@ -44,8 +45,7 @@ def query_packer_of(dtype: str) -> Callable:
         dim = parameters.head_dim
         has_whole_rows = dim == width and parameters.query_column_stride == 1
         if is_compute_type and has_whole_rows and piece.query_count == columns:
-            query = piece.query_offset + piece.query_start
-            rows = row_of(parameters, "query", piece.batch, piece.head, query)
+            rows = query_row(parameters, piece, 0)
             stride = parameters.query_row_stride
             pack(parameters, target, scratch, rows, stride, dim, width, columns)
         else:
@@ -62,13 +62,7 @@ def _packer_on_tiles(dtype: str) -> Callable:
     DEPTH, ROOM = sizes_of(dtype).depth, sizes_of(dtype).room  # noqa: N806
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
     fill, PARTS, is_stored_in_pairs = fill_of("float32"), parts_of(dtype), dtype == "bfloat16"  # noqa: N806
-    group = GROUP_ELEMENTS
-
-    @njit
-    def row_of_lane(parameters, piece, lane):
-        head, row = piece.head + lane // piece.query_count, lane % piece.query_count
-        query = piece.query_offset + piece.query_start + row
-        return row_of(parameters, "query", piece.batch, head, query)
+    query_row, group = lane_row_of("query"), GROUP_ELEMENTS
 
     @njit
     def has_pairs(parameters, piece, stop):
@@ -80,7 +74,7 @@ def _packer_on_tiles(dtype: str) -> Callable:
     @njit
     def pack_panel(parameters, piece, target, stride, line, scratch, width, start, columns):
         if is_stored_in_pairs and has_pairs(parameters, piece, start + columns):
-            source = as_pairs(address_of(row_of_lane(parameters, piece, start)))
+            source = as_pairs(address_of(query_row(parameters, piece, start)))
             row_stride = parameters.query_row_stride // 2
             packed = as_pairs(address_of(target))
             turn(packed, stride, source, row_stride, columns, steps(parameters.head_dim))
@@ -89,7 +83,7 @@ def _packer_on_tiles(dtype: str) -> Callable:
         elements, rows = as_elements(address_of(scratch)), piece.heads * piece.query_count - start
         for row in range(min(columns, rows)):
             source, place = (
-                row_of_lane(parameters, piece, start + row),
+                query_row(parameters, piece, start + row),
                 shift(elements, row * width),
             )
             small = split_row(parameters, place, group, 2 * part, line, source, width) and small

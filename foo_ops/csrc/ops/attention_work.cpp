@@ -25,8 +25,8 @@ constexpr int64_t kPartLength = 1024;
 // Of merged blocks each of several threads has to have so many, so that none has long to wait for
 // another.
 constexpr int64_t kBlocksOfThread = 4;
-// The most elements of query and output in a merged block: half a megabyte of each at 64, of caches
-// that have one or two.
+// The most elements of query and output in a merged block: a megabyte of float32, of caches that
+// have one or two.
 constexpr int64_t kBlockElements = int64_t{1} << 18;
 // A block of few registers, where there are many. It is whole panels of 3 vectors of 8.
 constexpr int64_t kLargeBlock = 144;
