@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import foo_ops  # noqa: F401  (torch.ops.foo also without the entry point that loads it)
+from foo_ops.ops.attention import given_options
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -104,10 +104,7 @@ def foo_attention_forward(
         value,
         combine(position_bias, attention_mask),
         sinks=s_aux,
-        scale=scaling,
-        dropout_p=dropout,
-        softcap=softcap or 0.0,
-        **options,
+        **given_options(scale=scaling, dropout_p=dropout, softcap=softcap or 0.0, **options),
     )
     return output.transpose(1, 2).contiguous(), None
 

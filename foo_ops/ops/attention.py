@@ -112,13 +112,7 @@ def attention(
         >>> foo_ops.attention(query, key, value, is_causal=True).shape
         torch.Size([1, 8, 100, 64])
     """
-    output, logsumexp = torch.ops.foo.attention.default(
-        query,
-        key,
-        value,
-        attn_bias,
-        alibi_slopes,
-        sinks,
+    options = given_options(
         is_causal=is_causal,
         scale=scale,
         dropout_p=dropout_p,
@@ -126,7 +120,26 @@ def attention(
         window_right=window_right,
         softcap=softcap,
     )
+    output, logsumexp = torch.ops.foo.attention.default(
+        query, key, value, attn_bias, alibi_slopes, sinks, **options
+    )
     return (output, logsumexp) if return_logsumexp else output
+
+
+DEFAULTS: dict[str, Any] = {
+    "is_causal": False,
+    "scale": None,
+    "dropout_p": 0.0,
+    "window_left": -1,
+    "window_right": -1,
+    "softcap": 0.0,
+}
+"""The options of attention, as `OPTIONS` has them."""
+
+
+def given_options(**options: Any) -> dict[str, Any]:
+    """Those that are not their default: to parse one takes as long as to allocate a tensor."""
+    return {name: value for name, value in options.items() if value != DEFAULTS[name]}
 
 
 # ------------------------------------------------------------------------------------ fake kernels

@@ -15,6 +15,7 @@ from foo_ops.ops.attention import (
     composite,
     compute_type,
     empty_gradient,
+    given_options,
     kept_weights,
     second_derivative,
     setup_context,
@@ -103,6 +104,13 @@ def attention_varlen(
         ... ).shape
         torch.Size([12, 8, 64])
     """
+    options = given_options(
+        scale=scale,
+        dropout_p=dropout_p,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+    )
     output, logsumexp = torch.ops.foo.attention_varlen.default(
         query,
         key,
@@ -115,11 +123,7 @@ def attention_varlen(
         sinks,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        scale=scale,
-        dropout_p=dropout_p,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
+        **options,
     )
     return (output, logsumexp) if return_logsumexp else output
 

@@ -239,15 +239,22 @@ int64_t work_of(const Piece& piece) {
   return rows_of(piece) * (piece.key_stop - piece.key_start);
 }
 
-// The largest first, so that at the end no thread has long to wait for another.
+// The largest of each thread's share first, so that at the end none has long to wait for another.
 void sort_by_work(std::vector<Piece>& pieces) {
-  std::stable_sort(pieces.begin(), pieces.end(),
-                   [](const Piece& a, const Piece& b) { return work_of(a) > work_of(b); });
+  const int64_t threads = at::get_num_threads(), count = static_cast<int64_t>(pieces.size());
+  const auto begin = [&](int64_t thread) {
+    return pieces.begin() + ThreadShares::begin(thread, count, threads);
+  };
+  for (int64_t thread = 0; thread < threads; ++thread) {
+    std::stable_sort(begin(thread), begin(thread + 1),
+                     [](const Piece& a, const Piece& b) { return work_of(a) > work_of(b); });
+  }
 }
 
 void run_pieces(const Parameters& parameters, at::ScalarType type, AttentionFunction* kernel,
-                const std::vector<Piece>& pieces) {
+                std::vector<Piece> pieces) {
   if (!pieces.empty()) {
+    sort_by_work(pieces);
     int64_t rows = 0;
     for (const Piece& piece : pieces) {
       rows = std::max(rows, rows_of(piece));
@@ -359,7 +366,6 @@ void run_forward(Parameters& parameters, const at::Tensor& query,
   if (!parameters.modifies && !has_16_registers()) {
     pieces = merge_neighbours(parameters, std::move(pieces));
   }
-  sort_by_work(pieces);
   const std::vector<Piece> few =
       take_if(pieces, [](const Piece& piece) { return rows_of(piece) <= kFewQueries; });
   if (!few.empty()) {

@@ -7,12 +7,12 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <atomic>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "ops/attention.h"
+#include "ops/thread_shares.h"
 
 namespace foo {
 
@@ -151,8 +151,7 @@ void* thread_scratch(int64_t bytes);
 
 // Calls work(job, thread, call) for each job, in parallel, where call(piece) runs the kernel in the
 // thread's own scratch memory, and threads are counted from 0, fewer than at::get_num_threads().
-// Threads take the next job when they are done with one; which thread runs it makes no difference
-// to the result. A piece has up to ``rows`` queries.
+// Which thread does a job makes no difference to the result. A piece has up to ``rows`` queries.
 template <class Work>
 void run_jobs(const Parameters& parameters, at::ScalarType scratch_type, AttentionFunction* kernel,
               int64_t jobs, int64_t rows, Work work) {
@@ -166,12 +165,12 @@ void run_jobs(const Parameters& parameters, at::ScalarType scratch_type, Attenti
                        2 * (5 * kTile + 10 * (width + 1) * kTileStride + 3 * kKeyBlock * width);
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
   const int64_t bytes = size * static_cast<int64_t>(c10::elementSize(scratch_type));
-  std::atomic<int64_t> next{0};
+  ThreadShares shares(jobs, threads);
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     void* const scratch = thread_scratch(bytes);
     for (int64_t thread = begin; thread < end; ++thread) {
       const auto call = [&](const Piece& piece) { kernel(&parameters, &piece, scratch); };
-      for (int64_t job = next++; job < jobs; job = next++) {
+      for (int64_t job = shares.take(thread); job >= 0; job = shares.take(thread)) {
         work(job, thread, call);
       }
     }
