@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import cases, peaks, report
+from benchmarks.awake import processors_awake
 from benchmarks.first_call import CALLS, REPOSITORY, measure_first_calls
 from benchmarks.measure import Limits, Result, measure
 from benchmarks.plots import save_plots
@@ -48,7 +49,8 @@ def main() -> None:
         write_readme(options.output)
         return
     start = time.monotonic()
-    results = run(MODES[options.mode], options.only)
+    with processors_awake():
+        results = run(MODES[options.mode], options.only)
     minutes = (time.monotonic() - start) / 60
     report.save(options.output, results, options.mode)
     content = report.load(options.output)

@@ -1,0 +1,51 @@
+"""The processes that keep processors from resting while the benchmark runs."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.awake import processors_awake
+
+
+def counting_processes():
+    """The processors of this process's children that count, at the lowest priority."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_text() if entry.name.isdigit() else ""
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1] if command else ""
+            if "benchmarks.awake" in command and int(parent) == os.getpid():
+                pid = int(entry.name)
+                if os.sched_getscheduler(pid) == os.SCHED_IDLE:
+                    found.append(os.sched_getaffinity(pid))
+        except OSError:
+            continue
+    return sorted(found, key=min)
+
+
+def test_every_processor_counts_until_the_end():
+    wanted = [{processor} for processor in sorted(os.sched_getaffinity(0))]
+    with processors_awake():
+        end = time.monotonic() + 60
+        while counting_processes() != wanted and time.monotonic() < end:
+            time.sleep(0.05)
+        assert counting_processes() == wanted
+    assert counting_processes() == []
+
+
+def test_nobody_counts_after_a_failure():
+    with pytest.raises(KeyError), processors_awake():
+        raise KeyError
+    assert counting_processes() == []
+
+
+def test_nobody_counts_for_a_parent_that_is_gone():
+    processor = min(os.sched_getaffinity(0))
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.awake", str(processor), "1"], timeout=60, check=False
+    )
+    assert ended.returncode == 0
