@@ -12,17 +12,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-COUNT = 1_000_000
-"""Steps of counting, some ten milliseconds, between two looks at whether the parent is there."""
+YIELDS = 10_000
+"""Between two looks at whether the parent is there: some milliseconds."""
 
 
 @contextmanager
 def processors_awake() -> Iterator[None]:
-    """Each usable processor counts, at a priority that gives way to everything else.
-
-    It takes the processor for less than a hundredth of the time that others want it for.
-    """
-    counting = [
+    """On each usable processor a process is busy that gives way to everything else."""
+    busy = [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.awake", str(processor), str(os.getpid())]
         )
@@ -31,18 +28,21 @@ def processors_awake() -> Iterator[None]:
     try:
         yield
     finally:
-        for process in counting:
+        for process in busy:
             process.terminate()
             process.wait()
 
 
 def keep_awake(processor: int, parent: int) -> None:
-    """Count on a processor while the parent lives."""
+    """Offer a processor to others, which the kernel prefers, over and over while the parent lives.
+
+    One that only counted would keep a processor that others want for 4 ms now and then.
+    """
     os.sched_setaffinity(0, {processor})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     while os.getppid() == parent:
-        for _ in range(COUNT):
-            pass
+        for _ in range(YIELDS):
+            os.sched_yield()
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.awake import processors_awake
 
 
-def counting_processes():
-    """The processors of this process's children that count, at the lowest priority."""
+def busy_processes():
+    """The processors that this process's children keep busy, at the lowest priority."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -27,23 +27,23 @@ def counting_processes():
     return sorted(found, key=min)
 
 
-def test_every_processor_counts_until_the_end():
+def test_every_processor_is_busy_until_the_end():
     wanted = [{processor} for processor in sorted(os.sched_getaffinity(0))]
     with processors_awake():
         end = time.monotonic() + 60
-        while counting_processes() != wanted and time.monotonic() < end:
+        while busy_processes() != wanted and time.monotonic() < end:
             time.sleep(0.05)
-        assert counting_processes() == wanted
-    assert counting_processes() == []
+        assert busy_processes() == wanted
+    assert busy_processes() == []
 
 
-def test_nobody_counts_after_a_failure():
+def test_nobody_is_busy_after_a_failure():
     with pytest.raises(KeyError), processors_awake():
         raise KeyError
-    assert counting_processes() == []
+    assert busy_processes() == []
 
 
-def test_nobody_counts_for_a_parent_that_is_gone():
+def test_nobody_is_busy_for_a_parent_that_is_gone():
     processor = min(os.sched_getaffinity(0))
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.awake", str(processor), "1"], timeout=60, check=False
