@@ -537,6 +537,16 @@ def some_are(number, argument):
         # What is left over goes to the kernel for few queries.
         (2, {"heads": 68, "key_heads": 4, "queries": 8, "keys": 333}, {}, None),
         (3, {"heads": 1, "queries": 2689, "keys": 77}, {}, None),
+        # Keys that are split, and blocks of which the same parts are merged.
+        (5, {"heads": 1, "queries": 1280, "keys": 2300}, {}, None),
+        (5, {"heads": 1, "queries": 1300, "keys": 2300}, {"window_right": 0}, None),
+        (
+            5,
+            {"heads": 2, "queries": 1281, "keys": 2300},
+            {"window_left": 2100},
+            some_are(math.nan, 0),
+        ),
+        (3, {"heads": 1, "queries": 2560, "keys": 2560}, {"is_causal": True}, None),
         # More than 64 blocks of 128 queries, and fewer of 256, so that keys might be split.
         (13, {"heads": 10, "queries": 1280, "keys": 1300}, {}, None),
         (16, {"heads": 12, "queries": 1100, "keys": 1100}, {}, None),

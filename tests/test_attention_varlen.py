@@ -74,6 +74,34 @@ def test_agrees_with_torch_on_padded_sequences(window_right, device):
         torch.testing.assert_close(actual, rows[:length], rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("queries", [1, 20])
+def test_keys_of_sequences_are_split_at_their_own_places(queries, device):
+    """So many sequences that the keys of each are split in two, where these are many."""
+    lengths = (2100, 3000, 1030, *range(1, 18))
+    starts = [cumulative_lengths(it).to(device) for it in ([queries] * len(lengths), lengths)]
+    query, key, value = random(
+        "split keys",
+        *((rows, 2, 8) for rows in (queries * len(lengths), sum(lengths), sum(lengths))),
+        dtype=torch.float64,
+    )
+    output, logsumexp = torch.ops.foo.attention_varlen(
+        *(tensor.float().to(device) for tensor in (query, key, value)),
+        *starts,
+        max_seqlen_q=queries,
+        max_seqlen_k=max(lengths),
+    )
+    parts = zip(query.split(queries), key.split(lengths), value.split(lengths), strict=True)
+    scores = [torch.einsum("ihd,jhd->hij", part[0], part[1]) / 8**0.5 for part in parts]
+    values = value.split(lengths)
+    expected = [
+        torch.einsum("hij,jhd->ihd", it.softmax(-1), v)
+        for it, v in zip(scores, values, strict=True)
+    ]
+    torch.testing.assert_close(output.double().cpu(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+    sums = torch.cat([it.logsumexp(-1) for it in scores], 1)
+    torch.testing.assert_close(logsumexp.double().cpu(), sums, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_sequence_is_what_attention_computes(dtype, device):
     sample = varlen_sample(

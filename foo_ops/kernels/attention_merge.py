@@ -26,7 +26,7 @@ from foo_ops.kernels.struct import row_of
 
 
 def build(dtype: str) -> Kernel:
-    """Piece of work: as for the forward kernel, with the first slot and the number of parts."""
+    """Piece of work: as for the forward kernel, with the number of parts in place of one."""
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
     copy_row, fill = copy_row_of(compute_dtype(dtype)), fill_of(compute_dtype(dtype))
@@ -35,7 +35,7 @@ def build(dtype: str) -> Kernel:
     def logsumexp_of_parts(parameters, piece, lane):
         largest = compute(-math.inf)
         for part in range(piece.parts):
-            value = load(row_of(parameters, "partial_logsumexp", piece.slot + part, 0, lane), 0)
+            value = load(row_of(parameters, "partial_logsumexp", part, piece.slot, lane), 0)
             # NaN is kept: no number is larger, and it is not equal to itself.
             if value > largest or value != value:
                 largest = value
@@ -43,7 +43,7 @@ def build(dtype: str) -> Kernel:
             return largest
         total = compute(0.0)
         for part in range(piece.parts):
-            value = load(row_of(parameters, "partial_logsumexp", piece.slot + part, 0, lane), 0)
+            value = load(row_of(parameters, "partial_logsumexp", part, piece.slot, lane), 0)
             total += exp2((value - largest) / compute(LOG2))
         return largest + math.log(total)
 
@@ -51,13 +51,13 @@ def build(dtype: str) -> Kernel:
     def merge_row(parameters, piece, lane, logsumexp, total, width):
         fill(total, width, 0.0)
         for part in range(piece.parts):
-            value = load(row_of(parameters, "partial_logsumexp", piece.slot + part, 0, lane), 0)
+            value = load(row_of(parameters, "partial_logsumexp", part, piece.slot, lane), 0)
             if value == -math.inf:
                 continue
             # Equal infinities, of a sink, have no difference.
             exponent = value - logsumexp if value != logsumexp else compute(0.0)
             weight = splat(compute(exp2(exponent / compute(LOG2))), LANES)
-            source = row_of(parameters, "partial_output", piece.slot + part, 0, lane)
+            source = row_of(parameters, "partial_output", part, piece.slot, lane)
             for column in range(0, width, LANES):
                 sum_ = load_vector(total, column, LANES)
                 store(total, column, fma(weight, load_vector(source, column, LANES), sum_))

@@ -54,7 +54,7 @@ def finisher_of(dtype: str) -> Callable:
             finish_lanes(largest, total, factors, lane, parameters.kept_scale)
         if piece.slot >= 0:
             rows = piece.heads * count
-            part = row_of(parameters, "partial_logsumexp", piece.slot, 0, 0)
+            part = row_of(parameters, "partial_logsumexp", piece.part, piece.slot, 0)
             copy_row(part, total, 1, rows, rows)
             return
         query, stride = piece.query_offset + piece.query_start, parameters.logsumexp_row_stride
@@ -87,7 +87,7 @@ def row_writer_of(dtype: str, operand: str) -> Callable:
     @njit
     def write(parameters, piece, source, factor, lane, column, count):
         if may_be_split and piece.slot >= 0:
-            part = row_of(parameters, "partial_output", piece.slot, 0, lane)
+            part = row_of(parameters, "partial_output", piece.part, piece.slot, lane)
             write_row(shift(part, column), source, factor, count)
         else:
             write_row(shift(lane_row(parameters, piece, lane), column), source, factor, count)

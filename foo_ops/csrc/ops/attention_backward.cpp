@@ -56,8 +56,8 @@ class GradientSums {
 
   Operand operand() const { return Operand(sums_); }
 
-  void clear(int64_t slot, int64_t rows) const {
-    std::memset(place(slot, 0), 0, rows * sums_.stride(2) * sums_.element_size());
+  void clear(int64_t slot, int64_t begin, int64_t end) const {
+    std::memset(place(slot, begin), 0, (end - begin) * sums_.stride(2) * sums_.element_size());
   }
 
   // The sum of ``chunks`` slots, rounded to the dtype of the gradient, for the rows of the key head
@@ -115,10 +115,81 @@ std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
   return jobs;
 }
 
-// Then a block may store its sums, since it has one for each key.
-bool sees_all_keys(const Piece& block, int64_t keys) {
-  return block.key_start == 0 && block.key_stop == keys && block.first_visible == -kFar &&
-         block.last_visible == kFar;
+// The sums of grad_key and of grad_value.
+class SumsOfKeys {
+ public:
+  SumsOfKeys(Parameters& parameters, const at::Tensor& grad_key, const at::Tensor& grad_value,
+             int64_t slots, int64_t rows, at::ScalarType type)
+      : both_{GradientSums(grad_key, parameters.scale, slots, rows, type),
+              GradientSums(grad_value, 1.0, slots, rows, type)} {
+    parameters.grad_key = both_[0].operand();
+    parameters.grad_value = both_[1].operand();
+  }
+
+  void clear(int64_t slot, int64_t begin, int64_t end) const {
+    for (const GradientSums& sums : both_) {
+      sums.clear(slot, begin, end);
+    }
+  }
+
+  void write(const KeyHead& key_head, int64_t begin, int64_t end, int64_t slot,
+             int64_t chunks) const {
+    for (const GradientSums& sums : both_) {
+      sums.write(key_head, begin, end, slot, chunks);
+    }
+  }
+
+ private:
+  std::array<GradientSums, 2> both_;
+};
+
+// Calls call(piece) for each block of a chunk, which adds to the sums in a slot of so many rows.
+// The last block goes first: under a causal mask it sees the most keys. Their sums begin with it,
+// so that the slot is cleared only where it sees none.
+template <class Call>
+void run_chunk(const Chunk& chunk, const SumsOfKeys& sums, int64_t slot, int64_t rows, Call call) {
+  const Piece& first = chunk.blocks.back();
+  sums.clear(slot, 0, first.key_start);
+  sums.clear(slot, first.key_stop, rows);
+  bool begins = true;
+  for (auto block = chunk.blocks.rbegin(); block != chunk.blocks.rend(); ++block) {
+    Piece piece = *block;
+    piece.slot = slot;
+    piece.begins_sums = begins;
+    begins = false;
+    call(piece);
+  }
+}
+
+// A key head may have fewer blocks than there are chunks.
+void clear_slots_without_blocks(const std::vector<std::vector<Chunk>>& jobs, const SumsOfKeys& sums,
+                                int64_t slots, int64_t rows) {
+  std::vector<bool> has_blocks(slots, false);
+  for (const std::vector<Chunk>& job : jobs) {
+    for (const Chunk& chunk : job) {
+      has_blocks[chunk.blocks[0].slot] = true;
+    }
+  }
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    if (!has_blocks[slot]) {
+      sums.clear(slot, 0, rows);
+    }
+  }
+}
+
+// A key head's rows in parts, so that there is work for all threads if there is one head.
+void add_up_chunks(const std::vector<KeyHead>& key_heads, const SumsOfKeys& sums, int64_t chunks,
+                   int64_t most_rows) {
+  const int64_t count = static_cast<int64_t>(key_heads.size());
+  const int64_t parts = ceil_divide(most_rows, kRowsOfPart);
+  at::parallel_for(0, count * parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t job = begin; job < end; ++job) {
+      const KeyHead& key_head = key_heads[job / parts];
+      const int64_t row = std::min(key_head.rows, job % parts * kRowsOfPart);
+      const int64_t stop = std::min(key_head.rows, row + kRowsOfPart);
+      sums.write(key_head, row, stop, job / parts * chunks, chunks);
+    }
+  });
 }
 
 // The sums of a key head that is one chunk lie in the slot of the thread that runs it, and are
@@ -128,64 +199,29 @@ void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
                       const std::vector<KeyHead>& key_heads, const at::Tensor& grad_key,
                       const at::Tensor& grad_value, at::ScalarType type) {
   const int64_t chunks = parameters.chunks, count = static_cast<int64_t>(key_heads.size());
-  const int64_t slots = chunks == 1 ? at::get_num_threads() : count * chunks;
+  const bool has_chunks = chunks > 1;
+  const int64_t slots = has_chunks ? count * chunks : at::get_num_threads();
   int64_t most_rows = 0;
   for (const KeyHead& key_head : key_heads) {
     most_rows = std::max(most_rows, key_head.rows);
   }
-  const std::array<GradientSums, 2> both{
-      GradientSums(grad_key, parameters.scale, slots, most_rows, type),
-      GradientSums(grad_value, 1.0, slots, most_rows, type)};
-  parameters.grad_key = both[0].operand();
-  parameters.grad_value = both[1].operand();
-  const auto clear = [&](int64_t slot, int64_t rows) {
-    for (const GradientSums& sums : both) {
-      sums.clear(slot, rows);
-    }
-  };
-  const auto write = [&](const KeyHead& key_head, int64_t begin, int64_t end, int64_t slot) {
-    for (const GradientSums& sums : both) {
-      sums.write(key_head, begin, end, slot, chunks);
-    }
-  };
-  if (chunks > 1) {
-    // All of them: a key head may have fewer blocks than chunks.
-    at::parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t slot = begin; slot < end; ++slot) {
-        clear(slot, most_rows);
-      }
-    });
+  const SumsOfKeys sums(parameters, grad_key, grad_value, slots, most_rows, type);
+  if (has_chunks) {
+    clear_slots_without_blocks(jobs, sums, slots, most_rows);
   }
   run_jobs(parameters, type, kernel, static_cast<int64_t>(jobs.size()), kTileStride,
            [&](int64_t job, int64_t thread, const auto& call) {
              for (const Chunk& chunk : jobs[job]) {
                const KeyHead& key_head = key_heads[chunk.key_head];
-               bool begins = chunks == 1 && sees_all_keys(chunk.blocks[0], key_head.rows);
-               if (chunks == 1 && !begins) {
-                 clear(thread, key_head.rows);
-               }
-               for (Piece block : chunk.blocks) {
-                 block.slot = chunks == 1 ? thread : block.slot;
-                 block.begins_sums = begins;
-                 begins = false;
-                 call(block);
-               }
-               if (chunks == 1) {
-                 write(key_head, 0, key_head.rows, thread);
+               const int64_t slot = has_chunks ? chunk.blocks[0].slot : thread;
+               run_chunk(chunk, sums, slot, key_head.rows, call);
+               if (!has_chunks) {
+                 sums.write(key_head, 0, key_head.rows, slot, 1);
                }
              }
            });
-  if (chunks > 1) {
-    // A key head's rows in parts, so that there is work for all threads if there is one head.
-    const int64_t parts = ceil_divide(most_rows, kRowsOfPart);
-    at::parallel_for(0, count * parts, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t job = begin; job < end; ++job) {
-        const KeyHead& key_head = key_heads[job / parts];
-        const int64_t row = std::min(key_head.rows, job % parts * kRowsOfPart);
-        const int64_t stop = std::min(key_head.rows, row + kRowsOfPart);
-        write(key_head, row, stop, job / parts * chunks);
-      }
-    });
+  if (has_chunks) {
+    add_up_chunks(key_heads, sums, chunks, most_rows);
   }
 }
 

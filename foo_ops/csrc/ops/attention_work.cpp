@@ -160,35 +160,39 @@ std::vector<Piece> cut_into_blocks_of(const Parameters& parameters,
   return blocks;
 }
 
-// Splits the keys of each block into ``parts``, or fewer where there are few keys.
+// Splits the keys of each block into ``parts``, or fewer where there are few keys. Split blocks get
+// a slot each. The same part of all blocks follow one another.
 std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t parts) {
-  std::vector<Piece> pieces;
-  int64_t slots = 0;
+  std::vector<int64_t> lengths;
+  int64_t slots = 0, most_parts = 1;
   for (Piece& block : blocks) {
     const int64_t keys = block.key_stop - block.key_start;
     const int64_t length =
         std::max(kPartLength, ceil_divide(ceil_divide(keys, parts), kKeyBlock) * kKeyBlock);
+    lengths.push_back(length);
     block.parts = std::max<int64_t>(1, ceil_divide(keys, length));
-    if (block.parts > 1) {
-      block.slot = slots;
-    }
-    for (int64_t part = 0; part < block.parts; ++part) {
-      Piece piece = block;
-      piece.part = part;
-      piece.key_start = block.key_start + part * length;
-      piece.key_stop = std::min(block.key_stop, piece.key_start + length);
-      if (block.parts > 1) {
-        piece.slot = slots++;
+    block.slot = block.parts > 1 ? slots++ : -1;
+    most_parts = std::max(most_parts, block.parts);
+  }
+  std::vector<Piece> pieces;
+  for (int64_t part = 0; part < most_parts; ++part) {
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      if (part < blocks[i].parts) {
+        Piece piece = blocks[i];
+        piece.part = part;
+        piece.key_start += part * lengths[i];
+        piece.key_stop = std::min(piece.key_stop, piece.key_start + lengths[i]);
+        pieces.push_back(piece);
       }
-      pieces.push_back(piece);
     }
   }
   return pieces;
 }
 
 // Whether two blocks as one give the same results, to the last bit: their panels and their tiles of
-// keys are the same, and neither is one for the kernel for few queries.
-bool can_merge(const Piece& first, const Piece& second, int64_t most) {
+// keys are the same, and neither is one for the kernel for few queries. Parts of them have their
+// place in slots of ``slot_rows``, of which the first then fills its own.
+bool can_merge(const Piece& first, const Piece& second, int64_t most, int64_t slot_rows) {
   const bool are_neighbours = first.batch == second.batch && first.head == second.head &&
                               first.query_offset == second.query_offset &&
                               second.query_start == first.query_start + first.query_count;
@@ -198,15 +202,19 @@ bool can_merge(const Piece& first, const Piece& second, int64_t most) {
   const bool have_same_tiles =
       first.key_start == second.key_start &&
       (first.key_stop == second.key_stop || (first.key_stop - first.key_start) % kKeyBlock == 0);
-  return are_neighbours && have_whole_panels && have_same_tiles && first.parts == 1 &&
-         second.parts == 1;
+  const bool are_whole = first.slot < 0 && second.slot < 0;
+  const bool have_adjacent_slots =
+      first.slot >= 0 && second.slot >= 0 && first.part == second.part &&
+      first.query_count == (second.slot - first.slot) * slot_rows;
+  return are_neighbours && have_whole_panels && have_same_tiles &&
+         (are_whole || have_adjacent_slots);
 }
 
-std::vector<Piece> merge_pairs(const std::vector<Piece>& pieces, int64_t most) {
+std::vector<Piece> merge_pairs(const std::vector<Piece>& pieces, int64_t most, int64_t slot_rows) {
   std::vector<Piece> merged;
   bool is_single = false;
   for (const Piece& piece : pieces) {
-    is_single = is_single && can_merge(merged.back(), piece, most);
+    is_single = is_single && can_merge(merged.back(), piece, most, slot_rows);
     if (is_single) {
       merged.back().query_count += piece.query_count;
       merged.back().key_stop = piece.key_stop;
@@ -221,13 +229,14 @@ std::vector<Piece> merge_pairs(const std::vector<Piece>& pieces, int64_t most) {
 
 // Keys and values are packed for each block, so that fewer of them are quicker, if there are enough
 // for the threads. One block of 1024 queries takes 0.86 of the time of 4 of 256.
-std::vector<Piece> merge_neighbours(const Parameters& parameters, std::vector<Piece> pieces) {
+std::vector<Piece> merge_neighbours(const Parameters& parameters, std::vector<Piece> pieces,
+                                    int64_t slot_rows) {
   const int64_t dims = std::max<int64_t>(1, parameters.head_dim + parameters.value_dim);
   const int64_t most = std::min(kQueryBlock, kBlockElements / dims);
   const int64_t threads = at::get_num_threads();
   const auto enough = static_cast<size_t>(threads == 1 ? 1 : kBlocksOfThread * threads);
   while (true) {
-    std::vector<Piece> merged = merge_pairs(pieces, most);
+    std::vector<Piece> merged = merge_pairs(pieces, most, slot_rows);
     if (merged.size() == pieces.size() || merged.size() < enough) {
       return pieces;
     }
@@ -351,20 +360,22 @@ void run_forward(Parameters& parameters, const at::Tensor& query,
   std::vector<Piece> pieces = split_keys(blocks, ceil_divide(kEnoughPieces, count));
   std::vector<Piece> split = take_if(blocks, [](const Piece& piece) { return piece.parts > 1; });
   at::Tensor partial_output, partial_logsumexp;
+  int64_t parts = 0, rows = 0;
+  for (const Piece& piece : split) {
+    parts = std::max(parts, piece.parts);
+    rows = std::max(rows, rows_of(piece));
+  }
   if (!split.empty()) {
-    int64_t slots = 0, rows = 0;
-    for (const Piece& piece : split) {
-      slots += piece.parts;
-      rows = std::max(rows, rows_of(piece));
-    }
     const auto of_type = at::TensorOptions().dtype(type).device(at::kCPU);
-    partial_output = at::empty({slots, 1, rows, round_up_to_vector(parameters.value_dim)}, of_type);
-    partial_logsumexp = at::empty({slots, 1, rows}, of_type);
+    const auto slots = static_cast<int64_t>(split.size());
+    partial_output =
+        at::empty({parts, slots, rows, round_up_to_vector(parameters.value_dim)}, of_type);
+    partial_logsumexp = at::empty({parts, slots, rows}, of_type);
     parameters.partial_output = Operand(partial_output);
     parameters.partial_logsumexp = Operand(partial_logsumexp);
   }
   if (!parameters.modifies && !has_16_registers()) {
-    pieces = merge_neighbours(parameters, std::move(pieces));
+    pieces = merge_neighbours(parameters, std::move(pieces), rows);
   }
   const std::vector<Piece> few =
       take_if(pieces, [](const Piece& piece) { return rows_of(piece) <= kFewQueries; });

@@ -72,12 +72,13 @@ struct Piece {
   // Query i sees the keys from i + first_visible to i + last_visible. It stands at the key
   // i + alignment.
   int64_t first_visible, last_visible, alignment;
-  // Where partial results go, or -1; which part of how many this is.
+  // Where partial results go: the slot, or -1, of this part of so many.
   int64_t slot, part, parts;
   // The number of the block among those of its sequence and head, and where it begins in what
   // becomes the bias's gradient.
   int64_t block, bias;
-  // Whether the sums of grad_key and grad_value begin with this block: what is there is undefined.
+  // Whether the sums of grad_key and grad_value begin with this block: what is there is undefined
+  // for the keys that it sees.
   int64_t begins_sums;
 };
 
