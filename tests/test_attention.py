@@ -473,6 +473,17 @@ def test_gradient_of_a_bias_is_summed_over_what_it_was_broadcast_to(device):
         torch.testing.assert_close(gradients[0], expected, rtol=1e-10, atol=1e-12)
 
 
+def test_a_causal_mask_may_leave_nothing_of_a_window(device):
+    """The one is aligned to the upper left, the other to the lower right."""
+    sample = attention_sample(queries=40, keys=70, is_causal=True, window_left=5)(torch.float32)
+    sample = sample.to(device).requiring_grad()
+    output, logsumexp = sample.call(ATTENTION.operator)
+    assert torch.equal(output, torch.zeros_like(output))
+    assert torch.equal(logsumexp, torch.full_like(logsumexp, -math.inf))
+    gradients = torch.autograd.grad(output.sum(), sample.differentiable())
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
+
+
 # -------------------------------------------------------------------------------------- threads
 
 FEW = {"batch": 1, "heads": 1}

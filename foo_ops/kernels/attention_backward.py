@@ -25,7 +25,7 @@ from foo_ops.kernels.attention import (
     TILE,
     TILE_STRIDE,
     argument_types,
-    block_of,
+    block_rows_of,
     compute_dtype,
     factors_of,
     fill_of,
@@ -35,6 +35,7 @@ from foo_ops.kernels.attention import (
     products_of,
     queries_of,
     round_up,
+    row_packer_of,
     seen_keys,
     sizes_of,
     small_of,
@@ -51,7 +52,7 @@ from foo_ops.kernels.attention_weights import statistics_of, weights_of
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
-from foo_ops.kernels.parts import GROUP_ELEMENTS, parts_of, row_splitter_of
+from foo_ops.kernels.parts import GROUP_ELEMENTS, interleave, parts_of, row_splitter_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     absolute,
@@ -77,53 +78,98 @@ PADDING = 16
 
 
 @functools.cache
-def _lane_factors_of(dtype: str) -> Callable:
-    """``as_lane_factors(target, tile, columns, count)``, for products summed over the queries.
+def _tile_factors_of(dtype: str) -> tuple[Callable, Callable, Callable]:
+    """The functions that make factors of a tile.
 
-    The tile's rows as they are, or as pairs of neighbouring lanes: a left factor. Rows go on with
-    zeros up to the multiple that a product takes.
+    ``split(parts, tile, start, columns, rows)``: to be called for a panel before the others.
+    ``as_rows(target, parts, panel, start, columns, rows, are_small)``: of a panel a right factor,
+    summed over the keys. The row after the last must be zero.
+    ``as_lanes(parts, tile, columns, count)``: of all panels a left factor, summed over the queries:
+    rows as they are, or as pairs of neighbouring lanes, which go on with rows of zeros up to the
+    multiple that a product takes.
     """
+    if parts_of(dtype):
+        return _tile_factors_in_parts_of(dtype)
+    as_factors, as_lanes = factors_of(dtype), _lane_factors_of(dtype)
+
+    @njit
+    def split(parts, tile, start, columns, rows):
+        pass
+
+    @njit
+    def as_rows(target, parts, panel, start, columns, rows, are_small):
+        return as_factors(target, TILE_STRIDE, panel, TILE_STRIDE, rows, columns, are_small)
+
+    return split, as_rows, as_lanes
+
+
+def _lane_factors_of(dtype: str) -> Callable:
+    """``as_lanes`` for products on vectors."""
     if product_dtype(dtype) != PAIRS:
 
         @njit
-        def themselves(target, tile, columns, count):
+        def themselves(parts, tile, columns, count):
             return tile, TILE_STRIDE, 1, 0
 
         return themselves
 
     LANES = lanes_of("float32")  # noqa: N806
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
-    if parts_of(dtype):
-        split_row, part = row_splitter_of(parts_of(dtype), LANES), KEY_BLOCK * TILE_STRIDE // 2
-
-        fill, ROWS, PARTS = fill_of("float32"), sizes_of(dtype).rows, parts_of(dtype)  # noqa: N806
-        # All keys of a group of queries, and then those of the next.
-        group = KEY_BLOCK * GROUP
-
-        @njit
-        def in_parts(target, tile, columns, count):
-            elements, missing = as_elements(address_of(target)), round_up(count, ROWS) - count
-            for number in range(PARTS):
-                for first in range(0, columns, GROUP_ELEMENTS):
-                    place = number * part + first // GROUP_ELEMENTS * group + count * GROUP
-                    fill(shift(target, place), missing * GROUP, 0.0)
-            for key in range(count):
-                row = shift(elements, key * GROUP_ELEMENTS)
-                split_row(row, 2 * group, 2 * part, shift(tile, key * TILE_STRIDE), columns)
-            return as_pairs(address_of(target)), GROUP, group, part
-
-        return in_parts
 
     @njit
-    def rounded(target, tile, columns, count):
-        elements = as_elements(address_of(target))
+    def rounded(parts, tile, columns, count):
+        elements = as_elements(address_of(parts))
         for key in range(count):
             for column in range(0, columns, LANES):
                 index = key * TILE_STRIDE + column
                 store(elements, index, load_vector(tile, index, LANES))
-        return as_pairs(address_of(target)), TILE_STRIDE // 2, 1, 0
+        return as_pairs(address_of(parts)), TILE_STRIDE // 2, 1, 0
 
     return rounded
+
+
+def _tile_factors_in_parts_of(dtype: str) -> tuple[Callable, Callable, Callable]:
+    """Numbers are split once: the pairs of two keys are their parts side by side."""
+    LANES, PARTS, ROWS = lanes_of("float32"), parts_of(dtype), sizes_of(dtype).rows  # noqa: N806
+    split_row, fill, steps = row_splitter_of(PARTS, LANES), fill_of("float32"), steps_of(dtype)
+    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+    # All keys of a group of queries, and then those of the next.
+    group, part = KEY_BLOCK * GROUP, KEY_BLOCK * TILE_STRIDE // 2
+
+    @njit
+    def split(parts, tile, start, columns, rows):
+        elements = as_elements(address_of(shift(parts, start // GROUP_ELEMENTS * group)))
+        for key in range(round_up(rows, 2)):
+            source = shift(tile, key * TILE_STRIDE + start)
+            split_row(shift(elements, key * GROUP_ELEMENTS), 2 * group, 2 * part, source, columns)
+
+    @njit
+    def as_rows(target, parts, panel, start, columns, rows, are_small):
+        pairs, target_part = as_pairs(address_of(target)), steps(rows) * TILE_STRIDE
+        first_group = shift(parts, start // GROUP_ELEMENTS * group)
+        for number in range(PARTS):
+            elements = as_elements(address_of(shift(first_group, number * part)))
+            for key in range(0, rows, 2):
+                line = number * target_part + key // 2 * TILE_STRIDE
+                for column in range(0, columns, GROUP_ELEMENTS):
+                    place = column // GROUP_ELEMENTS * 2 * group + key * GROUP_ELEMENTS
+                    upper = shift(elements, place)
+                    lower = shift(upper, GROUP_ELEMENTS)
+                    interleave(pairs, line + column, upper, lower, LANES)
+            for step in range((rows + 1) // 2, steps(rows)):
+                fill(shift(target, number * target_part + step * TILE_STRIDE), columns, 0.0)
+        return pairs, TILE_STRIDE, target_part
+
+    @njit
+    def as_lanes(parts, tile, columns, count):
+        missing = round_up(count, ROWS) - count
+        for number in range(PARTS):
+            for first in range(0, columns, GROUP_ELEMENTS):
+                place = number * part + first // GROUP_ELEMENTS * group + count * GROUP
+                fill(shift(parts, place), missing * GROUP, 0.0)
+        return as_pairs(address_of(parts)), GROUP, group, part
+
+    return split, as_rows, as_lanes
 
 
 @functools.cache
@@ -177,7 +223,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     has_options = not plain
     compute = compute_dtype(dtype)
     LANES = lanes_of(compute)  # noqa: N806
-    next_panel, (pack, packed_panel) = panel_of(dtype), packer_of(dtype)
+    next_panel, pack_rows, (_, packed_panel) = (
+        panel_of(dtype), row_packer_of(dtype), packer_of(dtype),
+    )  # fmt: skip
     matmul, begin_products, end_products = products_of(dtype)
     sizes, steps, are_small = sizes_of(dtype), steps_of(dtype), small_of(dtype)
     COLUMNS, ROWS, DEPTH, ROOM = (  # noqa: N806
@@ -186,9 +234,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     WIDTH, KEY_GROUP = max(DEPTH, LANES), max(ROW_GROUP, ROWS)  # noqa: N806
     fill, write_grad_query = fill_of(compute), panel_writer_of(dtype, "grad_query")
     start_sums = sums_starter_of(compute)
-    step, as_factors = step_of(product_dtype(dtype)), factors_of(dtype)
-    as_lane_factors = _lane_factors_of(dtype)
-    load_queries, load_grad_outputs = block_of(dtype, "query"), block_of(dtype, "grad_output")
+    step, (split, as_rows, as_lanes) = step_of(product_dtype(dtype)), _tile_factors_of(dtype)
+    query_rows_of, grad_rows_of = block_rows_of(dtype, "query"), block_rows_of(dtype, "grad_output")
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
     turned_tile = turned_tile_of(dtype)
     fill_lanes, load_statistics = lanes_filler_of(dtype), statistics_of(dtype)
@@ -248,7 +295,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         weights = scratch
         grad_scores = shift(weights, TILE)
         kept = shift(grad_scores, TILE)
-        slopes = shift(kept, TILE * ROOM)
+        weight_parts = shift(kept, TILE * ROOM)
+        score_parts = shift(weight_parts, TILE * ROOM)
+        slopes = shift(score_parts, TILE * ROOM)
         logsumexp = shift(slopes, TILE)
         delta = shift(logsumexp, TILE_STRIDE)
         distances = shift(delta, TILE_STRIDE)
@@ -267,18 +316,24 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         turned_memory = shift(value_memory, KEY_BLOCK * value_tile_width * ROOM)
 
         fill_lanes(parameters, piece, lanes, columns)
-        load_queries(parameters, piece, block, head_dim, columns, query_row)
-        load_grad_outputs(parameters, piece, grad_block, value_dim, columns, value_row)
-        load_statistics(parameters, piece, grad_block, value_row, packed, logsumexp, delta, columns)
-        small = are_small(block, columns * query_row) and are_small(grad_block, columns * value_row)
-        small = small and are_small(delta, columns)
-        pack(parameters, packed, turned, block, query_row, head_dim, key_width, columns)
-        pack(
-            parameters, grad_packed, turned, grad_block, value_row, value_dim, value_tile_width,
-            columns,
+        queries, query_stride = query_rows_of(
+            parameters, piece, block, head_dim, columns, query_row
+        )
+        grads, grad_stride = grad_rows_of(
+            parameters, piece, grad_block, value_dim, columns, value_row
+        )
+        load_statistics(
+            parameters, piece, grads, grad_stride, value_width, packed, logsumexp, delta, columns
+        )
+        query_rows, small = pack_rows(
+            parameters, packed, row_pairs, query_row, head_width, turned, queries, query_stride,
+            head_dim, key_width, columns,
         )  # fmt: skip
-        query_rows = as_factors(row_pairs, block, query_row, columns, head_width, small)
-        grad_rows = as_factors(grad_row_pairs, grad_block, value_row, columns, value_width, small)
+        grad_rows, small_grads = pack_rows(
+            parameters, grad_packed, grad_row_pairs, value_row, value_width, turned, grads,
+            grad_stride, value_dim, value_tile_width, columns,
+        )  # fmt: skip
+        small = small and small_grads and are_small(delta, columns)
         if piece.key_start == piece.key_stop:
             fill(grad_queries, key_width * TILE_STRIDE, 0.0)
         fill(distances, TILE_STRIDE, 0.0)
@@ -317,17 +372,19 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 if has_options and parameters.softcap > 0.0:
                     multiply(panel, shift(slopes, start), some, seen)
                 fill(shift(panel, seen * TILE_STRIDE), some, 0.0)
-                factors = as_factors(panel_kept, panel, TILE_STRIDE, seen, some, small_tile)
+                split(weight_parts, weights, start, some, seen)
+                split(score_parts, grad_scores, start, some, seen)
+                factors = as_rows(panel_kept, score_parts, panel, start, some, seen, small_tile)
                 matmul(
                     sums, stride, turned_keys, factors,
                     round_up(head_dim, ROWS), some, steps(seen), has_sums, small_tile,
                 )  # fmt: skip
-            factors = as_lane_factors(kept, weights, columns, count)
+            factors = as_lanes(weight_parts, weights, columns, count)
             add_products(
                 piece, row_of(parameters, "grad_value", piece.slot, 0, key_start), value_width,
                 factors, grad_rows, rows, small_tile, key_start, count,
             )  # fmt: skip
-            factors = as_lane_factors(kept, grad_scores, columns, count)
+            factors = as_lanes(score_parts, grad_scores, columns, count)
             add_products(
                 piece, row_of(parameters, "grad_key", piece.slot, 0, key_start), head_width,
                 factors, query_rows, rows, small_tile, key_start, count,

@@ -40,7 +40,7 @@ from foo_ops.kernels.tiles import tile_dot, tile_store_sums, tile_zero
 
 @functools.cache
 def statistics_of(dtype: str) -> Callable:
-    """``load_statistics(parameters, piece, grad_outputs, width, scratch, logsumexp, delta,
+    """``load_statistics(parameters, piece, grad_outputs, stride, width, scratch, logsumexp, delta,
     columns)``.
 
     For each query of a block the logsumexp, in units of log 2, and delta = sum(grad_output *
@@ -50,6 +50,17 @@ def statistics_of(dtype: str) -> Callable:
     compute = compute_dtype(dtype)
     LANES = lanes_of(compute)  # noqa: N806
     copy_row, fill = copy_row_of(compute), fill_of(compute)
+    may_stay = dtype == compute
+
+    @njit
+    def output_row(parameters, piece, scratch, head, query, width):
+        """A row of ``width``: itself, if it is, or a copy with zeros behind it."""
+        row = row_of(parameters, "output", piece.batch, head, query)
+        columns, column_stride = parameters.value_dim, parameters.output_column_stride
+        if may_stay and column_stride == 1 and columns == width:
+            return row
+        copy_row(scratch, row, column_stride, columns, width)
+        return scratch
 
     @njit
     def store_product(target, first, second, width):
@@ -60,7 +71,9 @@ def statistics_of(dtype: str) -> Callable:
         tile_store_sums(sum_, target, 0)
 
     @njit
-    def load_statistics(parameters, piece, grad_outputs, width, scratch, logsumexp, delta, columns):
+    def load_statistics(
+        parameters, piece, grad_outputs, stride, width, scratch, logsumexp, delta, columns
+    ):
         # Unused lanes keep a logsumexp of infinity, and so weights of zero.
         fill(logsumexp, columns, math.inf)
         fill(delta, columns, 0.0)
@@ -74,11 +87,8 @@ def statistics_of(dtype: str) -> Callable:
                 # A query that sees nothing has a logsumexp of -infinity and no weights, too.
                 if saved != -math.inf:
                     store(logsumexp, lane, saved / LOG2)
-                output = row_of(parameters, "output", piece.batch, index, query)
-                copy_row(
-                    scratch, output, parameters.output_column_stride, parameters.value_dim, width
-                )
-                store_product(shift(delta, lane), scratch, shift(grad_outputs, lane * width), width)
+                output = output_row(parameters, piece, scratch, index, query, width)
+                store_product(shift(delta, lane), output, shift(grad_outputs, lane * stride), width)
                 store(delta, lane, load(delta, lane) - grad)
 
     return load_statistics

@@ -26,6 +26,7 @@ from numba.extending import intrinsic
 from foo_ops.kernels.simd import (
     INT16,
     INT32,
+    INT64,
     Vector,
     absolute,
     any_lane,
@@ -118,6 +119,29 @@ def store_halves(typing_context, pointer, index, a, b):
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, a, a), generate
+
+
+@intrinsic(prefer_literal=True)
+def interleave(typing_context, target, index, first, second, lanes):
+    """Store, as bfloat16x2, the pairs of 2 * LANES adjacent bfloat16 from each of two places."""
+    count = 2 * lanes.literal_value
+
+    def generate(context, builder, signature, args):
+        halves = ir.VectorType(INT16, count)
+        upper, lower = (
+            builder.load(builder.bitcast(place, halves.as_pointer()), align=2)
+            for place in args[2:4]
+        )
+        for number in range(2):
+            lanes_of_half = range(number * count // 2, (number + 1) * count // 2)
+            order = [lane for each in lanes_of_half for lane in (each, count + each)]
+            mask = ir.Constant(ir.VectorType(INT32, count), order)
+            pairs = builder.shuffle_vector(upper, lower, mask)
+            place = builder.gep(args[0], [builder.add(args[1], INT64(number * count // 2))])
+            builder.store(pairs, builder.bitcast(place, halves.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, first, second, lanes), generate
 
 
 @intrinsic

@@ -46,12 +46,17 @@ struct KeyHead {
 // (slots, 1, rows, width).
 class GradientSums {
  public:
-  // gradient: (heads, rows, columns), with one stride for each.
-  GradientSums(at::Tensor gradient, double factor, int64_t slots, int64_t rows, at::ScalarType type)
-      : gradient_(std::move(gradient)),
+  // gradient: contiguous, (batch, heads, rows, columns) with heads counted over the batch, or
+  // packed as (rows, heads, columns).
+  GradientSums(const at::Tensor& gradient, double factor, int64_t slots, int64_t rows,
+               at::ScalarType type)
+      : gradient_(gradient),
+        head_stride_(gradient.stride(1)),
+        row_stride_(gradient.stride(gradient.dim() == 3 ? 0 : 2)),
+        columns_(gradient.size(-1)),
         factor_(factor),
-        kernel_(sum_chunks_kernel().get<SumFunction>(gradient_.scalar_type())),
-        sums_(at::empty({slots, 1, rows + kRowMultiple, round_up_to_vector(gradient_.size(2))},
+        kernel_(sum_chunks_kernel().get<SumFunction>(gradient.scalar_type())),
+        sums_(at::empty({slots, 1, rows + kRowMultiple, round_up_to_vector(columns_)},
                         at::TensorOptions().dtype(type).device(at::kCPU))) {}
 
   Operand operand() const { return Operand(sums_); }
@@ -65,10 +70,10 @@ class GradientSums {
   void write(const KeyHead& key_head, int64_t begin, int64_t end, int64_t slot,
              int64_t chunks) const {
     const int64_t row = key_head.first_row + begin;
-    const int64_t index = key_head.head * gradient_.stride(0) + row * gradient_.stride(1);
+    const int64_t index = key_head.head * head_stride_ + row * row_stride_;
     char* const target = static_cast<char*>(gradient_.data_ptr());
-    kernel_(target + index * gradient_.element_size(), gradient_.stride(1), place(slot, begin),
-            sums_.stride(0), sums_.size(3), end - begin, gradient_.size(2), chunks, factor_);
+    kernel_(target + index * gradient_.element_size(), row_stride_, place(slot, begin),
+            sums_.stride(0), sums_.size(3), end - begin, columns_, chunks, factor_);
   }
 
  private:
@@ -78,6 +83,7 @@ class GradientSums {
   }
 
   at::Tensor gradient_;
+  int64_t head_stride_, row_stride_, columns_;
   double factor_;
   SumFunction* kernel_;
   at::Tensor sums_;
@@ -226,8 +232,8 @@ void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
 }
 
 // (batch, heads, blocks) summed over blocks, and over the batch where the result has none.
-at::Tensor sum_blocks(const at::Tensor& partial, const at::Tensor& like) {
-  const at::Tensor sums = sum_in_order(partial, 2);
+at::Tensor sum_blocks(const at::Tensor& of_blocks, const at::Tensor& like) {
+  const at::Tensor sums = sum_in_order(of_blocks, 2);
   return (like.dim() == 2 ? sums : sum_in_order(sums, 0)).view(like.sizes()).to(like.options());
 }
 
@@ -272,12 +278,17 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
         });
     bias->allocate(parameters.chunks, all_keys_are_seen);
   }
-  const at::Tensor partial = at::zeros({2, parameters.batch, parameters.query_heads, most_blocks},
-                                       at::TensorOptions().dtype(type).device(at::kCPU));
+  const auto sums_of_blocks = [&](const std::optional<at::Tensor>& tensor) {
+    const auto of_type = at::TensorOptions().dtype(type).device(at::kCPU);
+    return tensor.has_value()
+               ? at::zeros({parameters.batch, parameters.query_heads, most_blocks}, of_type)
+               : at::Tensor();
+  };
+  const at::Tensor slope_sums = sums_of_blocks(alibi_slopes), sink_sums = sums_of_blocks(sinks);
   parameters.grad_query = Operand(is_packed ? grad_query.transpose(0, 1).unsqueeze(0) : grad_query);
   parameters.grad_query.strides[0] = is_packed ? 0 : parameters.grad_query.strides[0];
-  parameters.grad_alibi_slopes = Operand(partial[0]);
-  parameters.grad_sinks = Operand(partial[1]);
+  parameters.grad_alibi_slopes = alibi_slopes.has_value() ? Operand(slope_sums) : Operand();
+  parameters.grad_sinks = sinks.has_value() ? Operand(sink_sums) : Operand();
 
   if (!blocks.empty()) {
     std::vector<KeyHead> key_heads;
@@ -287,14 +298,9 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
         key_heads.push_back({place, sequence.key_offset, sequence.key_length});
       }
     }
-    // Packed: (rows, heads, columns). Else (batch, heads, rows, columns).
-    const auto by_heads = [&](const at::Tensor& tensor) {
-      return is_packed ? tensor.transpose(0, 1) : tensor.flatten(0, 1);
-    };
-    run_jobs_of_keys(parameters,
-                     backward_kernel(parameters).get<AttentionFunction>(query.scalar_type()),
-                     cut_into_jobs(parameters, blocks, bias), key_heads, by_heads(grad_key),
-                     by_heads(grad_value), type);
+    run_jobs_of_keys(
+        parameters, backward_kernel(parameters).get<AttentionFunction>(query.scalar_type()),
+        cut_into_jobs(parameters, blocks, bias), key_heads, grad_key, grad_value, type);
   }
   const auto total = [&](const std::optional<at::Tensor>& tensor, const at::Tensor& sums) {
     return tensor.has_value() ? sum_blocks(sums, *tensor) : at::empty({0}, query.options());
@@ -303,8 +309,8 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
           grad_key,
           grad_value,
           bias.has_value() ? bias->total() : at::empty({0}, query.options()),
-          total(alibi_slopes, partial[0]),
-          total(sinks, partial[1])};
+          total(alibi_slopes, slope_sums),
+          total(sinks, sink_sums)};
 }
 
 }  // namespace foo

@@ -115,8 +115,11 @@ void set_keys(Piece& piece, const Sequence& sequence) {
   const int64_t last_query = piece.query_start + piece.query_count - 1;
   const int64_t first = std::max<int64_t>(0, piece.query_start + piece.first_visible);
   const int64_t stop = std::min(sequence.key_length, last_query + piece.last_visible + 1);
+  // A causal mask, aligned to the upper left, may leave nothing of a window, aligned to the lower
+  // right.
+  const bool sees_any = stop > first && piece.first_visible <= piece.last_visible;
   piece.key_start = first / 8 * 8;
-  piece.key_stop = stop > first ? stop : piece.key_start;
+  piece.key_stop = sees_any ? stop : piece.key_start;
 }
 
 void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const Sequence& sequence,
@@ -203,9 +206,9 @@ bool can_merge(const Piece& first, const Piece& second, int64_t most, int64_t sl
       first.key_start == second.key_start &&
       (first.key_stop == second.key_stop || (first.key_stop - first.key_start) % kKeyBlock == 0);
   const bool are_whole = first.slot < 0 && second.slot < 0;
-  const bool have_adjacent_slots =
-      first.slot >= 0 && second.slot >= 0 && first.part == second.part &&
-      first.query_count == (second.slot - first.slot) * slot_rows;
+  const bool have_adjacent_slots = first.slot >= 0 && second.slot >= 0 &&
+                                   first.part == second.part &&
+                                   first.query_count == (second.slot - first.slot) * slot_rows;
   return are_neighbours && have_whole_panels && have_same_tiles &&
          (are_whole || have_adjacent_slots);
 }

@@ -163,7 +163,7 @@ void run_jobs(const Parameters& parameters, at::ScalarType scratch_type, Attenti
   // of ``rows``. Numbers in parts take up to twice the room.
   const int64_t columns = std::max(kTileStride, ceil_divide(rows, 32) * 32);
   const int64_t size = 9 * kQueryBlock + 4 * (width + 1) * columns +
-                       2 * (5 * kTile + 10 * (width + 1) * kTileStride + 3 * kKeyBlock * width);
+                       2 * (8 * kTile + 10 * (width + 1) * kTileStride + 3 * kKeyBlock * width);
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
   const int64_t bytes = size * static_cast<int64_t>(c10::elementSize(scratch_type));
   ThreadShares shares(jobs, threads);
