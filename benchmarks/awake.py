@@ -7,6 +7,7 @@ for it. ``python -m benchmarks.awake PROCESSOR PARENT`` keeps one processor busy
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,14 +19,12 @@ YIELDS = 10_000
 
 @contextmanager
 def processors_awake() -> Iterator[None]:
-    """On each usable processor a process is busy that gives way to everything else."""
-    busy = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.awake", str(processor), str(os.getpid())]
-        )
-        for processor in sorted(os.sched_getaffinity(0))
-    ]
+    """On each usable processor a process is busy that gives way to all others of this session."""
+    busy = []
     try:
+        for processor in sorted(os.sched_getaffinity(0)):
+            command = [sys.executable, "-m", "benchmarks.awake", str(processor), str(os.getpid())]
+            busy.append(subprocess.Popen(command))
         yield
     finally:
         for process in busy:
@@ -38,6 +37,8 @@ def keep_awake(processor: int, parent: int) -> None:
 
     One that only counted would keep a processor that others want for 4 ms now and then.
     """
+    # Ctrl-C ends the parent, and then this.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.sched_setaffinity(0, {processor})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     while os.getppid() == parent:

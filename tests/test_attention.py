@@ -558,6 +558,9 @@ def some_are(number, argument):
             some_are(math.nan, 0),
         ),
         (3, {"heads": 1, "queries": 2560, "keys": 2560}, {"is_causal": True}, None),
+        # Blocks whose parts end at other keys.
+        (16, {"heads": 1, "queries": 4096, "keys": 4096}, {"is_causal": True}, None),
+        (16, {"heads": 1, "queries": 3072, "keys": 16384}, {"window_left": 8000}, None),
         # More than 64 blocks of 128 queries, and fewer of 256, so that keys might be split.
         (13, {"heads": 10, "queries": 1280, "keys": 1300}, {}, None),
         (16, {"heads": 12, "queries": 1100, "keys": 1100}, {}, None),

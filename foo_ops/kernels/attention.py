@@ -37,8 +37,6 @@ from numba.core import types
 
 from foo_ops.kernels.matmul import lanes_of, matmul_of, next_panel_of
 from foo_ops.kernels.parts import (
-    GROUP_ELEMENTS,
-    interleave,
     pair_storer_of,
     parts_of,
     row_splitter_of,
@@ -320,28 +318,6 @@ def block_of(dtype: str, operand: str) -> Callable:
 
 
 @functools.cache
-def block_rows_of(dtype: str, operand: str) -> Callable:
-    """``block_rows(parameters, piece, scratch, columns, rows, width)``: as `block_of`, but the rows
-    themselves, and how far they are apart, where a matrix unit's factors can be made of these.
-    """
-    load_block, lane_row = block_of(dtype, operand), lane_row_of(operand)
-    stride_names = f"{operand}_row_stride", f"{operand}_column_stride"
-    row_stride_name, column_stride_name = stride_names
-    may_stay = parts_of(dtype) > 0 and dtype == compute_dtype(dtype)
-    DEPTH = sizes_of(dtype).depth  # noqa: N806
-
-    @njit
-    def block_rows(parameters, piece, scratch, columns, rows, width):
-        is_whole = columns % DEPTH == 0 and field(parameters, column_stride_name) == 1
-        if may_stay and is_whole and piece.heads == 1 and piece.query_count == rows:
-            return lane_row(parameters, piece, 0), field(parameters, row_stride_name)
-        load_block(parameters, piece, scratch, columns, rows, width)
-        return scratch, width
-
-    return block_rows
-
-
-@functools.cache
 def panel_of(dtype: str) -> Callable:
     """``next_panel(parameters, columns)``, of the ``columns`` that are left.
 
@@ -399,54 +375,35 @@ def steps_of(dtype: str) -> Callable:
 
 @functools.cache
 def factors_of(dtype: str) -> Callable:
-    """The function that makes the right factor of a product of rows, which are summed over.
+    """The function that makes the right factor of a product of rows, which are summed over, on
+    vectors.
 
-    ``as_factors(target, target_stride, source, stride, rows, columns, are_small)``: the source's
-    rows, in the compute type, become the steps of a product: themselves if a step is one element,
-    else pairs of neighbouring rows, packed to the target, and zeros up to the steps of a product.
-    rows may be odd; the row after the last must then be zero. columns must be a multiple of the
-    lanes.
+    ``as_factors(target, target_stride, source, stride, rows, columns)``: the source's rows, in the
+    compute type, become the steps of a product: themselves if a step is one element, else pairs of
+    neighbouring rows, packed to the target, and zeros up to the steps of a product. rows may be
+    odd; the row after the last must then be zero. columns must be a multiple of the lanes.
     """
     if product_dtype(dtype) != PAIRS:
 
         @njit
-        def themselves(target, target_stride, source, stride, rows, columns, are_small):
+        def themselves(target, target_stride, source, stride, rows, columns):
             return source, stride, 0
 
         return themselves
 
-    LANES, PARTS = lanes_of(compute_dtype(dtype)), max(1, parts_of(dtype))  # noqa: N806
-    as_pairs, steps, fill = pointer_to(PAIRS), steps_of(dtype), fill_of(compute_dtype(dtype))
-
-    def packer_of_rows(is_finite: bool) -> Callable:
-        store_pairs = pairs_storer_of(dtype, is_finite)
-
-        @njit
-        def pack_rows(pairs, target_stride, part, source, stride, rows, columns):
-            for row in range(0, rows, 2):
-                upper, lower = shift(source, row * stride), shift(source, (row + 1) * stride)
-                line = shift(pairs, row // 2 * target_stride)
-                for column in range(0, columns, LANES):
-                    first = load_vector(upper, column, LANES)
-                    second = load_vector(lower, column, LANES)
-                    store_pairs(line, column, part, first, second)
-
-        return pack_rows
-
-    has_rests = PARTS > 1
-    pack_finite, pack_any = packer_of_rows(is_finite=True), packer_of_rows(is_finite=False)
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    as_pairs = pointer_to(PAIRS)
 
     @njit
-    def as_pairs_of_rows(target, target_stride, source, stride, rows, columns, are_small):
-        pairs, part = as_pairs(address_of(target)), steps(rows) * target_stride
-        for number in range(PARTS):
-            for step in range((rows + 1) // 2, steps(rows)):
-                fill(shift(target, number * part + step * target_stride), columns, 0.0)
-        if has_rests and are_small:
-            pack_finite(pairs, target_stride, part, source, stride, rows, columns)
-        else:
-            pack_any(pairs, target_stride, part, source, stride, rows, columns)
-        return pairs, target_stride, part
+    def as_pairs_of_rows(target, target_stride, source, stride, rows, columns):
+        pairs = as_pairs(address_of(target))
+        for row in range(0, rows, 2):
+            upper, lower = shift(source, row * stride), shift(source, (row + 1) * stride)
+            line = shift(pairs, row // 2 * target_stride)
+            for column in range(0, columns, LANES):
+                first = load_vector(upper, column, LANES)
+                store(line, column, pack_pairs(first, load_vector(lower, column, LANES)))
+        return pairs, target_stride, 0
 
     return as_pairs_of_rows
 
@@ -516,8 +473,6 @@ def packer_of(dtype: str) -> tuple[Callable, Callable]:
 def _panel_packer_of(dtype: str) -> Callable:
     """``pack_panel(target, target_stride, scratch, block, stride, dim, width, columns)``."""
     compute, step = compute_dtype(dtype), step_of(product_dtype(dtype))
-    if parts_of(dtype):
-        return _panel_packer_on_tiles(dtype)
     turn, fill, as_factors = turn_of(compute), fill_of(compute), factors_of(dtype)
 
     @njit
@@ -526,90 +481,9 @@ def _panel_packer_of(dtype: str) -> Callable:
         turn(rows, target_stride, block, stride, columns, width)
         # Of an odd number of elements the last has this for its neighbour.
         fill(shift(rows, width * target_stride), columns, 0.0)
-        as_factors(target, target_stride, rows, target_stride, dim, columns, False)
+        as_factors(target, target_stride, rows, target_stride, dim, columns)
 
     return pack_panel
-
-
-def _panel_packer_on_tiles(dtype: str) -> Callable:
-    """The parts of a row are pairs of neighbours already, so that half as much is transposed."""
-    turn_parts, steps = part_turner_of(dtype), steps_of(dtype)
-    as_elements = pointer_to("bfloat16")
-    split_row = row_splitter_of(parts_of(dtype), lanes_of("float32"))
-
-    @njit
-    def pack_panel(target, target_stride, scratch, block, stride, dim, width, columns):
-        elements = as_elements(address_of(scratch))
-        for row in range(columns):
-            line, source = shift(elements, row * width), shift(block, row * stride)
-            split_row(line, GROUP_ELEMENTS, columns * width, source, 2 * steps(dim))
-        turn_parts(target, target_stride, scratch, dim, width, columns)
-
-    return pack_panel
-
-
-@functools.cache
-def row_packer_of(dtype: str) -> Callable:
-    """The function that makes of a block's rows right factors of both kinds.
-
-    ``pack_rows(parameters, panels, pairs, pair_stride, pair_width, scratch, rows, stride, dim,
-    width, columns)``: the panels of `packer_of`, for sums over the head dimension, and of all rows
-    the factor for sums over them, with ``pair_width`` numbers in each step. Returns this and
-    whether its numbers are small.
-    """
-    if parts_of(dtype):
-        return _row_packer_on_tiles(dtype)
-    (pack, _), as_factors = packer_of(dtype), factors_of(dtype)
-
-    @njit
-    def pack_rows(
-        parameters, panels, pairs, pair_stride, pair_width, scratch, rows, stride, dim, width,
-        columns,
-    ):  # fmt: skip
-        pack(parameters, panels, scratch, rows, stride, dim, width, columns)
-        factor = as_factors(pairs, pair_stride, rows, stride, columns, pair_width, False)
-        return factor, True
-
-    return pack_rows
-
-
-def _row_packer_on_tiles(dtype: str) -> Callable:
-    """Rows are split once: the pairs of two are their parts side by side."""
-    PARTS, LANES, ROOM = parts_of(dtype), lanes_of("float32"), sizes_of(dtype).room  # noqa: N806
-    next_panel, turn_parts = panel_of(dtype), part_turner_of(dtype)
-    split_row = row_splitter_of(PARTS, LANES)
-    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
-
-    @njit
-    def pair_rows(pairs, pair_stride, part, elements, width, rows):
-        for number in range(PARTS):
-            for row in range(0, rows, 2):
-                upper = shift(elements, (number * rows + row) * width)
-                line = number * part + row // 2 * pair_stride
-                for column in range(0, width, 2 * LANES):
-                    first = shift(upper, column)
-                    interleave(pairs, line + column, first, shift(first, width), LANES)
-
-    @njit
-    def pack_rows(
-        parameters, panels, pairs, pair_stride, pair_width, scratch, rows, stride, dim, width,
-        columns,
-    ):  # fmt: skip
-        elements, factor = as_elements(address_of(scratch)), as_pairs(address_of(pairs))
-        start, small, part = 0, True, columns // 2 * pair_stride
-        while start < columns:
-            some, panel_stride = next_panel(parameters, columns - start)
-            for row in range(some):
-                line, source = shift(elements, row * width), shift(rows, (start + row) * stride)
-                small = split_row(line, GROUP_ELEMENTS, some * width, source, width) and small
-            place = shift(panels, start * (width + 1) * ROOM)
-            turn_parts(place, panel_stride, scratch, dim, width, some)
-            first = shift(factor, start // 2 * pair_stride)
-            pair_rows(first, pair_stride, part, elements, width, some)
-            start += some
-        return (factor, pair_stride, part), small or PARTS == 1
-
-    return pack_rows
 
 
 @functools.cache

@@ -25,7 +25,6 @@ from foo_ops.kernels.attention import (
     TILE,
     TILE_STRIDE,
     argument_types,
-    block_rows_of,
     compute_dtype,
     factors_of,
     fill_of,
@@ -35,7 +34,6 @@ from foo_ops.kernels.attention import (
     products_of,
     queries_of,
     round_up,
-    row_packer_of,
     seen_keys,
     sizes_of,
     small_of,
@@ -46,6 +44,7 @@ from foo_ops.kernels.attention import (
 )
 from foo_ops.kernels.attention_bias_gradient import bias_gradient_of
 from foo_ops.kernels.attention_output import panel_writer_of
+from foo_ops.kernels.attention_rows import block_rows_of, row_packer_of
 from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
 from foo_ops.kernels.attention_tiles import tile_of, turned_tile_of
 from foo_ops.kernels.attention_weights import statistics_of, weights_of
@@ -82,7 +81,7 @@ def _tile_factors_of(dtype: str) -> tuple[Callable, Callable, Callable]:
     """The functions that make factors of a tile.
 
     ``split(parts, tile, start, columns, rows)``: to be called for a panel before the others.
-    ``as_rows(target, parts, panel, start, columns, rows, are_small)``: of a panel a right factor,
+    ``as_rows(target, parts, panel, start, columns, rows)``: of a panel a right factor,
     summed over the keys. The row after the last must be zero.
     ``as_lanes(parts, tile, columns, count)``: of all panels a left factor, summed over the queries:
     rows as they are, or as pairs of neighbouring lanes, which go on with rows of zeros up to the
@@ -97,8 +96,8 @@ def _tile_factors_of(dtype: str) -> tuple[Callable, Callable, Callable]:
         pass
 
     @njit
-    def as_rows(target, parts, panel, start, columns, rows, are_small):
-        return as_factors(target, TILE_STRIDE, panel, TILE_STRIDE, rows, columns, are_small)
+    def as_rows(target, parts, panel, start, columns, rows):
+        return as_factors(target, TILE_STRIDE, panel, TILE_STRIDE, rows, columns)
 
     return split, as_rows, as_lanes
 
@@ -144,16 +143,16 @@ def _tile_factors_in_parts_of(dtype: str) -> tuple[Callable, Callable, Callable]
             split_row(shift(elements, key * GROUP_ELEMENTS), 2 * group, 2 * part, source, columns)
 
     @njit
-    def as_rows(target, parts, panel, start, columns, rows, are_small):
+    def as_rows(target, parts, panel, start, columns, rows):
         pairs, target_part = as_pairs(address_of(target)), steps(rows) * TILE_STRIDE
         first_group = shift(parts, start // GROUP_ELEMENTS * group)
         for number in range(PARTS):
             elements = as_elements(address_of(shift(first_group, number * part)))
             for key in range(0, rows, 2):
                 line = number * target_part + key // 2 * TILE_STRIDE
-                for column in range(0, columns, GROUP_ELEMENTS):
-                    place = column // GROUP_ELEMENTS * 2 * group + key * GROUP_ELEMENTS
-                    upper = shift(elements, place)
+                for column in range(0, columns, 2 * LANES):
+                    place = column // GROUP_ELEMENTS * 2 * group + column % GROUP_ELEMENTS
+                    upper = shift(elements, place + key * GROUP_ELEMENTS)
                     lower = shift(upper, GROUP_ELEMENTS)
                     interleave(pairs, line + column, upper, lower, LANES)
             for step in range((rows + 1) // 2, steps(rows)):
@@ -260,7 +259,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     def add_products(piece, sums, width, factors, block, rows, are_small, key_start, count):
         """sums[key] += the sum over the queries that see the key of factor * row of the block.
 
-        Or = that, where the block begins the sums: all its queries see all keys then.
+        Or = that, where the block begins the sums: of each group of keys that it visits one of its
+        queries sees some.
         """
         pointer, row_stride, group_stride, part = factors
         line, block_stride, block_part = block
@@ -374,7 +374,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 fill(shift(panel, seen * TILE_STRIDE), some, 0.0)
                 split(weight_parts, weights, start, some, seen)
                 split(score_parts, grad_scores, start, some, seen)
-                factors = as_rows(panel_kept, score_parts, panel, start, some, seen, small_tile)
+                factors = as_rows(panel_kept, score_parts, panel, start, some, seen)
                 matmul(
                     sums, stride, turned_keys, factors,
                     round_up(head_dim, ROWS), some, steps(seen), has_sums, small_tile,

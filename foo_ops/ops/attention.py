@@ -126,15 +126,12 @@ def attention(
     return (output, logsumexp) if return_logsumexp else output
 
 
-DEFAULTS: dict[str, Any] = {
-    "is_causal": False,
-    "scale": None,
-    "dropout_p": 0.0,
-    "window_left": -1,
-    "window_right": -1,
-    "softcap": 0.0,
+DEFAULTS = {
+    argument.name: argument.default_value
+    for argument in torch.ops.foo.attention.default._schema.arguments
+    if argument.kwarg_only
 }
-"""The options of attention, as `OPTIONS` has them."""
+"""The options of attention."""
 
 
 def given_options(**options: Any) -> dict[str, Any]:

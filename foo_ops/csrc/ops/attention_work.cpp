@@ -202,9 +202,11 @@ bool can_merge(const Piece& first, const Piece& second, int64_t most, int64_t sl
   const bool have_whole_panels = first.heads == 1 && first.query_count % kWidestPanel == 0 &&
                                  first.query_count + second.query_count <= most &&
                                  second.query_count > kFewQueries;
+  // Only where no other part follows may the second go on where the first has ended.
+  const bool goes_on = first.part + 1 == first.parts && first.key_stop < second.key_stop &&
+                       (first.key_stop - first.key_start) % kKeyBlock == 0;
   const bool have_same_tiles =
-      first.key_start == second.key_start &&
-      (first.key_stop == second.key_stop || (first.key_stop - first.key_start) % kKeyBlock == 0);
+      first.key_start == second.key_start && (first.key_stop == second.key_stop || goes_on);
   const bool are_whole = first.slot < 0 && second.slot < 0;
   const bool have_adjacent_slots = first.slot >= 0 && second.slot >= 0 &&
                                    first.part == second.part &&
@@ -221,6 +223,7 @@ std::vector<Piece> merge_pairs(const std::vector<Piece>& pieces, int64_t most, i
     if (is_single) {
       merged.back().query_count += piece.query_count;
       merged.back().key_stop = piece.key_stop;
+      merged.back().parts = piece.parts;
       is_single = false;
     } else {
       merged.push_back(piece);
