@@ -69,7 +69,7 @@ MOST_ROWS = 8
 GROUP = 4
 # Rows that are prefetched before they are used, whole and in the order of memory, which the
 # processor then follows by itself: 0.8 of the bandwidth, and half of it without.
-AHEAD = 4
+AHEAD = 8
 
 
 def _rows_of(dtype: str, operand: str) -> Callable:
