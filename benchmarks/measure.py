@@ -148,7 +148,8 @@ class Limits:
 
     Attributes:
         rounds: in each of which every contender takes a turn.
-        turn: a turn calls its function as often as takes so many seconds, and at least once.
+        turn: a turn calls its function as often as takes so many seconds, and at least once. Before
+            several calls as many are made that do not count.
         contender: seconds after which a contender leaves, but not before ``fewest`` turns.
         fewest: turns for a median and its spread.
         long_call: a call that takes more seconds than this gets a single turn, the one that has

@@ -409,12 +409,13 @@ def factors_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def pairs_storer_of(dtype: str, is_finite: bool) -> Callable:
-    """``store_pairs(target, index, part, a, b)``, of vectors of the compute type: see
-    `foo_ops.kernels.parts.pair_storer_of`.
+def pairs_storer_of(dtype: str) -> Callable:
+    """``store_pairs(target, index, part, a, b)``, of vectors of the compute type without an
+    infinity: see `foo_ops.kernels.parts.pair_storer_of`.
     """
     if parts_of(dtype):
-        return pair_storer_of(parts_of(dtype), is_finite, lanes_of(compute_dtype(dtype)))
+        lanes = lanes_of(compute_dtype(dtype))
+        return pair_storer_of(parts_of(dtype), is_finite=True, lanes=lanes)
 
     @njit
     def store_pairs(target, index, part, a, b):

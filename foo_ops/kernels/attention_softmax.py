@@ -85,7 +85,7 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
     fill = fill_of(compute_dtype(dtype))
     as_weights = pointer_to(weights_dtype)
     packs, steps, PARTS = weights_dtype == PAIRS, steps_of(dtype), parts_of(dtype)  # noqa: N806
-    store_pairs = pairs_storer_of(dtype, is_finite=True)
+    store_pairs = pairs_storer_of(dtype)
 
     @njit
     def largest_of_tile(scores, column, count):
