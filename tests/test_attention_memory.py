@@ -110,6 +110,34 @@ def test_memory_grows_with_the_length():
     assert int(process.stdout) < 64 * 1024
 
 
+KEPT_MEMORY = """
+import os
+import torch
+
+def resident():
+    with open("/proc/self/statm") as status:
+        return int(status.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+def step(length):
+    query, key, value = torch.randn(3, 1, 1, length, 256).unbind()
+    query.requires_grad_()
+    output = torch.ops.foo.attention(query, key, value, window_left=0, window_right=0)[0]
+    torch.autograd.grad(output, query, torch.ones_like(output))
+
+step(2000)
+before = resident()
+step(10_000)
+print(resident() - before)
+"""
+
+
+def test_memory_that_is_kept():
+    """The sums of the backward pass: 33 MB for 2000 keys are kept, 164 MB for 10000 are not."""
+    process = run(KEPT_MEMORY)
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) < 2**26
+
+
 BIAS_MEMORY = """
 import resource
 import sys

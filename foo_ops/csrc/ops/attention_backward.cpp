@@ -8,6 +8,7 @@
 #include "kernel_table.h"
 #include "ops/attention_bias_gradient.h"
 #include "ops/attention_work.h"
+#include "ops/kept_memory.h"
 
 namespace foo {
 
@@ -17,6 +18,8 @@ namespace {
 // Does not depend on the threads, so that neither do the sums.
 constexpr int64_t kBackwardPieces = 8;
 constexpr int64_t kRowsOfPart = 256;
+// A thread keeps the memory of sums up to 64 MB: with one head of 64, float32, that of 16000 keys.
+constexpr int64_t kMostKeptBytes = int64_t{1} << 26;
 
 using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t chunk_stride,
                          int64_t width, int64_t rows, int64_t columns, int64_t chunks,
@@ -47,22 +50,34 @@ struct KeyHead {
 class GradientSums {
  public:
   // gradient: contiguous, (batch, heads, rows, columns) with heads counted over the batch, or
-  // packed as (rows, heads, columns).
-  GradientSums(const at::Tensor& gradient, double factor, int64_t slots, int64_t rows,
-               at::ScalarType type)
+  // packed as (rows, heads, columns). Slots have ``rows`` rows.
+  GradientSums(const at::Tensor& gradient, double factor, int64_t rows, at::ScalarType type)
       : gradient_(gradient),
         head_stride_(gradient.stride(1)),
         row_stride_(gradient.stride(gradient.dim() == 3 ? 0 : 2)),
         columns_(gradient.size(-1)),
         factor_(factor),
         kernel_(sum_chunks_kernel().get<SumFunction>(gradient.scalar_type())),
-        sums_(at::empty({slots, 1, rows + kRowMultiple, round_up_to_vector(columns_)},
-                        at::TensorOptions().dtype(type).device(at::kCPU))) {}
+        width_(round_up_to_vector(columns_)),
+        row_bytes_(width_ * static_cast<int64_t>(c10::elementSize(type))),
+        slot_rows_(rows + kRowMultiple) {}
 
-  Operand operand() const { return Operand(sums_); }
+  int64_t slot_bytes() const { return slot_rows_ * row_bytes_; }
+
+  // Where the slots lie.
+  void set_memory(void* memory) { memory_ = static_cast<char*>(memory); }
+
+  Operand operand() const {
+    Operand operand;
+    operand.data = memory_;
+    operand.strides[0] = operand.strides[1] = slot_rows_ * width_;
+    operand.strides[2] = width_;
+    operand.strides[3] = 1;
+    return operand;
+  }
 
   void clear(int64_t slot, int64_t begin, int64_t end) const {
-    std::memset(place(slot, begin), 0, (end - begin) * sums_.stride(2) * sums_.element_size());
+    std::memset(place(slot, begin), 0, (end - begin) * row_bytes_);
   }
 
   // The sum of ``chunks`` slots, rounded to the dtype of the gradient, for the rows of the key head
@@ -73,20 +88,20 @@ class GradientSums {
     const int64_t index = key_head.head * head_stride_ + row * row_stride_;
     char* const target = static_cast<char*>(gradient_.data_ptr());
     kernel_(target + index * gradient_.element_size(), row_stride_, place(slot, begin),
-            sums_.stride(0), sums_.size(3), end - begin, columns_, chunks, factor_);
+            slot_rows_ * width_, width_, end - begin, columns_, chunks, factor_);
   }
 
  private:
   char* place(int64_t slot, int64_t row) const {
-    const int64_t index = slot * sums_.stride(0) + row * sums_.stride(2);
-    return static_cast<char*>(sums_.data_ptr()) + index * sums_.element_size();
+    return memory_ + (slot * slot_rows_ + row) * row_bytes_;
   }
 
   at::Tensor gradient_;
   int64_t head_stride_, row_stride_, columns_;
   double factor_;
   SumFunction* kernel_;
-  at::Tensor sums_;
+  int64_t width_, row_bytes_, slot_rows_;
+  char* memory_ = nullptr;
 };
 
 // Blocks that add to the same sums, and so run one after the other: all of a key head, counted over
@@ -121,16 +136,31 @@ std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
   return jobs;
 }
 
-// The sums of grad_key and of grad_value.
+KeptMemory& memory_of_sums() {
+  thread_local KeptMemory memory;
+  return memory;
+}
+
+// The sums of grad_key and of grad_value. One at a time in a thread.
 class SumsOfKeys {
  public:
   SumsOfKeys(Parameters& parameters, const at::Tensor& grad_key, const at::Tensor& grad_value,
              int64_t slots, int64_t rows, at::ScalarType type)
-      : both_{GradientSums(grad_key, parameters.scale, slots, rows, type),
-              GradientSums(grad_value, 1.0, slots, rows, type)} {
+      : both_{GradientSums(grad_key, parameters.scale, rows, type),
+              GradientSums(grad_value, 1.0, rows, type)} {
+    const int64_t of_keys = slots * both_[0].slot_bytes();
+    const int64_t of_values = slots * both_[1].slot_bytes();
+    auto* const memory = static_cast<char*>(memory_of_sums().get(of_keys + of_values));
+    both_[0].set_memory(memory);
+    both_[1].set_memory(memory + of_keys);
     parameters.grad_key = both_[0].operand();
     parameters.grad_value = both_[1].operand();
   }
+
+  ~SumsOfKeys() { memory_of_sums().release_more_than(kMostKeptBytes); }
+
+  SumsOfKeys(const SumsOfKeys&) = delete;
+  SumsOfKeys& operator=(const SumsOfKeys&) = delete;
 
   void clear(int64_t slot, int64_t begin, int64_t end) const {
     for (const GradientSums& sums : both_) {

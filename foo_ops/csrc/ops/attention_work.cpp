@@ -2,14 +2,13 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
-#include <c10/core/impl/alloc_cpu.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <memory>
 
 #include "kernel_table.h"
+#include "ops/kept_memory.h"
 
 namespace foo {
 
@@ -335,16 +334,8 @@ std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p) {
 }
 
 void* thread_scratch(int64_t bytes) {
-  // Not of torch's allocator, which counts it as a tensor's where the call is one of foo's.
-  thread_local std::unique_ptr<void, decltype(&c10::free_cpu)> memory(nullptr, &c10::free_cpu);
-  thread_local int64_t size = 0;
-  if (size < bytes) {
-    size = 0;
-    memory.reset();
-    memory.reset(c10::alloc_cpu(bytes));
-    size = bytes;
-  }
-  return memory.get();
+  thread_local KeptMemory memory;
+  return memory.get(bytes);
 }
 
 std::vector<Piece> cut_into_blocks(const Parameters& parameters,
