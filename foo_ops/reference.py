@@ -121,8 +121,13 @@ def attention(
     # A row that sees nothing has no softmax: zeros stand in its place, and the result is replaced.
     sees = (scores > -math.inf).any(-1) | scores.isnan().any(-1)
     scores = scores.where(sees.unsqueeze(-1), 0)
+    # The sum's logarithm is lost beside numbers of 1e20, so that these are taken away before.
+    size = torch.logsumexp(scores.detach(), -1)
+    size = size.where(size.isfinite(), 0)
+    scores = scores - size.unsqueeze(-1)
     logsumexp = torch.logsumexp(scores, -1)
     probabilities = torch.exp(scores - logsumexp.unsqueeze(-1))[..., : key.shape[2]]
+    logsumexp = logsumexp + size
     if keep is not None:
         probabilities = probabilities.where(keep, 0) / (1 - dropout_p)
     output = probabilities @ for_each_query_head(value, query)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import foo_ops
 from foo_ops import testing
-from foo_ops.testing import ATTENTION, Sample
+from foo_ops.testing import ATTENTION
 from foo_ops.testing.attention import attention_sample, random_bias, random_slopes
 from foo_ops.testing.layouts import reversed_dimensions
 from foo_ops.testing.spec import random
@@ -278,108 +278,6 @@ def test_softcap_makes_infinite_scores_finite(position, value, device):
     outputs = call(sample, device)
     testing.check_outputs(ATTENTION, sample, torch.float32, outputs)
     assert outputs[0].isfinite().all() == math.isinf(value)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_overflows_at_the_largest_scores(dtype, device):
-    """One score of 3e4 and the others far below: the softmax picks one value.
-
-    Backward computes exp(3e4 - logsumexp) again, with the roundings of numbers of that size.
-    """
-    query = torch.full((1, 1, 3, 4), 173.0, dtype=dtype)
-    key = torch.zeros(1, 1, 80, 4, dtype=dtype)
-    key[:, :, 77] = 86.5
-    value = torch.randn(1, 1, 80, 5).to(dtype)
-    sample = Sample((query, key, value, *[None] * 3)).to(device).requiring_grad()
-    outputs = output, logsumexp = sample.call(ATTENTION.operator)
-    chosen = value[:, :, 77:78].expand(1, 1, 3, 5)
-    tolerance = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(output.cpu(), chosen, rtol=tolerance, atol=0)
-    assert (logsumexp > 2e4).all()
-    cotangents = tuple(torch.ones_like(tensor) for tensor in outputs)
-    gradients = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
-    assert all(gradient.isfinite().all() for gradient in gradients)
-    testing.check_gradients(ATTENTION, sample, gradients, cotangents)
-
-
-@pytest.mark.parametrize("hiding", [-1e9, -1e10, -3e10, -1e20, -3e20, -1e30])
-@pytest.mark.parametrize("queries", [2, 70])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_query_whose_keys_a_mask_of_large_numbers_hides(dtype, queries, hiding, device):
-    """As is usual for padding. Scores of that size are all the same, so that it sees all alike.
-
-    Nothing comes of it where no gradient of its output does: not even 0 times infinity.
-    """
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    hiding = hiding * 1e20 if dtype == torch.float64 else hiding
-
-    def leaves_with(value):
-        mask = torch.zeros(queries, 70, dtype=compute)
-        mask[0] = value
-        sample = attention_sample(queries=queries, keys=70, bias=lambda _: mask)(dtype)
-        return sample.to(device).requiring_grad()
-
-    leaves, others = leaves_with(hiding), leaves_with(-math.inf)
-    outputs, expected = leaves.call(ATTENTION.operator), others.call(ATTENTION.operator)
-    output, logsumexp = outputs
-    mean = leaves.inputs[2].detach().double().mean(2)
-    tolerance = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(output[:, :, 0].double(), mean, rtol=0, atol=tolerance)
-    tolerance = 4 * torch.finfo(compute).eps
-    hidden = torch.full_like(logsumexp[:, :, 0], hiding)
-    torch.testing.assert_close(logsumexp[:, :, 0], hidden, rtol=tolerance, atol=0)
-    assert torch.equal(output[:, :, 1:], expected[0][:, :, 1:])
-
-    cotangents = testing.cotangents_for(outputs)
-    gradients = torch.autograd.grad(outputs, leaves.differentiable(), cotangents, retain_graph=True)
-    assert all(gradient.isfinite().all() for gradient in gradients)
-    for cotangent in cotangents:
-        cotangent[:, :, 0] = 0
-    gradients = torch.autograd.grad(outputs, leaves.differentiable(), cotangents)
-    others = torch.autograd.grad(expected, others.differentiable(), cotangents)
-    assert all(map(torch.equal, gradients, others))
-
-
-@pytest.mark.parametrize("queries", [1, 70])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_query_whose_keys_all_have_the_lowest_bias(dtype, queries, device):
-    """finfo.min is not -infinity: what it is added to vanishes, and all keys weigh the same."""
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    for bias_dtype in {dtype, compute} - {torch.float16}:
-        mask = torch.zeros(queries, 70, dtype=bias_dtype)
-        mask[0] = torch.finfo(bias_dtype).min
-        sample = attention_sample(queries=queries, keys=70, bias=lambda _, mask=mask: mask)(dtype)
-        sample = sample.to(device).requiring_grad()
-        output, logsumexp = outputs = sample.call(ATTENTION.operator)
-        mean = sample.inputs[2].detach().double().mean(2)
-        tolerance = 4 * torch.finfo(dtype).eps
-        torch.testing.assert_close(output[:, :, 0].double(), mean, rtol=0, atol=tolerance)
-        assert logsumexp.isfinite().all()
-        cotangents = testing.cotangents_for(outputs)
-        gradients = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
-        assert all(gradient.isfinite().all() for gradient in gradients)
-
-
-@pytest.mark.parametrize("queries", [1, 70])
-@pytest.mark.parametrize("scale", [1e9, 1e12, 1e20])
-def test_the_largest_of_huge_scores_takes_all(scale, queries, device):
-    sample = attention_sample(queries=queries, keys=70, scale=scale)(torch.float32)
-    sample = sample.to(device).requiring_grad()
-    output, logsumexp = outputs = sample.call(ATTENTION.operator)
-    query, key, value, *_ = (
-        tensor.detach().cpu().double() for tensor in sample.inputs if tensor is not None
-    )
-    scores = torch.einsum(
-        "bhqd,bhkd->bhqk", query, key.repeat_interleave(query.size(1) // key.size(1), 1)
-    )
-    largest, places = scores.max(-1)
-    value = value.repeat_interleave(query.size(1) // value.size(1), 1)
-    chosen = value.gather(2, places[..., None].expand(*places.shape, value.size(3)))
-    torch.testing.assert_close(output.cpu().double(), chosen, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(logsumexp.cpu().double(), scale * largest, rtol=1e-5, atol=0)
-    cotangents = testing.cotangents_for(outputs)
-    gradients = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
-    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -32,6 +32,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from numba import njit
 from numba.core import types
 
@@ -84,17 +85,17 @@ SIZES = (
 OPERANDS = (
     *("query", "key", "value", "attn_bias", "alibi_slopes", "sinks", "output", "logsumexp"),
     *("grad_output", "grad_logsumexp", "grad_query", "grad_key", "grad_value", "grad_attn_bias"),
-    *("grad_alibi_slopes", "grad_sinks", "partial_output", "partial_logsumexp"),
+    *("grad_alibi_slopes", "grad_sinks", "partial_output", "partial_largest", "partial_total"),
 )
 IN_COMPUTE_TYPE = (
     *("alibi_slopes", "sinks", "logsumexp", "grad_logsumexp", "grad_key", "grad_value"),
-    *("grad_alibi_slopes", "grad_sinks", "partial_output", "partial_logsumexp"),
+    *("grad_alibi_slopes", "grad_sinks", "partial_output", "partial_largest", "partial_total"),
 )
 
 PIECE_FIELDS = (
     *("batch", "head", "heads", "query_start", "query_count", "query_offset", "key_offset"),
     *("key_start", "key_stop", "first_visible", "last_visible", "alignment"),
-    *("slot", "part", "parts", "block", "bias", "begins_sums"),
+    *("slot", "part", "parts", "block", "bias", "begins_sums", "statistics"),
 )
 PIECE = Struct("AttentionPiece", tuple((name, types.int64) for name in PIECE_FIELDS))
 
@@ -104,6 +105,15 @@ LOG2 = math.log(2.0)
 
 def compute_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
+
+
+def lowest_score(dtype: str) -> float:
+    """So that a score remains finite in units of log 2.
+
+    One of finfo.min, by which masks of some libraries hide, is lower than all others and yet not
+    hidden where all are of that size.
+    """
+    return 0.69 * float(np.finfo(compute_dtype(dtype)).min)
 
 
 def factor_dtype(dtype: str) -> str:

@@ -20,7 +20,6 @@ from numba import njit
 from foo_ops.kernels.attention import (
     GRADIENT_NONE,
     KEY_BLOCK,
-    LOG2,
     QUERY_BLOCK,
     TILE,
     TILE_STRIDE,
@@ -46,6 +45,7 @@ from foo_ops.kernels.attention_bias_gradient import bias_gradient_of
 from foo_ops.kernels.attention_output import panel_writer_of
 from foo_ops.kernels.attention_rows import block_rows_of, row_packer_of
 from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
+from foo_ops.kernels.attention_softmax import sink_score_of
 from foo_ops.kernels.attention_tiles import tile_of, turned_tile_of
 from foo_ops.kernels.attention_weights import statistics_of, weights_of
 from foo_ops.kernels.functions import exp2
@@ -174,7 +174,7 @@ def _tile_factors_in_parts_of(dtype: str) -> tuple[Callable, Callable, Callable]
 @functools.cache
 def _option_gradients_of(dtype: str) -> tuple[Callable, Callable, Callable]:
     """The functions that sum the gradients of slopes, and write them and those of the sinks."""
-    compute = ELEMENTS[dtype].compute
+    compute, sink_score = ELEMENTS[dtype].compute, sink_score_of(dtype)
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
 
     @njit
@@ -200,14 +200,15 @@ def _option_gradients_of(dtype: str) -> tuple[Callable, Callable, Callable]:
             store(target, 0, total)
 
     @njit
-    def write_sinks(parameters, piece, logsumexp, delta):
+    def write_sinks(parameters, piece, base, shares, delta):
         for index in range(piece.heads):
             head = piece.head + index
-            sink = load(row_of(parameters, "sinks", 0, head, 0), 0) / compute(LOG2)
+            sink = sink_score(parameters, head)
             total = compute(0.0)
             for row in range(piece.query_count):
                 lane = index * piece.query_count + row
-                total -= exp2(sink - load(logsumexp, lane)) * load(delta, lane)
+                weight = exp2(sink - load(base, lane)) * load(shares, lane)
+                total -= weight * load(delta, lane)
             store(row_of(parameters, "grad_sinks", piece.batch, head, piece.block), 0, total)
 
     return add_distances, write_slopes, write_sinks
@@ -298,8 +299,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         weight_parts = shift(kept, TILE * ROOM)
         score_parts = shift(weight_parts, TILE * ROOM)
         slopes = shift(score_parts, TILE * ROOM)
-        logsumexp = shift(slopes, TILE)
-        delta = shift(logsumexp, TILE_STRIDE)
+        base = shift(slopes, TILE)
+        shares = shift(base, TILE_STRIDE)
+        delta = shift(shares, TILE_STRIDE)
         distances = shift(delta, TILE_STRIDE)
         scales = shift(distances, TILE_STRIDE)
         lanes = shift(scales, TILE_STRIDE)
@@ -323,7 +325,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
             parameters, piece, grad_block, value_dim, columns, value_row
         )
         load_statistics(
-            parameters, piece, grads, grad_stride, value_width, packed, logsumexp, delta, columns
+            parameters, piece, grads, grad_stride, value_width, packed, base, shares, delta, columns
         )
         query_rows, small = pack_rows(
             parameters, packed, row_pairs, query_row, head_width, turned, queries, query_stride,
@@ -362,7 +364,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                     parameters, piece, lanes, weights, grad_scores, kept, slopes, keys, values,
                     packed_panel(packed, start, stride, head_dim, key_width),
                     packed_panel(grad_packed, start, stride, value_dim, value_tile_width),
-                    small_tile, logsumexp, delta, key_start, start, some, seen,
+                    small_tile, base, shares, delta, key_start, start, some, seen,
                 )  # fmt: skip
                 panel, panel_kept = shift(grad_scores, start), shift(kept, start)
                 if has_options and parameters.has_alibi_slopes:
@@ -396,6 +398,6 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         if has_options and parameters.has_alibi_slopes:
             write_slopes(parameters, piece, distances)
         if parameters.has_sinks:
-            write_sinks(parameters, piece, logsumexp, delta)
+            write_sinks(parameters, piece, base, shares, delta)
 
     return Kernel(backward, argument_types(dtype))

@@ -313,9 +313,10 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 rescale(accumulator, correction, rows, value_width)
             weighted_sums(accumulator, value_width, scores, values, value_stride, rows, count)
 
-        finish(parameters, piece, largest, total, correction)
+        is_part = piece.slot >= 0
+        finish(parameters, piece, largest, total, correction, is_part)
         for lane in range(rows):
             sums, factor = shift(accumulator, lane * value_width), load(correction, lane)
-            write(parameters, piece, sums, factor, lane, 0, parameters.value_dim)
+            write(parameters, piece, sums, factor, lane, 0, parameters.value_dim, is_part)
 
     return Kernel(decode, argument_types(dtype))

@@ -145,7 +145,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 )  # fmt: skip
         end_products()
 
-        finish(parameters, piece, largest, total, correction)
+        finish(parameters, piece, largest, total, correction, piece.slot >= 0)
         write(parameters, piece, accumulator, correction, value_width, columns, block)
 
     return Kernel(forward, argument_types(dtype))

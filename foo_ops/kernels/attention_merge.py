@@ -1,7 +1,9 @@
 """Attention: output and logsumexp of a block of queries whose keys were split into parts.
 
-The parts, in their order, are weighted with exp(logsumexp of the part - logsumexp) (Dao et al.
-2023, Flash-Decoding).
+Each part has the largest score of a query, the sum of 2^(score - largest) and the values summed
+with these weights. The parts, in their order, are brought to the largest of all (Dao et al. 2023,
+Flash-Decoding): by a logsumexp of each, what beside a mask of -1e9 is left of it would not tell how
+many keys it is of.
 """
 
 from __future__ import annotations
@@ -11,17 +13,17 @@ import math
 from numba import njit
 
 from foo_ops.kernels.attention import (
-    LOG2,
+    QUERY_BLOCK,
     argument_types,
     compute_dtype,
-    copy_row_of,
     fill_of,
     round_up,
 )
+from foo_ops.kernels.attention_output import finisher_of, row_writer_of
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
-from foo_ops.kernels.simd import ELEMENTS, fma, load, load_vector, splat, store
+from foo_ops.kernels.simd import ELEMENTS, fma, load, load_vector, shift, splat, store
 from foo_ops.kernels.struct import row_of
 
 
@@ -29,49 +31,57 @@ def build(dtype: str) -> Kernel:
     """Piece of work: as for the forward kernel, with the number of parts in place of one."""
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    copy_row, fill = copy_row_of(compute_dtype(dtype)), fill_of(compute_dtype(dtype))
+    fill, finish = fill_of(compute_dtype(dtype)), finisher_of(dtype)
+    write = row_writer_of(dtype, "output")
 
     @njit
-    def logsumexp_of_parts(parameters, piece, lane):
+    def largest_of_parts(parameters, piece, lane):
         largest = compute(-math.inf)
         for part in range(piece.parts):
-            value = load(row_of(parameters, "partial_logsumexp", part, piece.slot, lane), 0)
+            value = load(row_of(parameters, "partial_largest", part, piece.slot, lane), 0)
             # NaN is kept: no number is larger, and it is not equal to itself.
             if value > largest or value != value:
                 largest = value
-        if largest == -math.inf or largest == math.inf or largest != largest:
-            return largest
-        total = compute(0.0)
-        for part in range(piece.parts):
-            value = load(row_of(parameters, "partial_logsumexp", part, piece.slot, lane), 0)
-            total += exp2((value - largest) / compute(LOG2))
-        return largest + math.log(total)
+        return largest
 
     @njit
-    def merge_row(parameters, piece, lane, logsumexp, total, width):
-        fill(total, width, 0.0)
+    def scale_of(parameters, piece, part, lane, largest):
+        value = load(row_of(parameters, "partial_largest", part, piece.slot, lane), 0)
+        # Equal infinities, of a sink or where nothing is seen, have no difference.
+        exponent = value - largest if value != largest else compute(0.0)
+        return compute(exp2(exponent))
+
+    @njit
+    def add_parts(parameters, piece, lane, largest, sums, width):
+        """The sum of the weights; sums are those of the weighted values."""
+        fill(sums, width, 0.0)
+        total = compute(0.0)
         for part in range(piece.parts):
-            value = load(row_of(parameters, "partial_logsumexp", part, piece.slot, lane), 0)
-            if value == -math.inf:
-                continue
-            # Equal infinities, of a sink, have no difference.
-            exponent = value - logsumexp if value != logsumexp else compute(0.0)
-            weight = splat(compute(exp2(exponent / compute(LOG2))), LANES)
+            scale = scale_of(parameters, piece, part, lane, largest)
+            total += scale * load(row_of(parameters, "partial_total", part, piece.slot, lane), 0)
+            scales = splat(scale, LANES)
             source = row_of(parameters, "partial_output", part, piece.slot, lane)
             for column in range(0, width, LANES):
-                sum_ = load_vector(total, column, LANES)
-                store(total, column, fma(weight, load_vector(source, column, LANES), sum_))
+                sum_ = load_vector(sums, column, LANES)
+                store(sums, column, fma(scales, load_vector(source, column, LANES), sum_))
+        return total
 
     def merge(parameters, piece, scratch):
         width = round_up(parameters.value_dim, LANES)
-        for index in range(piece.heads):
-            for row in range(piece.query_count):
-                lane = index * piece.query_count + row
-                query, head = piece.query_offset + piece.query_start + row, piece.head + index
-                result = logsumexp_of_parts(parameters, piece, lane)
-                merge_row(parameters, piece, lane, result, scratch, width)
-                store(row_of(parameters, "logsumexp", piece.batch, head, query), 0, result)
-                target = row_of(parameters, "output", piece.batch, head, query)
-                copy_row(target, scratch, 1, parameters.value_dim, parameters.value_dim)
+        largest = scratch
+        total = shift(largest, QUERY_BLOCK)
+        factors = shift(total, QUERY_BLOCK)
+        sums = shift(factors, QUERY_BLOCK)
+        rows = piece.heads * piece.query_count
+        for lane in range(rows):
+            top = largest_of_parts(parameters, piece, lane)
+            store(largest, lane, top)
+            row = shift(sums, lane * width)
+            store(total, lane, add_parts(parameters, piece, lane, top, row, width))
+        finish(parameters, piece, largest, total, factors, False)
+        for lane in range(rows):
+            row = shift(sums, lane * width)
+            factor = load(factors, lane)
+            write(parameters, piece, row, factor, lane, 0, parameters.value_dim, False)
 
     return Kernel(merge, argument_types(dtype))

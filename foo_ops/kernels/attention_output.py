@@ -12,25 +12,36 @@ from foo_ops.kernels.attention import (
     LOG2,
     compute_dtype,
     copy_row_of,
+    fill_of,
     lane_row_of,
     panel_of,
     turn_of,
 )
 from foo_ops.kernels.functions import log
 from foo_ops.kernels.matmul import lanes_of
-from foo_ops.kernels.simd import ELEMENTS, less, load, load_vector, select, shift, splat, store
+from foo_ops.kernels.simd import (
+    ELEMENTS,
+    less,
+    load,
+    load_vector,
+    select,
+    shift,
+    splat,
+    store,
+)
 from foo_ops.kernels.struct import field, row_of
 from foo_ops.kernels.tiles import transpose_products
 
 
 @functools.cache
 def finisher_of(dtype: str) -> Callable:
-    """``finish(parameters, piece, largest, total, factors)``: writes the logsumexp of each lane.
+    """``finish(parameters, piece, largest, total, factors, is_part)``: writes the logsumexp of each
+    lane, or what it is computed from, where this is one part of the keys.
 
     What its sums have to be multiplied by goes to ``factors``; ``total`` is overwritten.
     """
     compute, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))  # noqa: N806
-    copy_row = copy_row_of(compute_dtype(dtype))
+    copy_row, fill = copy_row_of(compute_dtype(dtype)), fill_of(compute_dtype(dtype))
     SMALLEST, LARGEST = (  # noqa: N806
         float(getattr(np.finfo(compute_dtype(dtype)), name)) for name in ("tiny", "max")
     )
@@ -45,18 +56,28 @@ def finisher_of(dtype: str) -> Callable:
         logsumexp = top * splat(compute(LOG2), LANES) + log(sum_)
         # The sum is NaN for a score of +infinity, whose logsumexp is nevertheless +infinity.
         is_infinite = less(splat(compute(LARGEST), LANES), top)
-        store(total, lane, select(is_infinite, top, logsumexp))
+        logsumexp = select(is_infinite, top, logsumexp)
+        # Scores end at 0.9955 of the lowest number, in units of log 2: see lowest_score.
+        lowest = splat(compute(-LARGEST), LANES)
+        is_finite = less(lowest, top)
+        is_low = less(top, splat(compute(-0.9954 * LARGEST), LANES))
+        lowest_or_nan = lowest + logsumexp * zero
+        logsumexp = select(is_finite, select(is_low, lowest_or_nan, logsumexp), logsumexp)
+        store(total, lane, logsumexp)
 
     @njit
-    def finish(parameters, piece, largest, total, factors):
+    def finish(parameters, piece, largest, total, factors, is_part):
         count = piece.query_count
-        for lane in range(0, piece.heads * count, LANES):
-            finish_lanes(largest, total, factors, lane, parameters.kept_scale)
-        if piece.slot >= 0:
-            rows = piece.heads * count
-            part = row_of(parameters, "partial_logsumexp", piece.part, piece.slot, 0)
-            copy_row(part, total, 1, rows, rows)
+        rows = piece.heads * count
+        if is_part:
+            largest_row = row_of(parameters, "partial_largest", piece.part, piece.slot, 0)
+            total_row = row_of(parameters, "partial_total", piece.part, piece.slot, 0)
+            copy_row(largest_row, largest, 1, rows, rows)
+            copy_row(total_row, total, 1, rows, rows)
+            fill(factors, rows, 1.0)
             return
+        for lane in range(0, rows, LANES):
+            finish_lanes(largest, total, factors, lane, parameters.kept_scale)
         query, stride = piece.query_offset + piece.query_start, parameters.logsumexp_row_stride
         for index in range(piece.heads):
             target = row_of(parameters, "logsumexp", piece.batch, piece.head + index, query)
@@ -68,13 +89,13 @@ def finisher_of(dtype: str) -> Callable:
 
 @functools.cache
 def row_writer_of(dtype: str, operand: str) -> Callable:
-    """``write(parameters, piece, source, factor, lane, column, count)``, times the factor.
+    """``write(parameters, piece, source, factor, lane, column, count, is_part)``, times the factor.
 
     ``count`` columns of the row of a lane, from ``column`` on. Those of output go to partial_output
-    if the keys are split.
+    if this is one part of the keys.
     """
     LANES, lane_row = lanes_of(compute_dtype(dtype)), lane_row_of(operand)  # noqa: N806
-    may_be_split = operand == "output"
+    may_be_part = operand == "output"
 
     @njit
     def write_row(target, source, factor, count):
@@ -85,8 +106,8 @@ def row_writer_of(dtype: str, operand: str) -> Callable:
             store(target, column, load(source, column) * factor)
 
     @njit
-    def write(parameters, piece, source, factor, lane, column, count):
-        if may_be_split and piece.slot >= 0:
+    def write(parameters, piece, source, factor, lane, column, count, is_part):
+        if may_be_part and is_part:
             part = row_of(parameters, "partial_output", piece.part, piece.slot, lane)
             write_row(shift(part, column), source, factor, count)
         else:
@@ -105,15 +126,15 @@ def panel_writer_of(dtype: str, operand: str) -> Callable:
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
     next_panel, turn = panel_of(dtype), turn_of(compute_dtype(dtype))
     lane_row, write_row = lane_row_of(operand), row_writer_of(dtype, operand)
-    row_stride_name, may_be_split = f"{operand}_row_stride", operand == "output"
+    row_stride_name, may_be_part = f"{operand}_row_stride", operand == "output"
     size_name = "head_dim" if operand == "grad_query" else "value_dim"
 
     @njit
     def write_square(parameters, piece, source, stride, factors, lane, column, count, scratch):
         """The lanes from ``lane`` on, and the columns from ``column`` on, which are ``count``."""
         lanes = piece.heads * piece.query_count - lane
-        is_split = may_be_split and piece.slot >= 0
-        if lanes >= LANES and count >= LANES and piece.heads == 1 and not is_split:
+        is_part = may_be_part and piece.slot >= 0
+        if lanes >= LANES and count >= LANES and piece.heads == 1 and not is_part:
             target = shift(lane_row(parameters, piece, lane), column)
             row_stride = field(parameters, row_stride_name)
             transpose_products(target, row_stride, source, stride, factors, LANES)
@@ -121,7 +142,8 @@ def panel_writer_of(dtype: str, operand: str) -> Callable:
         turn(scratch, LANES, source, stride, LANES, LANES)
         for index in range(min(lanes, LANES)):
             row, factor = shift(scratch, index * LANES), load(factors, index)
-            write_row(parameters, piece, row, factor, lane + index, column, min(count, LANES))
+            some = min(count, LANES)
+            write_row(parameters, piece, row, factor, lane + index, column, some, is_part)
 
     @njit
     def write(parameters, piece, panels, factors, width, columns, scratch):

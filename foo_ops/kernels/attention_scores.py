@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Callable
 
-import numpy as np
 from numba import njit
 
 from foo_ops.kernels.attention import (
@@ -23,6 +22,7 @@ from foo_ops.kernels.attention import (
     TILE_STRIDE,
     compute_dtype,
     fill_of,
+    lowest_score,
     products_of,
     round_up,
     sizes_of,
@@ -135,9 +135,7 @@ def bias_adder_of(dtype: str) -> Callable:
         transpose_of(compute, source) for source in ("mask", dtype, "float32")
     )
 
-    # So that a score remains finite in units of log 2: one of finfo.min, by which masks of some
-    # libraries hide, is lower than all others and yet not hidden where all are of that size.
-    LOWEST = 0.69 * float(np.finfo(compute).min)  # noqa: N806
+    LOWEST = lowest_score(dtype)  # noqa: N806
 
     @njit
     def load_bias(parameters, piece, target, key_start, count):

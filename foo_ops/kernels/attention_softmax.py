@@ -19,6 +19,7 @@ from foo_ops.kernels.attention import (
     TILE_STRIDE,
     compute_dtype,
     fill_of,
+    lowest_score,
     pairs_storer_of,
     steps_of,
 )
@@ -46,12 +47,28 @@ WEIGHTS_PART = KEY_BLOCK // 2 * TILE_STRIDE
 
 
 @functools.cache
+def sink_score_of(dtype: str) -> Callable:
+    """``sink_score(parameters, head)``, in units of log 2 and rounded as other scores are."""
+    compute = ELEMENTS[dtype].compute
+    LOWEST, LOG2E = lowest_score(dtype), 1.0 / LOG2  # noqa: N806
+
+    @njit
+    def sink_score(parameters, head):
+        sink = load(row_of(parameters, "sinks", 0, head, 0), 0)
+        if compute(-math.inf) < sink < compute(LOWEST):
+            sink = compute(LOWEST)
+        return sink * compute(LOG2E)
+
+    return sink_score
+
+
+@functools.cache
 def softmax_start_of(dtype: str) -> Callable:
     """``start_softmax(parameters, piece, largest, total, columns)``: before the first tile of keys.
 
     A sink is a score that has been seen already, by the first part of the keys.
     """
-    fill = fill_of(compute_dtype(dtype))
+    fill, sink_score = fill_of(compute_dtype(dtype)), sink_score_of(dtype)
     compute = ELEMENTS[dtype].compute
 
     @njit
@@ -60,10 +77,10 @@ def softmax_start_of(dtype: str) -> Callable:
         fill(total, columns, 0.0)
         if parameters.has_sinks and piece.part == 0:
             for index in range(piece.heads):
-                sink = load(row_of(parameters, "sinks", 0, piece.head + index, 0), 0)
+                sink = sink_score(parameters, piece.head + index)
                 if sink != compute(-math.inf):
                     first = index * piece.query_count
-                    fill(shift(largest, first), piece.query_count, sink / compute(LOG2))
+                    fill(shift(largest, first), piece.query_count, sink)
                     # No number is less or more than NaN, so that the sum has to carry it.
                     fill(shift(total, first), piece.query_count, 1.0 if sink == sink else sink)
 

@@ -40,14 +40,16 @@ from foo_ops.kernels.tiles import tile_dot, tile_store_sums, tile_zero
 
 @functools.cache
 def statistics_of(dtype: str) -> Callable:
-    """``load_statistics(parameters, piece, grad_outputs, stride, width, scratch, logsumexp, delta,
-    columns)``.
+    """``load_statistics(parameters, piece, grad_outputs, stride, width, scratch, base, shares,
+    delta, columns)``.
 
-    For each query of a block the logsumexp, in units of log 2, and delta = sum(grad_output *
-    output) - grad_logsumexp. ``grad_outputs`` are rows of ``width``, which is a multiple of the
-    lanes; scratch has room for one more.
+    For each query of a block delta = sum(grad_output * output) - grad_logsumexp, and what makes a
+    weight of a score: shares * 2^(score - base). These are 1 and the logsumexp, in units of log 2,
+    or the largest score and the sum of 2^(score - base) with it: where these are large, a logarithm
+    of the sum is lost beside them. ``grad_outputs`` are rows of ``width``, which is a multiple of
+    the lanes; scratch has room for one more.
     """
-    compute = compute_dtype(dtype)
+    compute, scalar = compute_dtype(dtype), ELEMENTS[dtype].compute
     LANES = lanes_of(compute)  # noqa: N806
     copy_row, fill = copy_row_of(compute), fill_of(compute)
     may_stay = dtype == compute
@@ -71,11 +73,22 @@ def statistics_of(dtype: str) -> Callable:
         tile_store_sums(sum_, target, 0)
 
     @njit
+    def store_base(parameters, piece, logsumexp, base, shares, lane):
+        slot = piece.statistics
+        if slot < 0:
+            store(base, lane, logsumexp / LOG2)
+            return
+        store(base, lane, load(row_of(parameters, "partial_largest", 0, slot, lane), 0))
+        total = load(row_of(parameters, "partial_total", 0, slot, lane), 0)
+        store(shares, lane, scalar(1.0) / total)
+
+    @njit
     def load_statistics(
-        parameters, piece, grad_outputs, stride, width, scratch, logsumexp, delta, columns
+        parameters, piece, grad_outputs, stride, width, scratch, base, shares, delta, columns
     ):
-        # Unused lanes keep a logsumexp of infinity, and so weights of zero.
-        fill(logsumexp, columns, math.inf)
+        # Unused lanes keep a base of infinity, and so weights of zero.
+        fill(base, columns, math.inf)
+        fill(shares, columns, 1.0)
         fill(delta, columns, 0.0)
         for head in range(piece.heads):
             for row in range(piece.query_count):
@@ -86,7 +99,7 @@ def statistics_of(dtype: str) -> Callable:
                 grad = load(row_of(parameters, "grad_logsumexp", piece.batch, index, query), 0)
                 # A query that sees nothing has a logsumexp of -infinity and no weights, too.
                 if saved != -math.inf:
-                    store(logsumexp, lane, saved / LOG2)
+                    store_base(parameters, piece, saved, base, shares, lane)
                 output = output_row(parameters, piece, scratch, index, query, width)
                 store_product(shift(delta, lane), output, shift(grad_outputs, lane * stride), width)
                 store(delta, lane, load(delta, lane) - grad)
@@ -97,13 +110,14 @@ def statistics_of(dtype: str) -> Callable:
 @functools.cache
 def weights_of(dtype: str, has_options: bool) -> Callable:
     """``weights_tile(parameters, piece, lanes, weights, grad_scores, kept, slopes, keys, values,
-    queries, grad_outputs, are_small, logsumexp, delta, key_start, first_column, columns, count)``,
-    for a panel from first_column on.
+    queries, grad_outputs, are_small, base, shares, delta, key_start, first_column, columns,
+    count)``, for a panel from first_column on.
 
     Recomputes a tile's weights P = exp(S - logsumexp) and the gradient of its scores
     dS = P * (V dO - delta), where S is the score with bias and masks; both are zero for unused
-    lanes. With dropout the weights and V dO are multiplied by what it keeps. ``kept`` and
-    ``slopes`` have room for a tile; see modify_of for what is in slopes.
+    lanes. See statistics_of for base, shares and delta. With dropout the weights and V dO are
+    multiplied by what it keeps. ``kept`` and ``slopes`` have room for a tile; see modify_of for
+    what is in slopes.
     """
     scalar = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
@@ -122,16 +136,31 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
                 store(grad_scores, index, load_vector(grad_scores, index, LANES) * factor)
 
     @njit
-    def exponentials(parameters, weights, logsumexp, columns, count):
+    def limited(exponent):
+        """A weight is 1 at most, also for scores near 1e10, whose roundings are hundreds."""
+        zero = splat(scalar(0.0), LANES)
+        return exp2(select(less(zero, exponent), zero, exponent))
+
+    @njit
+    def exponentials(parameters, weights, base, columns, count):
         factor, zero = splat(scalar(parameters.factor), LANES), splat(scalar(0.0), LANES)
         for column in range(0, columns, LANES):
-            offset = zero - load_vector(logsumexp, column, LANES)
+            offset = zero - load_vector(base, column, LANES)
             for key in range(count):
                 index = key * TILE_STRIDE + column
                 exponent = fma(load_vector(weights, index, LANES), factor, offset)
-                # A weight is 1 at most, also for scores near 1e10, where the roundings of the
-                # logsumexp are hundreds.
-                store(weights, index, exp2(select(less(zero, exponent), zero, exponent)))
+                store(weights, index, limited(exponent))
+
+    @njit
+    def shares_of_sums(parameters, weights, base, shares, columns, count):
+        factor = splat(scalar(parameters.factor), LANES)
+        for column in range(0, columns, LANES):
+            largest, share = load_vector(base, column, LANES), load_vector(shares, column, LANES)
+            for key in range(count):
+                index = key * TILE_STRIDE + column
+                # The product is rounded as that of the largest score is, which fma would not do.
+                exponent = load_vector(weights, index, LANES) * factor - largest
+                store(weights, index, limited(exponent) * share)
 
     @njit
     def multiply_weights(weights, grad_scores, delta, columns, count):
@@ -152,7 +181,8 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
     @njit
     def weights_tile(
         parameters, piece, lanes, weights, grad_scores, kept, slopes, keys, values,
-        queries, grad_outputs, are_small, logsumexp, delta, key_start, first_column, columns, count,
+        queries, grad_outputs, are_small, base, shares, delta, key_start, first_column, columns,
+        count,
     ):  # fmt: skip
         first_query, query_count = queries_of(piece, first_column, columns)
         weights, grad_scores = shift(weights, first_column), shift(grad_scores, first_column)
@@ -165,7 +195,11 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
             grad_scores, TILE_STRIDE, values, grad_outputs, round_up(count, ROWS), columns,
             steps(parameters.value_dim), False, are_small,
         )  # fmt: skip
-        exponentials(parameters, weights, shift(logsumexp, first_column), columns, count)
+        base, shares = shift(base, first_column), shift(shares, first_column)
+        if piece.statistics < 0:
+            exponentials(parameters, weights, base, columns, count)
+        else:
+            shares_of_sums(parameters, weights, base, shares, columns, count)
         if has_options and parameters.dropout_threshold > 0:
             load_kept(parameters, lanes, kept, key_start, first_column, columns, count)
             drop(parameters, weights, grad_scores, kept, columns, count)

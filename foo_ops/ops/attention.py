@@ -398,11 +398,15 @@ def composite(
         extended = torch.cat([scores, column], dim=-1)
     # A query that sees nothing has no softmax: zeros stand in its place and count for nothing.
     blind = (extended == -math.inf).all(-1, keepdim=True)
-    logsumexp = torch.logsumexp(extended.masked_fill(blind, 0.0), -1, keepdim=True)
-    weights = torch.exp(scores - logsumexp).masked_fill(blind | ~sees, 0.0)
+    extended = extended.masked_fill(blind, 0.0)
+    # Taken away first: beside a mask of -1e9 nothing would be left of the logarithm of the sum.
+    base = torch.logsumexp(extended, -1, keepdim=True).detach()
+    base = base.where(base.isfinite(), 0.0)
+    logsumexp = torch.logsumexp(extended - base, -1, keepdim=True)
+    weights = torch.exp(scores - base - logsumexp).masked_fill(blind | ~sees, 0.0)
     if kept is not None:
         weights = weights * kept / (1.0 - dropout_p)
-    logsumexp = logsumexp.masked_fill(blind, -math.inf).squeeze(-1)
+    logsumexp = (base + logsumexp).masked_fill(blind, -math.inf).squeeze(-1)
     return (weights @ values).to(query.dtype), logsumexp
 
 

@@ -277,7 +277,7 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
                                 const std::vector<Sequence>& sequences,
                                 const AttentionOptions& options, bool is_packed) {
   const auto type = compute_type(query);
-  const std::vector<Piece> blocks = cut_into_blocks(parameters, sequences, options);
+  std::vector<Piece> blocks = cut_into_blocks(parameters, sequences, options);
   // Packed rows may belong to no sequence, or to one without queries.
   const bool all_rows_are_written = !is_packed && !blocks.empty();
   const auto gradient_of = [&](const at::Tensor& tensor) {
@@ -321,6 +321,8 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
   parameters.grad_sinks = sinks.has_value() ? Operand(sink_sums) : Operand();
 
   if (!blocks.empty()) {
+    PartialResults results;
+    compute_statistics(parameters, results, blocks, query);
     std::vector<KeyHead> key_heads;
     for (const Sequence& sequence : sequences) {
       for (int64_t head = 0; head < parameters.key_heads; ++head) {

@@ -27,6 +27,9 @@ constexpr int64_t kBlocksOfThread = 4;
 // The most elements of query and output in a merged block: a megabyte of float32, of caches that
 // have one or two.
 constexpr int64_t kBlockElements = int64_t{1} << 18;
+// From here on a rounding of the logsumexp changes weights by more than 2^-16. Beside a mask of
+// -1e9 nothing is left of the logarithm of how many keys share it.
+constexpr double kLargeLogsumexp = 256.0;
 // A block of few registers, where there are many. It is whole panels of 3 vectors of 8.
 constexpr int64_t kLargeBlock = 144;
 // Blocks are merged where the second begins with a panel: none has more columns than this.
@@ -136,6 +139,7 @@ void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const 
   piece.key_offset = sequence.key_offset;
   piece.slot = -1;
   piece.parts = 1;
+  piece.statistics = -1;
   set_visible(piece, sequence, options);
   for (int64_t key_head = 0; key_head < parameters.key_heads; ++key_head) {
     for (int64_t index = 0; index < parameters.group; index += heads) {
@@ -278,6 +282,23 @@ void run_pieces(const Parameters& parameters, at::ScalarType type, AttentionFunc
   }
 }
 
+template <class Number>
+bool has_large_logsumexp(const Parameters& parameters, const Piece& block) {
+  const Operand& logsumexp = parameters.logsumexp;
+  const auto* const first = static_cast<const Number*>(logsumexp.data) +
+                            block.batch * logsumexp.strides[0] +
+                            (block.query_offset + block.query_start) * logsumexp.strides[2];
+  for (int64_t head = block.head; head < block.head + block.heads; ++head) {
+    for (int64_t row = 0; row < block.query_count; ++row) {
+      const auto value = first[head * logsumexp.strides[1] + row * logsumexp.strides[2]];
+      if (std::isfinite(value) && std::abs(value) > kLargeLogsumexp) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
 std::vector<Piece> take_if(std::vector<Piece>& pieces, bool (*condition)(const Piece&)) {
   std::vector<Piece> taken;
   const auto rest = std::stable_partition(pieces.begin(), pieces.end(),
@@ -344,6 +365,39 @@ std::vector<Piece> cut_into_blocks(const Parameters& parameters,
   return cut_into_blocks_of(parameters, sequences, options, usual_block());
 }
 
+void PartialResults::allocate(Parameters& parameters, int64_t parts, int64_t slots, int64_t rows,
+                              at::ScalarType type) {
+  const auto of_type = at::TensorOptions().dtype(type).device(at::kCPU);
+  output_ = at::empty({parts, slots, rows, round_up_to_vector(parameters.value_dim)}, of_type);
+  largest_ = at::empty({parts, slots, rows}, of_type);
+  total_ = at::empty({parts, slots, rows}, of_type);
+  parameters.partial_output = Operand(output_);
+  parameters.partial_largest = Operand(largest_);
+  parameters.partial_total = Operand(total_);
+}
+
+void compute_statistics(Parameters& parameters, PartialResults& results, std::vector<Piece>& blocks,
+                        const at::Tensor& query) {
+  const auto type = compute_type(query);
+  const auto is_large =
+      type == at::kDouble ? &has_large_logsumexp<double> : &has_large_logsumexp<float>;
+  std::vector<Piece> pieces;
+  int64_t rows = 0;
+  for (Piece& block : blocks) {
+    if (is_large(parameters, block)) {
+      block.statistics = static_cast<int64_t>(pieces.size());
+      rows = std::max(rows, rows_of(block));
+      pieces.push_back(block);
+      pieces.back().slot = block.statistics;
+    }
+  }
+  if (!pieces.empty()) {
+    results.allocate(parameters, 1, static_cast<int64_t>(pieces.size()), rows, type);
+    auto* const kernel = forward_kernel(parameters).get<AttentionFunction>(query.scalar_type());
+    run_pieces(parameters, type, kernel, std::move(pieces));
+  }
+}
+
 void run_forward(Parameters& parameters, const at::Tensor& query,
                  const std::vector<Sequence>& sequences, const AttentionOptions& options) {
   std::vector<Piece> blocks =
@@ -356,20 +410,14 @@ void run_forward(Parameters& parameters, const at::Tensor& query,
   }
   std::vector<Piece> pieces = split_keys(blocks, ceil_divide(kEnoughPieces, count));
   std::vector<Piece> split = take_if(blocks, [](const Piece& piece) { return piece.parts > 1; });
-  at::Tensor partial_output, partial_logsumexp;
   int64_t parts = 0, rows = 0;
   for (const Piece& piece : split) {
     parts = std::max(parts, piece.parts);
     rows = std::max(rows, rows_of(piece));
   }
+  PartialResults partial;
   if (!split.empty()) {
-    const auto of_type = at::TensorOptions().dtype(type).device(at::kCPU);
-    const auto slots = static_cast<int64_t>(split.size());
-    partial_output =
-        at::empty({parts, slots, rows, round_up_to_vector(parameters.value_dim)}, of_type);
-    partial_logsumexp = at::empty({parts, slots, rows}, of_type);
-    parameters.partial_output = Operand(partial_output);
-    parameters.partial_logsumexp = Operand(partial_logsumexp);
+    partial.allocate(parameters, parts, static_cast<int64_t>(split.size()), rows, type);
   }
   if (!parameters.modifies && !has_16_registers()) {
     pieces = merge_neighbours(parameters, std::move(pieces), rows);

@@ -57,7 +57,7 @@ struct Parameters {
   const int32_t* block_table;
   Operand query, key, value, attn_bias, alibi_slopes, sinks, output, logsumexp;
   Operand grad_output, grad_logsumexp, grad_query, grad_key, grad_value, grad_attn_bias;
-  Operand grad_alibi_slopes, grad_sinks, partial_output, partial_logsumexp;
+  Operand grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total;
 };
 
 // PIECE in foo_ops/kernels/attention.py, field by field: a block of queries and a range of keys.
@@ -80,6 +80,9 @@ struct Piece {
   // Whether the sums of grad_key and grad_value begin with this block: what is there is undefined
   // for the keys that it sees.
   int64_t begins_sums;
+  // The slot of partial_largest and partial_total that a block's weights in the backward pass are
+  // computed with, or -1: with the logsumexp.
+  int64_t statistics;
 };
 
 // The plain kernels, without options, take half the time to compile, and most models need no other.
@@ -126,6 +129,23 @@ std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p);
 std::vector<Piece> cut_into_blocks(const Parameters& parameters,
                                    const std::vector<Sequence>& sequences,
                                    const AttentionOptions& options);
+
+// What the forward kernel writes of a part of the keys: for each row of its slot the largest score,
+// in units of log 2, the sum of 2^(score - largest), and the values summed with these weights.
+class PartialResults {
+ public:
+  // For so many parts of ``slots`` blocks of up to ``rows`` rows. Parameters point to it.
+  void allocate(Parameters& parameters, int64_t parts, int64_t slots, int64_t rows,
+                at::ScalarType type);
+
+ private:
+  at::Tensor output_, largest_, total_;
+};
+
+// For the backward pass: computes anew what weights are made of in the blocks where the logsumexp
+// is so large that its digits do not tell, and tells these where it is.
+void compute_statistics(Parameters& parameters, PartialResults& results, std::vector<Piece>& blocks,
+                        const at::Tensor& query);
 
 // Runs the forward kernels on the blocks of all sequences, the keys split where there are few.
 void run_forward(Parameters& parameters, const at::Tensor& query,
