@@ -44,6 +44,9 @@ library.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 CHUNK = 1024
+# From here on a rounding of the logsumexp changes probabilities by more than 2^-16, and they are
+# divided by their sum.
+LARGE = 256.0
 REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -154,27 +157,30 @@ def forward_kernel(
     for row in rows:
         x = logits.row(row)
         largest, total, plain = language.cast(-math.inf, logits), language.zero(logits), 0.0
+        shift = language.zero(logits)
         for start in range(0, size, CHUNK):
             stop = min(start + CHUNK, size)
             peak = largest
             for i in range(start, stop):
                 peak = language.accumulate_maximum(peak, x[i])
             # Where all logits so far are -inf, differences of infinities would be NaN.
-            shift = language.zero(logits) if peak == -math.inf else peak
+            before, shift = shift, language.zero(logits) if peak == -math.inf else peak
             chunk, values = language.zero(logits), language.zero(logits)
             for i in range(start, stop):
                 chunk = language.accumulate(chunk, language.exp(x[i] - shift))
             if label_smoothing != 0.0:
+                plain += (before - shift) * start
                 for i in range(start, stop):
-                    values = language.accumulate(values, x[i])
+                    values = language.accumulate(values, x[i] - shift)
             total = total * language.exp(largest - shift) + chunk
             largest, plain = peak, plain + values
-        result = largest + math.log(total) if largest != math.inf else largest
-        logsumexp.data[row] = result
+        rest = math.log(total) if largest != math.inf else 0.0
+        logsumexp.data[row] = largest + rest
         label = number_at(target, row)
         value = 0.0
         if label != ignore_index:
-            value = result - (1.0 - label_smoothing) * x[label]
+            # Differences of logits come first: beside a large one nothing is left of the logarithm.
+            value = rest + (1.0 - label_smoothing) * (largest - x[label])
             if label_smoothing != 0.0:
                 value -= label_smoothing * plain / size
         loss.data[row] = value
@@ -210,6 +216,11 @@ def backward_kernel(
             scale = scale + number_at(grad_logsumexp, row)
         each = language.cast(label_smoothing * slope / size, logits)
         shift = number_at(logsumexp, row)
+        if LARGE < abs(shift) < math.inf:
+            total = language.zero(logits)
+            for i in range(size):
+                total = language.accumulate(total, language.exp(x[i] - shift))
+            scale = scale / total
         for i in range(size):
             y[i] = language.exp(x[i] - shift) * scale - each
         if label != ignore_index:

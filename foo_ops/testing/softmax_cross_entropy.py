@@ -42,6 +42,16 @@ def late_maximum(dtype: torch.dtype) -> Sample:
     return Sample((logits + torch.linspace(-50, 50, 5001).to(dtype), target))
 
 
+def large_and_alike(dtype: torch.dtype) -> Sample:
+    """Logits beside which the logarithm of a sum is lost, of either sign."""
+    logits, target = loss_sample("alike", (4,), 1501, label_smoothing=0.1)(dtype).inputs
+    logits[:2] = (logits[:2] + 3e4).to(dtype)
+    logits[2:] = (logits[2:] - 3e4).to(dtype)
+    if dtype != torch.float16:
+        logits[0], logits[2] = 1e9, -1e9
+    return Sample((logits, target), {"label_smoothing": 0.1})
+
+
 SOFTMAX_CROSS_ENTROPY = OpSpec(
     operator=torch.ops.foo.softmax_cross_entropy.default,
     reference=reference.softmax_cross_entropy,
@@ -56,6 +66,7 @@ SOFTMAX_CROSS_ENTROPY = OpSpec(
         "own ignored": loss_sample("own ignored", (7,), 11, ignored=3, ignore_index=5),
         "all smooth": loss_sample("all smooth", (4,), 33, label_smoothing=1.0),
         "special values": special,
+        "large and alike": large_and_alike,
     },
     essential=("size1", "size7", "ignored"),
     large=loss_sample("large", (150,), 3001),
