@@ -265,6 +265,12 @@ def tile_operation_of(dtype: str, operation: Callable) -> Callable:
     return apply
 
 
+def dim_name_of(operand: str) -> str:
+    """How the number of columns of an operand is called: its own size, or that of value."""
+    has_head_dim = operand in ("query", "key", "grad_query", "grad_key")
+    return "head_dim" if has_head_dim else "value_dim"
+
+
 @functools.cache
 def copy_row_of(dtype: str) -> Callable:
     """``copy_row(target, source, column_stride, columns, width)``, to adjacent elements.
@@ -424,8 +430,7 @@ def pairs_storer_of(dtype: str) -> Callable:
     infinity: see `foo_ops.kernels.parts.pair_storer_of`.
     """
     if parts_of(dtype):
-        lanes = lanes_of(compute_dtype(dtype))
-        return pair_storer_of(parts_of(dtype), is_finite=True, lanes=lanes)
+        return pair_storer_of(parts_of(dtype))
 
     @njit
     def store_pairs(target, index, part, a, b):
@@ -528,11 +533,11 @@ def stored_row_splitter_of(dtype: str, operand: str) -> Callable:
         copy_row_of("float32"),
     )
     column_stride_name, is_float32 = f"{operand}_column_stride", dtype == "float32"
-    size_name = "value_dim" if operand == "value" else "head_dim"
+    dim_name = dim_name_of(operand)
 
     @njit
     def split(parameters, target, group, part, line, source, width):
-        columns, column_stride = field(parameters, size_name), field(parameters, column_stride_name)
+        columns, column_stride = field(parameters, dim_name), field(parameters, column_stride_name)
         if is_float32 and column_stride == 1 and columns == width:
             return split_row(target, group, part, source, width)
         copy_row(line, source, column_stride, columns, width)

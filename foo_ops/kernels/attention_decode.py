@@ -20,6 +20,7 @@ from foo_ops.kernels.attention import (
     block_of,
     compute_dtype,
     copy_row_of,
+    dim_name_of,
     factor_dtype,
     fill_of,
     round_up,
@@ -83,11 +84,11 @@ def _rows_of(dtype: str, operand: str) -> Callable:
     as_stored = pointer_to(dtype)
     copy_row, key_row = copy_row_of(compute_dtype(dtype)), key_row_of(operand)
     row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
-    size_name = "head_dim" if operand == "key" else "value_dim"
+    dim_name = dim_name_of(operand)
 
     @njit
     def rows(parameters, piece, scratch, key_start, count):
-        columns = field(parameters, size_name)
+        columns = field(parameters, dim_name)
         column_stride = field(parameters, column_stride_name)
         row_stride = field(parameters, row_stride_name)
         whole = column_stride == 1 and columns % vector == 0 and row_stride % step == 0

@@ -12,6 +12,7 @@ from foo_ops.kernels.attention import (
     LOG2,
     compute_dtype,
     copy_row_of,
+    dim_name_of,
     fill_of,
     lane_row_of,
     panel_of,
@@ -127,7 +128,7 @@ def panel_writer_of(dtype: str, operand: str) -> Callable:
     next_panel, turn = panel_of(dtype), turn_of(compute_dtype(dtype))
     lane_row, write_row = lane_row_of(operand), row_writer_of(dtype, operand)
     row_stride_name, may_be_part = f"{operand}_row_stride", operand == "output"
-    size_name = "head_dim" if operand == "grad_query" else "value_dim"
+    dim_name = dim_name_of(operand)
 
     @njit
     def write_square(parameters, piece, source, stride, factors, lane, column, count, scratch):
@@ -147,7 +148,7 @@ def panel_writer_of(dtype: str, operand: str) -> Callable:
 
     @njit
     def write(parameters, piece, panels, factors, width, columns, scratch):
-        start, size = 0, field(parameters, size_name)
+        start, size = 0, field(parameters, dim_name)
         while start < columns:
             some, stride = next_panel(parameters, columns - start)
             stop = min(start + some, piece.heads * piece.query_count)

@@ -11,6 +11,7 @@ from foo_ops.kernels.attention import (
     KEY_BLOCK,
     compute_dtype,
     copy_row_of,
+    dim_name_of,
     fill_of,
     product_dtype,
     round_up,
@@ -75,13 +76,13 @@ def tile_of(dtype: str, operand: str) -> Callable:
     ROWS, DEPTH = sizes_of(dtype).rows, sizes_of(dtype).depth  # noqa: N806
     copy_row, key_row = copy_row_of(compute_dtype(dtype)), key_row_of(operand)
     row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
-    size_name = "head_dim" if operand == "key" else "value_dim"
+    dim_name = dim_name_of(operand)
     # Rows that are a multiple of a kilobyte apart share few sets of the cache.
     aliasing = 1024 // ELEMENTS[dtype].size
 
     @njit
     def copied(parameters, piece, scratch, key_start, count):
-        columns = field(parameters, size_name)
+        columns = field(parameters, dim_name)
         width = round_up(columns, max(DEPTH, 2))
         target = stored(address_of(scratch))
         for row in range(count):
@@ -101,7 +102,7 @@ def tile_of(dtype: str, operand: str) -> Callable:
         column_stride = field(parameters, column_stride_name)
         together = lie_together(parameters, key_start, count)
         if step == 2:
-            odd = row_stride % 2 != 0 or field(parameters, size_name) % DEPTH != 0
+            odd = row_stride % 2 != 0 or field(parameters, dim_name) % DEPTH != 0
             together = together and column_stride == 1 and count % ROWS == 0 and not odd
         if not together or row_stride % aliasing == 0:
             return copied(parameters, piece, scratch, key_start, count)
@@ -119,13 +120,13 @@ def _tile_in_parts_of(dtype: str, operand: str) -> Callable:
     fill, key_row = fill_of("float32"), key_row_of(operand)
     split_row = row_splitter_of(parts_of(dtype), lanes_of("float32"))
     split_stored_row = stored_row_splitter_of(dtype, operand)
-    size_name = "head_dim" if operand == "key" else "value_dim"
+    dim_name = dim_name_of(operand)
     # All rows of a group of columns, and then those of the next.
     group = KEY_BLOCK * GROUP_ELEMENTS
 
     @njit
     def tile(parameters, piece, scratch, key_start, count):
-        width = round_up(field(parameters, size_name), ROWS)
+        width = round_up(field(parameters, dim_name), ROWS)
         part = KEY_BLOCK * width // 2
         elements = as_elements(address_of(scratch))
         # Behind three parts.

@@ -230,12 +230,12 @@ def _split_finite(x):
     return part, x - part
 
 
-def pair_storer_of(parts: int, is_finite: bool, lanes: int) -> Callable:
+def pair_storer_of(parts: int) -> Callable:
     """``store_pairs(target, index, part, a, b)``: the pairs of the lanes of a and b.
 
-    ``is_finite``: there is no infinity among them, and nothing that would be rounded to one.
+    There must be no infinity among them, and nothing that would be rounded to one.
     """
-    return _parts_storer_of(parts, *_splits_of(is_finite, lanes), _store_pairs)
+    return _parts_storer_of(parts, _split_finite, bfloat16_part, _store_pairs)
 
 
 def _splits_of(is_finite: bool, lanes: int) -> tuple[Callable, Callable]:
