@@ -327,8 +327,12 @@ def test_strides_of_whole_vectors(dtype, lay_out, device):
     make = attention_sample(
         batch=1, heads=2, queries=128, keys=128, head_dim=64, value_dim=64, is_causal=True
     )
-    sample = make(dtype).to(device).map(lay_out)
-    testing.check_outputs(ATTENTION, sample, dtype, sample.call(ATTENTION.operator))
+    sample = make(dtype).to(device).map(lay_out).requiring_grad()
+    outputs = sample.call(ATTENTION.operator)
+    testing.check_outputs(ATTENTION, sample, dtype, outputs)
+    cotangents = tuple(lay_out(tensor) for tensor in testing.cotangents_for(outputs))
+    gradients = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
+    testing.check_gradients(ATTENTION, sample, gradients, cotangents)
 
 
 def test_one_tensor_as_query_key_and_value(device):
