@@ -335,6 +335,28 @@ def test_strides_of_whole_vectors(dtype, lay_out, device):
     testing.check_gradients(ATTENTION, sample, gradients, cotangents)
 
 
+@pytest.mark.parametrize("window_left", [-1, 20])
+@pytest.mark.parametrize(("keys", "value_dim"), [(160, 48), (160, 40), (170, 48)])
+@pytest.mark.parametrize("dtype", ATTENTION.dtypes, ids=str)
+def test_sums_of_keys_may_be_gathered_in_the_gradients(dtype, keys, value_dim, window_left, device):
+    """Where products with whole rows end with the keys, and each head has a sum."""
+    make = attention_sample(
+        batch=3,
+        heads=6,
+        key_heads=3,
+        queries=keys,
+        keys=keys,
+        head_dim=32,
+        value_dim=value_dim,
+        window_left=window_left,
+    )
+    sample = make(dtype).to(device).requiring_grad()
+    outputs = sample.call(ATTENTION.operator)
+    cotangents = testing.cotangents_for(outputs)
+    gradients = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
+    testing.check_gradients(ATTENTION, sample, gradients, cotangents)
+
+
 def test_one_tensor_as_query_key_and_value(device):
     x = torch.randn(1, 2, 6, 4, dtype=torch.float64).to(device).requires_grad_()
     assert torch.autograd.gradcheck(lambda t: foo_ops.attention(t, t, t, is_causal=True), x)
