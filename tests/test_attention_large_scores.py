@@ -117,13 +117,13 @@ def test_a_query_whose_keys_a_mask_of_large_numbers_hides(dtype, queries, hiding
 
 
 def large_number(hiding, dtype):
-    if hiding == "finfo.min":
-        return torch.finfo(dtype).min
+    if isinstance(hiding, str):
+        return getattr(torch.finfo(dtype), hiding.removeprefix("finfo."))
     return hiding * 1e20 if dtype == torch.float64 else hiding
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("hiding", ["finfo.min", -1e20, 1e20])
+@pytest.mark.parametrize("hiding", ["finfo.min", "finfo.max", -1e20, 1e20])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_keys_that_a_mask_of_large_numbers_hides_weigh_the_same(
@@ -205,4 +205,18 @@ def test_the_largest_of_huge_scores_takes_all(scale, queries, device):
     torch.testing.assert_close(logsumexp.cpu().double(), scale * largest, rtol=1e-5, atol=0)
     cotangents = testing.cotangents_for(outputs)
     gradients = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("softcap", [1e-39, 1e-45, 1e-30])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tiny_softcap_makes_all_scores_zero(dtype, softcap, device):
+    sample = attention_sample(queries=5, keys=70, softcap=softcap)(dtype)
+    outputs = sample.call(ATTENTION.operator)
+    cotangents = testing.cotangents_for(outputs)
+    mean = sample.inputs[2].double().mean(2, keepdim=True).expand(outputs[0].shape)
+    output, _, *gradients = results_of(
+        sample.to(device), ATTENTION.operator, [tensor.to(device) for tensor in cotangents]
+    )
+    torch.testing.assert_close(output.cpu().double(), mean, rtol=0, atol=4 * torch.finfo(dtype).eps)
     assert all(gradient.isfinite().all() for gradient in gradients)

@@ -208,6 +208,24 @@ def test_in_place_where_elements_share_memory(device):
         torch.ops.foo_tile.norm_(input)
 
 
+def test_in_place_where_another_input_shares_the_memory(device):
+    """As if all inputs were read before anything is written."""
+    memory = torch.randn(5, 5)
+    expected = torch.ops.foo_tile.norm(memory, memory[1])
+    memory = memory.to(device)
+    assert torch.ops.foo_tile.norm_(memory, memory[1]) is memory
+    assert torch.equal(memory.cpu(), expected)
+
+
+@pytest.mark.parametrize("name", ["norm", "norm_v"])
+def test_a_tensor_without_dimensions_is_a_row_of_one_element(name, device):
+    operator = getattr(torch.ops.foo_tile, name)
+    for value in (-3.0, 0.5, 1e3):
+        result = operator(torch.tensor(value, device=device))
+        assert result.shape == ()
+        torch.testing.assert_close(result.cpu(), torch.tensor(math.copysign(1.0, value)))
+
+
 def test_what_is_only_read_goes_on_sharing_its_memory(device):
     clone = torch._lazy_clone(torch.randn(3, 7, device=device))
     torch.ops.foo_tile.norm(clone)

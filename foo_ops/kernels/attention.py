@@ -108,7 +108,7 @@ def compute_dtype(dtype: str) -> str:
 
 
 def lowest_score(dtype: str) -> float:
-    """So that a score remains finite in units of log 2.
+    """So that a score remains finite in units of log 2; the highest is as far from 0.
 
     One of finfo.min, by which masks of some libraries hide, is lower than all others and yet not
     hidden where all are of that size.

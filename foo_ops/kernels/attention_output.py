@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +23,7 @@ from foo_ops.kernels.functions import log
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
+    absolute,
     less,
     load,
     load_vector,
@@ -58,12 +60,13 @@ def finisher_of(dtype: str) -> Callable:
         # The sum is NaN for a score of +infinity, whose logsumexp is nevertheless +infinity.
         is_infinite = less(splat(compute(LARGEST), LANES), top)
         logsumexp = select(is_infinite, top, logsumexp)
-        # Scores end at 0.9955 of the lowest number, in units of log 2: see lowest_score.
-        lowest = splat(compute(-LARGEST), LANES)
-        is_finite = less(lowest, top)
-        is_low = less(top, splat(compute(-0.9954 * LARGEST), LANES))
-        lowest_or_nan = lowest + logsumexp * zero
-        logsumexp = select(is_finite, select(is_low, lowest_or_nan, logsumexp), logsumexp)
+        # Finite scores end at 0.9955 of the largest number, in units of log 2: see lowest_score.
+        size, largest_number = absolute(top), splat(compute(LARGEST), LANES)
+        end = select(less(zero, top), largest_number, zero - largest_number)
+        end_or_nan = end + logsumexp * zero
+        is_end = less(splat(compute(0.9954 * LARGEST), LANES), size)
+        is_finite = less(size, splat(compute(math.inf), LANES))
+        logsumexp = select(is_finite, select(is_end, end_or_nan, logsumexp), logsumexp)
         store(total, lane, logsumexp)
 
     @njit

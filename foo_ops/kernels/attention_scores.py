@@ -170,12 +170,15 @@ def bias_adder_of(dtype: str) -> Callable:
         # Where a mask is False, it hides even a NaN, which a sum would keep.
         limit = splat(scalar(0.0 if parameters.bias_kind == BIAS_BOOL else -math.inf), LANES)
         hidden, lowest = splat(scalar(-math.inf), LANES), splat(scalar(LOWEST), LANES)
+        highest, infinite = splat(scalar(-LOWEST), LANES), splat(scalar(math.inf), LANES)
         for key in range(count):
             for column in range(0, columns, LANES):
                 index = key * TILE_STRIDE + column
                 score, bias = load_vector(target, index, LANES), load_vector(scratch, index, LANES)
                 sum_ = score + bias
                 sum_ = select(less(hidden, sum_), maximum(lowest, sum_), sum_)
+                limited = select(less(sum_, infinite), highest, sum_)
+                sum_ = select(less(highest, sum_), limited, sum_)
                 store(target, index, select(less(bias, limit), bias, sum_))
 
     return add_bias
@@ -190,7 +193,7 @@ def modify_of(dtype: str) -> Callable:
     """
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    add_bias = bias_adder_of(dtype)
+    add_bias, LOWEST = bias_adder_of(dtype), lowest_score(dtype)  # noqa: N806
 
     @njit
     def multiply(target, factor, columns, count):
@@ -202,7 +205,9 @@ def modify_of(dtype: str) -> Callable:
 
     @njit
     def cap(target, slopes, softcap, columns, count):
-        caps, inverse = splat(compute(softcap), LANES), splat(compute(1.0 / softcap), LANES)
+        # A cap may be so small that no float32 is its inverse.
+        inverse = splat(compute(min(1.0 / softcap, -LOWEST)), LANES)
+        caps = splat(compute(softcap), LANES)
         one = splat(compute(1.0), LANES)
         for key in range(count):
             for column in range(0, columns, LANES):

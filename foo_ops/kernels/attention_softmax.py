@@ -57,6 +57,8 @@ def sink_score_of(dtype: str) -> Callable:
         sink = load(row_of(parameters, "sinks", 0, head, 0), 0)
         if compute(-math.inf) < sink < compute(LOWEST):
             sink = compute(LOWEST)
+        elif compute(-LOWEST) < sink < compute(math.inf):
+            sink = compute(-LOWEST)
         return sink * compute(LOG2E)
 
     return sink_score

@@ -28,12 +28,16 @@ struct View {
 
 // A tensor that is only read must not be asked for a pointer to write to: that would copy one that
 // shares its memory until it is written to.
+// Of a tensor without dimensions the last one, at -1, has size 1: its row is of one element.
+constexpr int64_t kNoDimensions[] = {1, 1};
+
 View view_of(const at::Tensor& tensor, bool is_written) {
   const at::IntArrayRef sizes = tensor.sizes();
+  const bool has_dimensions = tensor.dim() > 0;
   return {is_written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr()),
           tensor.dim(),
-          sizes.data(),
-          tensor.strides().data(),
+          has_dimensions ? sizes.data() : kNoDimensions + 1,
+          has_dimensions ? tensor.strides().data() : kNoDimensions + 1,
           tensor.numel(),
           c10::multiply_integers(sizes.begin(), sizes.empty() ? sizes.end() : sizes.end() - 1)};
 }
@@ -144,6 +148,11 @@ at::Tensor allocate(const Layout& layout, c10::Device device) {
                            at::TensorOptions().dtype(layout.dtype).device(device));
 }
 
+// Whether elements of one may be elements of the other.
+bool may_overlap(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_alias_of(b) && at::get_overlap_status(a, b) != at::MemOverlapStatus::No;
+}
+
 bool has_contiguous_rows(const at::Tensor& tensor) {
   return tensor.dim() == 0 || tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
 }
@@ -245,7 +254,7 @@ class TileLauncher final : public c10::OperatorKernel {
     Call call;
     c10::SmallVector<Written, 4> written;
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      add_argument(call, written, layouts, inputs, parameters_[i], arguments[i]);
+      add_argument(call, written, layouts, inputs, i, arguments[i]);
     }
     Tensors results;
     const auto* next_written = written.begin();
@@ -265,8 +274,9 @@ class TileLauncher final : public c10::OperatorKernel {
   }
 
   void add_argument(Call& call, c10::SmallVectorImpl<Written>& written, const Layouts& layouts,
-                    c10::ArrayRef<c10::IValue> inputs, const Parameter& parameter,
+                    c10::ArrayRef<c10::IValue> inputs, size_t index,
                     const c10::IValue& argument) const {
+    const Parameter& parameter = parameters_[index];
     if (argument.isNone()) {
       call.add_none();
     } else if (!parameter.is_tensor()) {
@@ -278,7 +288,7 @@ class TileLauncher final : public c10::OperatorKernel {
       const at::Tensor& target = argument.toTensor();
       written.push_back(
           {target, parameter.role == Parameter::Role::kInPlace
-                       ? buffer_in_place(parameter, target)
+                       ? buffer_in_place(parameter, target, inputs, index)
                        : buffer_for_out(parameter, target, (*layouts)[written.size()], inputs)});
       call.add_tensor(written.back().buffer, true);
     }
@@ -288,8 +298,16 @@ class TileLauncher final : public c10::OperatorKernel {
     return options_.contiguous_rows && !has_contiguous_rows(tensor);
   }
 
-  at::Tensor buffer_in_place(const Parameter& parameter, const at::Tensor& target) const {
+  // Where another input shares its memory, a kernel would read what it has written.
+  at::Tensor buffer_in_place(const Parameter& parameter, const at::Tensor& target,
+                             c10::ArrayRef<c10::IValue> inputs, size_t index) const {
     check_overlaps_not_itself(parameter, target);
+    for (size_t other = 0; other < inputs.size(); ++other) {
+      if (other != index && inputs[other].isTensor() &&
+          may_overlap(target, inputs[other].toTensor())) {
+        return target.clone(at::MemoryFormat::Contiguous);
+      }
+    }
     return needs_copy(target) ? target.contiguous() : target;
   }
 
@@ -301,8 +319,7 @@ class TileLauncher final : public c10::OperatorKernel {
     at::native::resize_output(target, layout.sizes);
     check_overlaps_not_itself(parameter, target);
     const bool overlaps_input = std::any_of(inputs.begin(), inputs.end(), [&](const auto& input) {
-      return input.isTensor() &&
-             at::get_overlap_status(target, input.toTensor()) != at::MemOverlapStatus::No;
+      return input.isTensor() && may_overlap(target, input.toTensor());
     });
     const bool is_direct =
         !overlaps_input && !needs_copy(target) && target.scalar_type() == layout.dtype;
