@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from foo_ops import testing
+from foo_ops.ops.arguments import compute_type
 from foo_ops.testing import ATTENTION, Sample
 from foo_ops.testing.attention import attention_sample
 
@@ -19,8 +20,10 @@ DTYPES = ATTENTION.dtypes
 LENGTHS = [(1, 70), (5, 1501), (70, 70), (150, 1100), (9, 2500)]
 
 
-def compute_type(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def large_number(hiding, dtype):
+    if isinstance(hiding, str):
+        return getattr(torch.finfo(dtype), hiding.removeprefix("finfo."))
+    return hiding * 1e20 if dtype == torch.float64 else hiding
 
 
 def rows_of(value, queries, keys, dtype):
@@ -38,22 +41,26 @@ def results_of(sample, function, cotangents):
     return [*(output.detach() for output in outputs), *gradients]
 
 
-def check(spec, sample, device):
-    """Against the reference in float64, relative to the largest element of each result.
+def actual_and_expected(sample, device):
+    """The results on a device, and those of the reference, all in float64 and on the cpu."""
+    cotangents = testing.cotangents_for(sample.call(ATTENTION.operator))
+    exact_cotangents = [tensor.double() for tensor in cotangents]
+    expected = results_of(sample.exact(), ATTENTION.reference, exact_cotangents)
+    cotangents = [tensor.to(device) for tensor in cotangents]
+    actual = results_of(sample.to(device), ATTENTION.operator, cotangents)
+    return [result.cpu().double() for result in actual], expected
+
+
+def check(sample, device):
+    """Against the reference, relative to the largest element of each result.
 
     What other tests allow grows with the scores.
     """
-    dtype = sample.inputs[0].dtype
-    cotangents = testing.cotangents_for(sample.call(spec.operator))
-    exact_cotangents = [tensor.double() for tensor in cotangents]
-    expected = results_of(sample.exact(), spec.reference, exact_cotangents)
-    cotangents = [tensor.to(device) for tensor in cotangents]
-    actual = results_of(sample.to(device), spec.operator, cotangents)
-    tolerance = 16 * torch.finfo(dtype).eps
-    for result, exact in zip(actual, expected, strict=True):
+    tolerance = 16 * torch.finfo(sample.inputs[0].dtype).eps
+    for result, exact in zip(*actual_and_expected(sample, device), strict=True):
         assert result.isfinite().all()
         room = tolerance * float(exact.abs().max())
-        torch.testing.assert_close(result.cpu().double(), exact, rtol=tolerance, atol=room)
+        torch.testing.assert_close(result, exact, rtol=tolerance, atol=room)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -86,8 +93,8 @@ def test_a_query_whose_keys_a_mask_of_large_numbers_hides(dtype, queries, hiding
 
     Nothing comes of it where no gradient of its output does: not even 0 times infinity.
     """
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    hiding = hiding * 1e20 if dtype == torch.float64 else hiding
+    compute = compute_type(dtype)
+    hiding = large_number(hiding, compute)
 
     def leaves_with(value):
         mask = torch.zeros(queries, 70, dtype=compute)
@@ -116,12 +123,6 @@ def test_a_query_whose_keys_a_mask_of_large_numbers_hides(dtype, queries, hiding
     torch.testing.assert_close(gradients, others)
 
 
-def large_number(hiding, dtype):
-    if isinstance(hiding, str):
-        return getattr(torch.finfo(dtype), hiding.removeprefix("finfo."))
-    return hiding * 1e20 if dtype == torch.float64 else hiding
-
-
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("hiding", ["finfo.min", "finfo.max", -1e20, 1e20])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
@@ -139,7 +140,7 @@ def test_keys_that_a_mask_of_large_numbers_hides_weigh_the_same(
         bias=lambda _: rows_of(number, queries, keys, compute),
         sinks=(lambda _: sinks) if has_sinks else None,
     )(dtype)
-    check(ATTENTION, sample, device)
+    check(sample, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -147,7 +148,7 @@ def test_the_lowest_number_of_the_dtype_of_the_query(dtype, device):
     """By which masks of Hugging Face's models hide what is padding."""
     lowest = torch.finfo(dtype).min
     sample = attention_sample(queries=70, keys=90, bias=lambda _: rows_of(lowest, 70, 90, dtype))
-    check(ATTENTION, sample(dtype), device)
+    check(sample(dtype), device)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -158,14 +159,9 @@ def test_large_scores_that_are_all_the_same(dtype, size, is_causal, device):
     sample = attention_sample(queries=150, keys=1200, scale=size, is_causal=is_causal)(dtype)
     query, key, value, *others = sample.inputs
     sample = Sample((torch.ones_like(query), torch.ones_like(key), value, *others), sample.keywords)
-    outputs = sample.call(ATTENTION.operator)
-    cotangents = testing.cotangents_for(outputs)
-    exact_cotangents = [tensor.double() for tensor in cotangents]
-    _, _, _, _, expected = results_of(sample.exact(), ATTENTION.reference, exact_cotangents)
-    cotangents = [tensor.to(device) for tensor in cotangents]
-    _, _, _, _, actual = results_of(sample.to(device), ATTENTION.operator, cotangents)
+    actual, expected = (results[4] for results in actual_and_expected(sample, device))
     room = 4 * torch.finfo(dtype).eps * float(expected.abs().max())
-    torch.testing.assert_close(actual.cpu().double(), expected, rtol=0, atol=room)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=room)
 
 
 def test_second_derivatives_beside_a_mask_of_large_numbers(device):

@@ -148,9 +148,16 @@ at::Tensor allocate(const Layout& layout, c10::Device device) {
                            at::TensorOptions().dtype(layout.dtype).device(device));
 }
 
-// Whether elements of one may be elements of the other.
-bool may_overlap(const at::Tensor& a, const at::Tensor& b) {
-  return a.is_alias_of(b) && at::get_overlap_status(a, b) != at::MemOverlapStatus::No;
+// Whether elements of an argument may be elements of an input, other than itself.
+bool overlaps_another(const at::Tensor& target, c10::ArrayRef<c10::IValue> inputs, size_t index) {
+  for (size_t other = 0; other < inputs.size(); ++other) {
+    if (other != index && inputs[other].isTensor() &&
+        target.is_alias_of(inputs[other].toTensor()) &&
+        at::get_overlap_status(target, inputs[other].toTensor()) != at::MemOverlapStatus::No) {
+      return true;
+    }
+  }
+  return false;
 }
 
 bool has_contiguous_rows(const at::Tensor& tensor) {
@@ -288,8 +295,8 @@ class TileLauncher final : public c10::OperatorKernel {
       const at::Tensor& target = argument.toTensor();
       written.push_back(
           {target, parameter.role == Parameter::Role::kInPlace
-                       ? buffer_in_place(parameter, target, inputs, index)
-                       : buffer_for_out(parameter, target, (*layouts)[written.size()], inputs)});
+                       ? buffer_in_place(target, inputs, index)
+                       : buffer_for_out(target, (*layouts)[written.size()], inputs, index)});
       call.add_tensor(written.back().buffer, true);
     }
   }
@@ -299,30 +306,25 @@ class TileLauncher final : public c10::OperatorKernel {
   }
 
   // Where another input shares its memory, a kernel would read what it has written.
-  at::Tensor buffer_in_place(const Parameter& parameter, const at::Tensor& target,
-                             c10::ArrayRef<c10::IValue> inputs, size_t index) const {
-    check_overlaps_not_itself(parameter, target);
-    for (size_t other = 0; other < inputs.size(); ++other) {
-      if (other != index && inputs[other].isTensor() &&
-          may_overlap(target, inputs[other].toTensor())) {
-        return target.clone(at::MemoryFormat::Contiguous);
-      }
+  at::Tensor buffer_in_place(const at::Tensor& target, c10::ArrayRef<c10::IValue> inputs,
+                             size_t index) const {
+    check_overlaps_not_itself(parameters_[index], target);
+    if (overlaps_another(target, inputs, index)) {
+      return target.clone(at::MemoryFormat::Contiguous);
     }
     return needs_copy(target) ? target.contiguous() : target;
   }
 
-  at::Tensor buffer_for_out(const Parameter& parameter, const at::Tensor& target,
-                            const Layout& layout, c10::ArrayRef<c10::IValue> inputs) const {
+  at::Tensor buffer_for_out(const at::Tensor& target, const Layout& layout,
+                            c10::ArrayRef<c10::IValue> inputs, size_t index) const {
+    const Parameter& parameter = parameters_[index];
     TORCH_CHECK_TYPE(c10::canCast(layout.dtype, target.scalar_type()), name_, ": ", parameter.name,
                      " must have a dtype that ", dtype_name(layout.dtype), " can be cast to, got ",
                      dtype_name(target.scalar_type()));
     at::native::resize_output(target, layout.sizes);
     check_overlaps_not_itself(parameter, target);
-    const bool overlaps_input = std::any_of(inputs.begin(), inputs.end(), [&](const auto& input) {
-      return input.isTensor() && may_overlap(target, input.toTensor());
-    });
-    const bool is_direct =
-        !overlaps_input && !needs_copy(target) && target.scalar_type() == layout.dtype;
+    const bool is_direct = !overlaps_another(target, inputs, index) && !needs_copy(target) &&
+                           target.scalar_type() == layout.dtype;
     return is_direct ? target : allocate(layout, target.device());
   }
 
