@@ -44,10 +44,10 @@ def statistics_of(dtype: str) -> Callable:
     delta, columns)``.
 
     For each query of a block delta = sum(grad_output * output) - grad_logsumexp, and what makes a
-    weight of a score: shares * 2^(score - base). These are 1 and the logsumexp, in units of log 2,
-    or the largest score and the sum of 2^(score - base) with it: where these are large, a logarithm
-    of the sum is lost beside them. ``grad_outputs`` are rows of ``width``, which is a multiple of
-    the lanes; scratch has room for one more.
+    weight of a score: shares * 2^(score - base), in units of log 2. The base is the logsumexp and
+    the shares are 1; or, where the logarithm of the sum would be lost beside large scores, the base
+    is the largest score and the shares are 1 / sum(2^(score - base)). ``grad_outputs`` are rows of
+    ``width``, which is a multiple of the lanes; scratch has room for one more.
     """
     compute, scalar = compute_dtype(dtype), ELEMENTS[dtype].compute
     LANES = lanes_of(compute)  # noqa: N806
