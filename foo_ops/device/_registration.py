@@ -7,7 +7,7 @@ import torch
 
 from foo_ops import _C
 from foo_ops._after_import import after_import
-from foo_ops.device import _dlpack, _sharing
+from foo_ops.device import _dlpack, _module_method, _sharing
 
 # Typed storages count whole elements, and torch has none of less than a byte.
 SMALLER_THAN_A_BYTE = [torch.quint4x2, torch.quint2x4]
@@ -16,8 +16,9 @@ SMALLER_THAN_A_BYTE = [torch.quint4x2, torch.quint2x4]
 def register(module: types.ModuleType) -> None:
     torch.utils.rename_privateuse1_backend("foo")
     torch.utils.generate_methods_for_privateuse1_backend(
-        for_storage=True, unsupported_dtype=SMALLER_THAN_A_BYTE
+        for_module=False, for_storage=True, unsupported_dtype=SMALLER_THAN_A_BYTE
     )
+    _module_method.install()
     torch._register_device_module("foo", module)
     _dlpack.register()
     _sharing.register()

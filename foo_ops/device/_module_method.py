@@ -1,0 +1,65 @@
+"""``module.foo()``, beside children, parameters and buffers that have the same name.
+
+torch would generate this method, too, but as a plain function. Found on the class, that hides the
+members of a module, which ``Module.__getattr__`` finds only after it; and torch refuses the name
+for a member, as it does with all that a module has already.
+"""
+
+import sys
+import types
+from typing import Any
+
+import torch
+
+NAME = "foo"
+
+
+def foo(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
+    """Move all parameters and buffers to foo, to the current device if none is named."""
+    return self._apply(lambda tensor: tensor.foo(device))
+
+
+def _is_method(value: Any) -> bool:
+    return getattr(value, "__func__", None) is foo
+
+
+def _is_called_by_torch() -> bool:
+    """Whether a function of torch called the one that asks."""
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    return name.partition(".")[0] == "torch"
+
+
+class _Method:
+    """The method, which gives way to whatever else a module has by its name.
+
+    torch's own code does not see it. It never calls the method, but asks in dozens of places
+    whether a module has a name: to register a member, or to copy one into the graph of a model.
+    """
+
+    def __get__(self, module: torch.nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return foo
+        try:
+            member = owner.__getattr__(module, NAME)  # type: ignore[attr-defined]
+        except AttributeError:
+            if _is_called_by_torch():
+                raise
+            return types.MethodType(foo, module)
+        # A module that looks names up in another one finds the other's method.
+        return types.MethodType(foo, module) if _is_method(member) else member
+
+
+_names_of = torch.nn.Module.__dir__
+
+
+def _dir(self: torch.nn.Module) -> list[str]:
+    """The names of a module; for torch, those that it can get."""
+    names = _names_of(self)
+    if _is_called_by_torch() and _is_method(getattr(self, NAME)):
+        names.remove(NAME)
+    return names
+
+
+def install() -> None:
+    setattr(torch.nn.Module, NAME, _Method())
+    torch.nn.Module.__dir__ = _dir  # type: ignore[method-assign]
