@@ -29,7 +29,7 @@ from foo_ops.kernels.attention import (
     steps_of,
 )
 from foo_ops.kernels.dropout import store_kept
-from foo_ops.kernels.functions import tanh
+from foo_ops.kernels.functions import tanh, tanh_derivative
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
@@ -185,11 +185,12 @@ def bias_adder_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def modify_of(dtype: str) -> Callable:
+def modify_of(dtype: str, differentiates: bool = False) -> Callable:
     """``modify(parameters, piece, lanes, target, scratch, slopes, key_start, columns, count)``.
 
-    From products k.q to scores, natural logarithms, but for what is not seen. If there is a soft
-    cap, its derivative 1 - tanh^2 is written to slopes (a tile, which may be scratch).
+    From products k.q to scores, natural logarithms, but for what is not seen. If it
+    ``differentiates`` and there is a soft cap, its derivative 1 - tanh^2 is written to slopes (a
+    tile, which else may be scratch).
     """
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
@@ -208,13 +209,13 @@ def modify_of(dtype: str) -> Callable:
         # A cap may be so small that no float32 is its inverse.
         inverse = splat(compute(min(1.0 / softcap, -LOWEST)), LANES)
         caps = splat(compute(softcap), LANES)
-        one = splat(compute(1.0), LANES)
         for key in range(count):
             for column in range(0, columns, LANES):
                 index = key * TILE_STRIDE + column
-                share = tanh(load_vector(target, index, LANES) * inverse)
-                store(slopes, index, one - share * share)
-                store(target, index, caps * share)
+                share = load_vector(target, index, LANES) * inverse
+                if differentiates:
+                    store(slopes, index, tanh_derivative(share))
+                store(target, index, caps * tanh(share))
 
     @njit
     def subtract_distances(lanes, target, first_distance, columns, count):
@@ -276,7 +277,7 @@ def hide_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def scores_of(dtype: str, has_options: bool) -> Callable:
+def scores_of(dtype: str, has_options: bool, differentiates: bool = False) -> Callable:
     """``scores(parameters, piece, lanes, target, scratch, slopes, keys, queries, are_small,
     first_query, query_count, key_start, columns, count)``.
 
@@ -287,7 +288,7 @@ def scores_of(dtype: str, has_options: bool) -> Callable:
     """
     matmul, _, _ = products_of(dtype)
     steps, ROWS = steps_of(dtype), sizes_of(dtype).rows  # noqa: N806
-    modify, hide = modify_of(dtype), hide_of(dtype)
+    modify, hide = modify_of(dtype, differentiates), hide_of(dtype)
 
     @njit
     def scores(

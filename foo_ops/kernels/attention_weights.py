@@ -121,7 +121,7 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
     """
     scalar = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    (matmul, _, _), scores_tile = products_of(dtype), scores_of(dtype, has_options)
+    (matmul, _, _), scores_tile = products_of(dtype), scores_of(dtype, has_options, True)
     load_kept = kept_of(dtype)
     steps, ROWS = steps_of(dtype), sizes_of(dtype).rows  # noqa: N806
 

@@ -382,7 +382,7 @@ def composite(
         query.to(compute) @ keys.mT * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
     )
     if softcap > 0.0:
-        scores = softcap * torch.tanh(scores / softcap)
+        scores = softcap * tanh(scores / softcap)
     sees = visible(scores, is_causal, window_left, window_right)
     if attn_bias is not None and attn_bias.dtype == torch.bool:
         sees = sees & attn_bias
@@ -408,6 +408,16 @@ def composite(
         weights = weights * kept / (1.0 - dropout_p)
     logsumexp = (base + logsumexp).masked_fill(blind, -math.inf).squeeze(-1)
     return (weights @ values).to(query.dtype), logsumexp
+
+
+def tanh(x: Tensor) -> Tensor:
+    """torch.tanh, with derivatives whose digits do not cancel where 1 - tanh^2 is small.
+
+    They are those of 1 - 2 / (1 + e^(2|x|)), of which the value itself has few digits near zero.
+    """
+    sign = torch.where(x < 0, -1.0, 1.0).to(x.dtype)
+    smooth = -2.0 * sign * torch.sigmoid(-2.0 * sign * x)
+    return torch.tanh(x).detach() + (smooth - smooth.detach())
 
 
 def distances(scores: Tensor) -> Tensor:

@@ -1,0 +1,129 @@
+"""Attention and its gradients as closed formulas in NumPy, to measure errors with.
+
+Nothing here is shared with the operators, with foo_ops/reference.py or with autograd: what cancels
+there, as 1 - tanh^2 does, is written so that it does not. In float64, or in long double where
+float64 itself is measured.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+NAMES = ("output", "logsumexp", "query", "key", "value", "attn_bias", "alibi_slopes", "sinks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """The weights of a softmax with a sink, whose own weight is apart."""
+
+    weights: np.ndarray
+    of_sink: np.ndarray
+    logsumexp: np.ndarray
+
+    @classmethod
+    def of(cls, scores, sinks):
+        top = np.maximum(scores.max(-1, keepdims=True), sinks)
+        top = np.where(np.isfinite(top), top, 0)
+        weights, of_sink = np.exp(scores - top), np.exp(sinks - top)
+        total = weights.sum(-1, keepdims=True) + of_sink
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logsumexp = top + np.log(total)
+            return cls(*(np.where(total > 0, w / total, 0) for w in (weights, of_sink)), logsumexp)
+
+
+def as_array(value, number):
+    if isinstance(value, np.ndarray):
+        return value.astype(number)
+    return value.detach().cpu().double().numpy().astype(number)
+
+
+def sums_to(array, shape):
+    """The sum over all that an array of this shape was broadcast to."""
+    array = array.sum(tuple(range(array.ndim - len(shape))))
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
+    return array.sum(axes, keepdims=True).reshape(shape)
+
+
+def exact_attention(
+    inputs,
+    cotangents,
+    *,
+    number=np.float64,
+    is_causal=False,
+    scale=None,
+    window_left=-1,
+    window_right=-1,
+    softcap=0.0,
+    kept=None,
+):
+    """Outputs and gradients by name, as arrays.
+
+    Args:
+        inputs: query, key, value, attn_bias, alibi_slopes and sinks; the last three may be missing.
+        cotangents: the gradients of output and logsumexp.
+        number: what it is computed in.
+        kept: what dropout multiplies each weight by.
+    """
+    arrays = [None if value is None else as_array(value, number) for value in inputs]
+    query, key, value, bias, slopes, sinks = (*arrays, None, None, None)[:6]
+    grad_output, grad_logsumexp = (as_array(value, number) for value in cotangents)
+    heads, group = query.shape[1], query.shape[1] // key.shape[1]
+    keys, values = (np.repeat(array, group, 1) for array in (key, value))
+    scale = number(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+
+    scores, slope_of_cap = scale * (query @ keys.swapaxes(-1, -2)), number(1)
+    if softcap > 0:
+        small = np.exp(-2 * np.abs(scores / number(softcap)))
+        scores = number(softcap) * np.tanh(scores / number(softcap))
+        slope_of_cap = 4 * small / (1 + small) ** 2
+    if bias is not None:
+        scores = scores + bias
+    queries, count = scores.shape[-2:]
+    distance = np.arange(queries)[:, None] + count - queries - np.arange(count)
+    if slopes is not None:
+        scores = scores - slopes[..., None, None] * np.abs(distance)
+    sees = np.ones((queries, count), bool)
+    sees &= (np.arange(queries)[:, None] >= np.arange(count)) | (not is_causal)
+    sees &= (distance <= window_left) | (window_left < 0)
+    sees &= (distance >= -window_right) | (window_right < 0)
+    scores = np.where(sees, scores, -np.inf)
+    sink_scores = np.full(heads, -np.inf, number) if sinks is None else sinks
+    softmax = Softmax.of(scores, sink_scores[:, None, None])
+
+    factor = number(1) if kept is None else as_array(kept, number)
+    dropped = softmax.weights * factor
+    products = factor * (grad_output @ values.swapaxes(-1, -2))
+    delta = (softmax.weights * products).sum(-1, keepdims=True) - grad_logsumexp[..., None]
+    grad_scores = softmax.weights * (products - delta)
+    grad_products = scale * grad_scores * slope_of_cap
+
+    def of_key_heads(array):
+        return array.reshape(len(array), -1, group, *array.shape[2:]).sum(2)
+
+    return dict(
+        zip(
+            NAMES,
+            (
+                dropped @ values,
+                softmax.logsumexp[..., 0],
+                grad_products @ keys,
+                of_key_heads(grad_products.swapaxes(-1, -2) @ query),
+                of_key_heads(dropped.swapaxes(-1, -2) @ grad_output),
+                None if bias is None else sums_to(grad_scores, bias.shape),
+                None
+                if slopes is None
+                else sums_to(-(grad_scores * np.abs(distance)).sum((-1, -2)), slopes.shape),
+                None
+                if sinks is None
+                else sums_to(-(softmax.of_sink * delta)[..., 0].sum(-1), sinks.shape),
+            ),
+            strict=True,
+        )
+    )
+
+
+def relative_error(actual, exact):
+    """The norm of the difference over that of the exact result."""
+    difference = (as_array(actual, exact.dtype) - exact).ravel()
+    return float(np.linalg.norm(difference) / np.linalg.norm(exact.ravel()))
