@@ -128,3 +128,193 @@ def test_second_derivatives_where_the_soft_cap_is_saturated(dtype, softcap):
     step = 1e-6
     expected = (first(step) - first(-step)) / (2 * np.longdouble(step))
     assert relative_error(second, expected) <= 256 * torch.finfo(dtype).eps + 1e-8
+
+
+# ------------------------------------------------------------- sums of the gradients of the scores
+
+
+def attention_by_torch(
+    inputs,
+    *,
+    is_causal=False,
+    window_left=-1,
+    window_right=-1,
+    softcap=0.0,
+    kept=None,
+    scale=None,
+):
+    """Made of torch's operators, in the compute type, as scaled_dot_product_attention's plain path
+    is. A sink is a key of zeros with a bias, whose value is zero.
+    """
+    dtype = inputs[0].dtype
+    query, key, value, bias, slopes, sinks = (
+        None if t is None else t.to(compute_type(dtype)) for t in inputs
+    )
+    group = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    queries, keys = scores.shape[-2:]
+    distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+    if slopes is not None:
+        scores = scores - slopes[..., None, None] * distance.abs()
+    sees = torch.ones(queries, keys, dtype=torch.bool)
+    if is_causal:
+        sees &= sees.tril()
+    if window_left >= 0:
+        sees &= distance <= window_left
+    if window_right >= 0:
+        sees &= distance >= -window_right
+    scores = scores.masked_fill(~sees, -torch.inf)
+    if sinks is not None:
+        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), -1)
+        value = torch.cat((value, torch.zeros_like(value[:, :, :1])), 2)
+    weights = torch.softmax(scores, -1)
+    if kept is not None:
+        weights = (
+            weights
+            * torch.cat((kept, kept.new_zeros((*kept.shape[:3], 1))), -1)[..., : weights.shape[-1]]
+        )
+    return (weights @ value).to(dtype), torch.logsumexp(scores, -1)
+
+
+def leaves(dtype, queries, keys, *, heads=4, key_heads=4, bias=(), slopes=True, sinks=False):
+    """Inputs of attention; what gathers sums over keys is not rounded to the dtype."""
+    compute = compute_type(dtype)
+    tensors = random(0, (1, heads, queries, 32), *[(1, key_heads, keys, 32)] * 2, dtype=dtype)
+    own_bias = random(1, bias, dtype=dtype if bias[-1] > 1 else compute)[0] if bias else None
+    slope = (2.0 ** -torch.arange(1, heads + 1)).to(compute).requires_grad_() if slopes else None
+    sink = random(2, (heads,), dtype=compute, mean=1.0)[0] if sinks else None
+    return [*tensors, own_bias, slope, sink]
+
+
+SUMS = {
+    "causal, many keys": ((16, 2048), {}, {"is_causal": True}),
+    "causal, 7 x 257": ((7, 257), {}, {"is_causal": True}),
+    "causal, several blocks": ((150, 600), {}, {"is_causal": True}),
+    "all keys": ((16, 700), {}, {}),
+    "more queries than keys": ((700, 16), {}, {}),
+    "windows": ((20, 900), {}, {"window_left": 500, "window_right": 3}),
+    "far window": ((20, 900), {}, {"window_left": 890, "is_causal": True}),
+    "sinks": ((16, 700), {"sinks": True}, {}),
+    "sinks, causal": ((12, 40), {"sinks": True}, {"is_causal": True}),
+    "sinks alone": ((16, 700), {"sinks": True, "slopes": False}, {}),
+    "sinks and rows that see nothing": ((40, 20), {"sinks": True}, {"window_right": 0}),
+    "rows that see nothing": ((700, 20), {}, {"window_right": 0}),
+    "bias": ((16, 700), {"bias": (4, 16, 700)}, {"is_causal": True}),
+    "bias for each query": ((140, 300), {"bias": (4, 140, 1), "sinks": True}, {}),
+    "one bias": ((140, 300), {"bias": (1,), "sinks": True}, {}),
+    "bias for each head": ((16, 700), {"bias": (4, 1, 1), "sinks": True}, {}),
+    "bias for each key": ((140, 300), {"bias": (300,)}, {}),
+    "softcap": ((16, 700), {}, {"is_causal": True, "softcap": 3.0}),
+    "grouped heads": ((16, 700), {"key_heads": 2, "sinks": True}, {}),
+    "large scores": ((16, 700), {"bias": (4, 1, 1)}, {"scale": 60.0}),
+    "everything": (
+        (30, 700),
+        {"key_heads": 1, "bias": (30, 1), "sinks": True},
+        {"window_left": 680, "softcap": 2.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("with_logsumexp", [False, True], ids=["", "logsumexp"])
+@pytest.mark.parametrize(("lengths", "has", "options"), SUMS.values(), ids=SUMS.keys())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_that_are_sums_over_keys(dtype, lengths, has, options, with_logsumexp):
+    """Of slopes, sinks and biases: neither the output's rounding nor a row's distance shows."""
+    inputs = leaves(dtype, *lengths, **has)
+    ours = foo_ops.attention(*inputs, **options, return_logsumexp=True)
+    check_sums(inputs, ours, attention_by_torch(inputs, **options), with_logsumexp, options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_that_are_sums_over_keys_with_dropout(dtype):
+    inputs = leaves(dtype, 16, 700, bias=(16, 1), sinks=True)
+    seed = torch.tensor([7])
+    ours = torch.ops.foo.attention_seeded(*inputs, seed, dropout_p=0.3)
+    kept = torch.ops.foo.attention_kept(seed, (1, 4, 16, 700), 0.3, dtype=compute_type(dtype))
+    options = {"kept": kept / (1 - 0.3)}
+    check_sums(inputs, ours, attention_by_torch(inputs, **options), True, options)
+
+
+def in_pages(tensors, size):
+    """Rows (heads, length, dim) of several sequences as pages in reverse order, and their table."""
+    pages, table, most = [], [], max(-(-t.shape[1] // size) for t in tensors)
+    for tensor in tensors:
+        missing = -tensor.shape[1] % size
+        rows = torch.cat((tensor, tensor.new_zeros(tensor.shape[0], missing, tensor.shape[2])), 1)
+        own = rows.unflatten(1, (-1, size)).movedim(0, 2)
+        table.append([len(pages) + index for index in range(len(own))])
+        table[-1] += [0] * (most - len(own))
+        pages += own
+    numbers = torch.tensor(table, dtype=torch.int32)
+    return torch.stack(pages[::-1]), len(pages) - 1 - numbers
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["packed", "pages"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_that_are_sums_over_keys_of_packed_sequences(dtype, paged):
+    """Each sequence has slopes of its own; the keys that it sees are far away."""
+    options = {"window_left": 2000, "window_right": -1, "softcap": 4.0}
+    lengths = [(7, 257), (16, 600)]
+    parts = [leaves(dtype, *length, sinks=True) for length in lengths]
+    sinks = parts[0][5]
+    slopes = torch.stack([part[4] for part in parts])
+    rows = [[part[index].squeeze(0) for part in parts] for index in range(3)]
+    starts_q, starts_k = (
+        torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for sizes in zip(*lengths)
+    )
+    query = torch.cat(rows[0], 1).transpose(0, 1)
+    used, table = None, None
+    if paged:
+        key, table = in_pages(rows[1], 64)
+        value, _ = in_pages(rows[2], 64)
+        used = starts_k.diff()
+    else:
+        key, value = (torch.cat(rows[index], 1).transpose(0, 1) for index in (1, 2))
+    output, logsumexp = foo_ops.attention_varlen(
+        *(query, key, value, starts_q, starts_k, used, table, slopes, sinks),
+        max_seqlen_q=16,
+        max_seqlen_k=600,
+        return_logsumexp=True,
+        **options,
+    )
+    for index, part in enumerate(parts):
+        first, stop = starts_q[index : index + 2].tolist()
+        own = (output[first:stop].transpose(0, 1)[None], logsumexp[:, first:stop][None])
+        inputs = [*part[:5], sinks]
+        theirs = attention_by_torch(inputs, **options)
+        check_sums(inputs, own, theirs, True, options)
+
+
+def check_sums(inputs, ours, theirs, with_logsumexp, options):
+    dtype = inputs[0].dtype
+    grad_output = random(3, ours[0].shape, dtype=dtype)[0].detach()
+    grad_logsumexp = random(4, ours[1].shape, dtype=ours[1].dtype)[0].detach()
+    # Torch has a NaN where a row sees nothing.
+    grad_logsumexp = grad_logsumexp.where(ours[1].isfinite(), 0) * with_logsumexp
+    sums = {
+        name: t
+        for name, t in zip(("attn_bias", "alibi_slopes", "sinks"), inputs[3:], strict=True)
+        if t is not None
+    }
+    cotangents = (grad_output, grad_logsumexp)
+    own = torch.autograd.grad(ours, list(sums.values()), cotangents, retain_graph=True)
+    sees = theirs[1].isfinite().unsqueeze(-1)
+    others = torch.autograd.grad(
+        (theirs[0].where(sees, 0), theirs[1].where(sees.squeeze(-1), 0)),
+        list(sums.values()),
+        cotangents,
+    )
+    exact = exact_attention(inputs, cotangents, number=number_for(dtype), **options)
+    for name, gradient, other in zip(sums, own, others, strict=True):
+        room = 8 * torch.finfo(sums[name].dtype).eps
+        size = float(np.linalg.norm(exact[name].ravel()))
+        by_torch = np.nan_to_num(relative_error(other, exact[name]))
+        message = f"{name}: {relative_error(gradient, exact[name])} of {size}, torch {by_torch}"
+        assert relative_error(gradient, exact[name]) <= ROOM * by_torch + room, message

@@ -6,7 +6,8 @@ With the weights P = exp(S - logsumexp), recomputed tile by tile (Dao et al. 202
     dP = dO V^T,  dS = P * (dP - delta)       dQ = scale * dS' K,   dK = scale * dS'^T Q
 
 where dS' is dS times the derivative of the soft cap. The gradient of the bias is dS, that of a
-slope the sum of -dS * |distance|, that of a sink the sum of -exp(sink - logsumexp) * delta.
+slope the sum of -dS * |distance|, that of a sink the sum of -exp(sink - logsumexp) * delta: see
+foo_ops/kernels/attention_row_sums.py.
 """
 
 from __future__ import annotations
@@ -43,25 +44,24 @@ from foo_ops.kernels.attention import (
 )
 from foo_ops.kernels.attention_bias_gradient import bias_gradient_of
 from foo_ops.kernels.attention_output import panel_writer_of
+from foo_ops.kernels.attention_row_sums import (
+    SUM_ROWS,
+    needs_row_sums,
+    row_sums_of,
+    row_sums_writer_of,
+)
 from foo_ops.kernels.attention_rows import block_rows_of, row_packer_of
 from foo_ops.kernels.attention_scores import LANE_ROWS, lanes_filler_of
-from foo_ops.kernels.attention_softmax import sink_score_of
 from foo_ops.kernels.attention_tiles import tile_of, turned_tile_of
 from foo_ops.kernels.attention_weights import statistics_of, weights_of
-from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.parts import GROUP_ELEMENTS, interleave, parts_of, row_splitter_of
 from foo_ops.kernels.simd import (
-    ELEMENTS,
-    absolute,
     address_of,
-    fma,
-    load,
     load_vector,
     pointer_to,
     shift,
-    splat,
     store,
 )
 from foo_ops.kernels.struct import row_of
@@ -171,49 +171,6 @@ def _tile_factors_in_parts_of(dtype: str) -> tuple[Callable, Callable, Callable]
     return split, as_rows, as_lanes
 
 
-@functools.cache
-def _option_gradients_of(dtype: str) -> tuple[Callable, Callable, Callable]:
-    """The functions that sum the gradients of slopes, and write them and those of the sinks."""
-    compute, sink_score = ELEMENTS[dtype].compute, sink_score_of(dtype)
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-
-    @njit
-    def add_distances(piece, lanes, grad_scores, sums, key_start, columns, count):
-        """sums += grad_scores * |distance|, lane by lane."""
-        first_distance = piece.query_start + piece.alignment - key_start
-        for column in range(0, columns, LANES):
-            position, sum_ = load_vector(lanes, column, LANES), load_vector(sums, column, LANES)
-            for key in range(count):
-                distance = absolute(position + splat(compute(first_distance - key), LANES))
-                index = key * TILE_STRIDE + column
-                sum_ = fma(load_vector(grad_scores, index, LANES), distance, sum_)
-            store(sums, column, sum_)
-
-    @njit
-    def write_slopes(parameters, piece, sums):
-        for index in range(piece.heads):
-            total = compute(0.0)
-            for row in range(piece.query_count):
-                total -= load(sums, index * piece.query_count + row)
-            head = piece.head + index
-            target = row_of(parameters, "grad_alibi_slopes", piece.batch, head, piece.block)
-            store(target, 0, total)
-
-    @njit
-    def write_sinks(parameters, piece, base, shares, delta):
-        for index in range(piece.heads):
-            head = piece.head + index
-            sink = sink_score(parameters, head)
-            total = compute(0.0)
-            for row in range(piece.query_count):
-                lane = index * piece.query_count + row
-                weight = exp2(sink - load(base, lane)) * load(shares, lane)
-                total -= weight * load(delta, lane)
-            store(row_of(parameters, "grad_sinks", piece.batch, head, piece.block), 0, total)
-
-    return add_distances, write_slopes, write_sinks
-
-
 def build(dtype: str, plain: bool = False) -> Kernel:
     """``plain``: without bias, soft cap, ALiBi and dropout.
 
@@ -240,7 +197,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     turned_tile = turned_tile_of(dtype)
     fill_lanes, load_statistics = lanes_filler_of(dtype), statistics_of(dtype)
     weights_tile = weights_of(dtype, has_options)
-    add_distances, write_slopes, write_sinks = _option_gradients_of(dtype)
+    (start_row_sums, _), write_row_sums = row_sums_of(dtype), row_sums_writer_of(dtype)
     multiply, write_bias = tile_operation_of(compute, operator.mul), bias_gradient_of(dtype)
 
     @njit
@@ -302,8 +259,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         base = shift(slopes, TILE)
         shares = shift(base, TILE_STRIDE)
         delta = shift(shares, TILE_STRIDE)
-        distances = shift(delta, TILE_STRIDE)
-        scales = shift(distances, TILE_STRIDE)
+        row_sums = shift(delta, TILE_STRIDE)
+        scales = shift(row_sums, SUM_ROWS * TILE_STRIDE)
         lanes = shift(scales, TILE_STRIDE)
         block = shift(lanes, LANE_ROWS * QUERY_BLOCK)
         grad_block = shift(block, TILE_STRIDE * width)
@@ -338,7 +295,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         small = small and small_grads and are_small(delta, columns)
         if piece.key_start == piece.key_stop:
             fill(grad_queries, key_width * TILE_STRIDE, 0.0)
-        fill(distances, TILE_STRIDE, 0.0)
+        start_row_sums(row_sums)
 
         begin_products()
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
@@ -364,11 +321,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                     parameters, piece, lanes, weights, grad_scores, kept, slopes, keys, values,
                     packed_panel(packed, start, stride, head_dim, key_width),
                     packed_panel(grad_packed, start, stride, value_dim, value_tile_width),
-                    small_tile, base, shares, delta, key_start, start, some, seen,
+                    small_tile, base, shares, delta, row_sums, key_start, start, some, seen,
                 )  # fmt: skip
                 panel, panel_kept = shift(grad_scores, start), shift(kept, start)
-                if has_options and parameters.has_alibi_slopes:
-                    add_distances(piece, lanes, panel, distances, key_start, some, seen)
                 if has_options and parameters.bias_gradient != GRADIENT_NONE:
                     write_bias(parameters, piece, grad_scores, kept, key_start, seen)
                 if has_options and parameters.softcap > 0.0:
@@ -395,9 +350,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         end_products()
         fill(scales, columns, parameters.scale)
         write_grad_query(parameters, piece, grad_queries, scales, key_width, columns, block)
-        if has_options and parameters.has_alibi_slopes:
-            write_slopes(parameters, piece, distances)
-        if parameters.has_sinks:
-            write_sinks(parameters, piece, base, shares, delta)
+        if needs_row_sums(parameters):
+            write_row_sums(parameters, piece, row_sums, base, shares, delta)
 
     return Kernel(backward, argument_types(dtype))

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.attention import GRADIENT_STORED, TILE_STRIDE, compute_dtype
+from foo_ops.kernels.attention_row_sums import adds_row_sums
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
@@ -79,10 +80,10 @@ def _second(first, second):
 
 
 @functools.cache
-def _sums_of(dtype: str) -> tuple[Callable, Callable]:
-    """``add_rows(target, column_stride, tile, scratch, rows, columns)``, and for the columns.
+def _row_adder_of(dtype: str) -> Callable:
+    """``add_rows(target, column_stride, tile, scratch, rows, columns)``.
 
-    target[column] += the sum over the rows of tile[column, row]; target[row] += that over columns.
+    target[column] += the sum over the rows of tile[column, row].
     """
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
     compute = ELEMENTS[dtype].compute
@@ -105,16 +106,7 @@ def _sums_of(dtype: str) -> tuple[Callable, Callable]:
             add_lanes(place, 0, scratch, LANES)
             add_lanes(place, 0, shift(line, whole), rows - whole)
 
-    @njit
-    def add_columns(target, row_stride, tile, scratch, rows, columns):
-        for row in range(0, rows, LANES):
-            sum_ = splat(compute(0.0), LANES)
-            for column in range(columns):
-                sum_ = sum_ + load_vector(tile, column * TILE_STRIDE + row, LANES)
-            store(scratch, 0, sum_)
-            add_lanes(shift(target, row * row_stride), row_stride, scratch, min(LANES, rows - row))
-
-    return add_rows, add_columns
+    return add_rows
 
 
 @functools.cache
@@ -126,7 +118,7 @@ def bias_gradient_of(dtype: str) -> Callable:
     """
     own_dtype, as_sums = pointer_to(dtype), pointer_to(compute_dtype(dtype))
     store_tile, add_tile = _tile_writers_of(dtype)
-    add_rows, add_columns = _sums_of(dtype)
+    add_rows = _row_adder_of(dtype)
 
     @njit
     def write_bias(parameters, piece, grad_scores, scratch, key_start, count):
@@ -139,13 +131,14 @@ def bias_gradient_of(dtype: str) -> Callable:
             offset = piece.bias + index * parameters.grad_attn_bias_head_stride
             offset += key_start * column_stride
             sums = shift(as_sums(address), offset)
+            if adds_row_sums(parameters):
+                # Once for a block: write_row_sums in attention_row_sums.py.
+                continue
             if parameters.bias_gradient == GRADIENT_STORED:
                 own = shift(own_dtype(address), offset)
                 store_tile(own, row_stride, tile, scratch, rows, count)
             elif parameters.bias_rows == 1:
                 add_rows(sums, column_stride, tile, scratch, rows, count)
-            elif parameters.bias_columns == 1:
-                add_columns(sums, row_stride, tile, scratch, rows, count)
             else:
                 add_tile(sums, row_stride, tile, scratch, rows, count)
 

@@ -20,6 +20,7 @@ from foo_ops.kernels.attention import (
     sizes_of,
     steps_of,
 )
+from foo_ops.kernels.attention_row_sums import needs_row_sums, row_sums_of
 from foo_ops.kernels.attention_scores import kept_of, scores_of
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.matmul import lanes_of
@@ -110,19 +111,19 @@ def statistics_of(dtype: str) -> Callable:
 @functools.cache
 def weights_of(dtype: str, has_options: bool) -> Callable:
     """``weights_tile(parameters, piece, lanes, weights, grad_scores, kept, slopes, keys, values,
-    queries, grad_outputs, are_small, base, shares, delta, key_start, first_column, columns,
-    count)``, for a panel from first_column on.
+    queries, grad_outputs, are_small, base, shares, delta, row_sums, key_start, first_column,
+    columns, count)``, for a panel from first_column on.
 
     Recomputes a tile's weights P = exp(S - logsumexp) and the gradient of its scores
     dS = P * (V dO - delta), where S is the score with bias and masks; both are zero for unused
     lanes. See statistics_of for base, shares and delta. With dropout the weights and V dO are
     multiplied by what it keeps. ``kept`` and ``slopes`` have room for a tile; see modify_of for
-    what is in slopes.
+    what is in slopes, and foo_ops/kernels/attention_row_sums.py for row_sums, which a tile adds to.
     """
     scalar = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
     (matmul, _, _), scores_tile = products_of(dtype), scores_of(dtype, has_options, True)
-    load_kept = kept_of(dtype)
+    load_kept, (_, add_row_sums) = kept_of(dtype), row_sums_of(dtype)
     steps, ROWS = steps_of(dtype), sizes_of(dtype).rows  # noqa: N806
 
     @njit
@@ -181,8 +182,8 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
     @njit
     def weights_tile(
         parameters, piece, lanes, weights, grad_scores, kept, slopes, keys, values,
-        queries, grad_outputs, are_small, base, shares, delta, key_start, first_column, columns,
-        count,
+        queries, grad_outputs, are_small, base, shares, delta, row_sums, key_start, first_column,
+        columns, count,
     ):  # fmt: skip
         first_query, query_count = queries_of(piece, first_column, columns)
         weights, grad_scores = shift(weights, first_column), shift(grad_scores, first_column)
@@ -204,6 +205,11 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
             load_kept(parameters, lanes, kept, key_start, first_column, columns, count)
             drop(parameters, weights, grad_scores, kept, columns, count)
         multiply_weights(weights, grad_scores, shift(delta, first_column), columns, count)
+        if needs_row_sums(parameters):
+            add_row_sums(
+                parameters, piece, shift(lanes, first_column), weights, grad_scores,
+                shift(row_sums, first_column), key_start, columns, count,
+            )  # fmt: skip
         if has_options and parameters.dropout_threshold > 0:
             copy_tile(weights, kept, columns, count)
 
