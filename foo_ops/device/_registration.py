@@ -28,6 +28,7 @@ def register(module: types.ModuleType) -> None:
     # A build of torch may lack the first. torch imports the others at the first use of
     # torch.compile, which takes seconds. None has an entry point for a device to register before.
     after_import("torch.distributed.distributed_c10d", _register_with_distributed)
+    after_import("torch._subclasses.fake_impls", _register_with_fake_tensors)
     after_import("torch._dynamo", _register_with_dynamo)
     after_import("torch._inductor.compile_fx", _register_with_inductor)
 
@@ -36,6 +37,12 @@ def _register_with_distributed() -> None:
     from foo_ops.device import _distributed
 
     _distributed.register()
+
+
+def _register_with_fake_tensors() -> None:
+    from foo_ops.device import _fake
+
+    _fake.register()
 
 
 def _register_with_dynamo() -> None:

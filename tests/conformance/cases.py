@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch  # loads foo: torch's tests read the name of the device when they are imported
+from fakes import check_announced, to_channels_last
 from torch.testing._comparison import default_tolerances
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
@@ -62,6 +63,11 @@ def all_cases() -> list[Case]:
         Case("operators", _name(op), str(dtype).removeprefix("torch."))
         for op in op_db
         for dtype in sorted(op.supported_dtypes("cpu"), key=str)
+    ]
+    cases += [
+        Case("strides", _name(op), str(dtype).removeprefix("torch."))
+        for op in op_db
+        for dtype in _dtype_for_strides(op)
     ]
     cases += [
         Case("modules", info.name, str(dtype).removeprefix("torch."))
@@ -252,6 +258,35 @@ def _run_operator(name: str, dtype: torch.dtype) -> None:
         if position < 2:
             _check_out(op, sample, f"{what}, out=", values)
             _check_in_place(op, sample, f"{what}, in place", values)
+
+
+def _dtype_for_strides(op: Any) -> list[torch.dtype]:
+    """One of its dtypes, if it has any: strides are the same for all."""
+    dtypes = sorted(
+        op.supported_dtypes("cpu"), key=lambda dtype: (dtype != torch.float32, str(dtype))
+    )
+    return dtypes[:1]
+
+
+def _run_strides(name: str, dtype: torch.dtype) -> None:
+    op = _OPERATORS[name]
+    torch.manual_seed(0)
+    samples = _evenly(filter(_is_about_a_device, op.sample_inputs("cpu", dtype)), MAX_SAMPLES)
+    named = [(f"sample {position}", sample) for position, sample in enumerate(samples)]
+    if samples and _is_strided(samples[0]):
+        named.append(("sample 0, strided", samples[0].noncontiguous()))
+        named.append(("sample 0, channels_last", _map_sample(mapper(to_channels_last), samples[0])))
+    for what, sample in named:
+        _check_strides(op, sample, what)
+
+
+def _check_strides(op: Any, sample: Any, what: str) -> None:
+    there = _sample_on_foo(op, sample)
+    results = _agree(_call(op, there), _call(op, sample), what, values=False)
+    if results is not None:
+        check_announced(
+            results[0], lambda to_fake: _call(op, _map_sample(mapper(to_fake), there)), what
+        )
 
 
 def _leaves(sample: Any) -> list[Any]:
@@ -468,6 +503,7 @@ def _check_optimizer(info: Any, kwargs: dict[str, Any], what: str) -> None:
 
 _RUNNERS: dict[str, Callable[[str, torch.dtype], None]] = {
     "operators": _run_operator,
+    "strides": _run_strides,
     "modules": _run_module,
     "optimizers": _run_optimizer,
 }
