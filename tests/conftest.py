@@ -60,3 +60,17 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def attention_calls(monkeypatch):
+    """The calls that models of transformers make, as (queries, keys, attn_bias is given)."""
+    operator = torch.ops.foo.attention.default
+    seen = []
+
+    def spy(query, key, value, attn_bias, **options):
+        seen.append((query.shape[2], key.shape[2], attn_bias is not None))
+        return operator(query, key, value, attn_bias, **options)
+
+    monkeypatch.setattr(torch.ops.foo.attention, "default", spy)
+    return seen

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers with ``attn_implementation="foo"``, against "eager"."""
+"""The attention function and the masks that foo_ops gives to Hugging Face transformers."""
 
 import math
 import subprocess
@@ -9,282 +9,13 @@ import pytest
 import torch
 import transformers
 from hypothesis import strategies
+from transformer_models import decoder, run, tokens
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 from transformers import masking_utils as masks
 
 import foo_ops.integrations.transformers as integration
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-VOCABULARY = 97
-WINDOW = 6
-"""Shorter than the sequences of these tests, so that windows and chunks matter."""
-
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 64,
-    # Larger than is usual: with nearly equal scores, a wrong mask would hardly be seen.
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-# Each model brings another way to ask for a mask.
-DECODERS = {
-    "llama: plain": lambda: transformers.LlamaConfig(**GROUPED),
-    "mistral: windows": lambda: transformers.MistralConfig(**GROUPED, sliding_window=WINDOW),
-    "gemma2: softcap, windows in every second layer": lambda: transformers.Gemma2Config(
-        **GROUPED, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=8
-    ),
-    "gpt_oss: sinks, windows in every second layer": lambda: transformers.GptOssConfig(
-        **GROUPED, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
-    ),
-    "qwen2_moe: windows that only the mask tells of": lambda: transformers.Qwen2MoeConfig(
-        **GROUPED,
-        **EXPERTS,
-        shared_expert_intermediate_size=32,
-        sliding_window=WINDOW,
-        use_sliding_window=True,
-        max_window_layers=1,
-    ),
-    "llama4: chunks": lambda: transformers.Llama4TextConfig(
-        **GROUPED, attention_chunk_size=WINDOW, num_local_experts=2, intermediate_size_mlp=64
-    ),
-}
-ENCODERS = {
-    "bert: plain": lambda: transformers.BertConfig(**SIZES, hidden_act="gelu"),
-    "modernbert: windows on both sides": lambda: transformers.ModernBertConfig(
-        **SIZES,
-        local_attention=WINDOW,
-        global_attn_every_n_layers=2,
-        cls_token_id=None,
-        sep_token_id=None,
-    ),
-}
-
-
-def build(auto_class, config, device="cpu", dtype=torch.float32):
-    """A model with random weights, the same for every device and dtype."""
-    torch.manual_seed(0)
-    # The other implementations of experts count integers with torch.histc, but not on the cpu.
-    model = auto_class.from_config(config(), experts_implementation="eager")
-    return model.to(device=device, dtype=dtype).eval()
-
-
-def decoder(name, device="cpu", dtype=torch.float32):
-    return build(transformers.AutoModelForCausalLM, DECODERS[name], device, dtype)
-
-
-def encoder(name, device="cpu", dtype=torch.float32):
-    return build(transformers.AutoModel, ENCODERS[name], device, dtype)
-
-
-def tokens(*shape):
-    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
-
-
-def padding(side, length):
-    """Which positions hold a token, for three sequences; the first has no padding."""
-    counts = torch.tensor([length, length - 3, 4])[:, None]
-    positions = torch.arange(length)
-    return (positions >= length - counts) if side == "left" else (positions < counts)
-
-
-def run(model, implementation, *inputs, **options):
-    """The first output of a model, in float32 on the cpu."""
-    model.set_attn_implementation(implementation)
-    device = model.device
-    options = {
-        name: option.to(device) if isinstance(option, torch.Tensor) else option
-        for name, option in options.items()
-    }
-    with torch.no_grad():
-        output = model(*(each.to(device) for each in inputs), **options)[0]
-    return output.float().cpu()
-
-
-def assert_close(actual, expected):
-    """For results of some float32 layers: sums in another order, and no more than that."""
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The calls that the attention function gets, as (queries, keys, attn_bias is given)."""
-    operator = torch.ops.foo.attention.default
-    seen = []
-
-    def spy(query, key, value, attn_bias, **options):
-        seen.append((query.shape[2], key.shape[2], attn_bias is not None))
-        return operator(query, key, value, attn_bias, **options)
-
-    monkeypatch.setattr(torch.ops.foo.attention, "default", spy)
-    return seen
-
-
-# ------------------------------------------------------------------------------- whole models
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_prefill(name, device, calls):
-    model, inputs = decoder(name, device), tokens(2, 20)
-    assert_close(run(model, "foo", inputs), run(model, "eager", inputs))
-    assert len(calls) == model.config.num_hidden_layers
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", DECODERS)
-def test_padded_batch(name, side, device):
-    model, inputs, mask = decoder(name, device), tokens(3, 20), padding(side, 20)
-    outputs = [run(model, each, inputs, attention_mask=mask.long()) for each in ("foo", "eager")]
-    assert_close(*(output[mask] for output in outputs))
-
-
-@pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("name", ENCODERS)
-def test_encoder(name, side, device, calls):
-    model, inputs = encoder(name, device), tokens(3, 20)
-    mask = torch.ones(3, 20, dtype=torch.bool) if side is None else padding(side, 20)
-    outputs = [run(model, each, inputs, attention_mask=mask.long()) for each in ("foo", "eager")]
-    assert_close(*(output[mask] for output in outputs))
-    assert len(calls) == model.config.num_hidden_layers
-
-
-@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-@pytest.mark.parametrize("name", DECODERS)
-def test_cached_decoding(name, kind, device, calls):
-    """A prompt, more of it at once, then token by token, beyond window and chunk."""
-    model, inputs = decoder(name, device), tokens(2, 18)
-    options = {"max_cache_len": 24} if kind is StaticCache else {}
-    cache = kind(config=model.config, **options)
-    parts = [
-        run(model, "foo", part, past_key_values=cache, use_cache=True)
-        for part in inputs.split([4, 9, 1, 1, 1, 1, 1], dim=1)
-    ]
-    assert len(calls) == 7 * model.config.num_hidden_layers
-    assert_close(torch.cat(parts, 1), run(model, "eager", inputs))
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", DECODERS)
-def test_generate(name, cache, device):
-    model, inputs, mask = decoder(name, device), tokens(3, 10), padding("left", 10)
-    written = []
-    for implementation in ("foo", "eager"):
-        model.set_attn_implementation(implementation)
-        written.append(
-            model.generate(
-                inputs.to(device),
-                attention_mask=mask.long().to(device),
-                max_new_tokens=6,
-                do_sample=False,
-                cache_implementation=cache,
-                disable_compile=True,
-            ).cpu()
-        )
-    assert written[0].shape == (3, 16)
-    assert torch.equal(*written)
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_training_gradients(name, device):
-    inputs, mask = tokens(3, 20).to(device), padding("right", 20).to(device)
-    labels = inputs.masked_fill(~mask, -100)
-    gradients = []
-    for implementation in ("foo", "eager"):
-        model = decoder(name, device)
-        model.set_attn_implementation(implementation)
-        model(inputs, attention_mask=mask.long(), labels=labels).loss.backward()
-        gradients.append(
-            {key: p.grad.cpu() for key, p in model.named_parameters() if p.grad is not None}
-        )
-    actual, expected = gradients
-    assert actual.keys() == expected.keys()
-    assert any("sinks" in key for key in actual) == ("sinks" in name)
-    for key, gradient in expected.items():
-        torch.testing.assert_close(actual[key], gradient, rtol=1e-3, atol=1e-5, msg=key)
-
-
-@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
-def test_bfloat16_is_as_near_to_float32_as_eager(name, device):
-    """Most tokens are: a rounding may send one to another expert."""
-    make, inputs = (decoder if name in DECODERS else encoder), tokens(2, 20)
-    exact = run(make(name), "eager", inputs)
-    model = make(name, device, torch.bfloat16)
-    differences = [run(model, each, inputs) - exact for each in ("foo", "eager")]
-    errors = [difference.norm(dim=-1).median() for difference in differences]
-    assert errors[0] < 1.25 * errors[1] < 0.25 * exact.norm(dim=-1).median()
-
-
-def test_encoder_and_decoder_with_position_bias(device, calls):
-    """T5: a learned bias, cross attention, and a decoder with two caches."""
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=48,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=6,
-        decoder_start_token_id=0,
-        initializer_factor=2.0,
-    )
-    torch.manual_seed(0)
-    model = transformers.T5ForConditionalGeneration(config).to(device).eval()
-    mask = padding("right", 14)
-    source, target = tokens(3, 14), tokens(3, 11)
-    options = {"attention_mask": mask.long(), "decoder_input_ids": target}
-    outputs = [run(model, each, source, **options) for each in ("foo", "eager")]
-    assert len(calls) == 2 + 2 * 2
-    assert_close(*outputs)
-    written = []
-    for implementation in ("foo", "eager"):
-        model.set_attn_implementation(implementation)
-        inputs = {"input_ids": source.to(device), "attention_mask": mask.long().to(device)}
-        written.append(model.generate(**inputs, max_new_tokens=6, do_sample=False).cpu())
-    assert torch.equal(*written)
-
-
-def test_packed_sequences(device):
-    """Positions that start again tell transformers that several sequences lie in one row."""
-    model, inputs = decoder("llama: plain", device), tokens(1, 17)
-    lengths = [5, 9, 3]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    packed = run(model, "foo", inputs, position_ids=positions, use_cache=False)
-    alone = [run(model, "foo", part) for part in inputs.split(lengths, dim=1)]
-    assert_close(packed, torch.cat(alone, 1))
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_mask_of_the_users_own(dtype, device):
-    """4-D, and not causal: it is complete."""
-    model, inputs = decoder("llama: plain", device), tokens(2, 9)
-    mask = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.6
-    mask |= torch.eye(9, dtype=torch.bool)
-    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    given = mask if dtype == torch.bool else added
-    expected = run(model, "eager", inputs, attention_mask=added)
-    assert_close(run(model, "foo", inputs, attention_mask=given), expected)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_compiled(padded, fresh_compiler):
-    model, inputs = decoder("mistral: windows"), tokens(3, 12)
-    mask = padding("left", 12) if padded else torch.ones(3, 12, dtype=torch.bool)
-    options = {"attention_mask": mask.long()} if padded else {}
-    expected = run(model, "eager", inputs, **options)
-    model.set_attn_implementation("foo")
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        output = compiled(inputs, **options)[0]
-    assert_close(output[mask], expected[mask])
-
 
 # ------------------------------------------------------------------- masks: which keys are seen
 
@@ -375,7 +106,7 @@ def test_no_mask_for_an_encoder_without_padding():
 
 
 @pytest.mark.parametrize("name", ["mistral: windows", "llama: plain"])
-def test_kernels_get_no_mask_where_bounds_tell_all(name, calls):
+def test_kernels_get_no_mask_where_bounds_tell_all(name, attention_calls):
     """Windows, a longer prompt in a cache, and the first tokens in a static cache."""
     model, inputs = decoder(name), tokens(2, 12)
     cache = DynamicCache(config=model.config)
@@ -383,8 +114,8 @@ def test_kernels_get_no_mask_where_bounds_tell_all(name, calls):
         run(model, "foo", part, past_key_values=cache, use_cache=True)
     static = StaticCache(config=model.config, max_cache_len=16)
     run(model, "foo", inputs[:, :5], past_key_values=static, use_cache=True)
-    assert len(calls) == 3 * model.config.num_hidden_layers
-    assert not any(given for _, _, given in calls)
+    assert len(attention_calls) == 3 * model.config.num_hidden_layers
+    assert not any(given for _, _, given in attention_calls)
 
 
 def test_changed_mask_loses_its_bounds():

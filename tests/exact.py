@@ -1,0 +1,67 @@
+"""Results in float64, and how near to them those of other dtypes must be.
+
+No result of one dtype is compared with another one of it: which of two is off would remain open,
+and how far both are off differs from processor to processor.
+"""
+
+import copy
+import math
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+RATIO = 1.5
+"""Of the distances of two right results from the exact one: both have their own roundings."""
+
+
+class Doubles(TorchFunctionMode):
+    """Computes in float64 what a function asks for in float32, as norms do, and softmaxes."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = [wider(argument) for argument in args]
+        kwargs = {name: wider(argument) for name, argument in (kwargs or {}).items()}
+        result = function(*args, **kwargs)
+        assert not isinstance(result, torch.Tensor) or result.dtype != torch.float32, function
+        return result
+
+
+def wider(argument):
+    return torch.float64 if argument is torch.float32 else argument
+
+
+def exact_copy(module):
+    """The module on the cpu with its weights in float64, to be run under `Doubles`."""
+    return copy.deepcopy(module).to("cpu", torch.float64)
+
+
+def assert_near(actual, exact, roundings=16):
+    """No element is off by more than so many roundings of the largest one."""
+    assert exact.dtype in (torch.float64, torch.complex128)
+    largest = exact.abs().max().item() if exact.numel() else 1.0
+    room = roundings * torch.finfo(actual.dtype).eps * largest
+    torch.testing.assert_close(actual.cpu().to(exact.dtype), exact, rtol=0, atol=room)
+
+
+def assert_as_near(ours, theirs, exact, roundings):
+    """Each of our results is off by no more than so many roundings, and all not much more than
+    theirs.
+    """
+    off, theirs_off = (
+        [roundings_off(*pair) for pair in zip(results, exact, strict=True)]
+        for results in (ours, theirs)
+    )
+    assert all(count <= roundings for count in off), f"off by {max(off):.3g} roundings"
+    off, theirs_off = math.hypot(*off), math.hypot(*theirs_off)
+    assert off <= RATIO * theirs_off + 1, f"off by {off:.3g} roundings, theirs by {theirs_off:.3g}"
+
+
+def roundings_off(result, exact):
+    """The norm of what a tensor is off, in roundings of a number as large as its norm.
+
+    The largest difference of a few thousand would say how far off one element is.
+    """
+    assert exact.dtype == torch.float64
+    rounding = torch.finfo(result.dtype).eps * exact.norm().item()
+    return (result.cpu().double() - exact).norm().item() / rounding
