@@ -36,11 +36,14 @@ def exact_copy(module):
     return copy.deepcopy(module).to("cpu", torch.float64)
 
 
-def assert_near(actual, exact, roundings=16):
-    """No element is off by more than so many roundings of the largest one."""
+def assert_near(actual, exact, dtype=None, roundings=16):
+    """No element is off by more than so many roundings of the largest one.
+
+    ``dtype``: of the roundings, if it is not that of the result.
+    """
     assert exact.dtype in (torch.float64, torch.complex128)
     largest = exact.abs().max().item() if exact.numel() else 1.0
-    room = roundings * torch.finfo(actual.dtype).eps * largest
+    room = roundings * torch.finfo(dtype or actual.dtype).eps * largest
     torch.testing.assert_close(actual.cpu().to(exact.dtype), exact, rtol=0, atol=room)
 
 

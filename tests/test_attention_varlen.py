@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from exact import assert_near
 from torch.nn.utils.rnn import pad_sequence
 
 import foo_ops
+from foo_ops import reference
 from foo_ops.testing import ATTENTION_VARLEN
 from foo_ops.testing.attention import random_bias, random_slopes
 from foo_ops.testing.attention_varlen import Pages, cumulative_lengths, varlen_sample
@@ -111,20 +113,16 @@ def test_one_sequence_is_what_attention_computes(dtype, device):
         slopes=random_slopes(1, 4),
         sinks=random_bias(4),
         **OPTIONS,
-    )(dtype).to(device)
-    query, key, value, *_, slopes, sinks = sample.inputs
-    expected = torch.ops.foo.attention(
+    )(dtype)
+    query, key, value, *_, slopes, sinks = sample.exact().inputs
+    expected = reference.attention(
         *(tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)),
         *(None, slopes, sinks),
         **OPTIONS,
     )
-    output, logsumexp = sample.call(ATTENTION_VARLEN.operator)
-    tolerance = 8 * torch.finfo(dtype).eps
-    torch.testing.assert_close(
-        output.transpose(0, 1), expected[0][0], rtol=tolerance, atol=tolerance
-    )
-    tolerance = 8 * torch.finfo(logsumexp.dtype).eps
-    torch.testing.assert_close(logsumexp, expected[1][0], rtol=tolerance, atol=tolerance)
+    output, logsumexp = sample.to(device).call(ATTENTION_VARLEN.operator)
+    assert_near(output.transpose(0, 1), expected[0][0], roundings=8)
+    assert_near(logsumexp, expected[1][0], roundings=8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

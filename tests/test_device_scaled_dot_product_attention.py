@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from exact import assert_near, exact_copy
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -104,13 +105,6 @@ def expected_of(inputs, options, cotangent, **more):
     return output, torch.autograd.grad(output, leaves, cotangent.cpu().double())
 
 
-def assert_near(actual, expected, dtype):
-    """Rounded once, but for sums of a few terms that are as large as the largest result."""
-    largest = expected.abs().max().item() if expected.numel() else 1.0
-    tolerance = 16 * torch.finfo(dtype).eps * max(largest, 1.0)
-    torch.testing.assert_close(actual.cpu().double(), expected, rtol=0, atol=tolerance)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_and_gradients(example, dtype):
     tensors, options = example
@@ -129,11 +123,11 @@ def test_values_and_gradients(example, dtype):
     assert (FUSED_BACKWARD in operators.names) != is_empty
     assert output.dtype == dtype
     expected, expected_gradients = expected_of(inputs, options, cotangent)
-    assert_near(output.detach(), expected.detach(), dtype)
+    assert_near(output.detach(), expected.detach())
     for leaf, actual, expected in zip(leaves, gradients, expected_gradients):
         assert actual.dtype == dtype
         assert is_empty or actual.stride() == torch.empty_like(leaf).stride()
-        assert_near(actual, expected, dtype)
+        assert_near(actual, expected)
 
 
 # Of float64 inputs with 2 query heads of dimension 3 and 4 keys, then options.
@@ -202,8 +196,10 @@ def test_gradients_of_function_transforms():
     with Operators() as operators:
         gradient = torch.func.grad(loss)(query)
     assert FUSED_BACKWARD in operators.names
-    (expected,) = torch.autograd.grad(loss(leaf := query.clone().requires_grad_()), leaf)
-    torch.testing.assert_close(gradient, expected)
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = query.cpu().double().requires_grad_()
+        (expected,) = torch.autograd.grad(loss(exact), exact)
+    assert_near(gradient, expected)
     with pytest.raises(RuntimeError, match=r"derivative for .*backward is not implemented"):
         torch.func.jacrev(torch.func.grad(loss))(query)
     with sdpa_kernel(SDPBackend.MATH):
@@ -272,9 +268,9 @@ def test_dropout(dtype):
     expected, expected_gradients = expected_of(
         inputs, {}, cotangent, keep=keep.bool(), dropout_p=0.3
     )
-    assert_near(output.detach(), expected.detach(), dtype)
+    assert_near(output.detach(), expected.detach())
     for actual, expected in zip(gradients, expected_gradients):
-        assert_near(actual, expected, dtype)
+        assert_near(actual, expected)
 
 
 def test_nothing_is_drawn_without_dropout():
@@ -313,7 +309,7 @@ def test_large_head_dims_are_fused():
         output = F.scaled_dot_product_attention(query.to("foo"), key.to("foo"), key.to("foo"))
     assert FUSED in operators.names
     expected, _ = reference.attention(query, key, key)
-    torch.testing.assert_close(output.cpu(), expected)
+    assert_near(output, expected)
 
 
 # What foo's kernels do not take is computed by torch's formula.
@@ -336,8 +332,9 @@ def test_falls_back_to_the_formula(case):
         )
     assert FUSED not in operators.names
     with sdpa_kernel(SDPBackend.MATH):
-        expected = F.scaled_dot_product_attention(query, key, key, **options)
-    torch.testing.assert_close(output.cpu(), expected)
+        exact = (tensor.double() for tensor in (query, key, key))
+        expected = F.scaled_dot_product_attention(*exact, **options)
+    assert_near(output, expected)
 
 
 @pytest.mark.parametrize(
@@ -399,19 +396,19 @@ def test_compiled_with_a_context_manager():
     result = torch.compile(attend, backend="eager", fullgraph=True)(query)
     assert "aten::bmm" in torch.foo.operator_counts()
     assert FUSED_OPERATOR not in torch.foo.operator_counts()
-    torch.testing.assert_close(result, F.scaled_dot_product_attention(query, query, query))
+    exact = query.cpu().double()
+    assert_near(result, reference.attention(exact, exact, exact)[0])
 
 
 def test_vmap():
     query, key, value = torch.randn(3, 4, 1, 2, 5, 8, device="foo").unbind()
     mask = torch.randn(5, 5, device="foo")
-    expected = torch.stack(
-        [F.scaled_dot_product_attention(*each, mask) for each in zip(query, key, value)]
-    )
+    exact = [tensor.cpu().double() for tensor in (query, key, value, mask)]
+    expected = [reference.attention(*each, exact[3])[0] for each in zip(*exact[:3])]
     result = torch.vmap(F.scaled_dot_product_attention, in_dims=(0, 0, 0, None))(
         query, key, value, mask
     )
-    torch.testing.assert_close(result, expected)
+    assert_near(result, torch.stack(expected))
 
 
 def test_autocast():
@@ -432,10 +429,15 @@ def test_tensors_of_other_devices_raise(position):
         F.scaled_dot_product_attention(*tensors)
 
 
+NESTED = {"cpu": torch.float64, "foo:1": torch.float32}
+"""The dtypes of nested tensors, by device: exact ones, and those that are compared with them."""
+
+
 def nested_heads(layout, device):
     """Three sequences, two heads of eight numbers each."""
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(length, 16, generator=generator) for length in (5, 3, 7)]
+    parts = [part.to(NESTED[device]) for part in parts]
     leaf = torch.nested.nested_tensor(parts, layout=layout, device=device, requires_grad=True)
     heads = []
     for input in (leaf, leaf * 0.5, leaf + 1):
@@ -449,7 +451,7 @@ def nested_heads(layout, device):
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_tensors(layout):
     results = []
-    for device in ("cpu", "foo:1"):
+    for device in NESTED:
         leaf, heads = nested_heads(layout, device)
         output = F.scaled_dot_product_attention(*heads)
         assert output.is_nested
@@ -459,16 +461,16 @@ def test_nested_tensors(layout):
         results.append([*output.detach().unbind(), *gradient.unbind()])
     for expected, actual in zip(*results):
         assert actual.device == torch.device("foo:1")
-        torch.testing.assert_close(actual.cpu(), expected)
+        assert_near(actual, expected)
 
 
 def test_inference_with_nested_tensors():
     with torch.inference_mode():
-        results = []
-        for device in ("cpu", "foo"):
-            _, heads = nested_heads(torch.strided, device)
-            results.append(F.scaled_dot_product_attention(*heads).to_padded_tensor(0).cpu())
-        torch.testing.assert_close(*results)
+        expected, actual = (
+            F.scaled_dot_product_attention(*nested_heads(torch.strided, device)[1])
+            for device in NESTED
+        )
+        assert_near(actual.to_padded_tensor(0), expected.to_padded_tensor(0))
 
 
 def test_encoder_makes_nested_tensors_of_padded_ones():
@@ -478,7 +480,7 @@ def test_encoder_makes_nested_tensors_of_padded_ones():
     model = torch.nn.TransformerEncoder(layer, 2).eval()
     data, padding = torch.randn(3, 7, 16), torch.arange(7) >= torch.tensor([[5], [3], [7]])
     with torch.no_grad():
-        expected = model(data, src_key_padding_mask=padding)
+        expected = exact_copy(model)(data.double(), src_key_padding_mask=padding)
         actual = model.foo()(data.foo(), src_key_padding_mask=padding.foo())
     assert actual.device == torch.device("foo:0")
-    torch.testing.assert_close(actual.cpu(), expected)
+    assert_near(actual, expected)

@@ -6,21 +6,23 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from exact import assert_near, exact_copy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-def on(device, module, function):
-    """The loss and the gradients of a module moved to a device."""
-    module = copy.deepcopy(module).to(device)
-    loss = function(module, device)
-    loss.backward()
-    return [loss.detach().cpu(), *(parameter.grad.cpu() for parameter in module.parameters())]
+def results(module, function):
+    """The parts of the loss, and the gradients."""
+    parts = function(module)
+    parts.sum().backward()
+    return [parts.detach(), *(parameter.grad for parameter in module.parameters())]
 
 
 def check(module, function):
-    for actual, expected in zip(on("foo:1", module, function), on("cpu", module, function)):
-        torch.testing.assert_close(actual, expected)
+    """On foo against float64 on the CPU."""
+    actual = results(copy.deepcopy(module).to("foo:1"), function)
+    for each, expected in zip(actual, results(exact_copy(module), function), strict=True):
+        assert_near(each, expected)
 
 
 def numbers(*shape, seed=0):
@@ -53,14 +55,13 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name):
     module, shape = MODULES[name]
-    dtype = next(module.parameters()).dtype
 
-    def loss(module, device):
-        output = module(numbers(*shape).to(device, dtype))
+    def weighted(module):
+        output = module(numbers(*shape).to(next(module.parameters())))
         output = output[0] if isinstance(output, tuple) else output
-        return (output * numbers(*output.shape, seed=1).to(output)).sum()
+        return output * numbers(*output.shape, seed=1).to(output)
 
-    check(module, loss)
+    check(module, weighted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,10 +93,9 @@ def test_scaled_dot_product_attention(dtype, is_causal, masked):
 def test_optimizers(optimizer, options):
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     trained = []
-    for device in ("foo", "cpu"):
-        twin = copy.deepcopy(model).to(device)
+    for twin in (copy.deepcopy(model).to("foo"), exact_copy(model)):
         steps = getattr(torch.optim, optimizer)(twin.parameters(), lr=0.05, **options)
-        data = numbers(16, 3).to(device)
+        data = numbers(16, 3).to(next(twin.parameters()))
         losses = []
         for _ in range(5):
             steps.zero_grad()
@@ -105,9 +105,8 @@ def test_optimizers(optimizer, options):
             steps.step()
             losses.append(loss.item())
         assert losses[-1] < losses[0]
-        trained.append([parameter.detach().cpu() for parameter in twin.parameters()])
-    for actual, expected in zip(*trained):
-        torch.testing.assert_close(actual, expected)
+        trained.append(nn.utils.parameters_to_vector(twin.parameters()).detach())
+    assert_near(*trained)
 
 
 def test_gradients_to_second_order():
@@ -170,14 +169,17 @@ def test_anomaly_mode():
 
 def test_threads_train_at_once():
     model = nn.Linear(8, 8)
-    expected = on("cpu", model, lambda m, device: m(numbers(4, 8).to(device)).square().sum())
     failures = []
 
+    def squares(module):
+        return module(numbers(4, 8).to(module.weight)).square()
+
     def work():
-        for _ in range(20):
-            actual = on("foo", model, lambda m, device: m(numbers(4, 8).to(device)).square().sum())
-            if not all(map(torch.equal, actual, expected)):
-                failures.append(actual)
+        try:
+            for _ in range(20):
+                check(model, squares)
+        except AssertionError as failure:
+            failures.append(failure)
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
