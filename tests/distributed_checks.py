@@ -6,6 +6,7 @@ python distributed_checks.py <file that the two share> <rank> <backend> <names o
 import copy
 import datetime
 import sys
+import time
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from foo_ops.device import _sharing
 
 RANKS = 2
 
@@ -210,6 +213,36 @@ def no_copies():
     dist.broadcast(tensor, 0)
     assert torch.foo.max_memory_allocated() == torch.foo.memory_allocated()
     assert tensor.eq(2).all()
+
+
+def memory_that_moves_meanwhile():
+    """A collective under way keeps the memory that it was given, and its result."""
+    ways = (
+        lambda tensor: tensor.untyped_storage().resize_(0),
+        lambda tensor: tensor.resize_(1 << 24),
+        lambda tensor: _sharing._reduce(tensor.untyped_storage()),
+        lambda tensor: tensor.set_(),
+    )
+    for move in ways:
+        tensor = torch.ones(1 << 20, device="foo")
+        # The other process is late, so that this one moves its memory before the numbers arrive.
+        time.sleep(0.3 * dist.get_rank())
+        work = dist.all_reduce(tensor, async_op=True)
+        move(tensor)
+        torch.foo.empty_cache()
+        others = [torch.full((1 << 20,), 5.0, device="foo") for _ in range(8)]
+        work.wait()
+        (result,) = work.result()
+        assert result.eq(2).all()
+        assert all(other.eq(5).all() for other in others)
+
+
+def memory_that_is_copied_on_writing():
+    tensor = torch.ones(1000, device="foo")
+    clone = torch._lazy_clone(tensor)
+    dist.all_reduce(tensor, async_op=True).wait()
+    assert tensor.eq(2).all()
+    assert clone.eq(1).all()
 
 
 def refused():

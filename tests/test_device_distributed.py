@@ -13,6 +13,7 @@ CHECKS = Path(__file__).with_name("distributed_checks.py")
     ("backend", "checks"),
     [
         ("gloo", ["collectives", "no_copies", "refused"]),
+        ("gloo", ["memory_that_moves_meanwhile", "memory_that_is_copied_on_writing"]),
         ("None", ["default_backend"]),
         (
             "gloo",

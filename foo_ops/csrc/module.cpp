@@ -227,8 +227,7 @@ void allocate_and_free(size_t bytes, int64_t index, int64_t times) {
 
 // A storage of foo in the memory of one of the CPU, which may be shared with other processes.
 void place_in(const at::Storage& foo, const at::Storage& host) {
-  foo.set_data_ptr_noswap(foo::device::adopt(host, foo.device()));
-  foo.set_nbytes(host.nbytes());
+  foo::device::set_memory(foo, foo::device::adopt(host, foo.device()), host.nbytes());
 }
 
 void bind_memory(py::module_& device) {

@@ -97,8 +97,11 @@ class Collective final : public c10::OperatorKernel {
     const c10::Device device = device_of_tensors(op, torch::jit::last(*stack, count));
     HostCall call(device);
     for (size_t position = first; position < stack->size(); ++position) {
-      replace_tensors((*stack)[position],
-                      [&](const at::Tensor& tensor) { return call.to_host(tensor); });
+      replace_tensors((*stack)[position], [&](const at::Tensor& tensor) {
+        // Results arrive when this call is over, and so nothing would give them to the storage.
+        if (tensor.has_storage()) tensor.storage().mutable_data();
+        return call.to_host(tensor);
+      });
     }
     torch_kernel_.callBoxed(op, keys, stack);
     const WorkPtr work = stack->back().toCustomClass<c10d::Work>();

@@ -1,7 +1,9 @@
 // Copies between tensors and to Python numbers: strided, converting, across devices.
 
+#include <ATen/ops/_lazy_clone_native.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/copy_ops.h>
+#include <c10/core/impl/COW.h>
 
 #include "aten/fallback.h"
 #include "aten/host_call.h"
@@ -25,6 +27,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bo
   at::Tensor host_destination = call.to_host(destination);
   at::_ops::copy_::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), host_destination,
                               call.to_host(source), non_blocking);
+  call.write_back();
   device::copy_backend_meta(source, destination);
   return destination;
 }
@@ -53,6 +56,14 @@ at::Tensor& copy_(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& 
   return self;
 }
 
+// Memory that is shared with what a kernel keeps cannot become copy-on-write.
+at::Tensor lazy_clone(const at::Tensor& self) {
+  const c10::StorageImpl& storage = *self.storage().unsafeGetStorageImpl();
+  const bool can_be_lazy = c10::impl::cow::has_simple_data_ptr(storage) ||
+                           c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
+  return can_be_lazy ? at::native::_lazy_clone(self) : self.clone();
+}
+
 at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& destination) {
   destination.resize_(source.sizes());
   return copy_from(source, destination, false);
@@ -63,6 +74,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& dest
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   register_own_kernel<"aten::_copy_from", &copy_from>(library);
   register_own_kernel<"aten::_copy_from_and_resize", &copy_from_and_resize>(library);
+  register_own_kernel<"aten::_lazy_clone", &lazy_clone>(library);
   register_own_kernel<"aten::_local_scalar_dense", &at::native::_local_scalar_dense_cpu>(library);
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "aten/host_storage.h"
 #include "aten/layouts.h"
 #include "device/allocator.h"
 #include "device/device.h"
@@ -21,52 +22,6 @@ constexpr c10::DispatchKeySet kExcludedKeys =
 constexpr c10::DispatchKeySet kLazyKeys({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
                                          c10::DispatchKey::ZeroTensor});
 
-void release_storage(void* context) {
-  c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(context));
-}
-
-// Keeps the foo storage alive, for the case that a kernel keeps its argument.
-c10::DataPtr host_view_of(const c10::Storage& foo) {
-  auto* owner = foo.unsafeGetStorageImpl();
-  void* data = owner->mutable_data();
-  c10::raw::intrusive_ptr::incref(owner);
-  return {data, owner, &release_storage, c10::Device(c10::kCPU)};
-}
-
-// Where the storage of a host alias grows: in foo memory, with the label of the CPU.
-class HostAliasAllocator final : public c10::Allocator {
- public:
-  explicit HostAliasAllocator(c10::DeviceIndex index) : device_(device::kFoo, index) {}
-
-  c10::DataPtr allocate(size_t bytes) override {
-    const device::DeviceGuard guard(device_);
-    c10::DataPtr memory = device::allocator().allocate(bytes);
-    memory.unsafe_set_device(c10::Device(c10::kCPU));
-    return memory;
-  }
-
-  c10::DeleterFnPtr raw_deleter() const override { return device::allocator().raw_deleter(); }
-
-  void copy_data(void* destination, const void* source, size_t bytes) const override {
-    default_copy_data(destination, source, bytes);
-  }
-
- private:
-  c10::Device device_;
-};
-
-HostAliasAllocator* host_alias_allocator(c10::Device device) {
-  // Never destroyed: a storage may outlive the static objects of this library.
-  static const auto* allocators = [] {
-    auto* list = new std::vector<std::unique_ptr<HostAliasAllocator>>();
-    for (c10::DeviceIndex index = 0; index < device::device_count(); ++index) {
-      list->push_back(std::make_unique<HostAliasAllocator>(index));
-    }
-    return list;
-  }();
-  return (*allocators)[device.index()].get();
-}
-
 // A tensor like `source` in everything but the memory and the device.
 at::Tensor with_storage(const at::Tensor& source, c10::Storage storage, c10::DispatchKey backend) {
   const auto* source_impl = source.unsafeGetTensorImpl();
@@ -78,24 +33,19 @@ at::Tensor with_storage(const at::Tensor& source, c10::Storage storage, c10::Dis
   return result;
 }
 
-c10::DataPtr to_foo_memory(const c10::Storage& host, c10::Device device) {
-  auto& memory = host.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-  if (!device::is_own_memory(memory)) return device::adopt(host, device);
-  c10::DataPtr own = std::move(memory);
-  own.unsafe_set_device(device);
-  return own;
-}
-
-void copy_layout(const at::Tensor& source, const at::Tensor& destination) {
-  if (source.sizes() == destination.sizes() && source.strides() == destination.strides() &&
-      source.storage_offset() == destination.storage_offset()) {
-    return;
-  }
-  destination.unsafeGetTensorImpl()->set_sizes_and_strides(source.sizes(), source.strides(),
-                                                           source.storage_offset());
-}
-
 }  // namespace
+
+HostCall::Layout::Layout(const at::Tensor& tensor)
+    : storage(tensor.storage().unsafeGetStorageImpl()), offset(tensor.storage_offset()) {
+  dimensions.set_sizes(tensor.sizes());
+  dimensions.set_strides(tensor.strides());
+}
+
+bool HostCall::Layout::is_of(const at::Tensor& tensor) const {
+  return storage == tensor.storage().unsafeGetStorageImpl() && offset == tensor.storage_offset() &&
+         dimensions.sizes_arrayref() == tensor.sizes() &&
+         dimensions.strides_arrayref() == tensor.strides();
+}
 
 HostCall::HostCall(c10::Device device, c10::Device result_device)
     : result_device_(result_device),
@@ -106,16 +56,18 @@ HostCall::HostCall(c10::Device device, c10::Device result_device)
 
 c10::Storage HostCall::storage_to_host(const c10::Storage& foo) {
   if (const c10::Storage* known = storages_.host_of(foo)) return *known;
-  c10::Storage host(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(foo.nbytes()), host_view_of(foo),
-      host_alias_allocator(foo.device()), foo.resizable()));
+  c10::Storage host(c10::make_intrusive<HostStorage>(foo));
   storages_.add(foo, host);
   return host;
 }
 
 c10::Storage HostCall::storage_to_foo(const c10::Storage& host) {
   if (const c10::Storage* known = storages_.foo_of(host)) return *known;
-  c10::Storage foo = device::make_storage(to_foo_memory(host, result_device_), host.nbytes());
+  // A kernel may return what it was given in another call.
+  const HostStorage* alias = as_host_storage(host);
+  c10::Storage foo =
+      alias != nullptr ? foo_storage_of(host, *alias)
+                       : device::make_storage(memory_for_foo(host, result_device_), host.nbytes());
   storages_.add(foo, host);
   return foo;
 }
@@ -135,39 +87,35 @@ at::Tensor HostCall::to_host(const at::Tensor& tensor) {
   // Some kernels compute only then what the backward pass needs.
   if (tensor.requires_grad()) host.set_requires_grad(true);
   tensors_.add(tensor, host);
+  layouts_.push_back(is_dense(host) ? Layout(host) : Layout());
   return host;
 }
 
 void HostCall::write_back() {
-  for (const auto& [foo, host] : storages_) write_back(foo, host);
-  for (const auto& [foo, host] : tensors_) write_back(foo, host);
+  for (const auto& [foo, host] : storages_) {
+    if (as_host_storage(host)->has_moved()) move_to_memory_of(host, foo);
+  }
+  const Layout* layout = layouts_.begin();
+  for (const auto& [foo, host] : tensors_) write_back(foo, host, *layout++);
 }
 
-void HostCall::write_back(const c10::Storage& foo, const c10::Storage& host) {
-  if (foo.data() == host.data() && foo.nbytes() == host.nbytes()) return;
-  auto* impl = foo.unsafeGetStorageImpl();
-  impl->set_data_ptr_noswap(to_foo_memory(host, foo.device()));
-  impl->set_nbytes(host.nbytes());
-  host.unsafeGetStorageImpl()->set_data_ptr_noswap(host_view_of(foo));
-}
-
-void HostCall::write_back(const at::Tensor& foo, const at::Tensor& host) {
+void HostCall::write_back(const at::Tensor& foo, const at::Tensor& host, const Layout& before) {
   if (!is_dense(host)) {
     update(foo, host, parts_to_foo());
     return;
   }
-  c10::Storage storage = storage_to_foo(host.storage());
-  if (!storage.is_alias_of(foo.storage())) {
-    foo.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
+  if (!before.is_of(host)) {
+    auto* impl = foo.unsafeGetTensorImpl();
+    impl->set_storage_keep_dtype(storage_to_foo(host.storage()));
+    impl->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
   }
-  copy_layout(host, foo);
   // Some kernels leave a conjugation or negation of their result pending.
   if (host.is_conj() != foo.is_conj()) foo._set_conj(host.is_conj());
   if (host.is_neg() != foo.is_neg()) foo._set_neg(host.is_neg());
 }
 
 PartMap HostCall::parts_to_foo() {
-  return {[this](const at::Tensor& part) { return to_foo(part); },
+  return {[this](const at::Tensor& part) { return part_to_foo(part); },
           [this](const c10::Storage& part) { return storage_to_foo(part); }};
 }
 
@@ -177,6 +125,13 @@ PartMap HostCall::parts_to_host() {
 }
 
 at::Tensor HostCall::to_foo(const at::Tensor& host) {
+  at::Tensor foo = part_to_foo(host);
+  // What nobody else has cannot come again.
+  if (host.use_count() > 1 && !foo.is_same(host)) tensors_.add(foo, host);
+  return foo;
+}
+
+at::Tensor HostCall::part_to_foo(const at::Tensor& host) {
   if (!host.defined() || !host.is_cpu()) return host;
   if (const at::Tensor* known = tensors_.foo_of(host)) return *known;
   if (result_device_.is_cpu()) return host;
@@ -187,11 +142,9 @@ at::Tensor HostCall::to_foo(const at::Tensor& host) {
 
 std::optional<at::Tensor> foo_tensor_over(const at::Tensor& host) {
   if (!host.has_storage()) return std::nullopt;
-  const c10::DataPtr& memory = host.storage().data_ptr();
-  if (memory.get_deleter() != &release_storage) return std::nullopt;
-  auto* foo = static_cast<c10::StorageImpl*>(memory.get_context());
-  return with_storage(host, c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(foo),
-                      c10::DispatchKey::PrivateUse1);
+  const HostStorage* alias = as_host_storage(host.storage());
+  if (alias == nullptr) return std::nullopt;
+  return with_storage(host, foo_storage_of(host.storage(), *alias), c10::DispatchKey::PrivateUse1);
 }
 
 }  // namespace foo::aten

@@ -31,19 +31,31 @@ class HostCall {
   // storage whether tensors overlap. Tensors of the CPU pass unchanged.
   at::Tensor to_host(const at::Tensor& tensor);
 
-  // After the kernel: gives grown storages, new sizes and strides to the foo arguments.
+  // After the kernel: gives the foo arguments the storages, sizes and strides that it has changed.
   void write_back();
 
   // The foo tensor for a result: the argument itself, a view of it, or a new tensor.
   at::Tensor to_foo(const at::Tensor& host);
 
  private:
+  // Where the elements of a host alias lay before the kernel. Another thread, or the kernel itself,
+  // may meanwhile change the foo tensor, so that a comparison with that tells nothing.
+  struct Layout {
+    Layout() = default;
+    explicit Layout(const at::Tensor& tensor);
+    bool is_of(const at::Tensor& tensor) const;
+
+    c10::impl::SizesAndStrides dimensions;
+    const c10::StorageImpl* storage = nullptr;
+    int64_t offset = 0;
+  };
+
   c10::Storage storage_to_host(const c10::Storage& foo);
   c10::Storage storage_to_foo(const c10::Storage& host);
+  at::Tensor part_to_foo(const at::Tensor& host);
   PartMap parts_to_host();
   PartMap parts_to_foo();
-  void write_back(const c10::Storage& foo, const c10::Storage& host);
-  void write_back(const at::Tensor& foo, const at::Tensor& host);
+  void write_back(const at::Tensor& foo, const at::Tensor& host, const Layout& before);
 
   c10::Device result_device_;
   device::DeviceGuard device_guard_;
@@ -52,6 +64,8 @@ class HostCall {
   c10::impl::ExcludeDispatchKeyGuard below_autograd_;
   HostAliases<c10::Storage> storages_;
   HostAliases<at::Tensor> tensors_;
+  // One for each pair of tensors; of those that are more than dense nothing is known.
+  c10::SmallVector<Layout, 4> layouts_;
   // Of arguments that are on the CPU, each its own alias.
   HostAliases<c10::Storage> host_storages_;
 };

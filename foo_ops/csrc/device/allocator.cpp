@@ -1,11 +1,13 @@
 #include "device/allocator.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/COWDeleter.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -45,7 +47,18 @@ struct AdoptedMemory {
   c10::Storage host;
   size_t bytes;
   c10::DeviceIndex device;
+  std::atomic<uint32_t> owners = 1;
 };
+
+// Whether that was the last owner. A single one needs no atomic change: nobody can join it.
+bool release_owner(std::atomic<uint32_t>& owners) {
+  return owners.load(std::memory_order_acquire) == 1 ||
+         owners.fetch_sub(1, std::memory_order_acq_rel) == 1;
+}
+
+void add_owner(std::atomic<uint32_t>& owners) {
+  owners.fetch_add(1, std::memory_order_relaxed);
+}
 
 size_t physical_memory() {
   return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -150,6 +163,7 @@ class DeviceMemory {
       block = take(pool, rounded);
       if (block != nullptr) {
         block->requested_bytes = bytes;
+        block->owners.store(1, std::memory_order_relaxed);
         count_allocation(pool, *block);
         totals = current_totals();
       }
@@ -409,12 +423,25 @@ void free_block(void* data) {
   // The lock may be one that nobody will ever release; and the memory goes with the process.
   if (data == nullptr || is_in_bad_fork()) return;
   Block* block = Block::of(data);
-  memory_of(block->segment->device).free(block);
+  if (release_owner(block->owners)) memory_of(block->segment->device).free(block);
 }
 
 void free_adopted(void* context) {
-  const std::unique_ptr<AdoptedMemory> memory(static_cast<AdoptedMemory*>(context));
+  auto* adopted = static_cast<AdoptedMemory*>(context);
+  if (!release_owner(adopted->owners)) return;
+  const std::unique_ptr<AdoptedMemory> memory(adopted);
   if (!is_in_bad_fork()) memory_of(memory->device).count_adopted(memory.get(), -1);
+}
+
+void release_storage(void* context) {
+  c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(context));
+}
+
+// Memory that storages share must not become copy-on-write for one of them alone.
+bool is_unshared(const c10::DataPtr& memory) {
+  if (memory.get() != memory.get_context()) return false;
+  return memory.get_deleter() != &free_block ||
+         Block::of(memory.get())->owners.load(std::memory_order_acquire) == 1;
 }
 
 c10::DataPtr allocate_on(c10::DeviceIndex index, size_t bytes, c10::Device label) {
@@ -431,6 +458,8 @@ class Allocator final : public c10::DeviceAllocator {
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+
+  bool is_simple_data_ptr(const c10::DataPtr& memory) const override { return is_unshared(memory); }
 
   void copy_data(void* destination, const void* source, size_t bytes) const override {
     default_copy_data(destination, source, bytes);
@@ -500,6 +529,8 @@ class HostAllocator final : public c10::Allocator {
 
   c10::DeleterFnPtr raw_deleter() const override { return &free_raw; }
 
+  bool is_simple_data_ptr(const c10::DataPtr& memory) const override { return is_unshared(memory); }
+
   void copy_data(void* destination, const void* source, size_t bytes) const override {
     default_copy_data(destination, source, bytes);
   }
@@ -522,13 +553,39 @@ c10::DataPtr adopt(c10::Storage host, c10::Device device) {
   void* data = host.mutable_data();
   if (data == nullptr) return {nullptr, nullptr, &free_block, device};
   const size_t bytes = host.nbytes();
+  // Whoever keeps the storage, too, must not move it from under this one. Tensor.numpy does the
+  // same.
+  host.unsafeGetStorageImpl()->set_resizable(false);
   auto* memory = new AdoptedMemory{std::move(host), bytes, device.index()};
   memory_of(device.index()).count_adopted(memory, +1);
   return {data, memory, &free_adopted, device};
 }
 
 bool is_own_memory(const c10::DataPtr& memory) {
-  return memory.get_deleter() == &free_block;
+  return memory.get_deleter() == &free_block || memory.get_deleter() == &free_adopted;
+}
+
+c10::DataPtr share(const c10::Storage& storage, c10::Device device) {
+  const c10::DataPtr& memory = storage.data_ptr();
+  void* data = memory.get();
+  if (data == nullptr) return {nullptr, nullptr, &free_block, device};
+  const c10::DeleterFnPtr deleter = memory.get_deleter();
+  if (C10_LIKELY(deleter == &free_block)) {
+    add_owner(Block::of(data)->owners);
+    return {data, data, deleter, device};
+  }
+  void* context = memory.get_context();
+  if (deleter == &free_adopted) {
+    add_owner(static_cast<AdoptedMemory*>(context)->owners);
+    return {data, context, deleter, device};
+  }
+  if (deleter == &c10::impl::cow::cow_deleter) {
+    static_cast<c10::impl::cow::COWDeleterContext*>(context)->increment_refcount();
+    return {data, context, deleter, device};
+  }
+  auto* owner = storage.unsafeGetStorageImpl();
+  c10::raw::intrusive_ptr::incref(owner);
+  return {data, owner, &release_storage, device};
 }
 
 std::optional<c10::DeviceIndex> device_of_address(const void* address) {

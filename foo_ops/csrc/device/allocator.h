@@ -11,13 +11,18 @@ namespace foo::device {
 
 c10::DeviceAllocator& allocator();
 
-// Memory of a storage that a CPU kernel allocated, from now on memory of `device`: no byte moves,
-// and the statistics of the device count it until it is freed.
+// Memory of a storage of the CPU, from now on memory of `device` as well: no byte moves, and the
+// statistics of the device count it until it is freed. The storage can no longer be resized.
 c10::DataPtr adopt(c10::Storage host, c10::Device device);
 
-// Whether the memory comes from allocator().allocate and so changes its device by a change of
-// label.
+// Whether the memory comes from allocator().allocate or adopt, so that share makes it that of a
+// storage on any device.
 bool is_own_memory(const c10::DataPtr& memory);
+
+// The memory of a storage once more, for another storage: it is freed with the last of them, also
+// when one of them moves elsewhere. Memory that is copied on writing stays so. Memory that neither
+// allocate nor adopt gave lives as long as `storage`.
+c10::DataPtr share(const c10::Storage& storage, c10::Device device);
 
 // The device in whose memory an address lies.
 std::optional<c10::DeviceIndex> device_of_address(const void* address);

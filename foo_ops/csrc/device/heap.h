@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -43,6 +44,8 @@ struct alignas(kAlignment) Block {
   size_t bytes;  // of memory, without this header
   size_t requested_bytes;
   bool is_free;
+  // The storages that share the memory. They count themselves; the heap does not look.
+  std::atomic<uint32_t> owners = 0;
 
   static Block* of(void* memory) { return static_cast<Block*>(memory) - 1; }
   char* memory() { return reinterpret_cast<char*>(this + 1); }

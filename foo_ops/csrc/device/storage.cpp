@@ -31,4 +31,11 @@ c10::Storage make_storage(c10::DataPtr memory, size_t bytes) {
                                         &allocator(), true));
 }
 
+void set_memory(const c10::Storage& storage, c10::DataPtr memory, size_t bytes) {
+  auto* impl = storage.unsafeGetStorageImpl();
+  impl->set_data_ptr_noswap(std::move(memory));
+  impl->clear_materializer();
+  impl->set_nbytes(bytes);
+}
+
 }  // namespace foo::device

@@ -22,4 +22,8 @@ struct StorageImpl final : c10::StorageImpl {
 // The memory is of `device`; the storage grows on that device.
 c10::Storage make_storage(c10::DataPtr memory, size_t bytes);
 
+// Gives a storage of foo other memory. c10 would first copy what it holds now, if that is to be
+// copied on writing.
+void set_memory(const c10::Storage& storage, c10::DataPtr memory, size_t bytes);
+
 }  // namespace foo::device
