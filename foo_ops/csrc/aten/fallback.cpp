@@ -51,7 +51,8 @@ void check_generator_device(at::ArrayRef<IValue> arguments) {
 struct CallDevices {
   // Of the arguments. None is on foo where the call makes a copy of one there, or a tensor like it.
   c10::Device arguments;
-  // Of new tensors: the one that the call names, such as that of empty_like.
+  // Of new tensors that the kernel makes on the CPU: the one that the call names, such as that of
+  // empty_like, if it is foo or the CPU.
   c10::Device results;
 };
 
@@ -67,7 +68,12 @@ CallDevices devices_of_call(at::ArrayRef<IValue> values) {
     if (value.isDevice()) named = value.toDevice();
     if (value.isGenerator()) of_generator = value.toGenerator().device();
   }
-  if (named && named->type() == device::kFoo) named = device::with_index(*named);
+  if (named && named->type() == device::kFoo) {
+    named = device::with_index(*named);
+    device::check_device_index(named->index());
+  } else if (named && !named->is_cpu()) {
+    named.reset();
+  }
   if (of_tensor) return {*of_tensor, named.value_or(*of_tensor)};
   check_generator_device(values);
   const bool is_named = named && named->type() == device::kFoo;
@@ -136,7 +142,8 @@ bool takes_generator(const c10::FunctionSchema& schema) {
 void replace_argument(IValue& value, const c10::Argument& argument, HostCall& call,
                       c10::Device device) {
   if (value.isDevice()) {
-    value = c10::Device(c10::kCPU);
+    // A kernel serves others, such as meta, on the CPU as here.
+    if (value.toDevice().type() == device::kFoo) value = c10::Device(c10::kCPU);
   } else if (value.isGenerator()) {
     value = device::host_generator(value.toGenerator());
   } else if (value.isNone() && is_optional_generator(*argument.type())) {

@@ -59,15 +59,13 @@ void set_parts(at::SparseCsrTensorImpl* destination, const at::Tensor& source, c
 // The scales of channels are tensors, and so on a device.
 at::QuantizerPtr quantizer_of(const at::Tensor& source, c10::Device device, const PartMap& map) {
   at::QuantizerPtr quantizer = impl_of<at::QTensorImpl>(source)->quantizer();
-  const auto scheme = quantizer->qscheme();
-  if (scheme != at::kPerChannelAffine && scheme != at::kPerChannelAffineFloatQParams) {
-    return quantizer;
-  }
-  const auto* channels = static_cast<at::PerChannelAffineQuantizer*>(quantizer.get());
+  // An empty tensor has one that knows no scheme yet, and cannot be asked for it.
+  const auto* channels = dynamic_cast<at::PerChannelAffineQuantizer*>(quantizer.get());
+  if (channels == nullptr) return quantizer;
   // A copy on another device is first made with those of its source.
   const at::Tensor scales = map.tensor(channels->scales()).to(device);
   const at::Tensor zero_points = map.tensor(channels->zero_points()).to(device);
-  if (scheme == at::kPerChannelAffine) {
+  if (quantizer->qscheme() == at::kPerChannelAffine) {
     return c10::make_intrusive<at::PerChannelAffineQuantizer>(quantizer->scalar_type(), scales,
                                                               zero_points, channels->axis());
   }
