@@ -267,7 +267,13 @@ void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   for (size_t position = 0; position < arguments.size(); ++position) {
     replace_argument((*stack)[first + position], arguments[position], call, call.device());
   }
-  call_host_kernel(op, host_keys(keys), stack, call.device());
+  try {
+    call_host_kernel(op, host_keys(keys), stack, call.device());
+  } catch (...) {
+    // As on the CPU, a kernel that raises an error may have resized `out` before.
+    call.write_back();
+    throw;
+  }
   call.write_back();
   for (size_t position = first; position < stack->size(); ++position) {
     replace_tensors((*stack)[position],

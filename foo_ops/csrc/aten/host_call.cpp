@@ -15,8 +15,10 @@
 namespace foo::aten {
 namespace {
 
+// Not ADInplaceOrView: it counts the versions of tensors that are written, unless it has done so
+// for the operator on foo, and then it is excluded already.
 constexpr c10::DispatchKeySet kExcludedKeys =
-    c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+    c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset;
 
 // Pending operations that a tensor bears as a mark: the copy must bear it too.
 constexpr c10::DispatchKeySet kLazyKeys({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
@@ -31,6 +33,15 @@ at::Tensor with_storage(const at::Tensor& source, c10::Storage storage, c10::Dis
   impl->set_sizes_and_strides(source.sizes(), source.strides(), source.storage_offset());
   if (source_impl->is_wrapped_number()) impl->set_wrapped_number(true);
   return result;
+}
+
+// Operators on lists of tensors, and a few others, leave it to their kernels to count the versions
+// of what they write.
+void count_versions(const at::Tensor& host, const at::Tensor& foo) {
+  if (host.is_inference() || foo.is_inference()) return;
+  for (int64_t version = host._version(); version > 0; --version) {
+    foo.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 }  // namespace
@@ -109,6 +120,7 @@ void HostCall::write_back(const at::Tensor& foo, const at::Tensor& host, const L
     impl->set_storage_keep_dtype(storage_to_foo(host.storage()));
     impl->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
   }
+  count_versions(host, foo);
   // Some kernels leave a conjugation or negation of their result pending.
   if (host.is_conj() != foo.is_conj()) foo._set_conj(host.is_conj());
   if (host.is_neg() != foo.is_neg()) foo._set_neg(host.is_neg());
