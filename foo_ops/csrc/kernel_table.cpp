@@ -12,8 +12,8 @@ std::string written(const Signature& signature) {
   std::string result;
   for (const int8_t code : signature) {
     if (!result.empty()) result += ',';
-    result += code == kAbsent  ? "none"
-              : code == kGiven ? "given"
+    result += code == kAbsent  ? kAbsentCode
+              : code == kGiven ? kGivenCode
                                : dtype_name(static_cast<at::ScalarType>(code));
   }
   return result;

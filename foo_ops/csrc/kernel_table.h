@@ -18,6 +18,9 @@ std::string dtype_name(at::ScalarType dtype);
 using Signature = c10::SmallVector<int8_t, 16>;
 constexpr int8_t kAbsent = -1;
 constexpr int8_t kGiven = -2;
+// How they are written for the resolver.
+inline constexpr const char* kAbsentCode = "none";
+inline constexpr const char* kGivenCode = "given";
 
 // Compiles a kernel for a signature or loads it from the disk cache, and returns its address. The
 // signature is written as "float32,none,given". Called without the GIL; throws what the compilation

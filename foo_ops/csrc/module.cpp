@@ -3,6 +3,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
 
+#include "agreement.h"
 #include "aten/collectives.h"
 #include "aten/fallback.h"
 #include "aten/operator_counts.h"
@@ -163,8 +164,19 @@ void bind_kernels(py::module_& module) {
   });
 }
 
+// What kernels must know as well, by name: structs, functions and constants.
+py::dict describe_agreement() {
+  const foo::Agreement agreement = foo::agreement();
+  py::dict description;
+  description["structs"] = agreement.structs;
+  description["functions"] = agreement.functions;
+  description["constants"] = agreement.constants;
+  return description;
+}
+
 void bind_operators(py::module_& module) {
   foo::set_resolver(resolve_kernel);
+  module.def("agreement", &describe_agreement);
   bind_kernels(module);
   bind_attention_checks(module);
   module.def(

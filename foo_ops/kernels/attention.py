@@ -59,7 +59,7 @@ from foo_ops.kernels.target import multiplies_pairs
 from foo_ops.kernels.tile_products import TILE_MULTIPLE, nothing, tile_products_of
 from foo_ops.kernels.tiles import PAIRS, pack_pairs, transpose_square
 
-# As in csrc/ops/attention_work.h, which cuts the work and allocates the scratch memory.
+# csrc/ops/attention_parameters.h has these as well, and tests/test_agreement.py compares them.
 QUERY_BLOCK = 1024
 KEY_BLOCK = 128
 # Elements from a row of a tile to the next. A power of two would put the rows of a panel on few
@@ -189,7 +189,7 @@ def argument_types(dtype: str) -> tuple[Any, ...]:
 
 
 def _parameters(dtype: str) -> Struct:
-    """The struct Parameters of csrc/ops/attention_work.h.
+    """The struct Parameters of csrc/ops/attention_parameters.h.
 
     An operand is a pointer with its strides, in elements, for batch, head, row and column.
     grad_key and grad_value are sums in the compute type, which a last kernel rounds.

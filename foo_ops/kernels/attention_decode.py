@@ -64,7 +64,7 @@ from foo_ops.kernels.tiles import (
     tile_zero,
 )
 
-# kFewQueries in csrc/ops/attention_work.cpp.
+# A block of more queries is for the forward kernel.
 MOST_ROWS = 8
 # Queries that are computed together.
 GROUP = 4

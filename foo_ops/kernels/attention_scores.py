@@ -28,7 +28,7 @@ from foo_ops.kernels.attention import (
     sizes_of,
     steps_of,
 )
-from foo_ops.kernels.dropout import store_kept
+from foo_ops.kernels.dropout import WORDS, store_kept
 from foo_ops.kernels.functions import tanh, tanh_derivative
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import (
@@ -311,7 +311,7 @@ def kept_of(dtype: str) -> Callable:
     """``load_kept(parameters, lanes, target, key_start, first_column, columns, count)``.
 
     A tile of 1.0 where dropout keeps a weight and of 0.0 where it does not. key_start must be a
-    multiple of four.
+    multiple of WORDS.
     """
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
     as_int32 = pointer_to("int32")
@@ -320,11 +320,11 @@ def kept_of(dtype: str) -> Callable:
     def load_kept(parameters, lanes, target, key_start, first_column, columns, count):
         queries = shift(as_int32(address_of(shift(lanes, QUERIES))), first_column)
         heads = shift(as_int32(address_of(shift(lanes, HEADS))), first_column)
-        for key in range(0, count, 4):
+        for key in range(0, count, WORDS):
             for column in range(0, columns, LANES):
                 store_kept(
                     shift(target, key * TILE_STRIDE + column), TILE_STRIDE,
-                    (key_start + key) // 4, shift(queries, column), shift(heads, column),
+                    (key_start + key) // WORDS, shift(queries, column), shift(heads, column),
                     parameters.seed, parameters.dropout_threshold, LANES,
                 )  # fmt: skip
 

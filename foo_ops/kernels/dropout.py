@@ -21,6 +21,8 @@ from foo_ops.kernels.simd import (
 )
 
 ROUNDS = 10
+# Of a counter, and of what it turns into.
+WORDS = 4
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL_STEPS = (0x9E3779B9, 0xBB67AE85)
 

@@ -25,6 +25,8 @@ ARGUMENT_TYPES = (
     types.int64,
     types.CPointer(types.int64),
 )
+# What stands in a signature for an argument that is optional, see csrc/kernel_table.h.
+ABSENT, GIVEN = "none", "given"
 SCALARS = {"int": types.int64, "bool": types.boolean}
 
 
@@ -115,16 +117,16 @@ def _arguments(kinds: tuple[str, ...], codes: list[str], common: str) -> list[_A
     arguments, rest = [], iter(codes)
     for kind in kinds:
         plain = kind.removesuffix("?")
-        code = next(rest) if plain == "own" or plain != kind else "given"
+        code = next(rest) if plain == "own" or plain != kind else GIVEN
         is_tensor = plain in ("own", "tensor")
-        if code == "none":
+        if code == ABSENT:
             arguments.append(_Argument(types.none, 0))
         elif is_tensor:
             dtype = code if plain == "own" else common
             arguments.append(_Argument(ELEMENTS[dtype].compute, inputs, dtype))
         else:
             arguments.append(_Argument(numbers_types[plain], numbers))
-        inputs += is_tensor and code != "none"
+        inputs += is_tensor and code != ABSENT
         numbers += not is_tensor
     return arguments
 

@@ -17,7 +17,7 @@ def lanes_of(dtype: str) -> int:
     return vector_bits() // 8 // ELEMENTS[dtype].size
 
 
-def _shapes() -> tuple[tuple[int, int], ...]:
+def shapes() -> tuple[tuple[int, int], ...]:
     """Rows and vectors of the register tiles, the widest first."""
     if vector_registers() == 16:
         # 12 sums, 3 vectors of b and 1 element of a fill them all.
@@ -30,7 +30,7 @@ def _shapes() -> tuple[tuple[int, int], ...]:
 def next_panel_of(dtype: str) -> Callable:
     """``next_panel(columns)``: how many of these columns one register tile takes."""
     lanes = lanes_of(dtype)
-    widest, pair, _ = (vectors * lanes for _, vectors in _shapes())
+    widest, pair, _ = (vectors * lanes for _, vectors in shapes())
     # Two tiles of two vectors are quicker than one of three and one of one.
     halved = 2 * pair if 2 * pair == widest + lanes else 0
 
@@ -57,7 +57,7 @@ def matmul_of(c: str, a: str, b: str) -> Callable:
     is a pair.
     """
     lanes = lanes_of(c)
-    panel, pair, single = (_panel((c, a, b), *shape) for shape in _shapes())
+    panel, pair, single = (_panel((c, a, b), *shape) for shape in shapes())
     next_panel = next_panel_of(c)
 
     @njit

@@ -10,12 +10,12 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from foo_ops.kernels.elementwise import scalar_of
+from foo_ops.kernels.elementwise import ABSENT, GIVEN, scalar_of
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.simd import ELEMENTS, INT64
 from foo_ops.kernels.view import View
 
-# const int64_t* arguments, int64_t* count, int64_t begin, int64_t end: see csrc/ops/tile.cpp.
+# const int64_t* arguments, int64_t* count, int64_t begin, int64_t end: see csrc/ops/tile.h.
 ARGUMENT_TYPES = (
     types.CPointer(types.int64),
     types.CPointer(types.int64),
@@ -93,8 +93,8 @@ def _argument_types(
 
 def _argument_type(kind: str, codes: Any, contiguous_rows: bool) -> types.Type:
     plain = kind.removesuffix("?")
-    code = next(codes) if plain == "tensor" or kind != plain else "given"
-    if code == "none":
+    code = next(codes) if plain == "tensor" or kind != plain else GIVEN
+    if code == ABSENT:
         return types.none
     if plain != "tensor":
         return SCALARS[plain]

@@ -40,7 +40,7 @@ NUMBERS = types.CPointer(types.int64)
 
 
 class View(types.Type):
-    """A pointer to the C++ struct ``View`` of csrc/ops/tile.cpp, with elements of a dtype."""
+    """A pointer to the C++ struct ``View`` of csrc/ops/tile.h, with elements of a dtype."""
 
     def __init__(self, dtype: str, contiguous_rows: bool) -> None:
         self.dtype = dtype

@@ -21,10 +21,6 @@ constexpr int64_t kRowsOfPart = 256;
 // A thread keeps the memory of sums up to 64 MB: with one head of 64, float32, that of 16000 keys.
 constexpr int64_t kMostKeptBytes = int64_t{1} << 26;
 
-using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t chunk_stride,
-                         int64_t width, int64_t rows, int64_t columns, int64_t chunks,
-                         double factor);
-
 // Kernels live as long as the process: they are never destroyed.
 Kernel& backward_kernel(const Parameters& parameters) {
   static auto* kernel = new Kernel("attention_backward");
@@ -36,9 +32,6 @@ Kernel& sum_chunks_kernel() {
   static auto* kernel = new Kernel("attention_sum_chunks");
   return *kernel;
 }
-
-// Products may have so many rows more, of zeros: TILE_MULTIPLE in foo_ops/kernels/tile_products.py.
-constexpr int64_t kRowMultiple = 32;
 
 // A key head of a sequence: its rows of grad_key and grad_value.
 struct KeyHead {

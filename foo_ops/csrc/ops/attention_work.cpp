@@ -14,9 +14,6 @@ namespace foo {
 
 namespace {
 
-constexpr double kLog2E = 1.4426950408889634;
-// A block of this many queries or fewer is computed with vectors along the head dimension.
-constexpr int64_t kFewQueries = 8;
 // Keys are split where there are fewer blocks. This does not depend on the threads, so that neither
 // do the sums.
 constexpr int64_t kEnoughPieces = 64;
@@ -32,8 +29,7 @@ constexpr int64_t kBlockElements = int64_t{1} << 18;
 constexpr double kLargeLogsumexp = 256.0;
 // A block of few registers, where there are many. It is whole panels of 3 vectors of 8.
 constexpr int64_t kLargeBlock = 144;
-// Blocks are merged where the second begins with a panel: none has more columns than this.
-constexpr int64_t kWidestPanel = 64;
+static_assert(kLargeBlock <= kTileStride);
 
 // Kernels live as long as the process: they are never destroyed.
 Kernel& forward_kernel(const Parameters& parameters) {
@@ -120,7 +116,7 @@ void set_keys(Piece& piece, const Sequence& sequence) {
   // A causal mask, aligned to the upper left, may leave nothing of a window, aligned to the lower
   // right.
   const bool sees_any = stop > first && piece.first_visible <= piece.last_visible;
-  piece.key_start = first / 8 * 8;
+  piece.key_start = first / kKeyMultiple * kKeyMultiple;
   piece.key_stop = sees_any ? stop : piece.key_start;
 }
 
@@ -198,6 +194,7 @@ std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t parts) {
 // Whether two blocks as one give the same results, to the last bit: their panels and their tiles of
 // keys are the same, and neither is one for the kernel for few queries. Parts of them have their
 // place in slots of ``slot_rows``, of which the first then fills its own.
+// They are merged where the second begins with a panel.
 bool can_merge(const Piece& first, const Piece& second, int64_t most, int64_t slot_rows) {
   const bool are_neighbours = first.batch == second.batch && first.head == second.head &&
                               first.query_offset == second.query_offset &&

@@ -12,85 +12,15 @@
 #include <vector>
 
 #include "ops/attention.h"
+#include "ops/attention_parameters.h"
 #include "ops/thread_shares.h"
 
 namespace foo {
-
-// As in foo_ops/kernels/attention.py.
-inline constexpr int64_t kQueryBlock = 1024;
-inline constexpr int64_t kKeyBlock = 128;
-inline constexpr int64_t kTileStride = 176;
-// PADDING in foo_ops/kernels/attention_backward.py.
-inline constexpr int64_t kPadding = 16;
-inline constexpr int64_t kTile = (kKeyBlock + 1) * kTileStride;
-inline constexpr int64_t kWidestVector = 16;
-// Beyond any position, and far from overflow.
-inline constexpr int64_t kFar = int64_t{1} << 40;
-
-enum BiasKind : int64_t { kNone, kBool, kOfQueryDtype, kFloat32 };
-// One block writes a tile of the gradient, or blocks add to sums.
-enum BiasGradientKind : int64_t { kNotWanted, kStored, kAdded };
-
-// A tensor of up to four dimensions: data, and strides in elements for batch, head, row, column.
-struct Operand {
-  void* data = nullptr;
-  int64_t strides[4] = {0, 0, 0, 0};
-
-  Operand() = default;
-  // Of shape (batch, heads, rows, columns), or without the last ones.
-  // An input must not be asked for a pointer to write to: that would copy one that shares its
-  // memory until it is written to. Outputs are new, and share it with nobody.
-  explicit Operand(const at::Tensor& tensor) : data(const_cast<void*>(tensor.const_data_ptr())) {
-    for (int64_t i = 0; i < tensor.dim(); ++i) {
-      strides[i] = tensor.stride(i);
-    }
-  }
-};
-
-// _parameters in foo_ops/kernels/attention.py, field by field.
-struct Parameters {
-  double scale, factor, softcap, kept_scale;
-  int64_t head_dim, value_dim, query_heads, group, key_heads, batch;
-  int64_t modifies, bias_kind, bias_rows, bias_columns, bias_gradient;
-  int64_t has_alibi_slopes, has_sinks, dropout_threshold, seed;
-  int64_t page_size, block_table_stride, query_length, key_length, chunks;
-  const int32_t* block_table;
-  Operand query, key, value, attn_bias, alibi_slopes, sinks, output, logsumexp;
-  Operand grad_output, grad_logsumexp, grad_query, grad_key, grad_value, grad_attn_bias;
-  Operand grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total;
-};
-
-// PIECE in foo_ops/kernels/attention.py, field by field: a block of queries and a range of keys.
-struct Piece {
-  // The queries query_start ... of a sequence, for ``heads`` heads from ``head`` on that share a
-  // key head.
-  int64_t batch, head, heads, query_start, query_count;
-  // Where the sequence begins among the rows of query and key.
-  int64_t query_offset, key_offset;
-  // The keys to visit. key_start is a multiple of 8.
-  int64_t key_start, key_stop;
-  // Query i sees the keys from i + first_visible to i + last_visible. It stands at the key
-  // i + alignment.
-  int64_t first_visible, last_visible, alignment;
-  // Where partial results go: the slot, or -1, of this part of so many.
-  int64_t slot, part, parts;
-  // The number of the block among those of its sequence and head, and where it begins in what
-  // becomes the bias's gradient.
-  int64_t block, bias;
-  // Whether the sums of grad_key and grad_value begin with this block: what is there is undefined
-  // for the keys that it sees.
-  int64_t begins_sums;
-  // The slot of partial_largest and partial_total that a block's weights in the backward pass are
-  // computed with, or -1: with the logsumexp.
-  int64_t statistics;
-};
 
 // The plain kernels, without options, take half the time to compile, and most models need no other.
 inline bool is_plain(const Parameters& parameters) {
   return parameters.modifies == 0 && parameters.dropout_threshold == 0;
 }
-
-using AttentionFunction = void(const Parameters*, const Piece*, void* scratch);
 
 // A row of the batch, or a packed sequence.
 struct Sequence {

@@ -16,11 +16,6 @@ namespace foo {
 
 namespace {
 
-// TensorIterator's 2-d loop: data and strides (in bytes) stand in the order outputs, inputs; and
-// the numbers among the arguments.
-using ElementwiseFunction = void(char** data, const int64_t* strides, int64_t size0, int64_t size1,
-                                 const int64_t* scalars);
-
 using Tensors = c10::SmallVector<at::Tensor, 4>;
 
 // What a call is made of.

@@ -14,6 +14,11 @@
 
 namespace foo {
 
+// TensorIterator's 2-d loop: data and strides (in bytes) stand in the order outputs, inputs; and
+// the numbers among the arguments.
+using ElementwiseFunction = void(char** data, const int64_t* strides, int64_t size0, int64_t size1,
+                                 const int64_t* scalars);
+
 // For each dtype that the inputs may have, once promoted to a common one, that of each result.
 using ResultTypes = std::map<at::ScalarType, std::vector<at::ScalarType>>;
 

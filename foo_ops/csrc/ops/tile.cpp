@@ -15,17 +15,6 @@ namespace foo {
 
 namespace {
 
-// As in foo_ops/kernels/view.py. Strides count elements.
-struct View {
-  void* data;
-  int64_t ndim;
-  const int64_t* sizes;
-  const int64_t* strides;
-  int64_t size;
-  // All dimensions but the last, multiplied.
-  int64_t rows;
-};
-
 // A tensor that is only read must not be asked for a pointer to write to: that would copy one that
 // shares its memory until it is written to.
 // Of a tensor without dimensions the last one, at -1, has size 1: its row is of one element.
@@ -41,11 +30,6 @@ View view_of(const at::Tensor& tensor, bool is_written) {
           tensor.numel(),
           c10::multiply_integers(sizes.begin(), sizes.empty() ? sizes.end() : sizes.end() - 1)};
 }
-
-// `arguments` points to a number for each argument: a View's address, or a scalar's bits. Where
-// `count` is given, the kernel only writes there how many tiles there are, or a negative number
-// where its check does not pass. A range that ends before it begins asks it to finish.
-using TileFunction = void(const int64_t* arguments, int64_t* count, int64_t begin, int64_t end);
 
 using Tensors = c10::SmallVector<at::Tensor, 8>;
 

@@ -7,10 +7,35 @@
 #include <string>
 #include <vector>
 
+#include "layout.h"
 #include "ops/parameter.h"
 #include "registration.h"
 
 namespace foo {
+
+// A tensor as a kernel sees it. Strides count elements.
+struct View {
+  void* data;
+  int64_t ndim;
+  const int64_t* sizes;
+  const int64_t* strides;
+  int64_t size;
+  // All dimensions but the last, multiplied.
+  int64_t rows;
+};
+
+template <>
+struct Layout<View> {
+  using Struct = View;
+  static constexpr const char* name = "View";
+  static constexpr Field fields[] = FOO_FIELDS(data, ndim, sizes, strides, size, rows);
+};
+static_assert(is_whole<View>());
+
+// `arguments` points to a number for each argument: a View's address, or a scalar's bits. Where
+// `count` is given, the kernel only writes there how many tiles there are, or a negative number
+// where its check does not pass. A range that ends before it begins asks it to finish.
+using TileFunction = void(const int64_t* arguments, int64_t* count, int64_t begin, int64_t end);
 
 // Throws what is wrong with the contents of an operator's arguments.
 using Refusal = std::function<void(c10::ArrayRef<c10::IValue> arguments)>;

@@ -1,0 +1,46 @@
+#include "agreement.h"
+
+#include "kernel_table.h"
+#include "layout.h"
+#include "ops/attention_parameters.h"
+#include "ops/elementwise.h"
+#include "ops/tile.h"
+
+namespace foo {
+
+namespace {
+
+template <class Struct>
+void add_struct(Agreement& agreement) {
+  auto& fields = agreement.structs[Layout<Struct>::name];
+  for (const Field& field : Layout<Struct>::fields) {
+    fields.emplace_back(field.name, field.type(), field.offset);
+  }
+}
+
+}  // namespace
+
+Agreement agreement() {
+  Agreement result;
+  add_struct<Operand>(result);
+  add_struct<Parameters>(result);
+  add_struct<Piece>(result);
+  add_struct<View>(result);
+  result.functions = {{"AttentionFunction", Arguments<AttentionFunction>::names()},
+                      {"SumFunction", Arguments<SumFunction>::names()},
+                      {"ElementwiseFunction", Arguments<ElementwiseFunction>::names()},
+                      {"TileFunction", Arguments<TileFunction>::names()}};
+#define FOO_CONSTANT(name) {#name, name}
+  result.constants = {
+      FOO_CONSTANT(kQueryBlock),   FOO_CONSTANT(kTileStride),   FOO_CONSTANT(kKeyBlock),
+      FOO_CONSTANT(kTile),         FOO_CONSTANT(kPadding),      FOO_CONSTANT(kKeyMultiple),
+      FOO_CONSTANT(kWidestVector), FOO_CONSTANT(kWidestPanel),  FOO_CONSTANT(kFewQueries),
+      FOO_CONSTANT(kRowMultiple),  FOO_CONSTANT(kLog2E),        FOO_CONSTANT(kNone),
+      FOO_CONSTANT(kBool),         FOO_CONSTANT(kOfQueryDtype), FOO_CONSTANT(kFloat32),
+      FOO_CONSTANT(kNotWanted),    FOO_CONSTANT(kStored),       FOO_CONSTANT(kAdded),
+      FOO_CONSTANT(kAbsentCode),   FOO_CONSTANT(kGivenCode)};
+#undef FOO_CONSTANT
+  return result;
+}
+
+}  // namespace foo

@@ -1,0 +1,78 @@
+// How a struct lies in memory and what a function takes, in words that a test can compare with what
+// Python's kernels think.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace foo {
+
+// Specialised beside each struct that kernels read: its name and fields.
+template <class Struct>
+struct Layout;
+
+// A type by the name of a dtype, "int64*" for a pointer, "int64[4]" for an array, or the name of a
+// struct.
+template <class Type>
+std::string type_name() {
+  using Plain = std::remove_const_t<Type>;
+  if constexpr (std::is_pointer_v<Plain>) {
+    return type_name<std::remove_pointer_t<Plain>>() + "*";
+  } else if constexpr (std::is_array_v<Plain>) {
+    return type_name<std::remove_extent_t<Plain>>() + "[" + std::to_string(std::extent_v<Plain>) +
+           "]";
+  } else if constexpr (std::is_void_v<Plain>) {
+    return "void";
+  } else if constexpr (std::is_integral_v<Plain>) {
+    return "int" + std::to_string(8 * sizeof(Plain));
+  } else if constexpr (std::is_floating_point_v<Plain>) {
+    return "float" + std::to_string(8 * sizeof(Plain));
+  } else {
+    return Layout<Plain>::name;
+  }
+}
+
+struct Field {
+  const char* name;
+  std::string (*type)();
+  size_t offset, size;
+};
+
+// All fields of the type that is called Struct where this stands: FOO_FIELDS(first, second ...).
+#define FOO_FIELDS(...) {FOO_EXPAND(FOO_NEXT_FIELD(__VA_ARGS__))}
+#define FOO_NEXT_FIELD(field, ...)                                                      \
+  foo::Field{#field, &foo::type_name<decltype(Struct::field)>, offsetof(Struct, field), \
+             sizeof(Struct::field)} __VA_OPT__(, FOO_AGAIN FOO_PARENTHESES(__VA_ARGS__))
+#define FOO_AGAIN() FOO_NEXT_FIELD
+#define FOO_PARENTHESES ()
+// A macro is expanded once in each pass over the text: enough passes for 80 fields.
+#define FOO_EXPAND(...) FOO_EXPAND1(FOO_EXPAND1(FOO_EXPAND1(FOO_EXPAND1(__VA_ARGS__))))
+#define FOO_EXPAND1(...) FOO_EXPAND2(FOO_EXPAND2(FOO_EXPAND2(FOO_EXPAND2(__VA_ARGS__))))
+#define FOO_EXPAND2(...) FOO_EXPAND3(FOO_EXPAND3(FOO_EXPAND3(FOO_EXPAND3(__VA_ARGS__))))
+#define FOO_EXPAND3(...) __VA_ARGS__
+
+// Whether each field begins where the one before it ends: none is missing, none is out of order.
+template <class Struct>
+constexpr bool is_whole() {
+  size_t stop = 0;
+  for (const Field& field : Layout<Struct>::fields) {
+    if (field.offset != stop) return false;
+    stop += field.size;
+  }
+  return stop == sizeof(Struct);
+}
+
+// The types of a function's arguments.
+template <class Function>
+struct Arguments;
+
+template <class Result, class... Types>
+struct Arguments<Result(Types...)> {
+  static std::vector<std::string> names() { return {type_name<Types>()...}; }
+};
+
+}  // namespace foo

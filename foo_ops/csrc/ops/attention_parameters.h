@@ -1,0 +1,133 @@
+// What launchers and kernels of attention both know. tests/test_agreement.py compares all of it
+// with foo_ops/kernels.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "layout.h"
+
+namespace foo {
+
+// The most queries of a block, and where a tile holds all of them.
+inline constexpr int64_t kQueryBlock = 1024;
+inline constexpr int64_t kTileStride = 176;
+// The keys of a tile.
+inline constexpr int64_t kKeyBlock = 128;
+inline constexpr int64_t kTile = (kKeyBlock + 1) * kTileStride;
+// Elements between the rows of a backward block.
+inline constexpr int64_t kPadding = 16;
+// Keys are visited from a multiple of this on.
+inline constexpr int64_t kKeyMultiple = 8;
+// Elements of the compute type.
+inline constexpr int64_t kWidestVector = 16;
+// No panel of queries has more, nor a number that does not divide it.
+inline constexpr int64_t kWidestPanel = 64;
+// A block of this many queries or fewer is computed with vectors along the head dimension.
+inline constexpr int64_t kFewQueries = 8;
+// Products may have rows of zeros up to a multiple of this.
+inline constexpr int64_t kRowMultiple = 32;
+// Beyond any position, and far from overflow.
+inline constexpr int64_t kFar = int64_t{1} << 40;
+// Scores and maxima are in units of log 2.
+inline constexpr double kLog2E = 1.4426950408889634;
+
+enum BiasKind : int64_t { kNone, kBool, kOfQueryDtype, kFloat32 };
+// One block writes a tile of the gradient, or blocks add to sums.
+enum BiasGradientKind : int64_t { kNotWanted, kStored, kAdded };
+
+// A tensor of up to four dimensions: data, and strides in elements for batch, head, row, column.
+struct Operand {
+  void* data = nullptr;
+  int64_t strides[4] = {0, 0, 0, 0};
+
+  Operand() = default;
+  // Of shape (batch, heads, rows, columns), or without the last ones.
+  // An input must not be asked for a pointer to write to: that would copy one that shares its
+  // memory until it is written to. Outputs are new, and share it with nobody.
+  explicit Operand(const at::Tensor& tensor) : data(const_cast<void*>(tensor.const_data_ptr())) {
+    for (int64_t i = 0; i < tensor.dim(); ++i) {
+      strides[i] = tensor.stride(i);
+    }
+  }
+};
+
+template <>
+struct Layout<Operand> {
+  using Struct = Operand;
+  static constexpr const char* name = "Operand";
+  static constexpr Field fields[] = FOO_FIELDS(data, strides);
+};
+static_assert(is_whole<Operand>());
+
+// For all blocks of a call.
+struct Parameters {
+  double scale, factor, softcap, kept_scale;
+  int64_t head_dim, value_dim, query_heads, group, key_heads, batch;
+  int64_t modifies, bias_kind, bias_rows, bias_columns, bias_gradient;
+  int64_t has_alibi_slopes, has_sinks, dropout_threshold, seed;
+  int64_t page_size, block_table_stride, query_length, key_length, chunks;
+  const int32_t* block_table;
+  Operand query, key, value, attn_bias, alibi_slopes, sinks, output, logsumexp;
+  Operand grad_output, grad_logsumexp, grad_query, grad_key, grad_value, grad_attn_bias;
+  Operand grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total;
+};
+
+template <>
+struct Layout<Parameters> {
+  using Struct = Parameters;
+  static constexpr const char* name = "Parameters";
+  static constexpr Field fields[] = FOO_FIELDS(
+      scale, factor, softcap, kept_scale, head_dim, value_dim, query_heads, group, key_heads, batch,
+      modifies, bias_kind, bias_rows, bias_columns, bias_gradient, has_alibi_slopes, has_sinks,
+      dropout_threshold, seed, page_size, block_table_stride, query_length, key_length, chunks,
+      block_table, query, key, value, attn_bias, alibi_slopes, sinks, output, logsumexp,
+      grad_output, grad_logsumexp, grad_query, grad_key, grad_value, grad_attn_bias,
+      grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total);
+};
+static_assert(is_whole<Parameters>());
+
+// A block of queries and a range of keys.
+struct Piece {
+  // The queries query_start ... of a sequence, for ``heads`` heads from ``head`` on that share a
+  // key head.
+  int64_t batch, head, heads, query_start, query_count;
+  // Where the sequence begins among the rows of query and key.
+  int64_t query_offset, key_offset;
+  // The keys to visit. key_start is a multiple of kKeyMultiple.
+  int64_t key_start, key_stop;
+  // Query i sees the keys from i + first_visible to i + last_visible. It stands at the key
+  // i + alignment.
+  int64_t first_visible, last_visible, alignment;
+  // Where partial results go: the slot, or -1, of this part of so many.
+  int64_t slot, part, parts;
+  // The number of the block among those of its sequence and head, and where it begins in what
+  // becomes the bias's gradient.
+  int64_t block, bias;
+  // Whether the sums of grad_key and grad_value begin with this block: what is there is undefined
+  // for the keys that it sees.
+  int64_t begins_sums;
+  // The slot of partial_largest and partial_total that a block's weights in the backward pass are
+  // computed with, or -1: with the logsumexp.
+  int64_t statistics;
+};
+
+template <>
+struct Layout<Piece> {
+  using Struct = Piece;
+  static constexpr const char* name = "Piece";
+  static constexpr Field fields[] =
+      FOO_FIELDS(batch, head, heads, query_start, query_count, query_offset, key_offset, key_start,
+                 key_stop, first_visible, last_visible, alignment, slot, part, parts, block, bias,
+                 begins_sums, statistics);
+};
+static_assert(is_whole<Piece>());
+
+using AttentionFunction = void(const Parameters* parameters, const Piece* piece, void* scratch);
+
+// gradient[row, column] = factor * the sum over the chunks of sums[chunk, row, column].
+using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t chunk_stride,
+                         int64_t width, int64_t rows, int64_t columns, int64_t chunks,
+                         double factor);
+
+}  // namespace foo

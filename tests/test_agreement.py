@@ -1,0 +1,192 @@
+"""What C++ and the kernels, which are Python, must both know, is the same on both sides."""
+
+import dataclasses
+
+import pytest
+import torch
+from numba.core import types
+
+from foo_ops import _C
+from foo_ops.kernels import (
+    attention,
+    attention_backward,
+    attention_decode,
+    attention_forward,
+    attention_kept,
+    attention_merge,
+    attention_sum_chunks,
+    dropout,
+    elementwise,
+    matmul,
+    target,
+    tile,
+    tile_products,
+    view,
+)
+from foo_ops.kernels.simd import ELEMENTS, Pointer
+from foo_ops.kernels.struct import Struct
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+AXES = ("batch", "head", "row", "column")
+ATTENTION_KERNELS = (
+    *(attention_forward, attention_decode, attention_merge, attention_backward, attention_kept),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    name: str
+    type: str
+    offset: int
+
+
+def described_by_cpp(name):
+    """The fields of a struct of C++, where an operand is its pointer and its strides."""
+    fields = []
+    for field, type_, offset in _C.agreement()["structs"][name]:
+        if type_ == "Operand":
+            for part in described_by_cpp("Operand"):
+                fields.append(Field(f"{field}{part.name}", part.type, offset + part.offset))
+        elif type_ == "int64[4]":
+            fields += [
+                Field(f"_{axis}_stride", "int64", offset + 8 * i) for i, axis in enumerate(AXES)
+            ]
+        else:
+            fields.append(Field("" if name == "Operand" else field, type_, offset))
+    return fields
+
+
+def named(type_):
+    """A type of Numba as C++ calls it."""
+    if isinstance(type_, Struct):
+        return f"{type_.name.rpartition('_')[0].removeprefix('Attention')}*"
+    if isinstance(type_, Pointer):
+        return f"{type_.dtype}*"
+    if isinstance(type_, types.CPointer):
+        return f"{type_.dtype}*"
+    return str(type_)
+
+
+def described_by_python(struct):
+    """As `foo_ops.kernels.struct` reads it: each field has eight bytes."""
+    return [
+        Field(name, named(type_), 8 * position)
+        for position, (name, type_) in enumerate(struct.fields.items())
+    ]
+
+
+def differences(of_cpp, of_python):
+    """Where two descriptions differ. To C++ a pointer to data of any dtype is one to void."""
+    found = [
+        (cpp, python)
+        for cpp, python in zip(of_cpp, of_python)
+        if (cpp.name, cpp.offset) != (python.name, python.offset)
+        or not agree(cpp.type, python.type)
+    ]
+    return found if len(of_cpp) == len(of_python) else [*found, (len(of_cpp), len(of_python))]
+
+
+def agree(of_cpp, of_python):
+    return of_cpp == of_python or (of_cpp == "void*" and of_python.endswith("*"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters(dtype):
+    parameters, piece, _ = attention.argument_types(dtype)
+    assert differences(described_by_cpp("Parameters"), described_by_python(parameters)) == []
+    assert differences(described_by_cpp("Piece"), described_by_python(piece)) == []
+
+
+def test_a_difference_would_be_noticed():
+    ours = described_by_cpp("Parameters")
+    swapped = [ours[1], ours[0], *ours[2:]]
+    renamed = [dataclasses.replace(ours[0], name="scales"), *ours[1:]]
+    retyped = [dataclasses.replace(ours[0], type="int64"), *ours[1:]]
+    moved = [dataclasses.replace(ours[0], offset=8), *ours[1:]]
+    for theirs in (swapped, renamed, retyped, moved, ours[:-1], [*ours, ours[-1]]):
+        assert differences(ours, theirs) != []
+    assert differences(ours, list(ours)) == []
+
+
+def test_views():
+    fields = ("DATA", "NDIM", "SIZES", "STRIDES", "SIZE", "ROWS")
+    expected = [(name.lower(), 8 * getattr(view, name)) for name in fields]
+    given = _C.agreement()["structs"]["View"]
+    assert [(name, offset) for name, _, offset in given] == expected
+    assert [type_ for _, type_, _ in given] == [
+        "void*",
+        "int64",
+        "int64*",
+        "int64*",
+        "int64",
+        "int64",
+    ]
+
+
+def functions():
+    for module in ATTENTION_KERNELS:
+        for dtype in ("float32", "float64") if module is attention_kept else DTYPES:
+            yield "AttentionFunction", module.build(dtype).argument_types
+    for dtype in DTYPES:
+        yield "SumFunction", attention_sum_chunks.build(dtype).argument_types
+    yield "TileFunction", tile.ARGUMENT_TYPES
+    # Data are addresses, to Numba: numbers.
+    data, *rest = elementwise.ARGUMENT_TYPES
+    assert data == types.CPointer(types.intp)
+    yield "ElementwiseFunction", (types.CPointer(data), *rest)
+
+
+def test_arguments_of_kernels():
+    of_cpp, compared = _C.agreement()["functions"], set()
+    for name, of_python in functions():
+        assert len(of_cpp[name]) == len(of_python)
+        for cpp, python in zip(of_cpp[name], map(named, of_python)):
+            assert agree(cpp, python) or (cpp, python) == ("int8**", "int64**"), (name, cpp, python)
+        compared.add(name)
+    assert compared == set(of_cpp)
+
+
+# Compared with what depends on the processor.
+LIMITS = ("kKeyMultiple", "kWidestVector", "kWidestPanel")
+
+
+def test_constants():
+    constants = _C.agreement()["constants"]
+    assert {name: constants[name] for name in constants if name not in LIMITS} == {
+        "kQueryBlock": attention.QUERY_BLOCK,
+        "kTileStride": attention.TILE_STRIDE,
+        "kKeyBlock": attention.KEY_BLOCK,
+        "kTile": attention.TILE,
+        "kPadding": attention_backward.PADDING,
+        "kFewQueries": attention_decode.MOST_ROWS,
+        "kRowMultiple": tile_products.TILE_MULTIPLE,
+        "kLog2E": 1.0 / attention.LOG2,
+        "kNone": attention.BIAS_NONE,
+        "kBool": attention.BIAS_BOOL,
+        "kOfQueryDtype": attention.BIAS_OF_QUERY_DTYPE,
+        "kFloat32": attention.BIAS_FLOAT32,
+        "kNotWanted": attention.GRADIENT_NONE,
+        "kStored": attention.GRADIENT_STORED,
+        "kAdded": attention.GRADIENT_ADDED,
+        "kAbsentCode": elementwise.ABSENT,
+        "kGivenCode": elementwise.GIVEN,
+    }
+
+
+@pytest.mark.parametrize("bits", ["128", "256", "512"])
+def test_limits(monkeypatch, bits):
+    monkeypatch.setenv("FOO_VECTOR_BITS", bits)
+    constants, lanes = _C.agreement()["constants"], matmul.lanes_of("float32")
+    assert constants["kWidestVector"] % lanes == 0
+    # Random numbers come in groups of keys.
+    assert constants["kKeyMultiple"] % dropout.WORDS == 0
+    panels = {attention.PANEL_ON_TILES}
+    # Blocks are not merged where registers are fewer.
+    if target.vector_registers() == 32:
+        panels |= {vectors * lanes for _, vectors in matmul.shapes()}
+    assert all(constants["kWidestPanel"] % panel == 0 for panel in panels)
+
+
+@pytest.mark.parametrize("name", sorted(ELEMENTS.keys() - {"mask", "bfloat16x2"}))
+def test_elements_are_those_of_torch(name):
+    assert ELEMENTS[name].size == getattr(torch, name).itemsize
