@@ -32,13 +32,12 @@ Agreement agreement() {
                       {"TileFunction", Arguments<TileFunction>::names()}};
 #define FOO_CONSTANT(name) {#name, name}
   result.constants = {
-      FOO_CONSTANT(kQueryBlock),   FOO_CONSTANT(kTileStride),   FOO_CONSTANT(kKeyBlock),
-      FOO_CONSTANT(kTile),         FOO_CONSTANT(kPadding),      FOO_CONSTANT(kKeyMultiple),
-      FOO_CONSTANT(kWidestVector), FOO_CONSTANT(kWidestPanel),  FOO_CONSTANT(kFewQueries),
-      FOO_CONSTANT(kRowMultiple),  FOO_CONSTANT(kLog2E),        FOO_CONSTANT(kNone),
-      FOO_CONSTANT(kBool),         FOO_CONSTANT(kOfQueryDtype), FOO_CONSTANT(kFloat32),
-      FOO_CONSTANT(kNotWanted),    FOO_CONSTANT(kStored),       FOO_CONSTANT(kAdded),
-      FOO_CONSTANT(kAbsentCode),   FOO_CONSTANT(kGivenCode)};
+      FOO_CONSTANT(kQueryBlock),  FOO_CONSTANT(kTileStride),   FOO_CONSTANT(kKeyBlock),
+      FOO_CONSTANT(kKeyMultiple), FOO_CONSTANT(kWidestVector), FOO_CONSTANT(kWidestPanel),
+      FOO_CONSTANT(kFewQueries),  FOO_CONSTANT(kRowMultiple),  FOO_CONSTANT(kLog2E),
+      FOO_CONSTANT(kNone),        FOO_CONSTANT(kBool),         FOO_CONSTANT(kOfQueryDtype),
+      FOO_CONSTANT(kFloat32),     FOO_CONSTANT(kNotWanted),    FOO_CONSTANT(kStored),
+      FOO_CONSTANT(kAdded),       FOO_CONSTANT(kAbsentCode),   FOO_CONSTANT(kGivenCode)};
 #undef FOO_CONSTANT
   return result;
 }

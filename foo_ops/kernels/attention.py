@@ -184,8 +184,8 @@ def products_of(dtype: str) -> tuple[Callable, Callable, Callable]:
 
 
 def argument_types(dtype: str) -> tuple[Any, ...]:
-    """Parameters, the piece of work, and scratch memory."""
-    return (_parameters(dtype), PIECE, Pointer(compute_dtype(dtype)))
+    """Parameters, the piece of work, scratch memory, and where to write how much of it there is."""
+    return (_parameters(dtype), PIECE, Pointer(compute_dtype(dtype)), Pointer("int64"))
 
 
 def _parameters(dtype: str) -> Struct:

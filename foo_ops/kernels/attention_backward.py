@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 from numba import njit
 
@@ -57,6 +58,7 @@ from foo_ops.kernels.attention_weights import statistics_of, weights_of
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.parts import GROUP_ELEMENTS, interleave, parts_of, row_splitter_of
+from foo_ops.kernels.scratch import Scratch, kernel_with_scratch
 from foo_ops.kernels.simd import (
     address_of,
     load_vector,
@@ -171,6 +173,51 @@ def _tile_factors_in_parts_of(dtype: str) -> tuple[Callable, Callable, Callable]
     return split, as_rows, as_lanes
 
 
+@functools.cache
+def scratch_of(dtype: str) -> Scratch:
+    sizes = sizes_of(dtype)
+    ROOM, WIDTH = sizes.room, max(sizes.depth, lanes_of(compute_dtype(dtype)))  # noqa: N806
+
+    @njit
+    def sizes_of_block(parameters, piece):
+        """The widths of the block's rows, and those of a product that sums over them."""
+        width = max(parameters.grad_key_row_stride, parameters.grad_value_row_stride) + PADDING
+        key_width, value_width = (
+            round_up(parameters.head_dim, WIDTH), round_up(parameters.value_dim, WIDTH),
+        )  # fmt: skip
+        return width, key_width, value_width
+
+    def describe(width: Any, key_width: Any, value_width: Any) -> dict[str, Any]:
+        rows, panels = width * TILE_STRIDE, (width + 1) * TILE_STRIDE * ROOM
+        return {
+            "weights": TILE,
+            "grad_scores": TILE,
+            "kept": TILE * ROOM,
+            "weight_parts": TILE * ROOM,
+            "score_parts": TILE * ROOM,
+            "slopes": TILE,
+            "base": TILE_STRIDE,
+            "shares": TILE_STRIDE,
+            "delta": TILE_STRIDE,
+            "row_sums": SUM_ROWS * TILE_STRIDE,
+            "scales": TILE_STRIDE,
+            "lanes": LANE_ROWS * QUERY_BLOCK,
+            "block": rows,
+            "grad_block": rows,
+            "turned": panels,
+            "grad_queries": rows,
+            "packed": panels,
+            "grad_packed": panels,
+            "row_pairs": rows * ROOM,
+            "grad_row_pairs": rows * ROOM,
+            "keys": key_width * KEY_BLOCK * ROOM,
+            "values": value_width * KEY_BLOCK * ROOM,
+            "turned_keys": key_width * KEY_BLOCK * ROOM,
+        }
+
+    return Scratch(compute_dtype(dtype), sizes_of_block, describe)
+
+
 def build(dtype: str, plain: bool = False) -> Kernel:
     """``plain``: without bias, soft cap, ALiBi and dropout.
 
@@ -179,16 +226,14 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     """
     has_options = not plain
     compute = compute_dtype(dtype)
-    LANES = lanes_of(compute)  # noqa: N806
     next_panel, pack_rows, (_, packed_panel) = (
         panel_of(dtype), row_packer_of(dtype), packer_of(dtype),
     )  # fmt: skip
     matmul, begin_products, end_products = products_of(dtype)
     sizes, steps, are_small = sizes_of(dtype), steps_of(dtype), small_of(dtype)
-    COLUMNS, ROWS, DEPTH, ROOM = (  # noqa: N806
-        sizes.columns, sizes.rows, sizes.depth, sizes.room,
-    )  # fmt: skip
-    WIDTH, KEY_GROUP = max(DEPTH, LANES), max(ROW_GROUP, ROWS)  # noqa: N806
+    COLUMNS, ROWS, DEPTH = sizes.columns, sizes.rows, sizes.depth  # noqa: N806
+    KEY_GROUP, layout = max(ROW_GROUP, ROWS), scratch_of(dtype)  # noqa: N806
+    sizes_of_block = layout.sizes_of
     fill, write_grad_query = fill_of(compute), panel_writer_of(dtype, "grad_query")
     start_sums = sums_starter_of(compute)
     step, (split, as_rows, as_lanes) = step_of(product_dtype(dtype)), _tile_factors_of(dtype)
@@ -239,57 +284,37 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                     group, width, steps(stop - first), piece.begins_sums == 0, are_small,
                 )  # fmt: skip
 
-    def backward(parameters, piece, scratch):
+    def backward(parameters, piece, memory):
         head_dim, value_dim = parameters.head_dim, parameters.value_dim
         # The sums' rows are whole vectors, and so are those of the blocks they are computed from.
         head_width, value_width = parameters.grad_key_row_stride, parameters.grad_value_row_stride
         query_row, value_row = head_width + PADDING, value_width + PADDING
-        width = max(query_row, value_row)
         rows = piece.heads * piece.query_count
         columns = round_up(rows, COLUMNS)
-        # Those of a product, in which they are summed over.
-        key_width, value_tile_width = round_up(head_dim, WIDTH), round_up(value_dim, WIDTH)
-
-        weights = scratch
-        grad_scores = shift(weights, TILE)
-        kept = shift(grad_scores, TILE)
-        weight_parts = shift(kept, TILE * ROOM)
-        score_parts = shift(weight_parts, TILE * ROOM)
-        slopes = shift(score_parts, TILE * ROOM)
-        base = shift(slopes, TILE)
-        shares = shift(base, TILE_STRIDE)
-        delta = shift(shares, TILE_STRIDE)
-        row_sums = shift(delta, TILE_STRIDE)
-        scales = shift(row_sums, SUM_ROWS * TILE_STRIDE)
-        lanes = shift(scales, TILE_STRIDE)
-        block = shift(lanes, LANE_ROWS * QUERY_BLOCK)
-        grad_block = shift(block, TILE_STRIDE * width)
-        turned = shift(grad_block, TILE_STRIDE * width)
-        grad_queries = shift(turned, TILE_STRIDE * (width + 1) * ROOM)
-        packed = shift(grad_queries, TILE_STRIDE * width)
-        grad_packed = shift(packed, TILE_STRIDE * (width + 1) * ROOM)
-        row_pairs = shift(grad_packed, TILE_STRIDE * (width + 1) * ROOM)
-        grad_row_pairs = shift(row_pairs, TILE_STRIDE * width * ROOM)
-        key_memory = shift(grad_row_pairs, TILE_STRIDE * width * ROOM)
-        value_memory = shift(key_memory, KEY_BLOCK * key_width * ROOM)
-        turned_memory = shift(value_memory, KEY_BLOCK * value_tile_width * ROOM)
+        _, key_width, value_tile_width = sizes_of_block(parameters, piece)
+        weights, grad_scores, slopes = memory.weights, memory.grad_scores, memory.slopes
+        kept, weight_parts, score_parts = memory.kept, memory.weight_parts, memory.score_parts
+        base, shares, delta, scales = memory.base, memory.shares, memory.delta, memory.scales
+        row_sums, lanes, block = memory.row_sums, memory.lanes, memory.block
+        turned, packed, grad_packed = memory.turned, memory.packed, memory.grad_packed
+        grad_queries = memory.grad_queries
 
         fill_lanes(parameters, piece, lanes, columns)
         queries, query_stride = query_rows_of(
             parameters, piece, block, head_dim, columns, query_row
         )
         grads, grad_stride = grad_rows_of(
-            parameters, piece, grad_block, value_dim, columns, value_row
+            parameters, piece, memory.grad_block, value_dim, columns, value_row
         )
         load_statistics(
             parameters, piece, grads, grad_stride, value_width, packed, base, shares, delta, columns
         )
         query_rows, small = pack_rows(
-            parameters, packed, row_pairs, query_row, head_width, turned, queries, query_stride,
-            head_dim, key_width, columns,
+            parameters, packed, memory.row_pairs, query_row, head_width, turned, queries,
+            query_stride, head_dim, key_width, columns,
         )  # fmt: skip
         grad_rows, small_grads = pack_rows(
-            parameters, grad_packed, grad_row_pairs, value_row, value_width, turned, grads,
+            parameters, grad_packed, memory.grad_row_pairs, value_row, value_width, turned, grads,
             grad_stride, value_dim, value_tile_width, columns,
         )  # fmt: skip
         small = small and small_grads and are_small(delta, columns)
@@ -300,10 +325,10 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         begin_products()
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
             count = min(KEY_BLOCK, piece.key_stop - key_start)
-            keys, small_keys = key_tile(parameters, piece, key_memory, key_start, count)
-            values, small_values = value_tile(parameters, piece, value_memory, key_start, count)
+            keys, small_keys = key_tile(parameters, piece, memory.keys, key_start, count)
+            values, small_values = value_tile(parameters, piece, memory.values, key_start, count)
             small_tile = small and small_keys and small_values
-            turned_keys = turned_tile(turned_memory, keys, count, head_dim)
+            turned_keys = turned_tile(memory.turned_keys, keys, count, head_dim)
             stop = 0
             while stop < columns:
                 start = stop
@@ -353,4 +378,4 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         if needs_row_sums(parameters):
             write_row_sums(parameters, piece, row_sums, base, shares, delta)
 
-    return Kernel(backward, argument_types(dtype))
+    return kernel_with_scratch(backward, layout, argument_types(dtype))

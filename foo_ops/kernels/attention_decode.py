@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from numba import njit
 
@@ -41,6 +42,7 @@ from foo_ops.kernels.attention_softmax import (
 from foo_ops.kernels.attention_tiles import key_row_of, lie_together
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
+from foo_ops.kernels.scratch import Scratch, kernel_with_scratch
 from foo_ops.kernels.simd import (
     ELEMENTS,
     address_of,
@@ -240,6 +242,33 @@ def _weighted_sums_of(dtype: str) -> Callable:
     return weighted_sums
 
 
+@functools.cache
+def scratch_of(dtype: str) -> Scratch:
+    compute = compute_dtype(dtype)
+    WIDTH = lanes_of(compute) * step_of(factor_dtype(dtype))  # noqa: N806
+
+    @njit
+    def sizes_of_block(parameters, piece):
+        return round_up(parameters.head_dim, WIDTH), round_up(parameters.value_dim, WIDTH)
+
+    def describe(head_width: Any, value_width: Any) -> dict[str, Any]:
+        return {
+            "scores": TILE,
+            "kept": TILE,
+            "largest": QUERY_BLOCK,
+            "total": QUERY_BLOCK,
+            "correction": QUERY_BLOCK,
+            "lanes": LANE_ROWS * QUERY_BLOCK,
+            "block": head_width * MOST_ROWS,
+            "queries": head_width * MOST_ROWS,
+            "accumulator": value_width * MOST_ROWS,
+            "keys": head_width * KEY_BLOCK,
+            "values": value_width * KEY_BLOCK,
+        }
+
+    return Scratch(compute, sizes_of_block, describe)
+
+
 def build(dtype: str, plain: bool = False) -> Kernel:
     """``plain``: without bias, soft cap, ALiBi and dropout."""
     has_options = not plain
@@ -254,7 +283,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     as_keys = pointer_to(PAIRS if step == 2 else dtype)
     start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, compute, has_options)
     finish, write = finisher_of(dtype), row_writer_of(dtype, "output")
-    scalar = ELEMENTS[dtype].compute
+    scalar, layout = ELEMENTS[dtype].compute, scratch_of(dtype)
+    sizes_of_block = layout.sizes_of
 
     @njit
     def rescale(accumulator, factors, rows, width):
@@ -264,27 +294,17 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 index = row * width + column
                 store(accumulator, index, load_vector(accumulator, index, LANES) * factor)
 
-    def decode(parameters, piece, scratch):
-        head_width = round_up(parameters.head_dim, LANES * step)
-        value_width = round_up(parameters.value_dim, LANES * step)
+    def decode(parameters, piece, memory):
+        head_width, value_width = sizes_of_block(parameters, piece)
         rows = piece.heads * piece.query_count
         columns = round_up(rows, LANES)
-
-        scores = scratch
-        kept = shift(scores, TILE)
-        largest = shift(kept, TILE)
-        total = shift(largest, QUERY_BLOCK)
-        correction = shift(total, QUERY_BLOCK)
-        lanes = shift(correction, QUERY_BLOCK)
-        block = shift(lanes, LANE_ROWS * QUERY_BLOCK)
-        query_memory = shift(block, MOST_ROWS * head_width)
-        accumulator = shift(query_memory, MOST_ROWS * head_width)
-        key_memory = shift(accumulator, MOST_ROWS * value_width)
-        value_memory = shift(key_memory, KEY_BLOCK * head_width)
+        scores, kept, lanes = memory.scores, memory.kept, memory.lanes
+        largest, total, correction = memory.largest, memory.total, memory.correction
+        block, accumulator = memory.block, memory.accumulator
 
         fill_lanes(parameters, piece, lanes, columns)
         load_block(parameters, piece, block, parameters.head_dim, MOST_ROWS, head_width)
-        queries = as_queries(query_memory, block, MOST_ROWS * head_width)
+        queries = as_queries(memory.queries, block, MOST_ROWS * head_width)
         start_softmax(parameters, piece, largest, total, columns)
         fill(accumulator, MOST_ROWS * value_width, 0.0)
         # Those of lanes without a query are never written.
@@ -293,8 +313,8 @@ def build(dtype: str, plain: bool = False) -> Kernel:
 
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
             count = min(KEY_BLOCK, piece.key_stop - key_start)
-            keys, key_stride = key_rows(parameters, piece, key_memory, key_start, count)
-            values, value_stride = value_rows(parameters, piece, value_memory, key_start, count)
+            keys, key_stride = key_rows(parameters, piece, memory.keys, key_start, count)
+            values, value_stride = value_rows(parameters, piece, memory.values, key_start, count)
             products(
                 scores, as_keys(address_of(keys)), key_stride // step,
                 queries, head_width // step, rows, count,
@@ -320,4 +340,4 @@ def build(dtype: str, plain: bool = False) -> Kernel:
             sums, factor = shift(accumulator, lane * value_width), load(correction, lane)
             write(parameters, piece, sums, factor, lane, 0, parameters.value_dim, is_part)
 
-    return Kernel(decode, argument_types(dtype))
+    return kernel_with_scratch(decode, layout, argument_types(dtype))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from numba import njit
 
 from foo_ops.kernels.attention import (
@@ -40,7 +43,46 @@ from foo_ops.kernels.attention_tiles import tile_of, turned_tile_of
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.parts import parts_of
+from foo_ops.kernels.scratch import Scratch, kernel_with_scratch, larger
 from foo_ops.kernels.simd import address_of, load, load_vector, pointer_to, shift, store
+
+
+@functools.cache
+def scratch_of(dtype: str) -> Scratch:
+    sizes, has_parts = sizes_of(dtype), parts_of(dtype) > 1
+    COLUMNS, ROOM = sizes.columns, sizes.room  # noqa: N806
+    WIDTH = max(sizes.depth, lanes_of(compute_dtype(dtype)))  # noqa: N806
+
+    @njit
+    def sizes_of_block(parameters, piece):
+        head_width, value_width = (
+            round_up(parameters.head_dim, WIDTH), round_up(parameters.value_dim, WIDTH),
+        )  # fmt: skip
+        # The stride of a panel of modified scores is that of a tile.
+        rows = max(round_up(piece.heads * piece.query_count, COLUMNS), TILE_STRIDE)
+        return head_width, value_width, rows
+
+    def describe(head_width: Any, value_width: Any, rows: Any) -> dict[str, Any]:
+        return {
+            "scores": TILE,
+            "kept": TILE,
+            # Numbers in parts take more room than the scores that they come from.
+            "weights": TILE * ROOM if has_parts else "scores",
+            "largest": QUERY_BLOCK,
+            "total": QUERY_BLOCK,
+            "correction": QUERY_BLOCK,
+            "lanes": LANE_ROWS * QUERY_BLOCK,
+            "small_panels": QUERY_BLOCK,
+            "block": rows * larger(head_width, value_width),
+            "turned": (head_width + 1) * TILE_STRIDE * ROOM,
+            "queries": (head_width + 1) * rows * ROOM,
+            "accumulator": value_width * rows,
+            "keys": head_width * KEY_BLOCK * ROOM,
+            "values": value_width * KEY_BLOCK * ROOM,
+            "turned_values": value_width * KEY_BLOCK * ROOM,
+        }
+
+    return Scratch(compute_dtype(dtype), sizes_of_block, describe)
 
 
 def build(dtype: str, plain: bool = False) -> Kernel:
@@ -50,11 +92,12 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     LANES = lanes_of(compute)  # noqa: N806
     next_panel, (matmul, begin_products, end_products) = panel_of(dtype), products_of(dtype)
     sizes, steps = sizes_of(dtype), steps_of(dtype)
-    COLUMNS, ROWS, ROOM = sizes.columns, sizes.rows, sizes.room  # noqa: N806
-    WIDTH = max(sizes.depth, LANES)  # noqa: N806
+    COLUMNS, ROWS = sizes.columns, sizes.rows  # noqa: N806
+    layout = scratch_of(dtype)
+    sizes_of_block = layout.sizes_of
     fill, (_, panel) = fill_of(compute), packer_of(dtype)
     start_sums = sums_starter_of(compute)
-    as_factor, has_parts = pointer_to(factor), parts_of(dtype) > 1
+    as_factor = pointer_to(factor)
     pack_queries, fill_lanes = query_packer_of(dtype), lanes_filler_of(dtype)
     key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
     turned_tile = turned_tile_of(dtype)
@@ -70,34 +113,18 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                 product = load_vector(sums, index, LANES) * load_vector(factors, column, LANES)
                 store(sums, index, product)
 
-    def forward(parameters, piece, scratch):
-        head_width = round_up(parameters.head_dim, WIDTH)
-        value_width = round_up(parameters.value_dim, WIDTH)
+    def forward(parameters, piece, memory):
+        head_width, value_width, rows = sizes_of_block(parameters, piece)
         columns = round_up(piece.heads * piece.query_count, COLUMNS)
-
-        scores = scratch
-        kept = shift(scores, TILE)
-        # Parts take more room than the scores that they come from.
-        weights = shift(kept, TILE) if has_parts else scores
-        largest = shift(kept, TILE * (1 + ROOM) if has_parts else TILE)
-        total = shift(largest, QUERY_BLOCK)
-        correction = shift(total, QUERY_BLOCK)
-        lanes = shift(correction, QUERY_BLOCK)
-        # The stride of a panel of modified scores is that of a tile.
-        rows = max(columns, TILE_STRIDE)
-        small_panels = shift(lanes, LANE_ROWS * QUERY_BLOCK)
-        block = shift(small_panels, QUERY_BLOCK)
-        turned = shift(block, rows * max(head_width, value_width))
-        queries_memory = shift(turned, (head_width + 1) * TILE_STRIDE * ROOM)
-        accumulator = shift(queries_memory, (head_width + 1) * rows * ROOM)
-        key_memory = shift(accumulator, value_width * rows)
-        value_memory = shift(key_memory, KEY_BLOCK * head_width * ROOM)
-        turned_memory = shift(value_memory, KEY_BLOCK * value_width * ROOM)
+        scores, kept, weights = memory.scores, memory.kept, memory.weights
+        largest, total, correction = memory.largest, memory.total, memory.correction
+        lanes, small_panels, accumulator = memory.lanes, memory.small_panels, memory.accumulator
 
         fill_lanes(parameters, piece, lanes, columns)
         pack_queries(
-            parameters, piece, queries_memory, small_panels, block, turned, head_width, columns
-        )
+            parameters, piece, memory.queries, small_panels, memory.block, memory.turned,
+            head_width, columns,
+        )  # fmt: skip
         start_softmax(parameters, piece, largest, total, columns)
         if piece.key_start == piece.key_stop:
             fill(accumulator, value_width * rows, 0.0)
@@ -105,9 +132,9 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         begin_products()
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
             count = min(KEY_BLOCK, piece.key_stop - key_start)
-            keys, small_keys = key_tile(parameters, piece, key_memory, key_start, count)
-            values, small_values = value_tile(parameters, piece, value_memory, key_start, count)
-            turned_values = turned_tile(turned_memory, values, count, parameters.value_dim)
+            keys, small_keys = key_tile(parameters, piece, memory.keys, key_start, count)
+            values, small_values = value_tile(parameters, piece, memory.values, key_start, count)
+            turned_values = turned_tile(memory.turned_values, values, count, parameters.value_dim)
             # Panel by panel, so that the scores stay in the nearest cache from their product to
             # that with the values: 0.03 of the peak.
             start, stop = 0, 0
@@ -124,7 +151,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
                     start_sums(sums, stride, parameters.value_dim if seen > 0 else 0, value_width)
                 if seen == 0:
                     continue
-                queries = panel(queries_memory, start, stride, parameters.head_dim, head_width)
+                queries = panel(memory.queries, start, stride, parameters.head_dim, head_width)
                 scores_tile(
                     parameters, piece, shift(lanes, start), scores, kept, kept,
                     keys, queries, small_keys and load(small_panels, start) > 0.0,
@@ -146,6 +173,6 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         end_products()
 
         finish(parameters, piece, largest, total, correction, piece.slot >= 0)
-        write(parameters, piece, accumulator, correction, value_width, columns, block)
+        write(parameters, piece, accumulator, correction, value_width, columns, memory.block)
 
-    return Kernel(forward, argument_types(dtype))
+    return kernel_with_scratch(forward, layout, argument_types(dtype))

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+from numba import njit
+
 from foo_ops.kernels.attention import (
     KEY_BLOCK,
+    QUERY_BLOCK,
     TILE,
     TILE_STRIDE,
     argument_types,
     compute_dtype,
     round_up,
 )
-from foo_ops.kernels.attention_scores import kept_of, lanes_filler_of
+from foo_ops.kernels.attention_scores import LANE_ROWS, kept_of, lanes_filler_of
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
-from foo_ops.kernels.simd import load, shift, store
+from foo_ops.kernels.scratch import Scratch, kernel_with_scratch
+from foo_ops.kernels.simd import load, store
 from foo_ops.kernels.struct import row_of
+
+
+@functools.cache
+def scratch_of(dtype: str) -> Scratch:
+    @njit
+    def sizes_of_block(parameters, piece):
+        return ()
+
+    def describe() -> dict[str, Any]:
+        return {"kept": TILE, "lanes": LANE_ROWS * QUERY_BLOCK}
+
+    return Scratch(compute_dtype(dtype), sizes_of_block, describe)
 
 
 def build(dtype: str) -> Kernel:
@@ -22,8 +41,8 @@ def build(dtype: str) -> Kernel:
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
     fill_lanes, load_kept = lanes_filler_of(dtype), kept_of(dtype)
 
-    def kept_rows(parameters, piece, scratch):
-        kept, lanes = scratch, shift(scratch, TILE)
+    def kept_rows(parameters, piece, memory):
+        kept, lanes = memory.kept, memory.lanes
         columns = round_up(piece.query_count, LANES)
         fill_lanes(parameters, piece, lanes, columns)
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
@@ -35,4 +54,4 @@ def build(dtype: str) -> Kernel:
                 for key in range(count):
                     store(target, key_start + key, load(kept, key * TILE_STRIDE + row))
 
-    return Kernel(kept_rows, argument_types(dtype))
+    return kernel_with_scratch(kept_rows, scratch_of(dtype), argument_types(dtype))

@@ -8,7 +8,9 @@ many keys it is of.
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 from numba import njit
 
@@ -23,8 +25,28 @@ from foo_ops.kernels.attention_output import finisher_of, row_writer_of
 from foo_ops.kernels.functions import exp2
 from foo_ops.kernels.jit import Kernel
 from foo_ops.kernels.matmul import lanes_of
+from foo_ops.kernels.scratch import Scratch, kernel_with_scratch
 from foo_ops.kernels.simd import ELEMENTS, fma, load, load_vector, shift, splat, store
 from foo_ops.kernels.struct import row_of
+
+
+@functools.cache
+def scratch_of(dtype: str) -> Scratch:
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+
+    @njit
+    def sizes_of_block(parameters, piece):
+        return round_up(parameters.value_dim, LANES), piece.heads * piece.query_count
+
+    def describe(width: Any, rows: Any) -> dict[str, Any]:
+        return {
+            "largest": QUERY_BLOCK,
+            "total": QUERY_BLOCK,
+            "factors": QUERY_BLOCK,
+            "sums": rows * width,
+        }
+
+    return Scratch(compute_dtype(dtype), sizes_of_block, describe)
 
 
 def build(dtype: str) -> Kernel:
@@ -32,7 +54,8 @@ def build(dtype: str) -> Kernel:
     compute = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
     fill, finish = fill_of(compute_dtype(dtype)), finisher_of(dtype)
-    write = row_writer_of(dtype, "output")
+    write, layout = row_writer_of(dtype, "output"), scratch_of(dtype)
+    sizes_of_block = layout.sizes_of
 
     @njit
     def largest_of_parts(parameters, piece, lane):
@@ -66,13 +89,9 @@ def build(dtype: str) -> Kernel:
                 store(sums, column, fma(scales, load_vector(source, column, LANES), sum_))
         return total
 
-    def merge(parameters, piece, scratch):
-        width = round_up(parameters.value_dim, LANES)
-        largest = scratch
-        total = shift(largest, QUERY_BLOCK)
-        factors = shift(total, QUERY_BLOCK)
-        sums = shift(factors, QUERY_BLOCK)
-        rows = piece.heads * piece.query_count
+    def merge(parameters, piece, memory):
+        width, rows = sizes_of_block(parameters, piece)
+        largest, total, factors, sums = memory.largest, memory.total, memory.factors, memory.sums
         for lane in range(rows):
             top = largest_of_parts(parameters, piece, lane)
             store(largest, lane, top)
@@ -84,4 +103,4 @@ def build(dtype: str) -> Kernel:
             factor = load(factors, lane)
             write(parameters, piece, row, factor, lane, 0, parameters.value_dim, False)
 
-    return Kernel(merge, argument_types(dtype))
+    return kernel_with_scratch(merge, layout, argument_types(dtype))

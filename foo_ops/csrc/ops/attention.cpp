@@ -176,8 +176,8 @@ at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double 
   parameters.partial_output = Operand(kept);
   const auto blocks = cut_into_blocks(parameters, sequences_of(parameters), options);
   if (!blocks.empty()) {
-    run_jobs(parameters, dtype, kept_kernel().get<AttentionFunction>(dtype),
-             static_cast<int64_t>(blocks.size()), kTileStride,
+    run_jobs(parameters, kept_kernel().get<AttentionFunction>(dtype),
+             static_cast<int64_t>(blocks.size()), largest_of(blocks),
              [&](int64_t job, int64_t, const auto& call) { call(blocks[job]); });
   }
   return kept;

@@ -8,7 +8,6 @@
 #include "kernel_table.h"
 #include "ops/attention_bias_gradient.h"
 #include "ops/attention_work.h"
-#include "ops/kept_memory.h"
 
 namespace foo {
 
@@ -18,8 +17,6 @@ namespace {
 // Does not depend on the threads, so that neither do the sums.
 constexpr int64_t kBackwardPieces = 8;
 constexpr int64_t kRowsOfPart = 256;
-// A thread keeps the memory of sums up to 64 MB: with one head of 64, float32, that of 16000 keys.
-constexpr int64_t kMostKeptBytes = int64_t{1} << 26;
 
 // Kernels live as long as the process: they are never destroyed.
 Kernel& backward_kernel(const Parameters& parameters) {
@@ -136,12 +133,12 @@ std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
   return jobs;
 }
 
-KeptMemory& memory_of_sums() {
-  thread_local KeptMemory memory;
-  return memory;
+MemoryPool& memory_of_sums() {
+  static auto* pool = new MemoryPool();
+  return *pool;
 }
 
-// The sums of grad_key and of grad_value. One at a time in a thread.
+// The sums of grad_key and of grad_value.
 class SumsOfKeys {
  public:
   SumsOfKeys(Parameters& parameters, const at::Tensor& grad_key, const at::Tensor& grad_value,
@@ -151,15 +148,14 @@ class SumsOfKeys {
     if (!in_place) {
       const int64_t of_keys = slots * both_[0].slot_bytes();
       const int64_t of_values = slots * both_[1].slot_bytes();
-      auto* const memory = static_cast<char*>(memory_of_sums().get(of_keys + of_values));
+      memory_.emplace(memory_of_sums(), 0, of_keys + of_values);
+      auto* const memory = static_cast<char*>(memory_->get());
       both_[0].set_memory(memory);
       both_[1].set_memory(memory + of_keys);
     }
     parameters.grad_key = both_[0].operand();
     parameters.grad_value = both_[1].operand();
   }
-
-  ~SumsOfKeys() { memory_of_sums().release_more_than(kMostKeptBytes); }
 
   SumsOfKeys(const SumsOfKeys&) = delete;
   SumsOfKeys& operator=(const SumsOfKeys&) = delete;
@@ -179,6 +175,7 @@ class SumsOfKeys {
 
  private:
   std::array<GradientSums, 2> both_;
+  std::optional<KeptMemory> memory_;
 };
 
 // Calls call(piece) for each block of a chunk, which adds to the sums in a slot of so many rows.
@@ -249,7 +246,8 @@ void add_up_chunks(const std::vector<KeyHead>& key_heads, const SumsOfKeys& sums
 void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
                       const std::vector<std::vector<Chunk>>& jobs,
                       const std::vector<KeyHead>& key_heads, const at::Tensor& grad_key,
-                      const at::Tensor& grad_value, at::ScalarType type, bool in_place) {
+                      const at::Tensor& grad_value, at::ScalarType type, bool in_place,
+                      const Piece& largest) {
   const int64_t chunks = parameters.chunks, count = static_cast<int64_t>(key_heads.size());
   const bool has_chunks = chunks > 1;
   const int64_t slots = has_chunks ? count * chunks : at::get_num_threads();
@@ -261,7 +259,7 @@ void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
   if (has_chunks) {
     clear_slots_without_blocks(jobs, sums, slots, most_rows);
   }
-  run_jobs(parameters, type, kernel, static_cast<int64_t>(jobs.size()), kTileStride,
+  run_jobs(parameters, kernel, static_cast<int64_t>(jobs.size()), largest,
            [&](int64_t job, int64_t thread, const auto& call) {
              for (const Chunk& chunk : jobs[job]) {
                const KeyHead& key_head = key_heads[chunk.key_head];
@@ -351,9 +349,10 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
     // Which spares a copy: 4 to 7 % of a short pass.
     const bool in_place = parameters.chunks == 1 && can_hold_sums(grad_key, type) &&
                           can_hold_sums(grad_value, type) && begin_with_whole_products(blocks);
-    run_jobs_of_keys(
-        parameters, backward_kernel(parameters).get<AttentionFunction>(query.scalar_type()),
-        cut_into_jobs(parameters, blocks, bias), key_heads, grad_key, grad_value, type, in_place);
+    run_jobs_of_keys(parameters,
+                     backward_kernel(parameters).get<AttentionFunction>(query.scalar_type()),
+                     cut_into_jobs(parameters, blocks, bias), key_heads, grad_key, grad_value, type,
+                     in_place, largest_of(blocks));
   }
   const auto total = [&](const std::optional<at::Tensor>& tensor, const at::Tensor& sums) {
     return tensor.has_value() ? sum_blocks(sums, *tensor) : at::empty({0}, query.options());

@@ -14,9 +14,6 @@ inline constexpr int64_t kQueryBlock = 1024;
 inline constexpr int64_t kTileStride = 176;
 // The keys of a tile.
 inline constexpr int64_t kKeyBlock = 128;
-inline constexpr int64_t kTile = (kKeyBlock + 1) * kTileStride;
-// Elements between the rows of a backward block.
-inline constexpr int64_t kPadding = 16;
 // Keys are visited from a multiple of this on.
 inline constexpr int64_t kKeyMultiple = 8;
 // Elements of the compute type.
@@ -123,7 +120,10 @@ struct Layout<Piece> {
 };
 static_assert(is_whole<Piece>());
 
-using AttentionFunction = void(const Parameters* parameters, const Piece* piece, void* scratch);
+// Where ``bytes`` is given, the kernel only writes there how much scratch memory it needs for a
+// piece: no less for one with more rows.
+using AttentionFunction = void(const Parameters* parameters, const Piece* piece, void* scratch,
+                               int64_t* bytes);
 
 // gradient[row, column] = factor * the sum over the chunks of sums[chunk, row, column].
 using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t chunk_stride,

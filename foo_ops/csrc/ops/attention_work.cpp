@@ -8,7 +8,6 @@
 #include <limits>
 
 #include "kernel_table.h"
-#include "ops/kept_memory.h"
 
 namespace foo {
 
@@ -88,10 +87,6 @@ int64_t forward_block(const Parameters& parameters, const std::vector<Sequence>&
     return kLargeBlock;
   }
   return usual_block();
-}
-
-int64_t rows_of(const Piece& piece) {
-  return piece.heads * piece.query_count;
 }
 
 void set_visible(Piece& piece, const Sequence& sequence, const AttentionOptions& options) {
@@ -266,15 +261,11 @@ void sort_by_work(std::vector<Piece>& pieces) {
   }
 }
 
-void run_pieces(const Parameters& parameters, at::ScalarType type, AttentionFunction* kernel,
+void run_pieces(const Parameters& parameters, AttentionFunction* kernel,
                 std::vector<Piece> pieces) {
   if (!pieces.empty()) {
     sort_by_work(pieces);
-    int64_t rows = 0;
-    for (const Piece& piece : pieces) {
-      rows = std::max(rows, rows_of(piece));
-    }
-    run_jobs(parameters, type, kernel, static_cast<int64_t>(pieces.size()), rows,
+    run_jobs(parameters, kernel, static_cast<int64_t>(pieces.size()), largest_of(pieces),
              [&](int64_t job, int64_t, const auto& call) { call(pieces[job]); });
   }
 }
@@ -306,6 +297,11 @@ std::vector<Piece> take_if(std::vector<Piece>& pieces, bool (*condition)(const P
 }
 
 }  // namespace
+
+const Piece& largest_of(const std::vector<Piece>& pieces) {
+  return *std::max_element(pieces.begin(), pieces.end(),
+                           [](const Piece& a, const Piece& b) { return rows_of(a) < rows_of(b); });
+}
 
 void set_options(Parameters& parameters, Extras& extras, const at::Tensor& query,
                  const std::optional<at::Tensor>& alibi_slopes,
@@ -351,9 +347,9 @@ std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p) {
   return at::randint(std::numeric_limits<int64_t>::max(), {1}, query.options().dtype(at::kLong));
 }
 
-void* thread_scratch(int64_t bytes) {
-  thread_local KeptMemory memory;
-  return memory.get(bytes);
+MemoryPool& scratch_memory() {
+  static auto* pool = new MemoryPool();
+  return *pool;
 }
 
 std::vector<Piece> cut_into_blocks(const Parameters& parameters,
@@ -391,7 +387,7 @@ void compute_statistics(Parameters& parameters, PartialResults& results, std::ve
   if (!pieces.empty()) {
     results.allocate(parameters, 1, static_cast<int64_t>(pieces.size()), rows, type);
     auto* const kernel = forward_kernel(parameters).get<AttentionFunction>(query.scalar_type());
-    run_pieces(parameters, type, kernel, std::move(pieces));
+    run_pieces(parameters, kernel, std::move(pieces));
   }
 }
 
@@ -422,13 +418,13 @@ void run_forward(Parameters& parameters, const at::Tensor& query,
   const std::vector<Piece> few =
       take_if(pieces, [](const Piece& piece) { return rows_of(piece) <= kFewQueries; });
   if (!few.empty()) {
-    run_pieces(parameters, type, decode_kernel(parameters).get<AttentionFunction>(dtype), few);
+    run_pieces(parameters, decode_kernel(parameters).get<AttentionFunction>(dtype), few);
   }
   if (!pieces.empty()) {
-    run_pieces(parameters, type, forward_kernel(parameters).get<AttentionFunction>(dtype), pieces);
+    run_pieces(parameters, forward_kernel(parameters).get<AttentionFunction>(dtype), pieces);
   }
   if (!split.empty()) {
-    run_pieces(parameters, type, merge_kernel().get<AttentionFunction>(dtype), split);
+    run_pieces(parameters, merge_kernel().get<AttentionFunction>(dtype), split);
   }
 }
 

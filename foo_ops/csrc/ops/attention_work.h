@@ -13,6 +13,7 @@
 
 #include "ops/attention.h"
 #include "ops/attention_parameters.h"
+#include "ops/kept_memory.h"
 #include "ops/thread_shares.h"
 
 namespace foo {
@@ -21,6 +22,14 @@ namespace foo {
 inline bool is_plain(const Parameters& parameters) {
   return parameters.modifies == 0 && parameters.dropout_threshold == 0;
 }
+
+// The queries of all heads.
+inline int64_t rows_of(const Piece& piece) {
+  return piece.heads * piece.query_count;
+}
+
+// The piece with the most rows, for which a kernel needs the most memory. There must be some.
+const Piece& largest_of(const std::vector<Piece>& pieces);
 
 // A row of the batch, or a packed sequence.
 struct Sequence {
@@ -96,30 +105,26 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
                                 const std::vector<Sequence>& sequences,
                                 const AttentionOptions& options, bool is_packed);
 
-// The memory that kernels work in, of the calling thread.
-void* thread_scratch(int64_t bytes);
+// The memory that kernels work in, in a place for each thread of a call.
+MemoryPool& scratch_memory();
 
 // Calls work(job, thread, call) for each job, in parallel, where call(piece) runs the kernel in the
 // thread's own scratch memory, and threads are counted from 0, fewer than at::get_num_threads().
-// Which thread does a job makes no difference to the result. A piece has up to ``rows`` queries.
+// Which thread does a job makes no difference to the result. No piece has more rows than
+// ``largest``.
 template <class Work>
-void run_jobs(const Parameters& parameters, at::ScalarType scratch_type, AttentionFunction* kernel,
-              int64_t jobs, int64_t rows, Work work) {
-  const int64_t head_width = round_up_to_vector(parameters.head_dim);
-  const int64_t value_width = round_up_to_vector(parameters.value_dim);
-  const int64_t width = std::max(head_width, value_width) + kPadding;
-  // The most that the backward kernel packs, of a tile's columns, and that the forward kernel does,
-  // of ``rows``. Numbers in parts take up to twice the room.
-  const int64_t columns = std::max(kTileStride, ceil_divide(rows, 32) * 32);
-  const int64_t size = 9 * kQueryBlock + 4 * (width + 1) * columns +
-                       2 * (8 * kTile + 10 * (width + 1) * kTileStride + 3 * kKeyBlock * width);
+void run_jobs(const Parameters& parameters, AttentionFunction* kernel, int64_t jobs,
+              const Piece& largest, Work work) {
+  int64_t bytes = 0;
+  kernel(&parameters, &largest, nullptr, &bytes);
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
-  const int64_t bytes = size * static_cast<int64_t>(c10::elementSize(scratch_type));
   ThreadShares shares(jobs, threads);
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    void* const scratch = thread_scratch(bytes);
+    const KeptMemory scratch(scratch_memory(), begin, bytes);
     for (int64_t thread = begin; thread < end; ++thread) {
-      const auto call = [&](const Piece& piece) { kernel(&parameters, &piece, scratch); };
+      const auto call = [&](const Piece& piece) {
+        kernel(&parameters, &piece, scratch.get(), nullptr);
+      };
       for (int64_t job = shares.take(thread); job >= 0; job = shares.take(thread)) {
         work(job, thread, call);
       }
