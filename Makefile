@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CSRC := $(shell find foo_ops/csrc -name '*.cpp' -o -name '*.h')
 CPP_TESTS := $(wildcard tests/cpp/*)
 
-.PHONY: setup demo examples test conformance sanitize reliability bench lint clean
+.PHONY: setup demo examples test test-processors conformance sanitize reliability bench lint clean
 
 setup: $(VENV)/.built
 
@@ -35,6 +35,10 @@ examples: setup
 # Idle threads of one process must not keep the cores from another.
 test: setup
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4
+
+# Kernels for each width of vectors, each way to multiply, and other processors.
+test-processors: setup
+	$(BIN)/python tests/processors.py
 
 # PyTorch's own tables of operators, modules and optimizers, on foo against the CPU.
 conformance: setup

@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from benchmarks import cases, peaks, report
 from benchmarks.awake import processors_awake
+from benchmarks.cores import one_core
 from benchmarks.first_call import CALLS, REPOSITORY, measure_first_calls
 from benchmarks.measure import Limits, Result, measure
 from benchmarks.plots import save_plots
@@ -50,9 +51,9 @@ def main() -> None:
         return
     start = time.monotonic()
     with processors_awake():
-        results = run(MODES[options.mode], options.only)
+        results, sentence = run(MODES[options.mode], options.only)
     minutes = (time.monotonic() - start) / 60
-    report.save(options.output, results, options.mode)
+    report.save(options.output, results, options.mode, sentence)
     content = report.load(options.output)
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     report.print_tables(console, content)
@@ -96,15 +97,13 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(mode: Mode, sections: Sequence[str]) -> list[Result]:
+def run(mode: Mode, sections: Sequence[str]) -> tuple[list[Result], str]:
+    """The rows of these tables, and a sentence if two threads get one core only."""
     processors = info.usable_processors()
     todo = [it for it in cases.cases(mode.sizes, processors) if dashed(it.section) in sections]
     first_calls = mode.first_calls if "first-call" in sections else ()
-    results = [
-        it
-        for it in peaks.measure_peaks(processors, mode.limits.rounds)
-        if dashed(it.section) in sections
-    ]
+    rates = peaks.measure_peaks(processors, mode.limits.rounds)
+    results = [it for it in rates if dashed(it.section) in sections]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(todo) + len(first_calls))
         for case in todo:
@@ -115,7 +114,7 @@ def run(mode: Mode, sections: Sequence[str]) -> list[Result]:
             progress.update(task, description=f"first call: {name}")
             results.append(measure_first_calls(name, mode.processes))
             progress.advance(task)
-    return results
+    return results, one_core(rates, peaks.FMA)
 
 
 def dashed(section: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from benchmarks.cores import processors_by_core
 from benchmarks.measure import THREADS, Reference, Result
 from foo_ops.kernels import jit
 from foo_ops.kernels.matrix_unit import (
@@ -43,6 +45,9 @@ CHAINS = 12
 """Independent sums: two units with a latency of 4 need 8 of them, and 16 registers hold 14."""
 SECONDS = 0.01
 """Of a measurement, about."""
+OVERLAP = 0.9
+"""Of the time from the first start to the last end, what all threads are to run together."""
+ATTEMPTS = 20
 DEFAULT_L3 = 32 << 20
 
 
@@ -250,18 +255,43 @@ def _beyond_the_caches() -> torch.Tensor:
 
 
 def timed(run: Callable[[int], None], threads: int) -> float:
-    """Seconds that ``run(0)``, ``run(1)``, ... take, from the first start to the last end."""
-    barrier = Barrier(threads)
+    """Seconds that ``run(0)``, ``run(1)``, ... take at once, from the first start to the last end.
+
+    A thread that starts late would make two as slow as one: it is tried again until all run at the
+    same time, and what counts is the attempt in which they do so for the largest part.
+    """
+    best, seconds = 0.0, math.inf
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(ATTEMPTS):
+            starts, ends = at_once(run, threads, pool)
+            whole = max(ends) - min(starts)
+            overlap = (min(ends) - max(starts)) / whole
+            if overlap > best or seconds == math.inf:
+                best, seconds = overlap, whole
+            if best >= OVERLAP:
+                break
+    return seconds
+
+
+def at_once(
+    run: Callable[[int], None], threads: int, pool: ThreadPoolExecutor
+) -> tuple[list[float], list[float]]:
+    """When each thread started and ended. Each stays on a processor of its own, and on a core of
+    its own as far as there are enough: the processes that keep processors awake are no reason for
+    the system to put two threads on one.
+    """
+    barrier, processors = Barrier(threads), processors_by_core()
 
     def work(thread: int) -> tuple[float, float]:
+        if threads <= len(processors):
+            os.sched_setaffinity(0, {processors[thread]})
         barrier.wait()
         start = time.perf_counter()
         run(thread)
         return start, time.perf_counter()
 
-    with ThreadPoolExecutor(threads) as pool:
-        starts, ends = zip(*pool.map(work, range(threads)))
-    return max(ends) - min(starts)
+    starts, ends = zip(*pool.map(work, range(threads)))
+    return list(starts), list(ends)
 
 
 # ---------------------------------------------------------------------------------------- caches

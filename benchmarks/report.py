@@ -78,6 +78,7 @@ SECTIONS = {
 }
 SECONDS_IN_UNIT = {"us": 1e-6, "ms": 1e-3}
 NONE = "-"
+NOT_JUDGED = "not judged: one core"
 LEGEND = (
     "Of peak: of the FMA peak; for bfloat16 that of the matrix unit (AMX) or the bf16 dot peak "
     "where the processor has one; for one query the read bandwidth; on as many threads. Target: "
@@ -126,6 +127,12 @@ class Content:
     mode: str
     machine: dict[str, str]
     results: list[Result]
+    one_core: str = ""
+    """A sentence if two threads get one core only."""
+
+    def is_judged(self, result: Result) -> bool:
+        """Rows of several threads say nothing where these share a core."""
+        return result.threads == 1 or not self.one_core
 
     def one_thread(self, result: Result) -> Result | None:
         """The row that a row of several threads is compared with."""
@@ -154,9 +161,9 @@ class Content:
         return [f"{reason} ({reasons.count(reason)} rows)" for reason in dict.fromkeys(reasons)]
 
 
-def save(path: Path, results: Sequence[Result], mode: str) -> None:
+def save(path: Path, results: Sequence[Result], mode: str, one_core: str = "") -> None:
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    content = Content(date, mode, machine(), list(results))
+    content = Content(date, mode, machine(), list(results), one_core)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(content), indent=1) + "\n")
 
@@ -196,9 +203,9 @@ def table_of(content: Content, section: str, results: Sequence[Result]) -> list[
     if section == "first call":
         return first_call_table(results)
     if section == operators.SECTION:
-        return operator_table(results, SECTIONS[section].unit)
+        return operator_table(content, results, SECTIONS[section].unit)
     if section == device.SECTION:
-        return device_table(results, SECTIONS[section].unit)
+        return device_table(content, results, SECTIONS[section].unit)
     if results[0].workload is None:
         return comparison_table(results, SECTIONS[section].unit)
     return attention_table(content, results, SECTIONS[section].unit)
@@ -232,18 +239,17 @@ def comparison_table(results: Sequence[Result], unit: str) -> list[list[str]]:
     return rows
 
 
-def device_table(results: Sequence[Result], unit: str) -> list[list[str]]:
+def device_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
     rows = [["case", "threads", OURS, device.CPU, "at most", "verdict"]]
     for result in results:
         limits = [figure(seconds, result.work, unit) for seconds in device_limits(result)]
         cells = [peer_cell(result, name, unit) for name in (OURS, device.CPU)]
-        rows.append(
-            [result.name, str(result.threads), *cells, median(limits), device_verdict(result)]
-        )
+        verdict = judgement(content, result, device_verdict(result))
+        rows.append([result.name, str(result.threads), *cells, median(limits), verdict])
     return rows
 
 
-def operator_table(results: Sequence[Result], unit: str) -> list[list[str]]:
+def operator_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
     peers = list(dict.fromkeys(name for result in results for name in result.peers()))
     rows = [["case", "threads", OURS, "of reading", *peers, f"{OURS} / best peer", "verdict"]]
     for result in results:
@@ -256,7 +262,7 @@ def operator_table(results: Sequence[Result], unit: str) -> list[list[str]]:
                 median(fractions(result, peaks.READ)) if result.references else NONE,
                 *(peer_cell(result, name, unit) for name in peers),
                 spread(ratios(result.rates(OURS), result.rates(peer))) if peer else NONE,
-                against_peer(result) or "reached",
+                judgement(content, result, against_peer(result) or "reached"),
             ]
         )
     return rows
@@ -290,7 +296,7 @@ def attention_table(content: Content, results: Sequence[Result], unit: str) -> l
                 scaling(result, one_thread) if one_thread else NONE,
                 *(peer_cell(result, name, unit) for name in peers),
                 spread(ratios(result.rates(OURS), result.rates(peer))) if peer else NONE,
-                verdict(result, one_thread),
+                judgement(content, result, verdict(result, one_thread)),
             ]
         )
     return rows
@@ -320,9 +326,13 @@ def scaling(result: Result, one_thread: Result) -> str:
     return f"{statistics.median(ratios(result.rates(OURS), one_thread.rates(OURS))):.2f} x"
 
 
+def judgement(content: Content, result: Result, verdict: str) -> str:
+    return verdict if content.is_judged(result) else NOT_JUDGED
+
+
 def tally(content: Content) -> str:
     """How many rows of attention reach all that is asked of them, and where a peer is faster."""
-    rows = [it for it in content.results if it.workload]
+    rows = [it for it in content.results if it.workload and content.is_judged(it)]
     verdicts = [verdict(it, content.one_thread(it)) for it in rows]
     slower = [against_peer(it) for it in rows]
     return (
@@ -369,7 +379,8 @@ def print_tables(console: Console, content: Content) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    for text in (tally(content), code_lines.report(), LEGEND, caption(content)):
+    texts = (content.one_core, tally(content), code_lines.report(), LEGEND, caption(content))
+    for text in filter(None, texts):
         console.print(text, markup=False)
     for failure in content.failures():
         console.print(f"Not measured: {failure}", markup=False)
@@ -390,7 +401,8 @@ def markdown(content: Content, images: dict[str, str]) -> str:
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in (header, alignment, *rows))
         parts.append(f"**{SECTIONS[name].title}**\n\n{table}")
     plots = [f"![{description}]({path})" for path, description in images.items()]
-    return "\n\n".join([*parts, *plots, tally(content), LEGEND, caption(content)])
+    texts = filter(None, (content.one_core, tally(content), LEGEND, caption(content)))
+    return "\n\n".join([*parts, *plots, *texts])
 
 
 def rewrite_readme(path: Path, content: Content, images: dict[str, str]) -> None:

@@ -1,0 +1,82 @@
+"""How many cores two threads get: some machines have two processors and one core."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.measure import Result
+
+LEAST_SCALING = 1.3
+"""Of the rate of registers alone on two threads over one: two of one core are far below, two cores
+are near 2, on a machine that does little else."""
+SYSTEM = Path("/sys")
+
+
+def one_core(peaks: Sequence[Result], name: str) -> str:
+    """A sentence where two threads get one core only, else nothing.
+
+    Args:
+        peaks: the rows of the machine's peaks.
+        name: of the peak that needs nothing but the core.
+    """
+    rates = {
+        it.threads: statistics.median(1 / seconds for seconds in it.seconds[name])
+        for it in peaks
+        if it.name == name and name in it.seconds
+    }
+    if 2 not in rates or rates[2] >= LEAST_SCALING * rates[1]:
+        return ""
+    return (
+        f"This machine gives two threads one core only ({reason()}): the {name} is "
+        f"{rates[1] / 1e9:.0f} GFLOP/s on one thread and {rates[2] / 1e9:.0f} on two. Rows of two "
+        "threads cannot be judged."
+    )
+
+
+def reason() -> str:
+    """Why two threads may get one core, as far as the system tells."""
+    processors = sorted(os.sched_getaffinity(0))
+    quota = processors_allowed()
+    if quota is not None and quota < 2:
+        return f"its control group may use {quota:g} processors"
+    if len({core_of(processor) for processor in processors}) < len(processors):
+        return "its processors are threads of the same core"
+    return "the system shows more, as virtual machines do whose processors are threads of one core"
+
+
+def core_of(processor: int) -> str:
+    """The processors of its core, as Linux lists them; by itself where Linux says nothing."""
+    path = SYSTEM / f"devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return str(processor)
+
+
+def processors_allowed() -> float | None:
+    """The quota of the control group of this process, in processors; None if there is none."""
+    try:
+        quota, period = (SYSTEM / "fs/cgroup/cpu.max").read_text().split()
+    except OSError:
+        try:
+            folder = SYSTEM / "fs/cgroup/cpu"
+            quota, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
+            )
+        except OSError:
+            return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def processors_by_core() -> list[int]:
+    """The usable processors, one of each core before the second of any."""
+    cores: dict[str, list[int]] = {}
+    for processor in sorted(os.sched_getaffinity(0)):
+        cores.setdefault(core_of(processor), []).append(processor)
+    return sorted(
+        (processor for core in cores.values() for processor in core),
+        key=lambda processor: (cores[core_of(processor)].index(processor), processor),
+    )

@@ -1,0 +1,185 @@
+"""``make test-processors``: kernels as on other processors, as far as this one can run them.
+
+    python tests/processors.py [--only NAME ...] [--list]
+
+For each width of vectors kernels are tested as they are by themselves, with bfloat16 multiplied in
+pairs, and with the tiles of a matrix unit, which are multiplied with vectors where there is none.
+(With a matrix unit, pairs make no difference.) Then for other processors by name, of which those
+are left out whose instructions this one lacks. What is tested are values and gradients of all
+operators, and what their kernels are made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import llvmlite.binding as llvm
+
+REPOSITORY = Path(__file__).parents[1]
+FILES = ("operators", "elementwise", "tile_products", "parts")
+PRODUCTS = ("float32", "bfloat16", "float16")
+ALL = (*PRODUCTS, "float64")
+# What kernels are made of: functions, products in parts, and these parts.
+VOCABULARY = ("test_exp", "test_tanh", "test_log", "test_tile_products", "test_parts")
+HAS_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+HAS_AVX2 = ("avx", "avx2", "fma", "f16c")
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Kernels are tested in these dtypes with these environment variables."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    environment: Mapping[str, str]
+    vocabulary: bool = False
+
+    def chosen(self) -> str:
+        """The tests, as pytest's option -k says it."""
+        words = [f"cpu-{it}-{check}" for it in self.dtypes for check in ("values", "gradients")]
+        return " or ".join([*words, *(VOCABULARY if self.vocabulary else ())])
+
+
+@dataclass(frozen=True)
+class Processor:
+    """Another processor, by LLVM's name.
+
+    Attributes:
+        name: of the processor.
+        needs: features without which nothing of its code is tested.
+        others: features that its code is compiled without where this processor lacks them.
+        dtypes: what is tested. Without F16C, LLVM calls functions for float16 that are not there.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+    def missing(self, features: Mapping[str, bool]) -> list[str]:
+        return [name for name in self.needs if not features.get(name)]
+
+    def combination(self, features: Mapping[str, bool]) -> Combination:
+        lacking = [name for name in self.others if not features.get(name)]
+        present = [name for name in self.others if features.get(name)]
+        switches = [f"+{name}" for name in (*self.needs, *present)]
+        switches += [f"-{name}" for name in (*lacking, "prefer-256-bit")]
+        environment = {"NUMBA_CPU_NAME": self.name, "NUMBA_CPU_FEATURES": ",".join(switches)}
+        without = f" without {', '.join(lacking)}" if lacking else ""
+        return Combination(self.name + without, self.dtypes, environment)
+
+
+PROCESSORS = (
+    Processor("x86-64", (), dtypes=("float32", "float64")),
+    Processor("haswell", HAS_AVX2, dtypes=PRODUCTS),
+    Processor("skylake-avx512", (*HAS_AVX2, *HAS_AVX512)),
+    Processor(
+        "sapphirerapids",
+        (*HAS_AVX2, *HAS_AVX512, "avx512bf16"),
+        ("avx512fp16", "avxvnni", "amx-tile", "amx-bf16", "amx-int8"),
+    ),
+    Processor(
+        "znver5", (*HAS_AVX2, *HAS_AVX512, "avx512bf16"), ("avxvnni", "avx512vp2intersect")
+    ),
+)  # fmt: skip
+
+
+def widths() -> Iterator[Combination]:
+    """All widths of vectors, with each way to multiply."""
+    for bits in ("128", "256", "512"):
+        for name, dtypes, pairs, unit in (
+            (f"{bits} bits", ALL, "0", "0"),
+            (f"{bits} bits in pairs", ("bfloat16",), "1", "0"),
+            (f"{bits} bits on a matrix unit", PRODUCTS, "0", "1"),
+        ):
+            environment = {
+                "FOO_VECTOR_BITS": bits,
+                "FOO_BFLOAT16_PAIRS": pairs,
+                "FOO_MATRIX_UNIT": unit,
+            }
+            yield Combination(name, dtypes, environment, vocabulary=dtypes == ALL)
+
+
+def combinations() -> tuple[list[Combination], list[str]]:
+    """What can be tested here, and for each processor that cannot the reason."""
+    found, skipped = list(widths()), []
+    is_x86 = llvm.get_process_triple().startswith("x86_64")
+    features = llvm.get_host_cpu_features()
+    for processor in PROCESSORS:
+        if not is_x86:
+            skipped.append(f"{processor.name}: skipped, this processor is no x86-64")
+        elif missing := processor.missing(features):
+            skipped.append(f"{processor.name}: skipped, this processor has no {', '.join(missing)}")
+        else:
+            found.append(processor.combination(features))
+    return found, skipped
+
+
+def run(combination: Combination) -> tuple[bool, str]:
+    """Whether all tests passed, and what is to be printed: a line, and more of what failed."""
+    start = time.monotonic()
+    process = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
+            # With the project's own options, pytest would not say how many passed.
+            *("-o", "addopts=--strict-markers", "-q", "--tb=short"),
+            *(f"tests/test_{name}.py" for name in FILES),
+            *("-k", combination.chosen()),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **combination.environment},
+        check=False,
+    )
+    output, seconds = process.stdout, time.monotonic() - start
+    line = f"{combination.name}: {summary(process.returncode, output)} in {seconds:.0f} s"
+    if process.returncode == 0:
+        return True, line
+    settings = " ".join(f"{name}={value}" for name, value in combination.environment.items())
+    return False, f"{line} ({settings})\n{output}{process.stderr}"
+
+
+def summary(returncode: int, output: str) -> str:
+    """How many tests passed and failed."""
+    if returncode < 0:
+        return f"ended by signal {-returncode}"
+    *_, last = ["", *output.splitlines()]
+    counts = re.findall(r"(\d+ (?:passed|failed|errors?))\b", last)
+    return ", ".join(counts) or f"pytest returned {returncode}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--list", action="store_true", help="only the names of the combinations")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="some of the combinations")
+    options = parser.parse_args()
+    chosen, skipped = combinations()
+    if options.only:
+        names = [it.name for it in chosen]
+        if unknown := [name for name in options.only if name not in names]:
+            parser.error(f"--only must be among {'; '.join(names)}, got {'; '.join(unknown)}")
+        chosen, skipped = [it for it in chosen if it.name in options.only], []
+    if options.list:
+        print(*(it.name for it in chosen), *skipped, sep="\n")
+        return 0
+    right = True
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for passed, text in pool.map(run, chosen):
+            print(text, flush=True)
+            right = right and passed
+    print(*skipped, sep="\n")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
