@@ -9,7 +9,6 @@
 #include <cstring>
 #include <optional>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "aten/host_call.h"
@@ -20,19 +19,13 @@
 #include "device/device.h"
 #include "device/hooks.h"
 #include "device/pinned_memory.h"
+#include "threads.h"
 
 namespace foo::test {
 namespace {
 
 const c10::Device kFoo(device::kFoo, 0);
 const c10::Device kOther(device::kFoo, 1);
-
-template <typename Function>
-void in_threads(int count, Function function) {
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < count; ++thread) threads.emplace_back(function, thread);
-  for (auto& thread : threads) thread.join();
-}
 
 int64_t allocated(c10::DeviceIndex index) {
   return device::allocator().getDeviceStats(index).allocated_bytes[0].current;

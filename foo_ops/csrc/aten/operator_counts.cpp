@@ -1,16 +1,24 @@
 #include "aten/operator_counts.h"
 
-#include <c10/util/flat_hash_map.h>
-
+#include <array>
+#include <cstddef>
+#include <cstdint>
 #include <mutex>
 
 namespace foo::aten {
 namespace {
 
+// The counter of an operator that runs through the fallback.
+struct Known {
+  c10::OperatorName name;
+  OperatorCount* count;
+};
+
 struct Registry {
   std::mutex mutex;
   // References to elements of a map stay valid.
   std::map<std::string, OperatorCount> counts;
+  std::map<std::string, Known> fallbacks;
 };
 
 // Never destroyed: operators may run after the static objects of this library are gone.
@@ -19,21 +27,27 @@ Registry& registry() {
   return *instance;
 }
 
-// To hash a name, let alone to print it, takes a good part of the time of a small call. So the
-// counters are known by the name's address, which may become that of another operator's.
+const Known& known_fallback(const c10::OperatorName& name) {
+  const std::string text = c10::toString(name);
+  OperatorCount& count = operator_count(text);
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  return registry().fallbacks.try_emplace(text, Known{name, &count}).first->second;
+}
+
+// To hash a name, let alone to print it, takes a good part of the time of a small call. So each
+// thread keeps what it has found, near a place that follows from the name's address. An array needs
+// no destructor: a thread may run operators until it is gone.
 std::atomic<int64_t>& fallback_count(const c10::OperatorName& name) {
-  struct Known {
-    c10::OperatorName name;
-    OperatorCount* count;
-  };
-  thread_local ska::flat_hash_map<const void*, Known> known;
-  const auto position = known.find(&name);
-  if (position != known.end() && position->second.name == name) {
-    return position->second.count->fallback;
+  constexpr size_t kPlaces = 1024;
+  constexpr size_t kTries = 8;
+  thread_local std::array<const Known*, kPlaces> places{};
+  const size_t first = reinterpret_cast<uintptr_t>(&name) * 0x9E3779B97F4A7C15u >> 32;
+  for (size_t place = first; place < first + kTries; ++place) {
+    const Known*& known = places[place % kPlaces];
+    if (known == nullptr) known = &known_fallback(name);
+    if (known->name == name) return known->count->fallback;
   }
-  OperatorCount& count = operator_count(c10::toString(name));
-  known.insert_or_assign(&name, Known{name, &count});
-  return count.fallback;
+  return known_fallback(name).count->fallback;
 }
 
 }  // namespace
