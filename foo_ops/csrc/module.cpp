@@ -18,6 +18,7 @@
 #include "kernel_table.h"
 #include "ops/attention.h"
 #include "ops/elementwise.h"
+#include "ops/overlap.h"
 #include "ops/parameter.h"
 #include "ops/tile.h"
 #include "registration.h"
@@ -67,6 +68,27 @@ void bind_attention_checks(py::module_& module) {
   module.def("check_attention_results", torch::wrap_pybind_function(foo::check_attention_results));
   module.def("check_attention_bias", torch::wrap_pybind_function(foo::check_attention_bias));
   module.def("check_attention_seed", torch::wrap_pybind_function(foo::check_attention_seed));
+}
+
+// For fake kernels of operators with arguments `out`.
+void bind_checks_of_out(py::module_& module) {
+  using Tensor = const at::Tensor&;
+  module.def("check_devices",
+             torch::wrap_pybind_function(
+                 [](const std::string& name, const std::vector<foo::Parameter>& parameters,
+                    const std::vector<std::optional<at::Tensor>>& arguments) {
+                   const std::vector<c10::IValue> values(arguments.begin(), arguments.end());
+                   foo::common_device(name, parameters, values);
+                 }));
+  module.def("check_out", torch::wrap_pybind_function(
+                              [](const std::string& name, const std::string& parameter, Tensor out,
+                                 Tensor result, const std::vector<at::Tensor>& others) {
+                                foo::check_can_cast(name, parameter, result.scalar_type(), out);
+                                const auto sizes = result.sym_sizes();
+                                if (out.sym_sizes() != sizes) {
+                                  foo::check_resizable(name, parameter, out, sizes, others);
+                                }
+                              }));
 }
 
 // As torch.library.Library keeps them: a handle of a registration, with destroy().
@@ -124,7 +146,6 @@ foo::Refusal refusal(py::object function) {
     } catch (py::error_already_set& error) {
       throw_as_torch_does(error);
     }
-    TORCH_CHECK(false, "a tile kernel's check did not pass, and its refuse raised nothing");
   };
 }
 
@@ -145,20 +166,30 @@ void bind_kernels(py::module_& module) {
            torch::wrap_pybind_function([](const Elementwise& elementwise,
                                           const std::vector<std::optional<at::Tensor>>& arguments) {
              const std::vector<c10::IValue> values(arguments.begin(), arguments.end());
+             elementwise.check_devices(values);
              return elementwise.types_of(values).results;
            }),
            py::arg("arguments"))
+      .def("check_shapes",
+           torch::wrap_pybind_function([](const Elementwise& elementwise,
+                                          const std::vector<std::optional<at::Tensor>>& arguments,
+                                          const std::vector<c10::SymInt>& sizes) {
+             const std::vector<c10::IValue> values(arguments.begin(), arguments.end());
+             elementwise.check_shapes(values, sizes);
+           }),
+           py::arg("arguments"), py::arg("sizes"))
       .def("register_for", [](Elementwise& elementwise, const std::string& key) {
         return Registration(elementwise.register_for(c10::parseDispatchKey(key)));
       });
-  module.def("register_tile",
-             [](const std::string& operator_name, const std::string& key, const std::string& kernel,
-                std::vector<Parameter> parameters, bool contiguous_rows, bool repeats_written,
-                bool finishes, py::object refuse) {
-               return Registration(foo::register_tile(
-                   operator_name, c10::parseDispatchKey(key), kernel, std::move(parameters),
-                   {contiguous_rows, repeats_written, finishes, refusal(std::move(refuse))}));
-             });
+  module.def("register_tile", [](const std::string& operator_name, const std::string& key,
+                                 const std::string& kernel, std::vector<Parameter> parameters,
+                                 bool contiguous_rows, bool repeats_written, bool finishes,
+                                 std::vector<bool> checks, py::object refuse) {
+    return Registration(foo::register_tile(operator_name, c10::parseDispatchKey(key), kernel,
+                                           std::move(parameters),
+                                           {contiguous_rows, repeats_written, finishes,
+                                            std::move(checks), refusal(std::move(refuse))}));
+  });
   module.def("count_versions", [](const std::string& operator_name) {
     return Registration(foo::count_versions(operator_name));
   });
@@ -179,6 +210,7 @@ void bind_operators(py::module_& module) {
   module.def("agreement", &describe_agreement);
   bind_kernels(module);
   bind_attention_checks(module);
+  bind_checks_of_out(module);
   module.def(
       "register_autograd_shortcut",
       [](const std::string& operator_name) {

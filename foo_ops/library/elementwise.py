@@ -29,6 +29,7 @@ from foo_ops.library.operators import (
     parameters_of,
 )
 
+CPU = torch.device("cpu")
 _UNSIGNED_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 Dtypes = Iterable[torch.dtype]
@@ -275,7 +276,11 @@ def _fake(
         outputs = [tensor for p, tensor in there if p.role != "read"]
         types = elementwise.result_types(tensors)
         if outputs:
-            results = [_written(output, inputs) for output in outputs]
+            shape = _broadcast_shape(inputs)
+            elementwise.check_shapes(tensors, shape)
+            results = [
+                output if output.shape == shape else output.resize_(shape) for output in outputs
+            ]
         else:
             (shape, strides), device = _layout(inputs), _common_device(inputs)
             results = [
@@ -288,17 +293,8 @@ def _fake(
 
 
 def _common_device(inputs: Sequence[Tensor]) -> torch.device:
-    """As TensorIterator finds it: a 0-d tensor on cpu goes with any other."""
-    devices = dict.fromkeys(
-        tensor.device for tensor in inputs if tensor.dim() > 0 or tensor.device.type != "cpu"
-    )
-    if len(devices) > 1:
-        first, second = list(devices)[:2]
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{first} and {second}!"
-        )
-    return next(iter(devices), inputs[0].device)
+    """As TensorIterator finds it, where they go together: a 0-d tensor on cpu goes with any."""
+    return next((tensor.device for tensor in inputs if tensor.device.type != "cpu"), CPU)
 
 
 def _broadcast_shape(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -306,11 +302,6 @@ def _broadcast_shape(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
     from torch._refs import _broadcast_shapes
 
     return tuple(_broadcast_shapes(*(tensor.shape for tensor in inputs)))
-
-
-def _written(output: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    shape = _broadcast_shape(inputs)
-    return output if output.shape == shape else output.resize_(shape)
 
 
 def _layout(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -53,6 +53,7 @@ class NumbaKernel(abc.ABC):
     ) -> None:
         """Make this an operator's kernel for some dispatch keys."""
         parameters = parameters_of(operator)
+        _check_returned(operator, parameters)
         launcher = self.launcher(operator, parameters)
         for key in keys:
             keep(launcher.register_for(key), lib)
@@ -69,6 +70,16 @@ class NumbaKernel(abc.ABC):
             f"{self.function.__name__} is a kernel, and an operator calls it: give it to one with "
             "foo_ops.library.register_kernel"
         )
+
+
+def _check_returned(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:
+    returns_written = any(result.alias_info is not None for result in operator._schema.returns)
+    for parameter in parameters:
+        if returns_written and parameter.is_optional and parameter.role != "read":
+            raise TypeError(
+                f"{operator.name()}: an argument that it writes and returns must not be optional, "
+                f"got {parameter.name}"
+            )
 
 
 @overload

@@ -19,6 +19,11 @@ def find(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
+def short_name(operator: torch._ops.OpOverload) -> str:
+    """Its name in messages, without namespace and overload."""
+    return operator.name().partition("::")[2].partition(".")[0]
+
+
 def library_of(name: str, lib: torch.library.Library | None) -> torch.library.Library:
     """The library that a registration for an operator belongs to."""
     if lib is not None:

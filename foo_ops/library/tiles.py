@@ -20,7 +20,7 @@ from foo_ops.library.kernels import (
     describe,
     kinds_of,
 )
-from foo_ops.library.operators import Parameter, find
+from foo_ops.library.operators import Parameter, find, parameters_of, short_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,8 @@ class TileKernel(NumbaKernel):
         functions = (self.function, *others.values())
         kernel = add_source(operator, functions, "tile.tile", *options)
         is_repeated = results > 0 and not _fresh(operator)
+        checked = taken.get("check", ())
+        checks = [position in checked for position in range(len(parameters))]
         refuse = self._refusal(operator, len(parameters))
 
         def register_for(key: str) -> Any:
@@ -62,6 +64,7 @@ class TileKernel(NumbaKernel):
                 self.contiguous_rows,
                 is_repeated,
                 self.finish is not None,
+                checks,
                 refuse,
             )
 
@@ -142,7 +145,9 @@ def tile_kernel(
     - float, int and bool come as float64, int64 and bool; what is missing is None. A float64 makes
       what it meets float64, unless it is a constant: `foo_ops.language.cast` narrows it.
     - Results are allocated as the operator's fake kernel says, which is called once for the same
-      shapes and numbers. They are not initialised.
+      shapes and numbers. They are not initialised. What it refuses is refused, and nothing is
+      written: by an operator that works in place, too, and where ``f_`` has no fake kernel, that of
+      ``f`` is asked.
     - Of an operator that works in place the function gets the argument, which it changes. Where it
       has a parameter more, it gets that argument once more in place of the result, so that one
       function can serve ``f`` and ``f_``.
@@ -162,7 +167,8 @@ def tile_kernel(
         finish: is called once when all tiles are done, on one thread, also where there are none:
             for what is made of all tiles, such as a mean.
         check: tells before anything is written whether what the tensors contain can be used, such
-            as indices.
+            as indices. Tensors of integers or bools that it takes are copied first, so that the
+            function gets the numbers that were checked, whatever other threads do.
         refuse: a Python function, which is called where it cannot, and raises what is wrong: a
             ValueError, an IndexError, a TypeError or a RuntimeError.
 
@@ -223,14 +229,39 @@ def _fake_of_out(
     outs = [p.name for p in parameters if p.role == "out"]
     if not outs:
         return None
-    functional = find(operator.name().partition(".")[0])
+    functional = _functional(operator, parameters)
+    name, taken = short_name(operator), [cpp_parameter(parameter) for parameter in parameters]
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        targets: list[Tensor] = [kwargs.pop(name) for name in outs]
+        given = {p.name: argument for p, argument in zip(parameters, args)} | kwargs
+        tensors = [given.get(p.name) if p.is_tensor else None for p in parameters]
+        _C.check_devices(name, taken, tensors)
+        targets: list[Tensor] = [kwargs.pop(out) for out in outs]
         results = functional(*args, **kwargs)
-        for target, result in zip(targets, (results,) if len(targets) == 1 else results):
+        results = (results,) if len(targets) == 1 else results
+        for out, target, result in zip(outs, targets, results):
+            others = [x for x in tensors if x is not None and x is not target]
+            _C.check_out(name, out, target, result, others)
+        for target, result in zip(targets, results):
             if target.shape != result.shape:
                 target.resize_(result.shape)
         return targets[0] if len(targets) == 1 else tuple(targets)
 
     return fake
+
+
+def _functional(
+    operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
+) -> torch._ops.OpOverload:
+    """The operator ``f`` of ``f.out``, which tells what the results are."""
+    functional = find(operator.name().partition(".")[0])
+    inputs = [p for p in parameters if p.role != "out"]
+    if (
+        list(parameters_of(functional)) != inputs
+        or [p.role for p in parameters[len(inputs) :]] != ["out"] * len(functional._schema.returns)
+    ):  # fmt: skip
+        raise TypeError(
+            f"{operator.name()}: it must take the arguments of {functional.name()}, and then an "
+            f"out for each result: {functional._schema}, got {operator._schema}"
+        )
+    return functional

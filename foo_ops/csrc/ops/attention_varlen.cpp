@@ -10,24 +10,21 @@
 #include "kernel_table.h"
 #include "ops/attention.h"
 #include "ops/attention_work.h"
+#include "ops/read_once.h"
 
 namespace foo {
 
 namespace {
 
-// What the checks of values find out.
+// What the tensors of integers say, and has been checked. They are read once, since another thread
+// may write to them at any time.
 struct Lengths {
   std::vector<int64_t> query_offsets, key_offsets, query_lengths, key_lengths;
+  // A row for each sequence with the numbers of the blocks in use.
+  std::vector<int32_t> pages;
+  // Of such a row.
+  int64_t columns = 0;
 };
-
-// Adjacent elements in memory that we can read, since foo memory is host memory.
-at::Tensor readable(const at::Tensor& tensor) {
-  return tensor.contiguous();
-}
-
-at::Tensor readable_table(const PackedInputs& inputs) {
-  return inputs.block_table.has_value() ? readable(*inputs.block_table) : at::Tensor();
-}
 
 void check_offsets(const char* argument, const int32_t* offsets, int64_t count) {
   TORCH_CHECK_VALUE(offsets[0] == 0, "attention_varlen: ", argument, " must start at 0, got ",
@@ -51,18 +48,26 @@ void check_used(const Lengths& lengths, const int32_t* used, bool is_paged, int6
   }
 }
 
-void check_pages(const Lengths& lengths, const int32_t* table, int64_t columns, int64_t page_size,
-                 int64_t pages) {
+// Of a large table only the blocks in use are copied.
+void read_pages(Lengths& lengths, const at::Tensor& table, int64_t page_size, int64_t pages) {
+  const int64_t room = table.size(1) * page_size;
   for (size_t i = 0; i < lengths.key_lengths.size(); ++i) {
-    TORCH_CHECK_VALUE(lengths.key_lengths[i] <= columns * page_size,
-                      "attention_varlen: cu_seqlens_k must give sequence ", i, " at most ",
-                      columns * page_size, " keys as block_table holds, got ",
-                      lengths.key_lengths[i]);
+    const int64_t length = lengths.key_lengths[i];
+    TORCH_CHECK_VALUE(length <= room, "attention_varlen: cu_seqlens_k must give sequence ", i,
+                      " at most ", room, " keys as block_table holds, got ", length);
+    lengths.columns = std::max(lengths.columns, ceil_divide(length, page_size));
+  }
+  lengths.pages.resize(lengths.key_lengths.size() * lengths.columns);
+  const auto* const numbers = table.const_data_ptr<int32_t>();
+  for (size_t i = 0; i < lengths.key_lengths.size(); ++i) {
+    const auto* const row = numbers + static_cast<int64_t>(i) * table.stride(0);
+    int32_t* const own = lengths.pages.data() + static_cast<int64_t>(i) * lengths.columns;
     for (int64_t page = 0; page < ceil_divide(lengths.key_lengths[i], page_size); ++page) {
-      const int32_t number = table[static_cast<int64_t>(i) * columns + page];
+      const int32_t number = __atomic_load_n(row + page * table.stride(1), __ATOMIC_RELAXED);
       TORCH_CHECK_VALUE(number >= 0 && number < pages,
                         "attention_varlen: block_table must have block numbers from 0 to ",
                         pages - 1, ", got ", number, " for sequence ", i);
+      own[page] = number;
     }
   }
 }
@@ -76,13 +81,12 @@ void check_longest(const char* argument, const std::vector<int64_t>& lengths, in
                     " as the longest sequence has, got ", given);
 }
 
-// ``block_table`` is that of inputs, readable, or undefined.
-Lengths lengths_of(const PackedInputs& inputs, const at::Tensor& block_table,
-                   const c10::SymInt& max_seqlen_q, const c10::SymInt& max_seqlen_k) {
+Lengths lengths_of(const PackedInputs& inputs, const c10::SymInt& max_seqlen_q,
+                   const c10::SymInt& max_seqlen_k) {
   const int64_t count = inputs.cu_seqlens_q.numel();
   const bool is_paged = inputs.block_table.has_value();
-  const at::Tensor query_starts = readable(inputs.cu_seqlens_q);
-  const at::Tensor key_starts = readable(inputs.cu_seqlens_k);
+  const at::Tensor query_starts = read_once(inputs.cu_seqlens_q);
+  const at::Tensor key_starts = read_once(inputs.cu_seqlens_k);
   const auto* query_offsets = query_starts.const_data_ptr<int32_t>();
   const auto* key_offsets = key_starts.const_data_ptr<int32_t>();
   check_offsets("cu_seqlens_q", query_offsets, count);
@@ -98,17 +102,15 @@ Lengths lengths_of(const PackedInputs& inputs, const at::Tensor& block_table,
     lengths.key_offsets.push_back(is_paged ? 0 : key_offsets[i]);
     lengths.key_lengths.push_back(key_offsets[i + 1] - key_offsets[i]);
   }
-  const int64_t columns = is_paged ? block_table.size(1) : 0;
   const int64_t page_size = is_paged ? inputs.key.size(1) : 0;
   if (inputs.seqused_k.has_value()) {
-    const at::Tensor used = readable(*inputs.seqused_k);
-    check_used(lengths, used.const_data_ptr<int32_t>(), is_paged, columns * page_size);
+    const at::Tensor used = read_once(*inputs.seqused_k);
     const auto* values = used.const_data_ptr<int32_t>();
+    check_used(lengths, values, is_paged, is_paged ? inputs.block_table->size(1) * page_size : 0);
     lengths.key_lengths.assign(values, values + count - 1);
   }
   if (is_paged) {
-    check_pages(lengths, block_table.const_data_ptr<int32_t>(), columns, page_size,
-                inputs.key.size(0));
+    read_pages(lengths, *inputs.block_table, page_size, inputs.key.size(0));
   }
   check_longest("max_seqlen_q", lengths.query_lengths, max_seqlen_q.expect_int());
   check_longest("max_seqlen_k", lengths.key_lengths, max_seqlen_k.expect_int());
@@ -139,13 +141,13 @@ struct Call {
   Extras extras;
   std::vector<Sequence> sequences;
 
-  // ``block_table`` is that of inputs, readable, or undefined.
-  Call(const PackedInputs& inputs, const at::Tensor& block_table, const Lengths& lengths,
-       const AttentionOptions& options, const std::optional<at::Tensor>& seed) {
-    const bool is_paged = block_table.defined();
+  // ``lengths`` must outlive the call.
+  Call(const PackedInputs& inputs, const Lengths& lengths, const AttentionOptions& options,
+       const std::optional<at::Tensor>& seed) {
+    const bool is_paged = inputs.block_table.has_value();
     if (is_paged) {
-      parameters.block_table = block_table.const_data_ptr<int32_t>();
-      parameters.block_table_stride = block_table.size(1);
+      parameters.block_table = lengths.pages.data();
+      parameters.block_table_stride = lengths.columns;
       parameters.page_size = inputs.key.size(1);
     }
     parameters.batch = static_cast<int64_t>(lengths.query_lengths.size());
@@ -168,10 +170,10 @@ struct Call {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor>;
 
-Outputs attend(const PackedInputs& inputs, const at::Tensor& block_table, const Lengths& lengths,
-               const AttentionOptions& options, const std::optional<at::Tensor>& seed) {
+Outputs attend(const PackedInputs& inputs, const Lengths& lengths, const AttentionOptions& options,
+               const std::optional<at::Tensor>& seed) {
   const auto& query = inputs.query;
-  Call call(inputs, block_table, lengths, options, seed);
+  Call call(inputs, lengths, options, seed);
   const at::Tensor output =
       at::empty({query.size(0), query.size(1), inputs.value.size(-1)}, query.options());
   const at::Tensor logsumexp =
@@ -194,9 +196,8 @@ Outputs attention_varlen(const at::Tensor& query, const at::Tensor& key, const a
                             seqused_k, block_table, alibi_slopes, sinks};
   const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
   check_attention_varlen(inputs, options);
-  const at::Tensor table = readable_table(inputs);
-  const auto lengths = lengths_of(inputs, table, max_seqlen_q, max_seqlen_k);
-  return attend(inputs, table, lengths, options, draw_seed(query, dropout_p));
+  const auto lengths = lengths_of(inputs, max_seqlen_q, max_seqlen_k);
+  return attend(inputs, lengths, options, draw_seed(query, dropout_p));
 }
 
 Outputs attention_varlen_seeded(
@@ -212,9 +213,8 @@ Outputs attention_varlen_seeded(
   const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
   check_attention_varlen(inputs, options);
   check_attention_seed("attention_varlen", query, seed, dropout_p);
-  const at::Tensor table = readable_table(inputs);
-  const auto lengths = lengths_of(inputs, table, max_seqlen_q, max_seqlen_k);
-  return attend(inputs, table, lengths, options, seed);
+  const auto lengths = lengths_of(inputs, max_seqlen_q, max_seqlen_k);
+  return attend(inputs, lengths, options, seed);
 }
 
 // What the backward pass is given beside the inputs.
@@ -231,7 +231,7 @@ using PackedGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tenso
 PackedGradients packed_backward(const PackedInputs& inputs, const Lengths& lengths,
                                 const AttentionOptions& options, const Results& results,
                                 const std::optional<at::Tensor>& seed) {
-  Call call(inputs, {}, lengths, options, seed);
+  Call call(inputs, lengths, options, seed);
   auto& parameters = call.parameters;
   parameters.output = packed(results.output);
   parameters.logsumexp = packed_rows(results.logsumexp);
@@ -247,15 +247,13 @@ PackedGradients packed_backward(const PackedInputs& inputs, const Lengths& lengt
 class UsedBlocks {
  public:
   // Lets ``lengths`` say where the sequences begin among the rows of these blocks.
-  UsedBlocks(Lengths& lengths, const at::Tensor& block_table, const at::Tensor& key) {
-    const int64_t columns = block_table.size(1);
+  UsedBlocks(Lengths& lengths, const at::Tensor& key) {
     const int64_t page_size = key.size(1);
-    const auto* const table = block_table.const_data_ptr<int32_t>();
     std::vector<int64_t> numbers, distinct, places;
     std::unordered_map<int64_t, int64_t> place_of;
     for (size_t i = 0; i < lengths.key_lengths.size(); ++i) {
       lengths.key_offsets[i] = static_cast<int64_t>(numbers.size()) * page_size;
-      const int32_t* const row = table + static_cast<int64_t>(i) * columns;
+      const int32_t* const row = lengths.pages.data() + static_cast<int64_t>(i) * lengths.columns;
       for (int64_t page = 0; page < ceil_divide(lengths.key_lengths[i], page_size); ++page) {
         const auto [place, is_new] = place_of.try_emplace(row[page], distinct.size());
         if (is_new) {
@@ -294,11 +292,11 @@ class UsedBlocks {
 };
 
 // In the compute type, so that nothing is rounded before it is summed.
-PackedGradients paged_backward(const PackedInputs& inputs, const at::Tensor& block_table,
-                               Lengths lengths, const AttentionOptions& options,
-                               const Results& results, const std::optional<at::Tensor>& seed) {
+PackedGradients paged_backward(const PackedInputs& inputs, Lengths lengths,
+                               const AttentionOptions& options, const Results& results,
+                               const std::optional<at::Tensor>& seed) {
   const auto type = compute_type(inputs.query);
-  const UsedBlocks blocks(lengths, block_table, inputs.key);
+  const UsedBlocks blocks(lengths, inputs.key);
   const at::Tensor query = inputs.query.to(type);
   const at::Tensor key = blocks.gather(inputs.key, type);
   const at::Tensor value = blocks.gather(inputs.value, type);
@@ -335,17 +333,16 @@ PackedGradients attention_varlen_backward(
   check_attention_results("attention_varlen_backward", grad_output, grad_logsumexp, query, value,
                           output, logsumexp);
   check_attention_seed("attention_varlen_backward", query, seed, dropout_p);
-  const at::Tensor table = readable_table(inputs);
-  const auto lengths = lengths_of(inputs, table, max_seqlen_q, max_seqlen_k);
-  return table.defined() ? paged_backward(inputs, table, lengths, options, results, seed)
-                         : packed_backward(inputs, lengths, options, results, seed);
+  const auto lengths = lengths_of(inputs, max_seqlen_q, max_seqlen_k);
+  return block_table.has_value() ? paged_backward(inputs, lengths, options, results, seed)
+                                 : packed_backward(inputs, lengths, options, results, seed);
 }
 
 }  // namespace
 
 void check_attention_sequences(const PackedInputs& inputs, const c10::SymInt& max_seqlen_q,
                                const c10::SymInt& max_seqlen_k) {
-  lengths_of(inputs, readable_table(inputs), max_seqlen_q, max_seqlen_k);
+  lengths_of(inputs, max_seqlen_q, max_seqlen_k);
 }
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {

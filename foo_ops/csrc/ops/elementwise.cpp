@@ -1,5 +1,6 @@
 #include "ops/elementwise.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/native/Resize.h>
@@ -11,6 +12,7 @@
 #include <algorithm>
 
 #include "aten/operator_counts.h"
+#include "ops/overlap.h"
 
 namespace foo {
 
@@ -184,6 +186,23 @@ at::ScalarType Elementwise::common_type(c10::ArrayRef<c10::IValue> arguments) co
   return at::native::result_type(state);
 }
 
+void Elementwise::check_devices(c10::ArrayRef<c10::IValue> arguments) const {
+  c10::Device common(c10::kCPU);
+  for (const c10::IValue& argument : arguments) {
+    if (common.is_cpu() && argument.isTensor()) common = argument.toTensor().device();
+  }
+  bool has_number = false;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!arguments[i].isTensor() || arguments[i].toTensor().device() == common) continue;
+    const at::Tensor& tensor = arguments[i].toTensor();
+    TORCH_CHECK(!is_written(arguments, i) && tensor.dim() == 0 && tensor.is_cpu(),
+                "Expected all tensors to be on the same device, but found at least two devices, ",
+                common, " and ", tensor.device(), "!");
+    TORCH_CHECK(!has_number, "Trying to pass too many CPU scalars to non-CPU kernel!");
+    has_number = true;
+  }
+}
+
 Elementwise::Types Elementwise::types_of(c10::ArrayRef<c10::IValue> arguments) const {
   const at::ScalarType common = common_type(arguments);
   const auto entry = result_types_.find(common);
@@ -200,12 +219,66 @@ Elementwise::Types Elementwise::types_of(c10::ArrayRef<c10::IValue> arguments) c
         ": ", parameter.name, " must have ", parameter.own_types_in_words, ", got ",
         dtype_name(own));
     if (parameter.role == Parameter::Role::kRead) continue;
-    TORCH_CHECK_TYPE(c10::canCast(*result, own), name_, ": ", parameter.name,
-                     " must have a dtype that ", dtype_name(*result), " can be cast to, got ",
-                     dtype_name(own));
-    ++result;
+    check_can_cast(name_, parameter.name, *result++, arguments[i].toTensor());
   }
   return {common, entry->second};
+}
+
+void Elementwise::check_shapes(c10::ArrayRef<c10::IValue> arguments,
+                               c10::SymIntArrayRef sizes) const {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!is_written(arguments, i)) continue;
+    const at::Tensor& target = arguments[i].toTensor();
+    if (target.sym_sizes() == sizes) continue;
+    const bool is_input = std::any_of(
+        arguments.begin(), arguments.end(), [&, out = &arguments[i]](const auto& argument) {
+          return &argument != out && argument.isTensor() && argument.toTensor().is_same(target);
+        });
+    TORCH_CHECK(parameters_[i].role == Parameter::Role::kOut && !is_input, "output with shape ",
+                target.sym_sizes(), " doesn't match the broadcast shape ", sizes);
+    check_resizable(name_, parameters_[i].name, target, sizes, other_tensors(arguments, i));
+  }
+}
+
+void Elementwise::check_overlaps(c10::ArrayRef<c10::IValue> arguments, size_t index) const {
+  const at::Tensor& target = arguments[index].toTensor();
+  TORCH_CHECK(!overlaps_itself(target),
+              "unsupported operation: more than one element of the written-to tensor refers to a "
+              "single memory location. Please clone() the tensor before performing the "
+              "operation.");
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!is_input(arguments, i)) continue;
+    TORCH_CHECK(overlap_of(target, arguments[i].toTensor()) != Overlap::kOther,
+                "unsupported operation: some elements of the input tensor and the written-to "
+                "tensor refer to a single memory location. Please clone() the tensor before "
+                "performing the operation.");
+  }
+  check_apart(name_, parameters_, arguments, index);
+}
+
+at::DimVector Elementwise::check_written(c10::ArrayRef<c10::IValue> arguments) const {
+  check_devices(arguments);
+  at::DimVector sizes;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!is_input(arguments, i)) continue;
+    sizes = at::infer_size_dimvector(sizes, arguments[i].toTensor().sizes());
+  }
+  check_shapes(arguments, c10::fromIntArrayRefUnchecked(sizes));
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    // What is resized is alone in its memory.
+    if (is_written(arguments, i) && arguments[i].toTensor().sizes().equals(sizes)) {
+      check_overlaps(arguments, i);
+    }
+  }
+  return sizes;
+}
+
+bool Elementwise::is_input(c10::ArrayRef<c10::IValue> arguments, size_t index) const {
+  return parameters_[index].role != Parameter::Role::kOut && arguments[index].isTensor();
+}
+
+bool Elementwise::is_written(c10::ArrayRef<c10::IValue> arguments, size_t index) const {
+  return parameters_[index].role != Parameter::Role::kRead && arguments[index].isTensor();
 }
 
 void Elementwise::launch(torch::jit::Stack& stack) {
@@ -237,6 +310,12 @@ void Elementwise::launch(torch::jit::Stack& stack) {
     if (parameter.role != Parameter::Role::kRead) operands.outputs.push_back(tensor);
   }
   Tensors targets = operands.outputs;
+  if (!targets.empty()) {
+    const auto sizes = check_written(arguments);
+    // What cannot be compiled is refused before anything is resized.
+    const bool is_empty = c10::multiply_integers(sizes) == 0;
+    if (!is_empty) kernel_.get<ElementwiseFunction>(signature);
+  }
   bool is_direct = true;
   for (size_t i = 0; i < targets.size(); ++i) {
     is_direct &= targets[i].scalar_type() == types.results[i];

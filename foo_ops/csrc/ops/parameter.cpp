@@ -2,6 +2,8 @@
 
 #include <bit>
 
+#include "ops/overlap.h"
+
 namespace foo {
 
 int64_t scalar_bits(const c10::IValue& value) {
@@ -26,6 +28,32 @@ c10::Device common_device(const std::string& name, const std::vector<Parameter>&
                       first->name, " is, got ", own);
   }
   return device;
+}
+
+void check_can_cast(const std::string& name, const std::string& parameter, at::ScalarType result,
+                    const at::Tensor& target) {
+  TORCH_CHECK_TYPE(c10::canCast(result, target.scalar_type()), name, ": ", parameter,
+                   " must have a dtype that ", dtype_name(result), " can be cast to, got ",
+                   dtype_name(target.scalar_type()));
+}
+
+std::vector<at::Tensor> other_tensors(c10::ArrayRef<c10::IValue> arguments, size_t index) {
+  std::vector<at::Tensor> tensors;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (i != index && arguments[i].isTensor()) tensors.push_back(arguments[i].toTensor());
+  }
+  return tensors;
+}
+
+void check_apart(const std::string& name, const std::vector<Parameter>& parameters,
+                 c10::ArrayRef<c10::IValue> arguments, size_t index) {
+  for (size_t i = 0; i < index; ++i) {
+    if (parameters[i].role == Parameter::Role::kRead || arguments[i].isNone()) continue;
+    const auto overlap = overlap_of(arguments[i].toTensor(), arguments[index].toTensor());
+    TORCH_CHECK(overlap == Overlap::kNone, name, ": ", parameters[index].name,
+                " is written, and must not share memory with ", parameters[i].name,
+                ", which is written, too");
+  }
 }
 
 }  // namespace foo

@@ -37,4 +37,15 @@ int64_t scalar_bits(const c10::IValue& value);
 c10::Device common_device(const std::string& name, const std::vector<Parameter>& parameters,
                           c10::ArrayRef<c10::IValue> arguments);
 
+// Refuses a result that cannot be cast to the dtype of what it is written to.
+void check_can_cast(const std::string& name, const std::string& parameter, at::ScalarType result,
+                    const at::Tensor& target);
+
+// The tensors among the arguments, but for one.
+std::vector<at::Tensor> other_tensors(c10::ArrayRef<c10::IValue> arguments, size_t index);
+
+// Refuses an argument that is written where it shares elements with another one that is.
+void check_apart(const std::string& name, const std::vector<Parameter>& parameters,
+                 c10::ArrayRef<c10::IValue> arguments, size_t index);
+
 }  // namespace foo

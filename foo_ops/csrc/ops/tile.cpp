@@ -1,7 +1,8 @@
 #include "ops/tile.h"
 
-#include <ATen/MemoryOverlap.h>
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/accumulate.h>
@@ -10,6 +11,8 @@
 #include <unordered_map>
 
 #include "aten/operator_counts.h"
+#include "ops/overlap.h"
+#include "ops/read_once.h"
 
 namespace foo {
 
@@ -42,7 +45,8 @@ struct Layout {
 // Of all results of a call. Calls share one that is remembered.
 using Layouts = std::shared_ptr<const std::vector<Layout>>;
 
-// What a fake kernel depends on: all but the contents of tensors.
+// What a fake kernel depends on: the arguments, but for the contents of tensors, and what torch
+// lets a program set for all that follows.
 using Question = c10::SmallVector<int64_t, 48>;
 
 struct QuestionHash {
@@ -60,12 +64,49 @@ void ask_tensor(Question& question, const at::Tensor& tensor) {
   question.append(tensor.strides().begin(), tensor.strides().end());
 }
 
+void ask_settings(Question& question) {
+  const auto& context = at::globalContext();
+  question.push_back(int64_t(c10::get_default_dtype_as_scalartype()));
+  question.push_back(context.deterministicAlgorithms() | c10::GradMode::is_enabled() << 1 |
+                     c10::InferenceMode::is_enabled() << 2);
+  for (const auto device : {at::kCPU, at::kPrivateUse1}) {
+    const bool is_enabled = at::autocast::is_autocast_enabled(device);
+    question.push_back(is_enabled ? int64_t(at::autocast::get_autocast_dtype(device)) : -1);
+  }
+}
+
 at::Tensor without_data(const at::Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
 }
 
-// The layouts of an operator's results, as its fake kernel says. It is called once for arguments
-// of the same shapes and values, since it is Python.
+bool has_fake_kernel(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::Meta);
+}
+
+// The operator `f` beside one called `f_` that takes the same arguments and returns, for each that
+// `f_` writes, what is written there.
+std::optional<c10::OperatorHandle> functional_twin(const c10::OperatorHandle& op) {
+  c10::OperatorName name = op.operator_name();
+  if (!name.name.ends_with('_')) return std::nullopt;
+  name.name.pop_back();
+  auto twin = c10::Dispatcher::singleton().findSchema(name);
+  const auto& own = op.schema().arguments();
+  if (!twin.has_value() || twin->schema().is_mutable()) return std::nullopt;
+  const auto is_alike = [](const c10::Argument& one, const c10::Argument& other) {
+    return *one.real_type() == *other.real_type();
+  };
+  const auto& taken = twin->schema().arguments();
+  const auto written = std::count_if(own.begin(), own.end(), [](const c10::Argument& argument) {
+    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+  });
+  const bool is_twin = std::equal(own.begin(), own.end(), taken.begin(), taken.end(), is_alike) &&
+                       std::ssize(twin->schema().returns()) == written;
+  return is_twin ? twin : std::nullopt;
+}
+
+// The layouts of an operator's results, as its fake kernel says, which also refuses arguments. It
+// is called once for arguments of the same shapes and values, since it is Python. Where an operator
+// that works in place has none, that of its functional twin is asked.
 class ResultLayouts {
  public:
   explicit ResultLayouts(c10::OperatorHandle op) : op_(std::move(op)) {}
@@ -73,6 +114,7 @@ class ResultLayouts {
   // Without arguments `out`.
   Layouts of(c10::ArrayRef<c10::IValue> arguments) {
     Question question;
+    ask_settings(question);
     for (const c10::IValue& argument : arguments) {
       if (argument.isTensor()) {
         ask_tensor(question, argument.toTensor());
@@ -88,7 +130,7 @@ class ResultLayouts {
       const auto known = answers_.find(question);
       if (known != answers_.end()) return known->second;
     }
-    const auto answer = std::make_shared<const std::vector<Layout>>(ask_fake_kernel(arguments));
+    const auto answer = std::make_shared<const std::vector<Layout>>(ask(arguments));
     const std::lock_guard lock(mutex_);
     if (answers_.size() >= kMostAnswers) answers_.clear();
     answers_.emplace(question, answer);
@@ -99,23 +141,54 @@ class ResultLayouts {
   // Some megabytes at most.
   static constexpr size_t kMostAnswers = 4096;
 
-  std::vector<Layout> ask_fake_kernel(c10::ArrayRef<c10::IValue> arguments) const {
-    const std::string name = c10::toString(op_.operator_name());
-    TORCH_CHECK(op_.hasKernelForDispatchKey(c10::DispatchKey::Meta), name,
+  std::vector<Layout> ask(c10::ArrayRef<c10::IValue> arguments) const {
+    if (has_fake_kernel(op_)) return ask_fake_kernel(op_, arguments);
+    const auto twin = functional_twin(op_);
+    TORCH_CHECK(twin.has_value() && has_fake_kernel(*twin), c10::toString(op_.operator_name()),
                 ": the results of a tile kernel are allocated as the operator's fake kernel says, "
                 "and it has none: register one with foo_ops.library.register_fake");
+    const auto layouts = ask_fake_kernel(*twin, arguments);
+    check_written_as(layouts, arguments);
+    return layouts;
+  }
+
+  static std::vector<Layout> ask_fake_kernel(const c10::OperatorHandle& op,
+                                             c10::ArrayRef<c10::IValue> arguments) {
+    const std::string name = c10::toString(op.operator_name());
     torch::jit::Stack stack;
     for (const c10::IValue& argument : arguments) {
       stack.push_back(argument.isTensor() ? without_data(argument.toTensor()) : argument);
     }
-    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
     std::vector<Layout> layouts;
-    for (const c10::IValue& result : stack) {
-      const at::Tensor& tensor = result.toTensor();
-      TORCH_CHECK_TYPE(tensor.defined(), name, ": its fake kernel must return a tensor, got None");
-      layouts.push_back({tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type()});
+    for (size_t i = 0; i < stack.size(); ++i) {
+      const at::Tensor& tensor = stack[i].toTensor();
+      const bool is_argument = op.schema().returns()[i].alias_info() != nullptr;
+      TORCH_CHECK_TYPE(tensor.defined() || is_argument, name,
+                       ": its fake kernel must return a tensor, got None");
+      layouts.push_back(tensor.defined() ? Layout{tensor.sizes().vec(), tensor.strides().vec(),
+                                                  tensor.scalar_type()}
+                                         : Layout{});
     }
     return layouts;
+  }
+
+  // What the twin would return has to fit what is written.
+  void check_written_as(const std::vector<Layout>& layouts,
+                        c10::ArrayRef<c10::IValue> arguments) const {
+    const std::string name = short_name(c10::toString(op_.operator_name()));
+    auto result = layouts.begin();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const c10::Argument& declared = op_.schema().arguments()[i];
+      if (declared.alias_info() == nullptr || !declared.alias_info()->isWrite()) continue;
+      const Layout& layout = *result++;
+      if (arguments[i].isNone()) continue;
+      const at::Tensor& target = arguments[i].toTensor();
+      TORCH_CHECK_VALUE(target.sizes().equals(layout.sizes), name, ": ", declared.name(),
+                        " must have shape ", at::IntArrayRef(layout.sizes),
+                        " as the result has, got ", target.sizes());
+      check_can_cast(name, declared.name(), layout.dtype, target);
+    }
   }
 
   c10::OperatorHandle op_;
@@ -132,12 +205,11 @@ at::Tensor allocate(const Layout& layout, c10::Device device) {
                            at::TensorOptions().dtype(layout.dtype).device(device));
 }
 
-// Whether elements of an argument may be elements of an input, other than itself.
+// Whether elements of an argument are elements of an input, other than itself.
 bool overlaps_another(const at::Tensor& target, c10::ArrayRef<c10::IValue> inputs, size_t index) {
   for (size_t other = 0; other < inputs.size(); ++other) {
     if (other != index && inputs[other].isTensor() &&
-        target.is_alias_of(inputs[other].toTensor()) &&
-        at::get_overlap_status(target, inputs[other].toTensor()) != at::MemOverlapStatus::No) {
+        overlap_of(target, inputs[other].toTensor()) != Overlap::kNone) {
       return true;
     }
   }
@@ -147,6 +219,9 @@ bool overlaps_another(const at::Tensor& target, c10::ArrayRef<c10::IValue> input
 bool has_contiguous_rows(const at::Tensor& tensor) {
   return tensor.dim() == 0 || tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
 }
+
+// What the kernel reads in place of some arguments.
+using Copies = c10::SmallVector<std::pair<size_t, at::Tensor>, 2>;
 
 // The arguments of one call of a kernel.
 class Call {
@@ -209,6 +284,8 @@ struct Written {
   at::Tensor buffer;
 };
 
+using AllWritten = c10::SmallVector<Written, 4>;
+
 class TileLauncher final : public c10::OperatorKernel {
  public:
   TileLauncher(const c10::OperatorHandle& op, c10::DispatchKey key, const std::string& kernel,
@@ -225,8 +302,6 @@ class TileLauncher final : public c10::OperatorKernel {
     for (const auto& result : op.schema().returns()) {
       returns_argument_.push_back(result.alias_info() != nullptr);
     }
-    asks_layouts_ = inputs_ < parameters_.size() ||
-                    std::count(returns_argument_.begin(), returns_argument_.end(), false) > 0;
   }
 
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
@@ -240,12 +315,13 @@ class TileLauncher final : public c10::OperatorKernel {
   // What the operator returns.
   Tensors launch(c10::ArrayRef<c10::IValue> arguments) {
     const c10::Device device = common_device(name_, parameters_, arguments);
-    const auto inputs = arguments.slice(0, inputs_);
-    const Layouts layouts = asks_layouts_ ? layouts_.of(inputs) : nullptr;
+    const Layouts layouts = layouts_.of(arguments.slice(0, inputs_));
+    check_written(arguments, *layouts);
     Call call;
-    c10::SmallVector<Written, 4> written;
+    AllWritten written;
+    Copies copies;
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      add_argument(call, written, layouts, inputs, i, arguments[i]);
+      add_argument(call, written, copies, *layouts, arguments, i);
     }
     Tensors results;
     const auto* next_written = written.begin();
@@ -257,32 +333,65 @@ class TileLauncher final : public c10::OperatorKernel {
     if (options_.repeats_written) {
       for (const Written& output : written) call.add_tensor(output.buffer, true);
     }
-    if (!call.run(kernel_, options_.finishes)) options_.refuse(arguments);
-    for (const Written& output : written) {
-      if (!output.buffer.is_same(output.target)) output.target.copy_(output.buffer);
-    }
+    if (!call.run(kernel_, options_.finishes)) refuse(arguments, copies, device);
+    move_to_targets(written);
     return results;
   }
 
-  void add_argument(Call& call, c10::SmallVectorImpl<Written>& written, const Layouts& layouts,
-                    c10::ArrayRef<c10::IValue> inputs, size_t index,
-                    const c10::IValue& argument) const {
+  // Throws for a tensor that cannot be written. Nothing has been, nor has anything been resized.
+  void check_written(c10::ArrayRef<c10::IValue> arguments,
+                     const std::vector<Layout>& layouts) const {
+    auto result = layouts.begin();
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const Parameter& parameter = parameters_[i];
+      if (parameter.role == Parameter::Role::kRead) continue;
+      const Layout* layout = parameter.role == Parameter::Role::kOut ? &*result++ : nullptr;
+      if (arguments[i].isNone()) continue;
+      const at::Tensor& target = arguments[i].toTensor();
+      if (layout != nullptr) check_can_cast(name_, parameter.name, layout->dtype, target);
+      if (layout != nullptr && !target.sizes().equals(layout->sizes)) {
+        check_resizable(name_, parameter.name, target, c10::fromIntArrayRefUnchecked(layout->sizes),
+                        other_tensors(arguments, i));
+        continue;
+      }
+      TORCH_CHECK(!overlaps_itself(target), name_, ": ", parameter.name,
+                  " is written, and must not have elements that share memory");
+      check_apart(name_, parameters_, arguments, i);
+    }
+  }
+
+  void add_argument(Call& call, AllWritten& written, Copies& copies,
+                    const std::vector<Layout>& layouts, c10::ArrayRef<c10::IValue> arguments,
+                    size_t index) const {
     const Parameter& parameter = parameters_[index];
+    const c10::IValue& argument = arguments[index];
     if (argument.isNone()) {
       call.add_none();
     } else if (!parameter.is_tensor()) {
       call.add_scalar(argument, parameter.is_optional);
     } else if (parameter.role == Parameter::Role::kRead) {
       const at::Tensor& tensor = argument.toTensor();
-      call.add_tensor(needs_copy(tensor) ? tensor.contiguous() : tensor, false);
+      if (is_checked(index, tensor)) {
+        copies.emplace_back(index, read_once(tensor));
+        call.add_tensor(copies.back().second, false);
+      } else {
+        call.add_tensor(needs_copy(tensor) ? tensor.contiguous() : tensor, false);
+      }
     } else {
       const at::Tensor& target = argument.toTensor();
+      const auto inputs = arguments.slice(0, inputs_);
       written.push_back(
           {target, parameter.role == Parameter::Role::kInPlace
                        ? buffer_in_place(target, inputs, index)
-                       : buffer_for_out(target, (*layouts)[written.size()], inputs, index)});
+                       : buffer_for_out(target, layouts[index - inputs_], inputs, index)});
       call.add_tensor(written.back().buffer, true);
     }
+  }
+
+  // Numbers that the kernel's check looks at are indices as a rule. What it has seen is what the
+  // kernel must use, whoever writes to the tensor meanwhile.
+  bool is_checked(size_t index, const at::Tensor& tensor) const {
+    return options_.checks[index] && at::isIntegralType(tensor.scalar_type(), true);
   }
 
   bool needs_copy(const at::Tensor& tensor) const {
@@ -292,29 +401,37 @@ class TileLauncher final : public c10::OperatorKernel {
   // Where another input shares its memory, a kernel would read what it has written.
   at::Tensor buffer_in_place(const at::Tensor& target, c10::ArrayRef<c10::IValue> inputs,
                              size_t index) const {
-    check_overlaps_not_itself(parameters_[index], target);
-    if (overlaps_another(target, inputs, index)) {
+    if (is_checked(index, target) || overlaps_another(target, inputs, index)) {
       return target.clone(at::MemoryFormat::Contiguous);
     }
     return needs_copy(target) ? target.contiguous() : target;
   }
 
+  // One of another shape is resized when the kernel has run, which may refuse what tensors contain.
   at::Tensor buffer_for_out(const at::Tensor& target, const Layout& layout,
                             c10::ArrayRef<c10::IValue> inputs, size_t index) const {
-    const Parameter& parameter = parameters_[index];
-    TORCH_CHECK_TYPE(c10::canCast(layout.dtype, target.scalar_type()), name_, ": ", parameter.name,
-                     " must have a dtype that ", dtype_name(layout.dtype), " can be cast to, got ",
-                     dtype_name(target.scalar_type()));
-    at::native::resize_output(target, layout.sizes);
-    check_overlaps_not_itself(parameter, target);
-    const bool is_direct = !overlaps_another(target, inputs, index) && !needs_copy(target) &&
-                           target.scalar_type() == layout.dtype;
+    const bool is_direct = target.sizes().equals(layout.sizes) && !needs_copy(target) &&
+                           target.scalar_type() == layout.dtype &&
+                           !overlaps_another(target, inputs, index);
     return is_direct ? target : allocate(layout, target.device());
   }
 
-  void check_overlaps_not_itself(const Parameter& parameter, const at::Tensor& target) const {
-    TORCH_CHECK(at::has_internal_overlap(target) != at::MemOverlap::Yes, name_, ": ",
-                parameter.name, " is written, and must not have elements that share memory");
+  // The kernel's check has not passed for what it has read.
+  [[noreturn]] void refuse(c10::ArrayRef<c10::IValue> arguments, const Copies& copies,
+                           c10::Device device) const {
+    torch::jit::Stack seen = arguments.vec();
+    for (const auto& [index, copy] : copies) seen[index] = copy.to(device);
+    options_.refuse(seen);
+    TORCH_CHECK(false, "a tile kernel's check did not pass, and its refuse raised nothing");
+  }
+
+  static void move_to_targets(const AllWritten& written) {
+    for (const Written& output : written) {
+      at::native::resize_output(output.target, output.buffer.sizes());
+    }
+    for (const Written& output : written) {
+      if (!output.buffer.is_same(output.target)) output.target.copy_(output.buffer);
+    }
   }
 
   std::string name_;
@@ -324,7 +441,6 @@ class TileLauncher final : public c10::OperatorKernel {
   size_t inputs_;
   // For each result whether it is an argument that was written.
   c10::SmallVector<bool, 4> returns_argument_;
-  bool asks_layouts_;
   // Of the operator without `out`.
   ResultLayouts layouts_;
   Kernel& kernel_;

@@ -47,13 +47,15 @@ struct TileOptions {
   bool repeats_written;
   // The kernel is called once more when all tiles are done, also where there are none.
   bool finishes;
+  // For each argument whether the kernel's check takes it.
+  std::vector<bool> checks;
   // Called where the kernel's check does not pass.
   Refusal refuse;
 };
 
 // Gives an operator a tile kernel on a dispatch key, CPU or PrivateUse1. What the schema returns,
 // and is no argument that it writes to, is allocated with the sizes, strides and dtypes that the
-// fake kernel says.
+// fake kernel says. All that it refuses is refused before anything is written.
 c10::RegistrationHandleRAII register_tile(const std::string& operator_name, c10::DispatchKey key,
                                           const std::string& kernel,
                                           std::vector<Parameter> parameters, TileOptions options);

@@ -1,0 +1,133 @@
+#include "ops/overlap.h"
+
+#include <c10/core/impl/COW.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+
+namespace foo {
+
+namespace {
+
+// Where a tensor lies: from its first byte to the one after its last.
+struct Span {
+  const char* begin;
+  const char* end;
+
+  explicit Span(const at::Tensor& tensor)
+      : begin(static_cast<const char*>(tensor.const_data_ptr())), end(begin) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+    end += (last + 1) * static_cast<int64_t>(tensor.element_size());
+  }
+};
+
+// Part of a distance in memory: so many bytes, taken `low` to `high` times.
+struct Step {
+  int64_t bytes, low, high;
+};
+
+using Steps = c10::SmallVector<Step, 16>;
+
+// From the first byte of a tensor to any of its bytes, or back.
+void add_steps(Steps& steps, const at::Tensor& tensor, bool is_forward) {
+  const auto item = static_cast<int64_t>(tensor.element_size());
+  const auto add = [&](int64_t bytes, int64_t most) {
+    steps.push_back(is_forward ? Step{bytes, 0, most} : Step{bytes, -most, 0});
+  };
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.stride(i) > 0) add(tensor.stride(i) * item, tensor.size(i) - 1);
+  }
+  add(1, item - 1);
+}
+
+int64_t floor_divide(int64_t number, int64_t divisor) {
+  return number / divisor - (number % divisor < 0);
+}
+
+// Whether steps add up to a distance, and not all of them to nothing where `must_move`. The largest
+// comes first: of slices of one tensor each has one or two multiples to try, since the others
+// together reach no further. Strides that are not nested may take long, and then it says yes.
+bool add_up(c10::ArrayRef<Step> steps, int64_t distance, bool must_move, int& trials) {
+  if (steps.empty()) return distance == 0 && !must_move;
+  if (--trials < 0) return true;
+  const Step& step = steps.front();
+  const auto others = steps.slice(1);
+  int64_t low = 0;
+  int64_t high = 0;
+  for (const Step& other : others) {
+    low += other.bytes * other.low;
+    high += other.bytes * other.high;
+  }
+  const int64_t first = std::max(step.low, -floor_divide(high - distance, step.bytes));
+  const int64_t last = std::min(step.high, floor_divide(distance - low, step.bytes));
+  for (int64_t multiple = first; multiple <= last; ++multiple) {
+    const bool is_still = must_move && multiple == 0;
+    if (add_up(others, distance - multiple * step.bytes, is_still, trials)) return true;
+  }
+  return false;
+}
+
+bool add_up(Steps steps, int64_t distance, bool must_move) {
+  std::sort(steps.begin(), steps.end(),
+            [](const Step& one, const Step& other) { return one.bytes > other.bytes; });
+  int trials = 100'000;
+  return add_up(c10::ArrayRef<Step>(steps), distance, must_move, trials);
+}
+
+// Its elements move to other memory before they are written.
+bool is_copied_on_write(const at::Tensor& tensor) {
+  return c10::impl::cow::is_cow_data_ptr(tensor.storage().data_ptr());
+}
+
+}  // namespace
+
+Overlap overlap_of(const at::Tensor& one, const at::Tensor& other) {
+  if (one.numel() == 0 || other.numel() == 0) return Overlap::kNone;
+  if (one.is_same(other)) return Overlap::kSame;
+  const Span first(one);
+  const Span second(other);
+  if (first.end <= second.begin || second.end <= first.begin) return Overlap::kNone;
+  if (!one.is_alias_of(other) && (is_copied_on_write(one) || is_copied_on_write(other))) {
+    return Overlap::kNone;
+  }
+  if (first.begin == second.begin && one.sizes().equals(other.sizes()) &&
+      one.strides().equals(other.strides()) && one.element_size() == other.element_size()) {
+    return Overlap::kSame;
+  }
+  Steps steps;
+  add_steps(steps, one, true);
+  add_steps(steps, other, false);
+  return add_up(std::move(steps), second.begin - first.begin, false) ? Overlap::kOther
+                                                                     : Overlap::kNone;
+}
+
+bool overlaps_itself(const at::Tensor& tensor) {
+  if (tensor.is_non_overlapping_and_dense() || tensor.numel() == 0) return false;
+  Steps steps;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    const int64_t most = tensor.size(i) - 1;
+    if (most > 0 && tensor.stride(i) == 0) return true;
+    // All elements lie whole elements apart.
+    if (most > 0) steps.push_back({tensor.stride(i), -most, most});
+  }
+  return add_up(std::move(steps), 0, true);
+}
+
+void check_resizable(const std::string& operator_name, const std::string& parameter,
+                     const at::Tensor& out, c10::SymIntArrayRef sizes, at::TensorList others) {
+  const auto items = out.storage().sym_nbytes() / static_cast<int64_t>(out.element_size());
+  c10::SymInt last = out.sym_storage_offset();
+  for (int64_t i = 0; i < out.dim(); ++i) last += (out.sym_size(i) - 1) * out.sym_stride(i);
+  const bool is_empty = out.sym_numel() == 0;
+  // Who has emptied a tensor with resize_(0) wants its memory used again.
+  const bool is_whole = out.sym_storage_offset() == 0 && (is_empty || items == last + 1);
+  const bool is_alone = std::none_of(others.begin(), others.end(), [&](const at::Tensor& other) {
+    return items > 0 && out.is_alias_of(other);
+  });
+  TORCH_CHECK_VALUE(is_whole && is_alone, operator_name, ": ", parameter, " must have shape ",
+                    sizes, " as the result has, since it shares the memory that it lies in, got ",
+                    out.sym_sizes());
+}
+
+}  // namespace foo

@@ -1,0 +1,25 @@
+// Which elements of tensors share memory, and what may be resized.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace foo {
+
+// The elements of a tensor that are also elements of another: none, each at the same index, or
+// others.
+enum class Overlap { kNone, kSame, kOther };
+Overlap overlap_of(const at::Tensor& one, const at::Tensor& other);
+
+// Whether elements of a tensor share memory.
+bool overlaps_itself(const at::Tensor& tensor);
+
+// Throws for an `out` that would change what is not its own if it were resized to the shape of the
+// result: where it is part of larger memory, or another tensor of the call lies in its memory.
+// Reads only metadata, for fake tensors too.
+void check_resizable(const std::string& operator_name, const std::string& parameter,
+                     const at::Tensor& out, c10::SymIntArrayRef sizes, at::TensorList others);
+
+}  // namespace foo
