@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from attention_exact import exact_attention, relative_error
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import foo_ops
 from foo_ops.ops.arguments import compute_type
@@ -318,3 +320,89 @@ def check_sums(inputs, ours, theirs, with_logsumexp, options):
         by_torch = np.nan_to_num(relative_error(other, exact[name]))
         message = f"{name}: {relative_error(gradient, exact[name])} of {size}, torch {by_torch}"
         assert relative_error(gradient, exact[name]) <= ROOM * by_torch + room, message
+
+
+# ------------------------------------------------------------------------- long sums beside flash's
+
+LONG = {
+    "1024 x 1024": ((1024, 1024), False),
+    "causal": ((1024, 1024), True),
+    "many keys": ((128, 4096), False),
+    "few queries": ((4, 1024), False),
+    "one query, keys in parts": ((1, 8192), False),
+    "few queries, keys in parts": ((7, 5000), False),
+    "odd lengths": ((77, 1501), False),
+}
+
+
+def flash(query, key, value, is_causal):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+
+def long_sample(dtype, queries, keys, mean, head_dim=64):
+    """Values, and the gradient of the output, of this mean: their sums lose the most digits."""
+    query, key = random(5, *[(1, 2, length, head_dim) for length in (queries, keys)], dtype=dtype)
+    value = random(6, (1, 2, keys, head_dim), dtype=dtype, mean=mean)[0]
+    grad_output = random(7, query.shape, dtype=dtype, mean=mean / 3)[0].detach()
+    return [query, key, value], grad_output
+
+
+def check_beside_flash(names, ours, theirs, exact, dtype):
+    for name, own, other in zip(names, ours, theirs, strict=True):
+        errors = relative_error(own, exact[name]), relative_error(other, exact[name])
+        message = f"{name}: {errors[0]:.2e}, flash {errors[1]:.2e}"
+        assert errors[0] <= ROOM * errors[1] + torch.finfo(dtype).eps / 2, message
+
+
+def zeros_like_logsumexp(output):
+    return torch.zeros(output.shape[:-1])
+
+
+@pytest.mark.parametrize("mean", [0.0, 3.0])
+@pytest.mark.parametrize(("lengths", "is_causal"), LONG.values(), ids=LONG.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outputs_of_many_keys_beside_flash(dtype, lengths, is_causal, mean, device):
+    """Weights, and what they weigh, are summed tile by tile, not key by key."""
+    inputs, grad_output = long_sample(dtype, *lengths, mean)
+    output = foo_ops.attention(*(t.to(device) for t in inputs), is_causal=is_causal)
+    exact = exact_attention(
+        inputs, (grad_output, zeros_like_logsumexp(output)), is_causal=is_causal
+    )
+    check_beside_flash(["output"], [output], [flash(*inputs, is_causal)], exact, dtype)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["packed", "pages"])
+@pytest.mark.parametrize("queries", [1, 100])
+def test_outputs_of_packed_sequences_beside_flash(queries, paged):
+    inputs, grad_output = long_sample(torch.float32, queries, 1024, 3.0)
+    query, key, value = (t.detach().squeeze(0).transpose(0, 1) for t in inputs)
+    used, table = None, None
+    if paged:
+        (key, table), (value, _) = (in_pages([t.detach().squeeze(0)], 48) for t in inputs[1:])
+        used = torch.tensor([1024], dtype=torch.int32)
+    starts = [torch.tensor([0, length], dtype=torch.int32) for length in (queries, 1024)]
+    output = foo_ops.attention_varlen(
+        *(query, key, value, *starts, used, table), max_seqlen_q=queries, max_seqlen_k=1024
+    )
+    own = output.transpose(0, 1)[None]
+    exact = exact_attention(inputs, (grad_output, zeros_like_logsumexp(own)))
+    check_beside_flash(["output"], [own], [flash(*inputs, False)], exact, torch.float32)
+
+
+@pytest.mark.parametrize("mean", [0.0, 3.0])
+@pytest.mark.parametrize(
+    ("lengths", "is_causal"),
+    [((1024, 1024), False), ((1024, 1024), True), ((1, 8192), False)],
+    ids=["1024 x 1024", "causal", "one query"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_many_keys_beside_flash(dtype, lengths, is_causal, mean):
+    """A weight has the digits of the logsumexp, also in units of log 2, which are more."""
+    inputs, grad_output = long_sample(dtype, *lengths, mean)
+    output, other = foo_ops.attention(*inputs, is_causal=is_causal), flash(*inputs, is_causal)
+    exact = exact_attention(
+        inputs, (grad_output, zeros_like_logsumexp(output)), is_causal=is_causal
+    )
+    ours, theirs = (torch.autograd.grad(t, inputs, grad_output) for t in (output, other))
+    check_beside_flash(["query", "key", "value"], ours, theirs, exact, dtype)

@@ -46,6 +46,7 @@ from foo_ops.kernels.scratch import Scratch, kernel_with_scratch
 from foo_ops.kernels.simd import (
     ELEMENTS,
     address_of,
+    fma,
     load,
     load_vector,
     pointer_to,
@@ -262,6 +263,7 @@ def scratch_of(dtype: str) -> Scratch:
             "block": head_width * MOST_ROWS,
             "queries": head_width * MOST_ROWS,
             "accumulator": value_width * MOST_ROWS,
+            "sums": value_width * MOST_ROWS,
             "keys": head_width * KEY_BLOCK,
             "values": value_width * KEY_BLOCK,
         }
@@ -287,12 +289,20 @@ def build(dtype: str, plain: bool = False) -> Kernel:
     sizes_of_block = layout.sizes_of
 
     @njit
-    def rescale(accumulator, factors, rows, width):
+    def add_tile(accumulator, sums, factors, rows, width):
+        """What a tile adds to the sums of all keys, which its largest scores rescale.
+
+        In sums of thousands of keys each step would be rounded to the digits of all of them.
+        """
         for row in range(rows):
             factor = splat(scalar(load(factors, row)), LANES)
             for column in range(0, width, LANES):
                 index = row * width + column
-                store(accumulator, index, load_vector(accumulator, index, LANES) * factor)
+                before, own = (
+                    load_vector(accumulator, index, LANES),
+                    load_vector(sums, index, LANES),
+                )
+                store(accumulator, index, fma(before, factor, own))
 
     def decode(parameters, piece, memory):
         head_width, value_width = sizes_of_block(parameters, piece)
@@ -300,7 +310,7 @@ def build(dtype: str, plain: bool = False) -> Kernel:
         columns = round_up(rows, LANES)
         scores, kept, lanes = memory.scores, memory.kept, memory.lanes
         largest, total, correction = memory.largest, memory.total, memory.correction
-        block, accumulator = memory.block, memory.accumulator
+        block, accumulator, sums = memory.block, memory.accumulator, memory.sums
 
         fill_lanes(parameters, piece, lanes, columns)
         load_block(parameters, piece, block, parameters.head_dim, MOST_ROWS, head_width)
@@ -327,17 +337,17 @@ def build(dtype: str, plain: bool = False) -> Kernel:
             )  # fmt: skip
             if has_options and parameters.dropout_threshold > 0:
                 load_kept(parameters, lanes, kept, key_start, 0, columns, count)
-            grew = online_softmax(
+            online_softmax(
                 parameters, scores, kept, scores, largest, total, correction, columns, count
             )
-            if grew and key_start > piece.key_start:
-                rescale(accumulator, correction, rows, value_width)
-            weighted_sums(accumulator, value_width, scores, values, value_stride, rows, count)
+            fill(sums, (1 if rows == 1 else round_up(rows, GROUP)) * value_width, 0.0)
+            weighted_sums(sums, value_width, scores, values, value_stride, rows, count)
+            add_tile(accumulator, sums, correction, rows, value_width)
 
         is_part = piece.slot >= 0
         finish(parameters, piece, largest, total, correction, is_part)
         for lane in range(rows):
-            sums, factor = shift(accumulator, lane * value_width), load(correction, lane)
-            write(parameters, piece, sums, factor, lane, 0, parameters.value_dim, is_part)
+            row, factor = shift(accumulator, lane * value_width), load(correction, lane)
+            write(parameters, piece, row, factor, lane, 0, parameters.value_dim, is_part)
 
     return kernel_with_scratch(decode, layout, argument_types(dtype))

@@ -24,6 +24,7 @@ from foo_ops.kernels.matmul import lanes_of
 from foo_ops.kernels.simd import (
     ELEMENTS,
     absolute,
+    fma,
     less,
     load,
     load_vector,
@@ -56,7 +57,7 @@ def finisher_of(dtype: str) -> Callable:
         # The sum is zero for a query that sees nothing, and its output is zero.
         factor = select(less(sum_, smallest), zero, splat(compute(kept_scale), LANES) / sum_)
         store(factors, lane, factor)
-        logsumexp = top * splat(compute(LOG2), LANES) + log(sum_)
+        logsumexp = fma(top, splat(compute(LOG2), LANES), log(sum_))
         # The sum is NaN for a score of +infinity, whose logsumexp is nevertheless +infinity.
         is_infinite = less(splat(compute(LARGEST), LANES), top)
         logsumexp = select(is_infinite, top, logsumexp)

@@ -153,7 +153,8 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
         def exponentials(scores, kept, weights, largest, total, column, count, factor):
             zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
             offset = zero - base_of(load_vector(largest, column, LANES), lowest, zero)
-            sum_ = load_vector(total, column, LANES)
+            # Of this tile: one sum of all keys would round each weight to the digits of the total.
+            sum_ = zero
             if packs:
                 pairs = as_weights(address_of(weights))
                 for key in range(0, count, 2):
@@ -169,7 +170,7 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
                     value, left = exponential(scores, kept, index, factor, offset)
                     sum_ = sum_ + value
                     store(weights, index, left)
-            store(total, column, sum_)
+            store(total, column, load_vector(total, column, LANES) + sum_)
 
         return exponentials
 

@@ -46,9 +46,10 @@ def statistics_of(dtype: str) -> Callable:
 
     For each query of a block delta = sum(grad_output * output) - grad_logsumexp, and what makes a
     weight of a score: shares * 2^(score - base), in units of log 2. The base is the logsumexp and
-    the shares are 1; or, where the logarithm of the sum would be lost beside large scores, the base
-    is the largest score and the shares are 1 / sum(2^(score - base)). ``grad_outputs`` are rows of
-    ``width``, which is a multiple of the lanes; scratch has room for one more.
+    the shares are 1, but for what rounds it in these units; or, where the logarithm of the sum
+    would be lost beside large scores, the base is the largest score and the shares are
+    1 / sum(2^(score - base)). ``grad_outputs`` are rows of ``width``, which is a multiple of the
+    lanes; scratch has room for one more.
     """
     compute, scalar = compute_dtype(dtype), ELEMENTS[dtype].compute
     LANES = lanes_of(compute)  # noqa: N806
@@ -77,7 +78,10 @@ def statistics_of(dtype: str) -> Callable:
     def store_base(parameters, piece, logsumexp, base, shares, lane):
         slot = piece.statistics
         if slot < 0:
-            store(base, lane, logsumexp / LOG2)
+            in_float64 = logsumexp / LOG2
+            rounded = scalar(in_float64)
+            store(base, lane, rounded)
+            store(shares, lane, exp2(scalar(rounded - in_float64)))
             return
         store(base, lane, load(row_of(parameters, "partial_largest", 0, slot, lane), 0))
         total = load(row_of(parameters, "partial_total", 0, slot, lane), 0)
@@ -143,14 +147,15 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
         return exp2(select(less(zero, exponent), zero, exponent))
 
     @njit
-    def exponentials(parameters, weights, base, columns, count):
+    def exponentials(parameters, weights, base, shares, columns, count):
         factor, zero = splat(scalar(parameters.factor), LANES), splat(scalar(0.0), LANES)
         for column in range(0, columns, LANES):
             offset = zero - load_vector(base, column, LANES)
+            share = load_vector(shares, column, LANES)
             for key in range(count):
                 index = key * TILE_STRIDE + column
                 exponent = fma(load_vector(weights, index, LANES), factor, offset)
-                store(weights, index, limited(exponent))
+                store(weights, index, limited(exponent) * share)
 
     @njit
     def shares_of_sums(parameters, weights, base, shares, columns, count):
@@ -198,7 +203,7 @@ def weights_of(dtype: str, has_options: bool) -> Callable:
         )  # fmt: skip
         base, shares = shift(base, first_column), shift(shares, first_column)
         if piece.statistics < 0:
-            exponentials(parameters, weights, base, columns, count)
+            exponentials(parameters, weights, base, shares, columns, count)
         else:
             shares_of_sums(parameters, weights, base, shares, columns, count)
         if has_options and parameters.dropout_threshold > 0:

@@ -9,7 +9,7 @@ from numba import njit
 
 from foo_ops.kernels.simd import ELEMENTS, shift
 from foo_ops.kernels.target import vector_bits, vector_registers
-from foo_ops.kernels.tiles import tile_fma, tile_load, tile_store, tile_zero
+from foo_ops.kernels.tiles import tile_add, tile_fma, tile_store, tile_zero
 
 
 def lanes_of(dtype: str) -> int:
@@ -80,7 +80,9 @@ def matmul_of(c: str, a: str, b: str) -> Callable:
 def _panel(dtypes: tuple[str, str, str], ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
     """The product for ``COLUMNS`` vectors: ``ROWS`` rows at a time, then row by row.
 
-    The sums of a tile of c stay in registers over all steps.
+    The sums of a tile of c stay in registers over all steps. What c held is added at the end: one
+    sum over thousands of keys or queries rounds each step to the digits of all of them, and those
+    of a tile each are as exact as a sum of few.
     """
     LANES = lanes_of(dtypes[0])  # noqa: N806
 
@@ -89,24 +91,22 @@ def _panel(dtypes: tuple[str, str, str], ROWS: int, COLUMNS: int) -> Callable:  
         row = 0
         while row + ROWS <= rows:
             target, factors = shift(c, row * c_stride), shift(a, row * a_row)
-            if accumulate:
-                sums = tile_load(target, c_stride, ROWS, COLUMNS, LANES)
-            else:
-                sums = tile_zero(c, ROWS, COLUMNS, LANES)
+            sums = tile_zero(c, ROWS, COLUMNS, LANES)
             for step in range(steps):
                 factor, vectors = shift(factors, step * a_step), shift(b, step * b_stride)
                 sums = tile_fma(sums, factor, a_row, vectors)
+            if accumulate:
+                sums = tile_add(sums, target, c_stride)
             tile_store(sums, target, c_stride)
             row += ROWS
         while row < rows:
             target, factors = shift(c, row * c_stride), shift(a, row * a_row)
-            if accumulate:
-                row_sums = tile_load(target, c_stride, 1, COLUMNS, LANES)
-            else:
-                row_sums = tile_zero(c, 1, COLUMNS, LANES)
+            row_sums = tile_zero(c, 1, COLUMNS, LANES)
             for step in range(steps):
                 factor, vectors = shift(factors, step * a_step), shift(b, step * b_stride)
                 row_sums = tile_fma(row_sums, factor, a_row, vectors)
+            if accumulate:
+                row_sums = tile_add(row_sums, target, c_stride)
             tile_store(row_sums, target, c_stride)
             row += 1
 

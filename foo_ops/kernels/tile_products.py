@@ -134,13 +134,13 @@ def _product_of_sums(parts: int) -> Callable:
             for column in range(0, columns, LANES):
                 index = row * c_stride + column
                 total = splat(types.float32(0.0), LANES)
-                if accumulate:
-                    total = load_vector(c, index, LANES)
                 for step in range(steps):
                     place = row * row_stride + step // GROUP * group_stride + step % GROUP
                     first, second = pair_of_vectors(right, step * stride + column, right_part)
                     total = fma(number(elements, 2 * place, left_part), first, total)
                     total = fma(number(elements, 2 * place + 1, left_part), second, total)
+                if accumulate:
+                    total = total + load_vector(c, index, LANES)
                 store(c, index, total)
 
     return product

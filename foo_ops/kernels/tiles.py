@@ -2,6 +2,7 @@
 
     tile_zero(pointer, ROWS, COLUMNS, LANES)    ROWS x COLUMNS vectors of zeros
     tile_load(pointer, stride, ROWS, COLUMNS, LANES)
+    tile_add(tile, pointer, stride)         tile[i, j] += what tile_load gives
     tile_store(tile, pointer, stride)
     tile_fma(tile, a, a_stride, b)          tile[i, j] += a[i * a_stride] * b[j-th vector]
     tile_splat(pointer, stride, ROWS, LANES)    tile[i, 0] = pointer[i * stride] in every lane
@@ -85,6 +86,20 @@ def tile_load(typing_context, pointer, stride, rows, columns, lanes):
         return result
 
     return tile(pointer, types.intp, rows, columns, lanes), generate
+
+
+@intrinsic
+def tile_add(typing_context, tile, pointer, stride):
+    def generate(context, builder, signature, args):
+        result = args[0]
+        for row, column, index in _places(builder, tile, args[2]):
+            position = row * tile.columns + column
+            value = emit_load_vector(builder, pointer.dtype, args[1], index, tile.vector.lanes)
+            total = builder.fadd(builder.extract_value(result, position), value)
+            result = builder.insert_value(result, total, position)
+        return result
+
+    return tile(tile, pointer, types.intp), generate
 
 
 @intrinsic
