@@ -30,6 +30,8 @@ PRODUCTS = ("float32", "bfloat16", "float16")
 ALL = (*PRODUCTS, "float64")
 # What kernels are made of: functions, products in parts, and these parts.
 VOCABULARY = ("test_exp", "test_tanh", "test_log", "test_tile_products", "test_parts")
+SHOWN_LINES = 100
+"""Of pytest's output where tests fail: some of hundreds that fail alike are enough."""
 HAS_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 HAS_AVX2 = ("avx", "avx2", "fma", "f16c")
 
@@ -146,7 +148,8 @@ def run(combination: Combination) -> tuple[bool, str]:
     if process.returncode == 0:
         return True, line
     settings = " ".join(f"{name}={value}" for name, value in combination.environment.items())
-    return False, f"{line} ({settings})\n{output}{process.stderr}"
+    last = (output + process.stderr).splitlines()[-SHOWN_LINES:]
+    return False, "\n".join([f"{line} ({settings})", *last])
 
 
 def summary(returncode: int, output: str) -> str:
