@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 
 import pytest
 
@@ -10,16 +11,30 @@ from foo_ops.kernels.garbage import without_garbage_collection
 
 @pytest.fixture(autouse=True)
 def enabled_again():
+    thresholds = gc.get_threshold()
     yield
     gc.unfreeze()
     gc.enable()
+    gc.set_threshold(*thresholds)
+
+
+def collects():
+    """Whether Python collects garbage by itself."""
+    phases = []
+    gc.callbacks.append(lambda phase, _: phases.append(phase))
+    kept = [[number] for number in range(10 * gc.get_threshold()[0] + 10_000)]
+    gc.callbacks.pop()
+    return len(kept) > 0 and len(phases) > 0
 
 
 def test_on_again_even_after_an_error():
+    thresholds = gc.get_threshold()
     with contextlib.suppress(KeyError), without_garbage_collection():
-        assert not gc.isenabled()
+        assert not collects()
         raise KeyError
     assert gc.isenabled()
+    assert gc.get_threshold() == thresholds
+    assert collects()
 
 
 def test_stays_off_where_it_was_off():
@@ -27,6 +42,48 @@ def test_stays_off_where_it_was_off():
     with without_garbage_collection():
         pass
     assert not gc.isenabled()
+    assert not collects()
+
+
+def test_stays_off_where_another_thread_switches_it_off_meanwhile():
+    with without_garbage_collection():
+        gc.disable()
+    assert not gc.isenabled()
+    assert not collects()
+
+
+def test_thresholds_that_another_thread_sets_meanwhile_stay():
+    with without_garbage_collection():
+        gc.set_threshold(123, 4, 5)
+    assert gc.get_threshold() == (123, 4, 5)
+
+
+@pytest.mark.parametrize("first_leaves_first", [True, False])
+def test_off_until_the_last_of_two_threads_leaves(first_leaves_first):
+    thresholds = gc.get_threshold()
+    entered, leave = threading.Event(), threading.Event()
+
+    def work():
+        with without_garbage_collection():
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=work)
+
+    def end_thread():
+        leave.set()
+        thread.join()
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_garbage_collection())
+        thread.start()
+        entered.wait()
+        leaving = [stack.close, end_thread]
+        for leave_one in leaving if first_leaves_first else reversed(leaving):
+            assert not collects()
+            leave_one()
+    assert gc.get_threshold() == thresholds
+    assert collects()
 
 
 def test_new_objects_are_no_longer_young():

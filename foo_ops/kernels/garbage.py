@@ -4,20 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
+
+_lock = threading.Lock()
+# How many threads are at such work, and the thresholds from before the first of them.
+_workers = 0
+_thresholds = gc.get_threshold()
 
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """To look through all objects is a fifth of the time of a compiler, and 0.1 s beside torch."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    """To look through all objects is a fifth of the time of a compiler, and 0.1 s beside torch.
+
+    A threshold of 0 stops it, and not `gc.disable`: that is left to others, who may call it in
+    another thread meanwhile.
+    """
+    _begin()
     try:
         yield
     finally:
-        if was_enabled:
+        _end()
+
+
+def _begin() -> None:
+    global _workers, _thresholds
+    with _lock:
+        _workers += 1
+        if _workers == 1:
+            _thresholds = gc.get_threshold()
+            gc.set_threshold(0, *_thresholds[1:])
+
+
+def _end() -> None:
+    global _workers
+    with _lock:
+        _workers -= 1
+        # Not where somebody else has set others meanwhile.
+        if _workers == 0 and gc.get_threshold()[0] == 0:
             _count_as_old()
-            gc.enable()
+            gc.set_threshold(*_thresholds)
 
 
 def _count_as_old() -> None:
