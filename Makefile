@@ -50,7 +50,7 @@ conformance: setup
 # launchers stay outside.
 SANITIZED := build/sanitized
 SANITIZED_SOURCES := $(filter %.cpp,$(filter foo_ops/csrc/device/% foo_ops/csrc/aten/%,$(CSRC))) \
-	foo_ops/csrc/registration.cpp foo_ops/csrc/kernel_table.cpp foo_ops/csrc/ops/custom_autograd.cpp
+	$(addprefix foo_ops/csrc/,fork_mutex.cpp registration.cpp kernel_table.cpp ops/custom_autograd.cpp)
 TESTS_memory := $(filter %.cpp,$(CPP_TESTS))
 TESTS_races := tests/cpp/main.cpp tests/cpp/test_threads.cpp
 SANITIZERS_memory := -fsanitize=address,undefined -fno-sanitize-recover=all -fopenmp

@@ -177,9 +177,11 @@ def device(index: int) -> tuple[str, str]:
 
 def kernel_cache() -> Rows:
     """List the compiled kernels, which lie in files ``<kernel>-<dtype>-<hash>.o``."""
-    from foo_ops.kernels.jit import cache_directory
+    from foo_ops.kernels.cache import cache_directory
 
     folder = cache_directory()
+    if folder is None:
+        return [("folder", "none, as there is no home folder")]
     if not folder.is_dir():
         return [("folder", f"{folder}, which does not exist yet")]
     files = [(path, path.stat()) for path in sorted(folder.glob("*.o"))]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from foo_ops.kernels import attention
-from foo_ops.kernels.jit import cache_directory, resolve
+from foo_ops.kernels.cache import cache_directory
+from foo_ops.kernels.resolve import resolve
 
 # Each call of a kernel goes through `checked`, which fills the fences between the parts of scratch
 # memory before it, and looks at them afterwards. The sums of keys and values are moved to memory
@@ -22,13 +23,14 @@ import random
 import sys
 import numpy as np
 import torch
-from foo_ops.kernels import attention, jit, scratch
+from foo_ops.kernels import attention, scratch
+from foo_ops.kernels import resolve as resolving
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN, cotangents_for
 
 scratch.FENCE = 1024
 PATTERN = {"float32": np.uint32(0xFFC0BEEF), "float64": np.uint64(0xFFF8DEADBEEFBEEF)}
 FUNCTION = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4)
-resolve, kept_alive, broken, called = jit.resolve, [], set(), set()
+resolve, kept_alive, broken, called = resolving.resolve, [], set(), set()
 
 
 def structure(struct):
@@ -163,7 +165,7 @@ def run_samples(dtype):
             torch.autograd.grad(outputs, sample.differentiable(), cotangents_for(outputs))
 
 
-jit.resolve = resolve_checked
+resolving.resolve = resolve_checked
 torch.manual_seed(0)
 torch.set_num_threads(1)
 dtype = getattr(torch, sys.argv[1])

@@ -15,7 +15,7 @@ import torch
 
 import foo_ops
 from foo_ops import info
-from foo_ops.kernels import jit
+from foo_ops.kernels import cache
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_numba_is_not_imported():
 
 def test_cache_folder_that_does_not_exist(tmp_path, monkeypatch):
     monkeypatch.setenv("FOO_CACHE_DIR", str(tmp_path / "none"))
-    assert jit.cache_directory() == tmp_path / "none"
+    assert cache.cache_directory() == tmp_path / "none"
     assert info.kernel_cache() == [("folder", f"{tmp_path / 'none'}, which does not exist yet")]
 
 

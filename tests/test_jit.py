@@ -8,7 +8,8 @@ import sys
 import llvmlite.binding as llvm
 import pytest
 
-from foo_ops.kernels import jit
+from foo_ops.kernels.cache import cache_directory
+from foo_ops.kernels.resolve import resolve
 from foo_ops.kernels.target import target
 
 DTYPES = ("float32", "float64", "bfloat16", "int8", "int16", "int32", "int64")
@@ -202,18 +203,18 @@ print(len(ticks) > 5)
 
 def test_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("FOO_CACHE_DIR", str(tmp_path / "chosen"))
-    assert jit.cache_directory() == tmp_path / "chosen"
+    assert cache_directory() == tmp_path / "chosen"
     monkeypatch.delenv("FOO_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert jit.cache_directory() == tmp_path / "foo_ops"
+    assert cache_directory() == tmp_path / "foo_ops"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert jit.cache_directory() == tmp_path / ".cache" / "foo_ops"
+    assert cache_directory() == tmp_path / ".cache" / "foo_ops"
 
 
 def test_same_address_every_time():
-    assert jit.resolve("foo::abs", "float32") == jit.resolve("foo::abs", "float32")
-    assert jit.resolve("foo::abs", "float32") != jit.resolve("foo::abs", "float64")
+    assert resolve("foo::abs", "float32") == resolve("foo::abs", "float32")
+    assert resolve("foo::abs", "float32") != resolve("foo::abs", "float64")
 
 
 # The whole path on another processor: values and gradients. Argument: the dtype.
@@ -257,7 +258,7 @@ print("right")
 )
 def test_kernels_for_other_processors(dtype, environment):
     """In the user's own cache, so that only the first run compiles."""
-    assert run(PROCESSOR, jit.cache_directory(), dtype, **environment) == ("right", "")
+    assert run(PROCESSOR, cache_directory(), dtype, **environment) == ("right", "")
 
 
 def test_vector_width_must_be_one_that_exists(tmp_path):

@@ -1,5 +1,6 @@
 // The only file that includes pybind11: it gives Python the names of foo_ops._C.
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
 
@@ -27,19 +28,26 @@ namespace py = pybind11;
 
 namespace {
 
+// As torch passes an exception of Python on, also to another thread: the caller gets it unchanged.
+[[noreturn]] void pass_on(py::error_already_set& error) {
+  error.restore();
+  python_error passed;
+  passed.persist();
+  throw passed;
+}
+
 // Numba is imported here, at a kernel's first use, and not before.
-void* resolve_kernel(const std::string& kernel, const std::string& dtype) {
+void* resolve_kernel(const std::string& kernel, const std::string& signature) {
   const py::gil_scoped_acquire gil;
   try {
     const py::object address =
-        py::module_::import("foo_ops.kernels.jit").attr("resolve")(kernel, dtype);
+        py::module_::import("foo_ops.kernels.resolve").attr("resolve")(kernel, signature);
     return reinterpret_cast<void*>(address.cast<uintptr_t>());
   } catch (py::error_already_set& error) {
-    if (error.matches(py::module_::import("foo_ops.kernels.sources").attr("KernelError"))) {
-      TORCH_CHECK(false, std::string(py::str(error.value())));
-    }
-    // A Python exception must not pass through the dispatcher, which may run without Python.
-    TORCH_CHECK(false, kernel, ": the kernel for ", dtype, " cannot be compiled: ", error.what());
+    const py::object refusal = py::module_::import("foo_ops.kernels.sources").attr("KernelError");
+    TORCH_CHECK(!error.matches(refusal), std::string(py::str(error.value())));
+    // What came while it was compiled, such as KeyboardInterrupt.
+    pass_on(error);
   }
 }
 
@@ -122,15 +130,6 @@ foo::Parameter make_parameter(std::string name, const std::string& kind, bool is
           roles.at(role),  std::move(own_types), std::move(own_types_in_words)};
 }
 
-// A Python exception must not pass through the dispatcher, which may run without Python.
-[[noreturn]] void throw_as_torch_does(const py::error_already_set& error) {
-  const std::string message = py::str(error.value());
-  TORCH_CHECK_INDEX(!error.matches(PyExc_IndexError), message);
-  TORCH_CHECK_VALUE(!error.matches(PyExc_ValueError), message);
-  TORCH_CHECK_TYPE(!error.matches(PyExc_TypeError), message);
-  TORCH_CHECK(false, message);
-}
-
 // Calls a function of Python that raises what is wrong with an operator's arguments.
 foo::Refusal refusal(py::object function) {
   // Registrations of the process outlive the interpreter, and objects of Python must not.
@@ -144,7 +143,7 @@ foo::Refusal refusal(py::object function) {
       }
       refuse(*values);
     } catch (py::error_already_set& error) {
-      throw_as_torch_does(error);
+      pass_on(error);
     }
   };
 }

@@ -9,6 +9,8 @@
 #include <mutex>
 #include <vector>
 
+#include "fork_mutex.h"
+
 namespace foo {
 
 namespace {
@@ -115,7 +117,7 @@ void register_kernel(const std::string& operator_name, c10::DispatchKey key,
                      c10::KernelFunction kernel) {
   // Never destroyed, because at exit the dispatcher may be gone before.
   static auto* registrations = new std::vector<c10::RegistrationHandleRAII>();
-  static std::mutex mutex;
+  static ForkMutex mutex;
   auto registration = hold_kernel(operator_name, key, std::move(kernel));
   const std::lock_guard lock(mutex);
   registrations->push_back(std::move(registration));

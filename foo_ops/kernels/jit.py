@@ -16,19 +16,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib
 import importlib.metadata
 import logging
-import os
 import sys
-import tempfile
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from foo_ops.kernels import cache
 from foo_ops.kernels.garbage import without_garbage_collection
-from foo_ops.kernels.sources import SOURCES, Source
+from foo_ops.kernels.sources import Source
+from foo_ops.kernels.upgrades import digest, is_upgraded
 
 with without_garbage_collection():
     import llvmlite
@@ -46,7 +43,6 @@ logger = logging.getLogger("foo_ops")
 
 # The C function in every object file.
 ENTRY = "foo_kernel"
-CHECKSUM_SIZE = hashlib.sha256().digest_size
 # What a kernel may call: these live in the process already. memcpy and memset are LLVM's own idea.
 _MATH = (
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos", "cosh"),
@@ -55,8 +51,10 @@ _MATH = (
 )
 ALLOWED_SYMBOLS = {"memcpy", "memset", "memmove", *_MATH, *(f"{name}f" for name in _MATH)}
 
-_lock = threading.Lock()
-_addresses: dict[tuple[str, str], int] = {}
+# What this process runs, whatever is on disk by now.
+_SOURCES = digest()
+_INSTALLED_NUMBA = importlib.metadata.version("numba")
+_NUMBA = getattr(sys.modules.get("numba"), "__version__", _INSTALLED_NUMBA)
 # The code lives as long as the engine and the libraries in it: for ever, as callers keep addresses.
 _libraries: list[Any] = []
 
@@ -74,75 +72,42 @@ class Kernel:
     vectorizes: bool = False
 
 
-class _Module(Source):
-    """A module of ``foo_ops.kernels``. The key covers the sources of all of them."""
-
-    def __init__(self, kernel: str) -> None:
-        self._kernel = kernel
-
-    @property
-    def title(self) -> str:
-        return self._kernel
-
-    def fingerprint(self) -> bytes:
-        return self._kernel.encode()
-
-    def build(self, signature: str) -> Kernel:
-        name, _, variant = self._kernel.partition(".")
-        options = {variant: True} if variant else {}
-        module = importlib.import_module(f"foo_ops.kernels.{name}")
-        kernel: Kernel = module.build(signature, **options)
-        return kernel
-
-    def explain(self, signature: str, error: Exception) -> None:
-        """The package's own kernels compile; whoever writes one wants to see all of it."""
-
-
-def resolve(kernel: str, signature: str) -> int:
-    """Address of the C function for ``kernel``, compiled or loaded at the first call.
-
-    Without an entry in `SOURCES` ``foo_ops.kernels.<kernel>`` must have a function
-    ``build(dtype) -> Kernel``. ``<kernel>.plain`` stands for ``build(dtype, plain=True)``: the
-    kernel without its options, which is compiled in half the time. Thread-safe.
-    """
-    with _lock:
-        address = _addresses.get((kernel, signature))
-        if address is None:
-            source = SOURCES.get(kernel) or _Module(kernel)
-            try:
-                address = _load(_object_code(source, signature), f"{kernel}-{signature}")
-            except Exception as error:
-                explained = source.explain(signature, error)
-                if explained is None:
-                    raise
-                raise explained from error
-            _addresses[kernel, signature] = address
-        return address
-
-
-def cache_directory() -> Path:
-    """Folder of the compiled kernels: FOO_CACHE_DIR, or foo_ops in the user's cache folder."""
-    chosen = os.environ.get("FOO_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "foo_ops"
+def load(source: Source, signature: str, name: str) -> int:
+    """Address of a kernel's C function, compiled if it is not on disk."""
+    return _load(_object_code(source, signature), name)
 
 
 def _object_code(source: Source, signature: str) -> bytes:
-    path = cache_directory() / f"{source.title}-{signature}-{_key(source, signature)}.o"
-    code = _read(path)
+    build = functools.partial(source.build, signature)
+    if _SOURCES is None:
+        _warn_of_upgrade()
+        return compile_kernel(build)
+    title = f"{source.title}-{signature}"
+    name = cache.file_name(title, _key(source, signature, _SOURCES))
+    code = cache.read(name)
     if code is None:
-        code = compile_kernel(functools.partial(source.build, signature))
-        _write(path, code)
+        code = compile_kernel(build)
+        if is_upgraded() or importlib.metadata.version("numba") != _INSTALLED_NUMBA:
+            _warn_of_upgrade()
+        else:
+            cache.write(name, code)
     return code
 
 
-def _key(source: Source, signature: str) -> str:
+@functools.cache
+def _warn_of_upgrade() -> None:
+    logger.warning(
+        "compiled kernels are not kept, since foo_ops or Numba has changed on disk while this "
+        "process was running"
+    )
+
+
+def _key(source: Source, signature: str, sources: bytes) -> str:
     """Hash of all that the object code depends on."""
     parts = [
         signature,
         sys.version,
-        importlib.metadata.version("numba"),
+        _NUMBA,
         llvmlite.__version__,
         repr(llvm.llvm_version_info),
         *target(),
@@ -154,38 +119,8 @@ def _key(source: Source, signature: str) -> str:
     ]
     digest = hashlib.sha256("\n".join(parts).encode())
     digest.update(source.fingerprint())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    digest.update(sources)
     return digest.hexdigest()[:16]
-
-
-def _read(path: Path) -> bytes | None:
-    """The object code in a cache file, or None if there is none or it is not whole."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    checksum, code = content[:CHECKSUM_SIZE], content[CHECKSUM_SIZE:]
-    if hashlib.sha256(code).digest() != checksum:
-        logger.warning("the cached kernel %s is broken and is compiled again", path)
-        return None
-    return code
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Store object code so that another process sees all of it or nothing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(hashlib.sha256(code).digest() + code)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        logger.warning("compiled kernels are not kept, since %s cannot be written: %s", path, error)
 
 
 def compile_kernel(build: Callable[[], Kernel]) -> bytes:

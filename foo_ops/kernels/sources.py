@@ -1,7 +1,8 @@
-"""Where kernels come from that are no modules of this package. Light: no Numba, no LLVM."""
+"""Where kernels come from. Light: no Numba, no LLVM."""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ class KernelError(Exception):
 
 
 class Source(Protocol):
-    """What `foo_ops.kernels.jit.resolve` asks for a kernel."""
+    """What `foo_ops.kernels.resolve.resolve` asks for a kernel."""
 
     @property
     def title(self) -> str:
@@ -28,5 +29,29 @@ class Source(Protocol):
         """What is raised instead of what its compilation raised, or None for the latter."""
 
 
-# By the kernel's name. Threads may add to it while others read.
+class Module(Source):
+    """A module of ``foo_ops.kernels``. The key covers the sources of all of them."""
+
+    def __init__(self, kernel: str) -> None:
+        self._kernel = kernel
+
+    @property
+    def title(self) -> str:
+        return self._kernel
+
+    def fingerprint(self) -> bytes:
+        return self._kernel.encode()
+
+    def build(self, signature: str) -> Kernel:
+        name, _, variant = self._kernel.partition(".")
+        options = {variant: True} if variant else {}
+        module = importlib.import_module(f"foo_ops.kernels.{name}")
+        kernel: Kernel = module.build(signature, **options)
+        return kernel
+
+    def explain(self, signature: str, error: Exception) -> None:
+        """The package's own kernels compile; whoever writes one wants to see all of it."""
+
+
+# Of users' kernels, by the kernel's name. Threads may add to it while others read.
 SOURCES: dict[str, Source] = {}

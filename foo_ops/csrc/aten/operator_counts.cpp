@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <mutex>
 
+#include "fork_mutex.h"
+
 namespace foo::aten {
 namespace {
 
@@ -15,7 +17,7 @@ struct Known {
 };
 
 struct Registry {
-  std::mutex mutex;
+  ForkMutex mutex;
   // References to elements of a map stay valid.
   std::map<std::string, OperatorCount> counts;
   std::map<std::string, Known> fallbacks;
@@ -30,7 +32,7 @@ Registry& registry() {
 const Known& known_fallback(const c10::OperatorName& name) {
   const std::string text = c10::toString(name);
   OperatorCount& count = operator_count(text);
-  const std::lock_guard<std::mutex> lock(registry().mutex);
+  const std::lock_guard lock(registry().mutex);
   return registry().fallbacks.try_emplace(text, Known{name, &count}).first->second;
 }
 
@@ -53,7 +55,7 @@ std::atomic<int64_t>& fallback_count(const c10::OperatorName& name) {
 }  // namespace
 
 OperatorCount& operator_count(const std::string& name) {
-  const std::lock_guard<std::mutex> lock(registry().mutex);
+  const std::lock_guard lock(registry().mutex);
   return registry().counts[name];
 }
 
@@ -62,7 +64,7 @@ void count_fallback(const c10::OperatorHandle& op) {
 }
 
 std::map<std::string, std::pair<int64_t, int64_t>> operator_counts() {
-  const std::lock_guard<std::mutex> lock(registry().mutex);
+  const std::lock_guard lock(registry().mutex);
   std::map<std::string, std::pair<int64_t, int64_t>> result;
   for (const auto& [name, count] : registry().counts) {
     const std::pair<int64_t, int64_t> values = {count.own, count.fallback};
@@ -72,7 +74,7 @@ std::map<std::string, std::pair<int64_t, int64_t>> operator_counts() {
 }
 
 void reset_operator_counts() {
-  const std::lock_guard<std::mutex> lock(registry().mutex);
+  const std::lock_guard lock(registry().mutex);
   for (auto& [name, count] : registry().counts) {
     count.own = 0;
     count.fallback = 0;

@@ -16,6 +16,7 @@
 #include "device/device.h"
 #include "device/heap.h"
 #include "device/process.h"
+#include "fork_mutex.h"
 
 namespace foo::device {
 namespace {
@@ -88,15 +89,15 @@ char* map_memory(size_t bytes) {
 class SegmentMap {
  public:
   void add(const char* begin, size_t bytes, c10::DeviceIndex device) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     segments_[begin] = {begin + bytes, device};
   }
   void remove(const char* begin) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     segments_.erase(begin);
   }
   std::optional<c10::DeviceIndex> find(const void* address) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     const auto* position = static_cast<const char*>(address);
     auto after = segments_.upper_bound(position);
     if (after == segments_.begin()) return std::nullopt;
@@ -105,7 +106,7 @@ class SegmentMap {
   }
 
  private:
-  std::mutex mutex_;
+  ForkMutex mutex_;
   std::map<const char*, std::pair<const char*, c10::DeviceIndex>> segments_;
 };
 
@@ -159,7 +160,7 @@ class DeviceMemory {
     Block* block = nullptr;
     Totals totals;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::lock_guard lock(mutex_);
       block = take(pool, rounded);
       if (block != nullptr) {
         block->requested_bytes = bytes;
@@ -178,7 +179,7 @@ class DeviceMemory {
     const size_t rounded = round_up(block->requested_bytes, kAlignment);
     Totals totals;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::lock_guard lock(mutex_);
       Pool& pool = pool_of(*block);
       count_free(pool, *block);
       pool.heap.give_back(block);
@@ -191,7 +192,7 @@ class DeviceMemory {
   void count_adopted(AdoptedMemory* memory, int64_t sign) {
     Totals totals;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::lock_guard lock(mutex_);
       Pool& pool = memory->bytes <= kLargestSmallBlock ? small_ : large_;
       for (StatArray* count :
            {&statistics_.allocation, &statistics_.active, &statistics_.segment}) {
@@ -207,17 +208,17 @@ class DeviceMemory {
   }
 
   void empty_cache() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     release_unused_segments();
   }
 
   DeviceStats statistics() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     return statistics_;
   }
 
   void reset_accumulated() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     for_each_figure(statistics_, [](Stat& figure) { figure.reset_accumulated(); });
     statistics_.num_alloc_retries = 0;
     statistics_.num_ooms = 0;
@@ -226,12 +227,12 @@ class DeviceMemory {
   }
 
   void reset_peak() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     for_each_figure(statistics_, [](Stat& figure) { figure.reset_peak(); });
   }
 
   std::pair<size_t, size_t> free_and_total() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     const size_t allowed = allowed_bytes();
     const size_t reserved = reserved_bytes();
     const size_t left = reserved < allowed ? allowed - reserved : 0;
@@ -239,17 +240,17 @@ class DeviceMemory {
   }
 
   void set_fraction(double fraction) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     fraction_ = fraction;
   }
 
   double fraction() {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     return fraction_;
   }
 
   void append_snapshot(std::vector<SegmentInfo>& segments) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     for (Pool* pool : {&small_, &large_}) {
       for (Segment* each = pool->heap.first_segment(); each != nullptr; each = each->next) {
         segments.push_back(describe(*each, pool->type == StatType::LARGE_POOL));
@@ -372,7 +373,7 @@ class DeviceMemory {
 
   std::string out_of_memory(size_t bytes) {
     const auto [free_bytes, total] = free_and_total();
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard lock(mutex_);
     const Totals totals = current_totals();
     const std::string limit =
         fraction_ < 1 ? c10::str(" This process may use ", format_size(allowed_bytes()), ".") : "";
@@ -402,7 +403,7 @@ class DeviceMemory {
     return info;
   }
 
-  std::mutex mutex_;
+  ForkMutex mutex_;
   c10::DeviceIndex index_ = 0;
   double fraction_ = 1;
   DeviceStats statistics_;
@@ -412,6 +413,8 @@ class DeviceMemory {
 
 DeviceMemory& memory_of(c10::DeviceIndex index) {
   static auto* devices = [] {
+    // Their mutexes are held while that of the map is taken.
+    segment_map();
     auto* memories = new std::array<DeviceMemory, kMaxDevices>();
     for (c10::DeviceIndex each = 0; each < kMaxDevices; ++each) (*memories)[each].set_index(each);
     return memories;
@@ -420,7 +423,7 @@ DeviceMemory& memory_of(c10::DeviceIndex index) {
 }
 
 void free_block(void* data) {
-  // The lock may be one that nobody will ever release; and the memory goes with the process.
+  // The memory goes with the process, whose figures are those of its parent.
   if (data == nullptr || is_in_bad_fork()) return;
   Block* block = Block::of(data);
   if (release_owner(block->owners)) memory_of(block->segment->device).free(block);

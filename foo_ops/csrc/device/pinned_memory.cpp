@@ -12,12 +12,13 @@
 #include <mutex>
 
 #include "device/process.h"
+#include "fork_mutex.h"
 
 namespace foo::device {
 namespace {
 
 struct Blocks {
-  std::mutex mutex;
+  ForkMutex mutex;
   // The end of each block by its start.
   std::map<const char*, const char*, std::less<>> end_of;
 };
@@ -46,13 +47,13 @@ class CachingImpl final : public at::CachingHostAllocatorImpl<c10::Stream, NoEve
   void allocate_host_memory(size_t bytes, void** memory) override {
     *memory = c10::alloc_cpu(bytes);
     const auto* begin = static_cast<const char*>(*memory);
-    const std::lock_guard<std::mutex> lock(blocks().mutex);
+    const std::lock_guard lock(blocks().mutex);
     blocks().end_of[begin] = begin + bytes;
   }
 
   void free_block(HostBlock* block) override {
     {
-      const std::lock_guard<std::mutex> lock(blocks().mutex);
+      const std::lock_guard lock(blocks().mutex);
       blocks().end_of.erase(static_cast<const char*>(block->ptr_));
     }
     c10::free_cpu(block->ptr_);
@@ -77,7 +78,8 @@ PinnedMemoryAllocator& instance() {
 }
 
 void free_pinned(void* context) {
-  // The lock may be one that nobody will ever release; and the memory goes with the process.
+  // The lock of torch may be one that nobody will ever release; and the memory goes with the
+  // process.
   if (!is_in_bad_fork()) instance().free(context);
 }
 
@@ -117,10 +119,9 @@ void reset_peak_pinned_memory_stats() {
   instance().reset_peak_stats();
 }
 
-// In a forked child the lock may be one that nobody will ever release.
 bool is_pinned(const void* address) {
   if (is_in_bad_fork()) return false;
-  const std::lock_guard<std::mutex> lock(blocks().mutex);
+  const std::lock_guard lock(blocks().mutex);
   const auto* position = static_cast<const char*>(address);
   auto after = blocks().end_of.upper_bound(position);
   return after != blocks().end_of.begin() && position < (--after)->second;

@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "aten/operator_counts.h"
+#include "device/process.h"
 #include "ops/overlap.h"
 
 namespace foo {
@@ -146,7 +147,11 @@ class ElementwiseLauncher final : public c10::OperatorKernel {
       : elementwise_(std::move(elementwise)), count_(count) {}
 
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    if (count_ != nullptr) count_->own.fetch_add(1, std::memory_order_relaxed);
+    if (count_ != nullptr) {
+      // Raises in a forked child, also where nothing is allocated.
+      device::initialize();
+      count_->own.fetch_add(1, std::memory_order_relaxed);
+    }
     elementwise_->launch(*stack);
   }
 

@@ -11,6 +11,8 @@
 #include <unordered_map>
 
 #include "aten/operator_counts.h"
+#include "device/process.h"
+#include "fork_mutex.h"
 #include "ops/overlap.h"
 #include "ops/read_once.h"
 
@@ -192,7 +194,7 @@ class ResultLayouts {
   }
 
   c10::OperatorHandle op_;
-  std::mutex mutex_;
+  ForkMutex mutex_;
   std::unordered_map<Question, Layouts, QuestionHash> answers_;
 };
 
@@ -305,7 +307,11 @@ class TileLauncher final : public c10::OperatorKernel {
   }
 
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    if (count_ != nullptr) count_->own.fetch_add(1, std::memory_order_relaxed);
+    if (count_ != nullptr) {
+      // Raises in a forked child, also where nothing is allocated.
+      device::initialize();
+      count_->own.fetch_add(1, std::memory_order_relaxed);
+    }
     Tensors results = launch(torch::jit::last(*stack, parameters_.size()));
     torch::jit::drop(*stack, parameters_.size());
     for (at::Tensor& result : results) stack->emplace_back(std::move(result));

@@ -1,0 +1,177 @@
+"""Keep object code on disk, and load only what this user or root wrote.
+
+Whatever goes wrong here costs time alone: the kernel is compiled again.
+
+Code that another user could have written would run with the rights of this one. So the folder and
+its files are opened first, and what was opened is asked for its owner: who may rename folders on
+the way there can exchange them in between, but cannot make one that belongs to this user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import pwd
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger("foo_ops")
+
+CHECKSUM_SIZE = hashlib.sha256().digest_size
+# Of a file until it is whole. One that is an hour old was left behind by a process that was killed.
+UNFINISHED = ".foo_ops-unfinished"
+_SECONDS_TO_FINISH = 3600
+# Some file systems take names of no more than 143 bytes.
+_LONGEST_TITLE = 100
+
+
+def cache_directory() -> Path | None:
+    """Folder of the compiled kernels: FOO_CACHE_DIR, or foo_ops in the user's cache folder.
+
+    None for a user without a home, as one whom a container does not know.
+    """
+    chosen = os.environ.get("FOO_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    caches = os.environ.get("XDG_CACHE_HOME")
+    home = os.environ.get("HOME") or _registered_home()
+    if not caches and not home:
+        return None
+    return Path(caches or f"{home}/.cache") / "foo_ops"
+
+
+def _registered_home() -> str | None:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return None
+
+
+def file_name(title: str, key: str) -> str:
+    """Name of a kernel's file. The key tells apart those whose titles are too long."""
+    short = title.encode()[:_LONGEST_TITLE].decode(errors="ignore")
+    return f"{short}-{key}.o"
+
+
+def read(name: str) -> bytes | None:
+    """The object code in a file, or None if there is none that is whole and can be trusted."""
+    path = cache_directory()
+    try:
+        if path is None:
+            return None
+        with _opened_folder(path) as folder:
+            content = _content(name, folder)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn_once(f"compiled kernels are not kept, since {path} cannot be used: {error.strerror}")
+        return None
+    if content is None:
+        return None
+    checksum, code = content[:CHECKSUM_SIZE], content[CHECKSUM_SIZE:]
+    if hashlib.sha256(code).digest() != checksum:
+        logger.warning("the cached kernel %s is broken and is compiled again", path / name)
+        return None
+    return code
+
+
+def _content(name: str, folder: int) -> bytes | None:
+    try:
+        # Whoever put a pipe there would else keep us waiting.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(name, flags, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn_once(f"the cached kernel {name} is compiled again: {error.strerror}")
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        distrust = _distrust(status)
+        if distrust is not None:
+            _warn_once(f"the cached kernel {name} is compiled again: {distrust}")
+            return None
+        return file.read()
+
+
+def write(name: str, code: bytes) -> None:
+    """Store object code so that another process sees all of it or nothing."""
+    path = cache_directory()
+    if path is None:
+        _warn_once(
+            "compiled kernels are not kept, since there is no home folder: set FOO_CACHE_DIR"
+        )
+        return
+    try:
+        _make_private(path)
+        with _opened_folder(path) as folder:
+            _remove_unfinished(folder)
+            _write_into(folder, name, hashlib.sha256(code).digest() + code)
+    except IsADirectoryError:
+        _warn_once(f"compiled kernels are not kept, since {path / name} is a folder")
+    except OSError as error:
+        _warn_once(f"compiled kernels are not kept, since {path} cannot be used: {error.strerror}")
+
+
+def _write_into(folder: int, name: str, content: bytes) -> None:
+    unfinished = os.urandom(8).hex() + UNFINISHED
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    descriptor = os.open(unfinished, flags, 0o600, dir_fd=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        os.unlink(unfinished, dir_fd=folder)
+        raise
+
+
+def _remove_unfinished(folder: int) -> None:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(UNFINISHED):
+                with contextlib.suppress(OSError):
+                    age = time.time() - entry.stat(follow_symlinks=False).st_mtime
+                    if age > _SECONDS_TO_FINISH:
+                        os.unlink(entry.name, dir_fd=folder)
+
+
+def _make_private(path: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone."""
+    if not path.exists():
+        _make_private(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+@contextlib.contextmanager
+def _opened_folder(path: Path) -> Iterator[int]:
+    """A descriptor of a folder in which nobody but this user and root may write."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        distrust = _distrust(os.fstat(descriptor))
+        if distrust is not None:
+            raise PermissionError(0, distrust)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _distrust(status: os.stat_result) -> str | None:
+    """Why others than this user and root could have written what was opened, if they could."""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "others than its owner may write to it"
+    return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
