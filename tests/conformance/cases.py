@@ -160,6 +160,10 @@ def _map_sample(function: Callable[[Any], Any], sample: SampleInput) -> SampleIn
     return result
 
 
+# The state of the CPU's generator when a call starts, which no call on foo may change.
+_SEEDED = torch.manual_seed(0).get_state()
+
+
 def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
     """What a function returns, or what it raises. Random numbers start at the same seed."""
     torch.manual_seed(0)
@@ -225,6 +229,7 @@ def _agree(
     """The results of both, which are the same; None if both raise."""
     expected, expected_error = outcome(on_cpu)
     actual, error = outcome(on_foo)
+    assert torch.equal(torch.get_rng_state(), _SEEDED), f"{what}: draws from the CPU's generator"
     if expected_error is not None:
         assert error is not None, f"{what}: only the cpu raises {expected_error!r}"
         return None

@@ -1,12 +1,10 @@
 #include "aten/fallback.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/op_registration/adaption.h>
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <mutex>
 #include <optional>
 
 #include "aten/boxed_tensors.h"
@@ -153,42 +151,31 @@ void replace_argument(IValue& value, const c10::Argument& argument, HostCall& ca
   }
 }
 
-// For random kernels that take no generator: they draw from the default generator of the CPU, so
-// that one bears the state of the foo generator during the call.
-void call_with_random_state(const at::Generator& foo_generator, const c10::OperatorHandle& op,
-                            c10::DispatchKeySet host_keys, torch::jit::Stack* stack) {
-  static std::mutex one_at_a_time;
-  const std::lock_guard<std::mutex> lock(one_at_a_time);
-  at::Generator host = device::host_generator(foo_generator);
-  at::Generator cpu = at::detail::getDefaultCPUGenerator();
-  const at::Tensor cpu_state = cpu.get_state();
-  cpu.set_state(host.get_state());
-  const auto restore = [&] {
-    host.set_state(cpu.get_state());
-    cpu.set_state(cpu_state);
-  };
-  try {
-    op.redispatchBoxed(host_keys, stack);
-  } catch (...) {
-    restore();
-    throw;
-  }
-  restore();
+// They have the tag of random operators, but their kernels for the CPU draw nothing.
+bool draws_nothing(const c10::OperatorName& name) {
+  return name.name == "aten::_fused_sdp_choice" ||
+         name.name == "aten::_nested_tensor_softmax_with_shape" ||
+         name.name == "aten::_scaled_dot_product_flash_attention_for_cpu";
+}
+
+// The kernel would draw from the default generator of the CPU, which is not foo's to change.
+void check_randomness(const c10::OperatorHandle& op) {
+  const bool has_generator_of_foo =
+      !op.hasTag(at::Tag::nondeterministic_seeded) || takes_generator(op.schema());
+  TORCH_CHECK_NOT_IMPLEMENTED(has_generator_of_foo || draws_nothing(op.operator_name()),
+                              op.operator_name(),
+                              " draws random numbers and takes no generator, so that its kernel "
+                              "for cpu cannot run on foo: register one for foo");
 }
 
 void call_host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                      torch::jit::Stack* stack, c10::Device device) {
+                      torch::jit::Stack* stack) {
   TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(keys.highestPriorityTypeId()),
                               op.operator_name(),
                               " has no kernel for foo, and none for cpu that could run instead");
+  check_randomness(op);
   count_fallback(op);
-  const bool draws_from_default_generator =
-      op.hasTag(at::Tag::nondeterministic_seeded) && !takes_generator(op.schema());
-  if (draws_from_default_generator) {
-    call_with_random_state(device::default_generator(device.index()), op, keys, stack);
-  } else {
-    op.redispatchBoxed(keys, stack);
-  }
+  op.redispatchBoxed(keys, stack);
 }
 
 // What tensors of foo can be, each with its counterpart of the CPU.
@@ -268,7 +255,7 @@ void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     replace_argument((*stack)[first + position], arguments[position], call, call.device());
   }
   try {
-    call_host_kernel(op, host_keys(keys), stack, call.device());
+    call_host_kernel(op, host_keys(keys), stack);
   } catch (...) {
     // As on the CPU, a kernel that raises an error may have resized `out` before.
     call.write_back();
