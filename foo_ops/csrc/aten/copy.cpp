@@ -72,27 +72,27 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& dest
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  register_own_kernel<"aten::_copy_from", &copy_from>(library);
-  register_own_kernel<"aten::_copy_from_and_resize", &copy_from_and_resize>(library);
+  register_own_kernel<"aten::_copy_from", &copy_from, Devices::kAny>(library);
+  register_own_kernel<"aten::_copy_from_and_resize", &copy_from_and_resize, Devices::kAny>(library);
   register_own_kernel<"aten::_lazy_clone", &lazy_clone>(library);
   register_own_kernel<"aten::_local_scalar_dense", &at::native::_local_scalar_dense_cpu>(library);
 }
 
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, library) {
-  register_own_kernel<"aten::copy_", &copy_>(library);
+  register_own_kernel<"aten::copy_", &copy_, Devices::kAny>(library);
 }
 
 TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, library) {
-  register_own_kernel<"aten::copy_", &copy_>(library);
+  register_own_kernel<"aten::copy_", &copy_, Devices::kAny>(library);
 }
 
 TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, library) {
-  register_own_kernel<"aten::copy_", &copy_>(library);
+  register_own_kernel<"aten::copy_", &copy_, Devices::kAny>(library);
 }
 
 // The bytes of a quantized tensor are copied, and its quantizer.
 TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, library) {
-  register_own_kernel<"aten::_copy_from", &copy_quantized_from>(library);
+  register_own_kernel<"aten::_copy_from", &copy_quantized_from, Devices::kAny>(library);
 }
 
 // The copy itself carries out a pending conjugation or negation. torch would do that before the

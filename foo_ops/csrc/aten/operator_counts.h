@@ -10,6 +10,8 @@
 #include <map>
 #include <string>
 
+#include "aten/device_check.h"
+
 namespace foo::aten {
 
 struct OperatorCount {
@@ -33,30 +35,33 @@ struct Name {
   consteval Name(const char (&characters)[size]) { std::copy_n(characters, size, text); }
 };
 
-template <Name name, auto function>
+template <Name name, auto function, Devices devices>
 struct Counted;
 
-template <Name name, typename Result, typename... Arguments, Result (*function)(Arguments...)>
-struct Counted<name, function> {
+template <Name name, typename Result, typename... Arguments, Result (*function)(Arguments...),
+          Devices devices>
+struct Counted<name, function, devices> {
   static Result call(Arguments... arguments) {
+    if constexpr (devices == Devices::kOne) check_devices(name.text, arguments...);
     static OperatorCount& count = operator_count(name.text);
     count.own.fetch_add(1, std::memory_order_relaxed);
     return function(std::forward<Arguments>(arguments)...);
   }
 };
 
-// Gives the operator a kernel that counts its calls. The name is the full one, "aten::view".
-template <Name name, auto function>
+// Gives the operator a kernel that counts its calls and refuses tensors of several devices. The
+// name is the full one, "aten::view".
+template <Name name, auto function, Devices devices = Devices::kOne>
 void register_own_kernel(torch::Library& library) {
-  library.impl(name.text, &Counted<name, function>::call);
+  library.impl(name.text, &Counted<name, function, devices>::call);
 }
 
-// The same kernel on the CPU, where nothing counts, and on foo.
+// The same kernel on the CPU, where nothing counts, and on foo. It checks devices itself.
 template <Name name, auto function>
 void register_shared_kernel(torch::Library& library) {
   library.impl(name.text, torch::dispatch(c10::DispatchKey::CPU, function));
-  library.impl(name.text,
-               torch::dispatch(c10::DispatchKey::PrivateUse1, &Counted<name, function>::call));
+  library.impl(name.text, torch::dispatch(c10::DispatchKey::PrivateUse1,
+                                          &Counted<name, function, Devices::kAny>::call));
 }
 
 }  // namespace foo::aten

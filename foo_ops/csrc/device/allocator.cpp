@@ -8,9 +8,12 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <sstream>
+#include <string>
 #include <utility>
 
 #include "device/device.h"
@@ -65,7 +68,17 @@ size_t physical_memory() {
   return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
 
+// What a program can have without swapping. Most of it may hold copies of files, which the system
+// gives up when memory is needed, so that the free pages alone can be a hundredth of it.
 size_t available_memory() {
+  std::ifstream file("/proc/meminfo");
+  std::string line;
+  while (std::getline(file, line)) {
+    std::istringstream words(line);
+    std::string name;
+    size_t kilobytes = 0;
+    if (words >> name >> kilobytes && name == "MemAvailable:") return kilobytes * 1024;
+  }
   return static_cast<size_t>(sysconf(_SC_AVPHYS_PAGES)) *
          static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
@@ -232,11 +245,12 @@ class DeviceMemory {
   }
 
   std::pair<size_t, size_t> free_and_total() {
+    const size_t available = available_memory();
     const std::lock_guard lock(mutex_);
     const size_t allowed = allowed_bytes();
     const size_t reserved = reserved_bytes();
     const size_t left = reserved < allowed ? allowed - reserved : 0;
-    return {std::min(left, available_memory()), total_memory()};
+    return {std::min(left, available), total_memory()};
   }
 
   void set_fraction(double fraction) {
