@@ -5,6 +5,7 @@ A case is a suite, a name and a dtype. Running it raises at the first difference
 
 import copy
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -65,9 +66,10 @@ def all_cases() -> list[Case]:
         for dtype in sorted(op.supported_dtypes("cpu"), key=str)
     ]
     cases += [
-        Case("strides", _name(op), str(dtype).removeprefix("torch."))
+        Case(suite, _name(op), str(dtype).removeprefix("torch."))
+        for suite in ("strides", "devices")
         for op in op_db
-        for dtype in _dtype_for_strides(op)
+        for dtype in _one_dtype(op)
     ]
     cases += [
         Case("modules", info.name, str(dtype).removeprefix("torch."))
@@ -265,8 +267,8 @@ def _run_operator(name: str, dtype: torch.dtype) -> None:
             _check_in_place(op, sample, f"{what}, in place", values)
 
 
-def _dtype_for_strides(op: Any) -> list[torch.dtype]:
-    """One of its dtypes, if it has any: strides are the same for all."""
+def _one_dtype(op: Any) -> list[torch.dtype]:
+    """One of its dtypes, if it has any: for what is the same for all."""
     dtypes = sorted(
         op.supported_dtypes("cpu"), key=lambda dtype: (dtype != torch.float32, str(dtype))
     )
@@ -292,6 +294,33 @@ def _check_strides(op: Any, sample: Any, what: str) -> None:
         check_announced(
             results[0], lambda to_fake: _call(op, _map_sample(mapper(to_fake), there)), what
         )
+
+
+def _run_devices(name: str, dtype: torch.dtype) -> None:
+    op = _OPERATORS[name]
+    torch.manual_seed(0)
+    samples = filter(_is_about_a_device, op.sample_inputs("cpu", dtype))
+    for position, sample in enumerate(_evenly(samples, MAX_SAMPLES)):
+        _check_mixed_devices(op, _sample_on_foo(op, sample), f"sample {position}")
+
+
+def _with_one_on_cpu(sample: Any, moved: torch.Tensor) -> SampleInput:
+    return _map_sample(mapper(lambda each: each.cpu() if each is moved else each), sample)
+
+
+def _check_mixed_devices(op: Any, sample: Any, what: str) -> None:
+    """Each tensor in its turn on the CPU, the others on foo: as on CUDA, that must be refused."""
+    on_foo = [leaf for leaf in _leaves(sample) if isinstance(leaf, torch.Tensor) and leaf.is_foo]
+    tensors = list({id(tensor): tensor for tensor in on_foo}.values())
+    is_empty = any(tensor.numel() == 0 for tensor in tensors)
+    if len(tensors) < 2 or is_empty or outcome(_call(op, sample))[1] is not None:
+        return
+    for position, moved in enumerate(tensors):
+        if moved.dim() == 0:  # numbers may be on the CPU
+            continue
+        error = outcome(_call(op, _with_one_on_cpu(sample, moved)))[1]
+        assert error is not None, f"{what}: tensor {position} of {len(tensors)} may be on the CPU"
+        assert re.search("[Dd]evice|type", str(error)), f"{what}: tensor {position}: {error}"
 
 
 def _leaves(sample: Any) -> list[Any]:
@@ -509,6 +538,7 @@ def _check_optimizer(info: Any, kwargs: dict[str, Any], what: str) -> None:
 _RUNNERS: dict[str, Callable[[str, torch.dtype], None]] = {
     "operators": _run_operator,
     "strides": _run_strides,
+    "devices": _run_devices,
     "modules": _run_module,
     "optimizers": _run_optimizer,
 }
