@@ -1,83 +1,39 @@
 """Long runs on foo: ``make reliability``. Each ends with figures that must be exact.
 
-Threads that allocate, compute and free for a minute; a million operators without growth of memory;
-memory that runs out in backward passes, from which the process goes on.
+Threads that allocate, copy, draw, compile and compute for a minute; a million operators without
+growth of memory; memory that runs out in backward passes, from which the process goes on; a hundred
+thousand steps of random sequences beside the same on the CPU.
 """
 
 import argparse
 import gc
-import random
 import resource
-import threading
-import time
 
+import device_machine
+import threads_at_work
 import torch
-import torch.nn.functional as F
+from hypothesis import stateful
 
-THREADS = 8
 OPERATORS = 1_000_000
 BACKWARD_PASSES = 200
-LARGEST = 1 << 20  # elements of a tensor
+STEPS = 100_000
 ALLOWED_GROWTH = 32 << 20  # bytes, of the whole process
 
 
-def check_nothing_is_left() -> None:
-    """Every figure of what is in use is zero, and the cache can be emptied."""
-    gc.collect()
-    for index in range(torch.foo.device_count()):
-        stats = torch.foo.memory_stats(index)
-        for name in ("allocation", "active", "allocated_bytes", "active_bytes", "requested_bytes"):
-            for pool in ("all", "small_pool", "large_pool"):
-                assert stats[f"{name}.{pool}.current"] == 0, f"foo:{index}: {name} of {pool}"
-            allocated, freed = (stats[f"{name}.all.{what}"] for what in ("allocated", "freed"))
-            assert allocated == freed > 0, f"foo:{index}: {name} {allocated} and {freed}"
-    torch.foo.empty_cache()
-    for index in range(torch.foo.device_count()):
-        assert torch.foo.memory_reserved(index) == 0
-
-
-def allocate_and_compute(seed: int, until: float) -> int:
-    """Tensors with a number of this thread in each element, which nobody else may change."""
-    numbers = random.Random(seed)
-    kept: list[tuple[torch.Tensor, int]] = []
-    steps = 0
-    while time.monotonic() < until:
-        steps += 1
-        device = f"foo:{numbers.randrange(torch.foo.device_count())}"
-        size = numbers.randrange(1, 1 << numbers.randrange(1, LARGEST.bit_length()))
-        value = seed * 1000 + numbers.randrange(1000)
-        kept.append((torch.full((size,), value, device=device), value))
-        if len(kept) > 20 or numbers.random() < 0.4:
-            tensor, value = kept.pop(numbers.randrange(len(kept)))
-            assert tensor.eq(value).all(), f"thread {seed}: another thread wrote here"
-        if numbers.random() < 0.05:
-            weight = torch.randn(16, 16, device=device, requires_grad=True)
-            F.softmax(weight @ weight.T, -1).square().sum().backward()
-            assert weight.grad is not None
-            assert weight.grad.isfinite().all()
-    assert all(tensor.eq(value).all() for tensor, value in kept)
-    return steps
-
-
 def run_threads(seconds: float) -> None:
-    until = time.monotonic() + seconds
-    steps: list[int] = []
-    errors: list[BaseException] = []
+    steps = threads_at_work.run_threads(seconds)
+    print(
+        f"{threads_at_work.THREADS} threads, {seconds:.0f} s, {steps} steps: figures exact",
+        flush=True,
+    )
 
-    def work(seed: int) -> None:
-        try:
-            steps.append(allocate_and_compute(seed, until))
-        except BaseException as error:
-            errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-    check_nothing_is_left()
-    print(f"{THREADS} threads, {seconds:.0f} s, {sum(steps)} steps: figures exact", flush=True)
+def run_sequences(steps: int) -> None:
+    machine = device_machine.DeviceMachine
+    while machine.steps < steps:
+        settings = device_machine.settings(examples=100, steps=50)
+        stateful.run_state_machine_as_test(machine, settings=settings)
+    print(f"{machine.steps} steps of random sequences: foo does what the CPU does", flush=True)
 
 
 def peak_of_process() -> int:
@@ -150,11 +106,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="of the threads")
     parser.add_argument("--operators", type=int, default=OPERATORS)
     parser.add_argument("--passes", type=int, default=BACKWARD_PASSES)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of random sequences")
     options = parser.parse_args()
     torch.set_num_threads(1)
     run_threads(options.seconds)
     run_operators(options.operators)
     run_out_of_memory(options.passes)
+    run_sequences(options.steps)
 
 
 if __name__ == "__main__":
