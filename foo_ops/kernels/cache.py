@@ -90,15 +90,19 @@ def _content(name: str, folder: int) -> bytes | None:
     except OSError as error:
         _warn_once(f"the cached kernel {name} is compiled again: {error.strerror}")
         return None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
+        # Python makes no file object of a folder.
         if not stat.S_ISREG(status.st_mode):
             return None
         distrust = _distrust(status)
         if distrust is not None:
             _warn_once(f"the cached kernel {name} is compiled again: {distrust}")
             return None
-        return file.read()
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def write(name: str, code: bytes) -> None:

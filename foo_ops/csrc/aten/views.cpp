@@ -19,8 +19,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   register_own_kernel<"aten::unfold", &at::native::unfold>(library);
   register_own_kernel<"aten::view_as_real", &at::native::view_as_real>(library);
   register_own_kernel<"aten::view_as_complex", &at::native::view_as_complex>(library);
-  register_own_kernel<"aten::_nested_view_from_buffer", &at::native::_nested_view_from_buffer>(
-      library);
+  // The sizes of nested tensors are on the CPU on every device.
+  register_own_kernel<"aten::_nested_view_from_buffer", &at::native::_nested_view_from_buffer,
+                      Devices::kAny>(library);
 }
 
 TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, library) {
