@@ -208,7 +208,7 @@ IN_PLACE_OF_TWO = {
     ),
     "data": lambda x, y: setattr(x, "data", y),
     "swap": torch.utils.swap_tensors,
-    # "foreach": lambda x, y: torch._foreach_mul_([x, y], 2),
+    "foreach": lambda x, y: torch._foreach_mul_([x, y], 2),
 }
 
 # The last tensor is `out`.
