@@ -24,8 +24,10 @@ from numba.extending import intrinsic
 
 from benchmarks.cores import processors_by_core
 from benchmarks.measure import THREADS, Reference, Result
-from foo_ops.kernels import jit
-from foo_ops.kernels.matrix_unit import (
+from foo_ops.kernels.compiler import emit, load
+from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.compiler.processor import has_bfloat16_dot, has_matrix_unit, vector_bits
+from foo_ops.kernels.vectors.amx import (
     ROWS,
     matrix_configure,
     matrix_dot,
@@ -34,9 +36,9 @@ from foo_ops.kernels.matrix_unit import (
     matrix_store,
     matrix_zero,
 )
-from foo_ops.kernels.simd import load_vector, pointer_to, splat, store
-from foo_ops.kernels.target import has_bfloat16_dot, has_matrix_unit, vector_bits
-from foo_ops.kernels.tiles import BFLOAT
+from foo_ops.kernels.vectors.arithmetic import splat
+from foo_ops.kernels.vectors.memory import load_vector, pointer_to, store
+from foo_ops.kernels.vectors.pairs import BFLOAT
 
 FMA, BF16_DOT, READ = "FMA peak", "bf16 dot peak", "read bandwidth"
 MATRIX = "matrix unit peak"
@@ -54,14 +56,14 @@ DEFAULT_L3 = 32 << 20
 # --------------------------------------------------------------------------------------- kernels
 
 
-def fma_kernel() -> jit.Kernel:
+def fma_kernel() -> Kernel:
     """(address of sum, a and b, each a float32 vector; iterations): sum = sum of all chains."""
     lanes = vector_bits() // 32
     vector = ir.VectorType(ir.FloatType(), lanes)
     return chains_kernel(f"llvm.fma.v{lanes}f32", lanes, vector, lambda a, b, c: (a, b, c))
 
 
-def bf16_dot_kernel() -> jit.Kernel:
+def bf16_dot_kernel() -> Kernel:
     """As `fma_kernel`, where a and b are vectors of twice as many bfloat16."""
     bits = vector_bits()
     vector = ir.VectorType(BFLOAT, bits // 16)
@@ -74,7 +76,7 @@ def chains_kernel(
     lanes: int,
     operand: ir.VectorType,
     arguments: Callable[[Any, Any, Any], tuple[Any, ...]],
-) -> jit.Kernel:
+) -> Kernel:
     """A loop over ``CHAINS`` sums, each updated once by the instruction, all in registers."""
     vector = ir.VectorType(ir.FloatType(), lanes)
 
@@ -107,10 +109,10 @@ def chains_kernel(
     def kernel(sum, a, b, iterations):  # type: ignore[no-untyped-def]
         chains(sum, a, b, iterations)
 
-    return jit.Kernel(kernel, (types.intp,) * 4)
+    return Kernel(kernel, (types.intp,) * 4)
 
 
-def matrix_kernel() -> jit.Kernel:
+def matrix_kernel() -> Kernel:
     """As `fma_kernel`, with one iteration of ``CHAINS`` products of registers of a matrix unit.
 
     The sum is that of one of its four registers of sums, a and b have a register's bfloat16 each.
@@ -133,10 +135,10 @@ def matrix_kernel() -> jit.Kernel:
         matrix_store(0, floats(sum), ROWS)
         matrix_release()
 
-    return jit.Kernel(kernel, (types.intp,) * 4)
+    return Kernel(kernel, (types.intp,) * 4)
 
 
-def read_kernel() -> jit.Kernel:
+def read_kernel() -> Kernel:
     """(address of sum, a float32 vector; address and number of float32): adds them up."""
     LANES = vector_bits() // 32  # noqa: N806
     floats = pointer_to("float32")
@@ -152,14 +154,14 @@ def read_kernel() -> jit.Kernel:
             fourth = fourth + load_vector(source, index + 3 * LANES, LANES)
         store(floats(sum), 0, (first + second) + (third + fourth))
 
-    return jit.Kernel(kernel, (types.intp,) * 3)
+    return Kernel(kernel, (types.intp,) * 3)
 
 
 @functools.cache
-def compiled(build: Callable[[], jit.Kernel]) -> Callable[..., None]:
+def compiled(build: Callable[[], Kernel]) -> Callable[..., None]:
     """The C function, which ctypes calls without the GIL."""
-    code = jit.compile_kernel(build)
-    address = jit._load(code, f"{build.__name__}-{vector_bits()}")
+    code = emit.compile_kernel(build)
+    address = load.link(code, f"{build.__name__}-{vector_bits()}")
     arguments = [ctypes.c_int64] * len(build().argument_types)
     return ctypes.CFUNCTYPE(None, *arguments)(address)
 
@@ -212,7 +214,7 @@ def matrix_rate(threads: int) -> float:
 
 
 def _chains_rate(
-    build: Callable[[], jit.Kernel], dtype: torch.dtype, operations: int, threads: int
+    build: Callable[[], Kernel], dtype: torch.dtype, operations: int, threads: int
 ) -> float:
     """``operations``: multiplications and additions of one instruction."""
     kernel = compiled(build)

@@ -36,7 +36,7 @@ from benchmarks.targets import (
 )
 from benchmarks.workload import Workload
 from foo_ops import info
-from foo_ops.kernels.target import vector_bits
+from foo_ops.kernels.compiler.processor import vector_bits
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 

@@ -177,7 +177,7 @@ def device(index: int) -> tuple[str, str]:
 
 def kernel_cache() -> Rows:
     """List the compiled kernels, which lie in files ``<kernel>-<dtype>-<hash>.o``."""
-    from foo_ops.kernels.cache import cache_directory
+    from foo_ops.kernels.compiler.cache import cache_directory
 
     folder = cache_directory()
     if folder is None:

@@ -1,8 +1,8 @@
 """What a tile kernel is written with beside Python's arithmetic, ``math`` and its arguments' views.
 
 Names are loaded where a kernel is compiled: to import this module imports no Numba. The modules
-of ``foo_ops.kernels`` say what each does: view.py about arrays, reduction.py about sums and
-maxima, functions.py about exp2, exp, tanh and log, simd.py about explicit vectors.
+of ``foo_ops.kernels.vectors`` say what each does: views.py about arrays, reduction.py about sums
+and maxima, functions.py about exp2, exp, tanh and log, the package itself about explicit vectors.
 
 Example:
     >>> from foo_ops import language
@@ -25,9 +25,9 @@ _MODULES = {
         "zero",
     ),
     "functions": ("exp", "exp2", "log", "tanh"),
-    "simd": (
-        *("absolute", "address_of", "any_lane", "fma", "less", "load", "load_vector", "maximum"),
-        *("prefetch", "select", "shift", "shift_bytes", "splat", "store"),
+    "arithmetic": ("absolute", "any_lane", "fma", "less", "maximum", "select", "splat"),
+    "memory": (
+        *("address_of", "load", "load_vector", "prefetch", "shift", "shift_bytes", "store"),
     ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"foo_ops.kernels.{module}"), name)
+    return getattr(importlib.import_module(f"foo_ops.kernels.vectors.{module}"), name)
 
 
 def __dir__() -> list[str]:

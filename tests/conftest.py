@@ -8,7 +8,8 @@ import pytest
 import torch
 from numba.core import types
 
-from foo_ops.kernels import jit
+from foo_ops.kernels.compiler import emit, load
+from foo_ops.kernels.compiler.kernel import Kernel
 
 # A graph that was kept on disk still calls operators with the schemas of its day.
 os.environ |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
@@ -26,8 +27,8 @@ def compiled():
 
     def compile_function(function):
         count = function.__code__.co_argcount
-        code = jit.compile_kernel(lambda: jit.Kernel(function, (types.intp,) * count))
-        address = jit._load(code, f"{function.__name__}-{next(numbers)}")
+        code = emit.compile_kernel(lambda: Kernel(function, (types.intp,) * count))
+        address = load.link(code, f"{function.__name__}-{next(numbers)}")
         return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(address)
 
     return compile_function

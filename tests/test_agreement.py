@@ -7,30 +7,27 @@ import torch
 from numba.core import types
 
 from foo_ops import _C
-from foo_ops.kernels import (
-    attention,
-    attention_backward,
-    attention_decode,
-    attention_forward,
-    attention_kept,
-    attention_merge,
-    attention_sum_chunks,
-    dropout,
-    elementwise,
-    matmul,
-    target,
-    tile,
-    tile_products,
-    view,
+from foo_ops.kernels.attention import (
+    backward,
+    decode,
+    dropout_mask,
+    forward,
+    merge,
+    operands,
+    parameters,
+    sum_chunks,
 )
-from foo_ops.kernels.simd import ELEMENTS, Pointer
-from foo_ops.kernels.struct import Struct
+from foo_ops.kernels.compiler import processor
+from foo_ops.kernels.products import on_amx, on_vectors
+from foo_ops.kernels.user import elementwise, tile
+from foo_ops.kernels.vectors import philox, views
+from foo_ops.kernels.vectors.elements import ELEMENTS
+from foo_ops.kernels.vectors.struct import Struct
+from foo_ops.kernels.vectors.values import Pointer
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 AXES = ("batch", "head", "row", "column")
-ATTENTION_KERNELS = (
-    *(attention_forward, attention_decode, attention_merge, attention_backward, attention_kept),
-)
+ATTENTION_KERNELS = (*(forward, decode, merge, backward, dropout_mask),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +65,7 @@ def named(type_):
 
 
 def described_by_python(struct):
-    """As `foo_ops.kernels.struct` reads it: each field has eight bytes."""
+    """As `foo_ops.kernels.vectors.struct` reads it: each field has eight bytes."""
     return [
         Field(name, named(type_), 8 * position)
         for position, (name, type_) in enumerate(struct.fields.items())
@@ -92,8 +89,8 @@ def agree(of_cpp, of_python):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters(dtype):
-    parameters, piece, *_ = attention.argument_types(dtype)
-    assert differences(described_by_cpp("Parameters"), described_by_python(parameters)) == []
+    struct, piece, *_ = parameters.argument_types(dtype)
+    assert differences(described_by_cpp("Parameters"), described_by_python(struct)) == []
     assert differences(described_by_cpp("Piece"), described_by_python(piece)) == []
 
 
@@ -110,7 +107,7 @@ def test_a_difference_would_be_noticed():
 
 def test_views():
     fields = ("DATA", "NDIM", "SIZES", "STRIDES", "SIZE", "ROWS")
-    expected = [(name.lower(), 8 * getattr(view, name)) for name in fields]
+    expected = [(name.lower(), 8 * getattr(views, name)) for name in fields]
     given = _C.agreement()["structs"]["View"]
     assert [(name, offset) for name, _, offset in given] == expected
     assert [type_ for _, type_, _ in given] == [
@@ -125,10 +122,10 @@ def test_views():
 
 def functions():
     for module in ATTENTION_KERNELS:
-        for dtype in ("float32", "float64") if module is attention_kept else DTYPES:
+        for dtype in ("float32", "float64") if module is dropout_mask else DTYPES:
             yield "AttentionFunction", module.build(dtype).argument_types
     for dtype in DTYPES:
-        yield "SumFunction", attention_sum_chunks.build(dtype).argument_types
+        yield "SumFunction", sum_chunks.build(dtype).argument_types
     yield "TileFunction", tile.ARGUMENT_TYPES
     # Data are addresses, to Numba: numbers.
     data, *rest = elementwise.ARGUMENT_TYPES
@@ -153,19 +150,19 @@ LIMITS = ("kKeyMultiple", "kWidestVector", "kWidestPanel")
 def test_constants():
     constants = _C.agreement()["constants"]
     assert {name: constants[name] for name in constants if name not in LIMITS} == {
-        "kQueryBlock": attention.QUERY_BLOCK,
-        "kTileStride": attention.TILE_STRIDE,
-        "kKeyBlock": attention.KEY_BLOCK,
-        "kFewQueries": attention_decode.MOST_ROWS,
-        "kRowMultiple": tile_products.TILE_MULTIPLE,
-        "kLog2E": 1.0 / attention.LOG2,
-        "kNone": attention.BIAS_NONE,
-        "kBool": attention.BIAS_BOOL,
-        "kOfQueryDtype": attention.BIAS_OF_QUERY_DTYPE,
-        "kFloat32": attention.BIAS_FLOAT32,
-        "kNotWanted": attention.GRADIENT_NONE,
-        "kStored": attention.GRADIENT_STORED,
-        "kAdded": attention.GRADIENT_ADDED,
+        "kQueryBlock": parameters.QUERY_BLOCK,
+        "kTileStride": parameters.TILE_STRIDE,
+        "kKeyBlock": parameters.KEY_BLOCK,
+        "kFewQueries": decode.MOST_ROWS,
+        "kRowMultiple": on_amx.TILE_MULTIPLE,
+        "kLog2E": 1.0 / parameters.LOG2,
+        "kNone": parameters.BIAS_NONE,
+        "kBool": parameters.BIAS_BOOL,
+        "kOfQueryDtype": parameters.BIAS_OF_QUERY_DTYPE,
+        "kFloat32": parameters.BIAS_FLOAT32,
+        "kNotWanted": parameters.GRADIENT_NONE,
+        "kStored": parameters.GRADIENT_STORED,
+        "kAdded": parameters.GRADIENT_ADDED,
         "kAbsentCode": elementwise.ABSENT,
         "kGivenCode": elementwise.GIVEN,
     }
@@ -174,14 +171,14 @@ def test_constants():
 @pytest.mark.parametrize("bits", ["128", "256", "512"])
 def test_limits(monkeypatch, bits):
     monkeypatch.setenv("FOO_VECTOR_BITS", bits)
-    constants, lanes = _C.agreement()["constants"], matmul.lanes_of("float32")
+    constants, lanes = _C.agreement()["constants"], on_vectors.lanes_of("float32")
     assert constants["kWidestVector"] % lanes == 0
     # Random numbers come in groups of keys.
-    assert constants["kKeyMultiple"] % dropout.WORDS == 0
-    panels = {attention.PANEL_ON_TILES}
+    assert constants["kKeyMultiple"] % philox.WORDS == 0
+    panels = {operands.PANEL_ON_TILES}
     # Blocks are not merged where registers are fewer.
-    if target.vector_registers() == 32:
-        panels |= {vectors * lanes for _, vectors in matmul.shapes()}
+    if processor.vector_registers() == 32:
+        panels |= {vectors * lanes for _, vectors in on_vectors.shapes()}
     assert all(constants["kWidestPanel"] % panel == 0 for panel in panels)
 
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from foo_ops.kernels import attention
-from foo_ops.kernels.cache import cache_directory
-from foo_ops.kernels.resolve import resolve
+from foo_ops.kernels.attention.parameters import compute_dtype
+from foo_ops.kernels.compiler.cache import cache_directory
+from foo_ops.kernels.compiler.resolve import resolve
 
 # Each call of a kernel goes through `checked`, which fills the fences between the parts of scratch
 # memory before it, and looks at them afterwards. The sums of keys and values are moved to memory
@@ -23,8 +23,10 @@ import random
 import sys
 import numpy as np
 import torch
-from foo_ops.kernels import attention, scratch
-from foo_ops.kernels import resolve as resolving
+from foo_ops.kernels.attention import parameters as attention
+from foo_ops.kernels.vectors import scratch
+from foo_ops.kernels.compiler import resolve as resolving
+from foo_ops.kernels.compiler.kernel import KERNELS
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN, cotangents_for
 
 scratch.FENCE = 1024
@@ -75,8 +77,7 @@ def fences_of(layout, sizes, memory):
 
 
 def checked(kernel, signature):
-    name, _, variant = kernel.partition(".")
-    module = importlib.import_module(f"foo_ops.kernels.{name}")
+    module = importlib.import_module(KERNELS[kernel].maker.module)
     function = FUNCTION(resolve(kernel, signature))
     layout = module.scratch_of(signature)
     parameters_type, piece_type = map(structure, attention.argument_types(signature)[:2])
@@ -92,7 +93,7 @@ def checked(kernel, signature):
         for fence in fences.values():
             fence[:] = PATTERN[layout.dtype]
         sums = []
-        if name == "attention_backward":
+        if kernel.startswith("attention_backward"):
             names = ("grad_key", "grad_value")
             sums = [Sums(fields, operand, block.slot, layout.dtype) for operand in names]
         function(parameters, piece, memory, None)
@@ -171,7 +172,7 @@ torch.set_num_threads(1)
 dtype = getattr(torch, sys.argv[1])
 if len(sys.argv) > 2:
     module, name, value = sys.argv[2].split(",")
-    setattr(importlib.import_module(f"foo_ops.kernels.{module}"), name, int(value))
+    setattr(importlib.import_module(f"foo_ops.kernels.attention.{module}"), name, int(value))
 run_samples(dtype)
 if len(sys.argv) == 2:
     run_shapes(dtype)
@@ -225,13 +226,13 @@ def test_no_part_of_scratch_memory_is_too_small(dtype, environment):
 
 
 def test_a_part_that_is_too_small_would_be_noticed(tmp_path):
-    *broken, _ = run(tmp_path, "float32", "attention_merge,QUERY_BLOCK,1")
+    *broken, _ = run(tmp_path, "float32", "merge,QUERY_BLOCK,1")
     assert any(line.startswith("attention_merge behind largest") for line in broken)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_sums_of_chunks_stay_inside(dtype):
-    compute = getattr(torch, attention.compute_dtype(dtype))
+    compute = getattr(torch, compute_dtype(dtype))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     types = (pointer, number, pointer, *[number] * 5, ctypes.c_double)
     sum_chunks = ctypes.CFUNCTYPE(None, *types)(resolve("attention_sum_chunks", dtype))

@@ -12,7 +12,7 @@ from benchmarks import (
     peaks,
 )
 from benchmarks.measure import Case, Limits, Local, calls_per_turn, measure
-from foo_ops.kernels.target import has_bfloat16_dot, has_matrix_unit, vector_bits
+from foo_ops.kernels.compiler.processor import has_bfloat16_dot, has_matrix_unit, vector_bits
 
 TINY = Limits(rounds=3, turn=1e-4, contender=1e-3)
 
@@ -41,11 +41,11 @@ def test_kernel_of_the_bandwidth_reads_all():
 
 COMPILE_BF16_DOT = """
 from benchmarks import peaks
-from foo_ops.kernels import jit
+from foo_ops.kernels.compiler import emit
 
 assert peaks.compute_peak("bfloat16") == peaks.BF16_DOT
 assert peaks.compute_peak("float32") == peaks.compute_peak("float16") == peaks.FMA
-assert jit.compile_kernel(peaks.bf16_dot_kernel)
+assert emit.compile_kernel(peaks.bf16_dot_kernel)
 """
 
 

@@ -11,7 +11,7 @@ import pytest
 from processes import BECOME, SECONDS, run
 
 import foo_ops
-from foo_ops.kernels import cache
+from foo_ops.kernels.compiler import cache
 
 USE = """
 import os, sys
@@ -72,7 +72,7 @@ def test_kernel_of_many_tensors(tmp_path):
     program = """
 import torch
 from foo_ops import library
-from foo_ops.kernels import jit
+from foo_ops.kernels.compiler import emit
 
 names = [f"x{i}" for i in range(40)]
 exec(f"def total({', '.join(names)}): return {' + '.join(names)}")
@@ -81,8 +81,8 @@ library.define("foo_many::total", schema)
 kernel = library.elementwise_kernel(dtypes=[torch.float32])(total)
 library.register_kernel("foo_many::total", "cpu", kernel)
 compiled = []
-compile_kernel = jit.compile_kernel
-jit.compile_kernel = lambda build: compiled.append(1) or compile_kernel(build)
+compile_kernel = emit.compile_kernel
+emit.compile_kernel = lambda build: compiled.append(1) or compile_kernel(build)
 assert torch.ops.foo_many.total(*[torch.ones(3)] * 40).tolist() == [40] * 3
 print(len(compiled))
 """
@@ -105,7 +105,7 @@ def test_full_disk(tmp_path):
     """The limit for files stands for it. Nothing of what was written is left behind."""
     program = f"""{USE}
 import resource, signal
-from foo_ops.kernels import jit
+from foo_ops.kernels.compiler import load
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
@@ -160,7 +160,7 @@ UPGRADE = f"""{USE}
 import foo_ops
 
 def upgrade():
-    path = os.path.join(os.path.dirname(foo_ops.__file__), "kernels", "elementwise.py")
+    path = os.path.join(os.path.dirname(foo_ops.__file__), "kernels", "user", "elementwise.py")
     with open(path, "a") as file:
         file.write("# Upgraded.\\n")
 """

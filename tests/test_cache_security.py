@@ -14,13 +14,13 @@ from processes import BECOME, run
 PROGRAM = f"""{BECOME}
 import os, sys
 import torch
-from foo_ops.kernels import jit
+from foo_ops.kernels.compiler import emit
 
 if len(sys.argv) > 1:
     os.umask(int(sys.argv[1], 8))
 compiled = []
-compile_kernel = jit.compile_kernel
-jit.compile_kernel = lambda build: compiled.append(1) or compile_kernel(build)
+compile_kernel = emit.compile_kernel
+emit.compile_kernel = lambda build: compiled.append(1) or compile_kernel(build)
 x = torch.tensor([-1.5, 2.0])
 if len(sys.argv) > 2:
     become(int(sys.argv[2]))

@@ -7,8 +7,9 @@ import types
 import numpy as np
 import pytest
 
-from foo_ops.kernels.fingerprint import fingerprint
-from foo_ops.kernels.user import UserKernel
+from foo_ops.kernels import table
+from foo_ops.kernels.compiler.fingerprint import fingerprint
+from foo_ops.kernels.user.user_kernel import UserKernel
 
 
 class Mode(enum.Enum):
@@ -90,7 +91,7 @@ def test_what_makes_the_kernel_and_its_options_count():
     function = made_of("f = lambda x: x")
     kernels = [
         UserKernel("mylib::f", (function,), maker, options)
-        for maker in ("tile.tile", "elementwise.elementwise")
+        for maker in (table.TILE, table.ELEMENTWISE)
         for options in ((("tensor",),), (("tensor?",),))
     ]
     assert len({kernel.fingerprint() for kernel in kernels}) == len(kernels)

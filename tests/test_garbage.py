@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from foo_ops.kernels.garbage import without_garbage_collection
+from foo_ops.kernels.compiler.garbage import without_garbage_collection
 
 
 @pytest.fixture(autouse=True)

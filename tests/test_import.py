@@ -26,7 +26,7 @@ def run(program):
         "torch, foo_ops",
         "foo_ops.ops.abs, torch",
         "foo_ops.testing, torch",
-        "foo_ops.kernels.jit, torch",
+        "foo_ops.kernels.compiler.load, torch",
         "numba, foo_ops, torch",
     ],
 )

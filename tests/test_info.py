@@ -15,7 +15,7 @@ import torch
 
 import foo_ops
 from foo_ops import info
-from foo_ops.kernels import cache
+from foo_ops.kernels.compiler import cache
 
 
 @pytest.fixture(scope="module")

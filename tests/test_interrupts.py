@@ -9,17 +9,18 @@ MOMENTS = """
 import os, signal, sys, threading, time
 import torch
 from foo_ops import library
-from foo_ops.kernels import jit
+from foo_ops.kernels.compiler import emit, load
 
 def at(moment, action):
-    function = getattr(jit, moment)
+    module = load if moment in ("_key", "link") else emit
+    function = getattr(module, moment)
     def changed(*arguments):
-        setattr(jit, moment, function)
+        setattr(module, moment, function)
         action()
         # The main thread gets to see a signal.
         time.sleep(0.1)
         return function(*arguments)
-    setattr(jit, moment, changed)
+    setattr(module, moment, changed)
 
 def send(number):
     os.kill(os.getpid(), number)
@@ -29,7 +30,7 @@ x = torch.tensor([-1.5, 2.0])
 """
 
 
-@pytest.mark.parametrize("moment", ["_key", "compile_kernel", "_emit", "_load"])
+@pytest.mark.parametrize("moment", ["_key", "compile_kernel", "_emit", "link"])
 def test_interrupt_during_a_compile(tmp_path, moment):
     program = f"""{MOMENTS}
 at({moment!r}, lambda: send(signal.SIGINT))
@@ -157,8 +158,8 @@ library.register_autograd("foo_interrupts::f", backward)
 for device in ("cpu", "foo"):
     x = torch.ones(2, 3, device=device, requires_grad=True)
     if {place!r} == "kernel":
-        from foo_ops.kernels import jit
-        original, jit.compile_kernel = jit.compile_kernel, lambda build: fail("kernel")
+        from foo_ops.kernels.compiler import emit
+        original, emit.compile_kernel = emit.compile_kernel, lambda build: fail("kernel")
     try:
         torch.ops.foo_interrupts.f(x).sum().backward()
     except BaseException as caught:
@@ -166,7 +167,7 @@ for device in ("cpu", "foo"):
     else:
         print("nothing")
     if {place!r} == "kernel":
-        jit.compile_kernel = original
+        emit.compile_kernel = original
         torch.ops.foo_interrupts.f(x)
         break
 """

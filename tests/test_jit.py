@@ -8,25 +8,25 @@ import sys
 import llvmlite.binding as llvm
 import pytest
 
-from foo_ops.kernels.cache import cache_directory
-from foo_ops.kernels.resolve import resolve
-from foo_ops.kernels.target import target
+from foo_ops.kernels.compiler.cache import cache_directory
+from foo_ops.kernels.compiler.processor import target
+from foo_ops.kernels.compiler.resolve import resolve
 
 DTYPES = ("float32", "float64", "bfloat16", "int8", "int16", "int32", "int64")
 # Calls a kernel for each dtype and prints how many were compiled, and whether Numba was needed.
 PROGRAM = f"""
 import sys
 import torch
-from foo_ops.kernels import jit
+from foo_ops.kernels.compiler import emit
 
 compiled = []
-compile_kernel = jit.compile_kernel
+compile_kernel = emit.compile_kernel
 
 def recording(build):
     compiled.append(build.args)
     return compile_kernel(build)
 
-jit.compile_kernel = recording
+emit.compile_kernel = recording
 x = torch.tensor([-1.5, 0.0, 2.0])
 for name in {DTYPES}:
     y = x.to(getattr(torch, name))
@@ -132,16 +132,16 @@ def test_cache_that_cannot_be_written(tmp_path, folder):
 THREADS = """
 import threading
 import torch
-from foo_ops.kernels import jit
+from foo_ops.kernels.compiler import emit
 
 compiled, results, errors = [], [], []
-compile_kernel = jit.compile_kernel
+compile_kernel = emit.compile_kernel
 
 def recording(build):
     compiled.append(build.args)
     return compile_kernel(build)
 
-jit.compile_kernel = recording
+emit.compile_kernel = recording
 barrier = threading.Barrier(8)
 x = torch.linspace(-3, 3, 10_001)
 query = torch.zeros(1, 1, 5, 4)

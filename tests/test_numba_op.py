@@ -350,12 +350,12 @@ def scaled_by(factor):
 PROGRAM = """
 import sys, torch
 from foo_ops import library
-from foo_ops.kernels import jit
+from foo_ops.kernels.compiler import emit
 import helper
 
 compiled = []
-compile_kernel = jit.compile_kernel
-jit.compile_kernel = lambda build: compiled.append(1) or compile_kernel(build)
+compile_kernel = emit.compile_kernel
+emit.compile_kernel = lambda build: compiled.append(1) or compile_kernel(build)
 FACTOR = {factor}
 
 @library.numba_op("mylib::f", backward=lambda g, x: g)

@@ -6,9 +6,14 @@ import math
 import pytest
 import torch
 
-from foo_ops.kernels.matmul import lanes_of
-from foo_ops.kernels.parts import GROUP_ELEMENTS, pair_storer_of, row_splitter_of, smallness_of
-from foo_ops.kernels.simd import load_vector, pointer_to, store
+from foo_ops.kernels.products.limbs import (
+    GROUP_ELEMENTS,
+    pair_storer_of,
+    row_splitter_of,
+    smallness_of,
+)
+from foo_ops.kernels.vectors.elements import lanes_of
+from foo_ops.kernels.vectors.memory import load_vector, pointer_to, store
 
 LANES = lanes_of("float32")
 PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from foo_ops.kernels.simd import pointer_to
-from foo_ops.kernels.tile_products import GROUP, STEPS_AT_ONCE, tile_products_of
+from foo_ops.kernels.products.on_amx import GROUP, STEPS_AT_ONCE, tile_products_of
+from foo_ops.kernels.vectors.memory import pointer_to
 
 PRODUCTS = {1: 1, 2: 4, 3: 6}
 """Of the parts of two numbers, by the number of parts: what is computed of them."""

@@ -41,10 +41,10 @@ void* resolve_kernel(const std::string& kernel, const std::string& signature) {
   const py::gil_scoped_acquire gil;
   try {
     const py::object address =
-        py::module_::import("foo_ops.kernels.resolve").attr("resolve")(kernel, signature);
+        py::module_::import("foo_ops.kernels.compiler.resolve").attr("resolve")(kernel, signature);
     return reinterpret_cast<void*>(address.cast<uintptr_t>());
   } catch (py::error_already_set& error) {
-    const py::object refusal = py::module_::import("foo_ops.kernels.sources").attr("KernelError");
+    const py::object refusal = py::module_::import("foo_ops.kernels.compiler.kernel").attr("KernelError");
     TORCH_CHECK(!error.matches(refusal), std::string(py::str(error.value())));
     // What came while it was compiled, such as KeyboardInterrupt.
     pass_on(error);

@@ -1,7 +1,8 @@
 """Numba kernels. They know pointers, sizes and strides, never a tensor."""
 
 # The first of all modules here, to know of each one whether it was imported as it is on disk.
-from foo_ops.kernels import upgrades  # noqa: F401, I001
+from foo_ops.kernels.compiler import upgrades  # noqa: F401, I001
 
 # A fork heeds the compiler from the beginning, also one of Numba that somebody else uses.
-from foo_ops.kernels import resolve  # noqa: F401
+from foo_ops.kernels.compiler import resolve  # noqa: F401
+from foo_ops.kernels import table  # noqa: F401

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C
+from foo_ops.kernels.table import ELEMENTWISE
 from foo_ops.library.autograd import register_autograd
 from foo_ops.library.dtypes import COMPLEX, FLOATING, dtype_name, in_words
 from foo_ops.library.kernels import (
@@ -127,7 +128,7 @@ class ElementwiseKernel(NumbaKernel):
             kind.replace("tensor", "own") if p.name in self.own_dtypes else kind
             for p, kind in zip(inputs, kinds_of(inputs))
         )
-        return add_source(operator, functions, "elementwise.elementwise", kinds, variants)
+        return add_source(operator, functions, ELEMENTWISE, kinds, variants)
 
 
 def _bits(dtype: torch.dtype) -> str:

@@ -12,8 +12,8 @@ from typing import Any, overload
 import torch
 
 from foo_ops import _C
-from foo_ops.kernels.sources import SOURCES
-from foo_ops.kernels.user import UserKernel
+from foo_ops.kernels.compiler.kernel import KERNELS, Maker
+from foo_ops.kernels.user.user_kernel import UserKernel
 from foo_ops.library.operators import Parameter, find, functionalize_out, keep, parameters_of
 
 DISPATCH_KEYS = {"cpu": "CPU", "foo": "PrivateUse1", "CPU": "CPU", "PrivateUse1": "PrivateUse1"}
@@ -174,14 +174,14 @@ def count_parameters(function: Callable[..., Any]) -> int:
 def add_source(
     operator: torch._ops.OpOverload,
     functions: Sequence[Callable[..., Any]],
-    maker: str,
+    maker: Maker,
     *options: Any,
 ) -> str:
     """Tell the table of kernels how one is made; returns its name there."""
     kernel = operator.name()
-    if kernel in SOURCES:
+    if kernel in KERNELS:
         kernel += f" {next(_serial_numbers)}"
-    SOURCES[kernel] = UserKernel(operator.name(), tuple(functions), maker, options)
+    KERNELS[kernel] = UserKernel(operator.name(), tuple(functions), maker, options)
     return kernel
 
 

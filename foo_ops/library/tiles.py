@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C
+from foo_ops.kernels.table import TILE
 from foo_ops.library.kernels import (
     Launcher,
     NumbaKernel,
@@ -49,7 +50,7 @@ class TileKernel(NumbaKernel):
         kinds = kinds_of(parameters) + ("tensor",) * results
         options = (kinds, self.contiguous_rows, taken)
         functions = (self.function, *others.values())
-        kernel = add_source(operator, functions, "tile.tile", *options)
+        kernel = add_source(operator, functions, TILE, *options)
         is_repeated = results > 0 and not _fresh(operator)
         checked = taken.get("check", ())
         checks = [position in checked for position in range(len(parameters))]
@@ -140,8 +141,8 @@ def tile_kernel(
     it at its first use for these dtypes, and threads run it on ranges of tiles. It returns nothing.
 
     - A tensor is a view with ``shape``, ``strides``, ``ndim``, ``size``, ``rows``, ``data``,
-      ``row(i)`` and elements ``x[i, j]`` (see foo_ops/kernels/view.py). bfloat16 and float16 are
-      read as float32 and rounded when they are written.
+      ``row(i)`` and elements ``x[i, j]`` (see foo_ops/kernels/vectors/views.py). bfloat16 and
+      float16 are read as float32 and rounded when they are written.
     - float, int and bool come as float64, int64 and bool; what is missing is None. A float64 makes
       what it meets float64, unless it is a constant: `foo_ops.language.cast` narrows it.
     - Results are allocated as the operator's fake kernel says, which is called once for the same

@@ -1,0 +1,217 @@
+"""Tiles of keys and of values, as the left factors of attention's products."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from numba import njit
+
+from foo_ops.kernels.attention.operands import product_dtype, sizes_of, stored_row_splitter_of
+from foo_ops.kernels.attention.parameters import KEY_BLOCK, compute_dtype, dim_name_of
+from foo_ops.kernels.attention.rows import copy_row_of, fill_of, round_up
+from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, parts_of, row_splitter_of
+from foo_ops.kernels.products.on_amx import GROUP
+from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
+from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.vectors.pairs import PAIRS, pack_pairs
+from foo_ops.kernels.vectors.struct import field, row_of
+from foo_ops.kernels.vectors.transpose import transpose_pairs
+
+
+@functools.cache
+def key_row_of(operand: str) -> Callable:
+    """``key_row(parameters, piece, key)``: the pointer to a row of key or value, in its page."""
+
+    @njit
+    def key_row(parameters, piece, key):
+        head = piece.head // parameters.group
+        if parameters.page_size > 0:
+            place = piece.batch * parameters.block_table_stride + key // parameters.page_size
+            page = load(parameters.block_table, place)
+            return row_of(parameters, operand, page, head, key % parameters.page_size)
+        return row_of(parameters, operand, piece.batch, head, piece.key_offset + key)
+
+    return key_row
+
+
+@njit
+def lie_together(parameters, key_start, count):
+    """Whether the rows of these keys have one stride: they may be spread over pages."""
+    if parameters.page_size > 0:
+        return key_start % parameters.page_size + count <= parameters.page_size
+    return True
+
+
+@functools.cache
+def tile_of(dtype: str, operand: str) -> Callable:
+    """The function that gives a tile of keys, or of values, as the left factor of a product.
+
+    ``tile(parameters, piece, scratch, key_start, count)`` returns the factor, whose steps go along
+    the head dimension, and whether its numbers are small: of the tensor itself where that can be
+    multiplied as it is, else of a converted copy in scratch. Rows and columns go on with zeros up
+    to the multiples that a product takes.
+    """
+    if parts_of(dtype) > 1:
+        return _tile_in_parts_of(dtype, operand)
+    as_factor = pointer_to(product_dtype(dtype))
+    in_pairs = product_dtype(dtype) == PAIRS
+    stored, step = pointer_to(dtype if in_pairs else compute_dtype(dtype)), 2 if in_pairs else 1
+    may_stay = product_dtype(dtype) in (dtype, PAIRS)
+    ROWS, DEPTH = sizes_of(dtype).rows, sizes_of(dtype).depth  # noqa: N806
+    copy_row, key_row = copy_row_of(compute_dtype(dtype)), key_row_of(operand)
+    row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
+    dim_name = dim_name_of(operand)
+    # Rows that are a multiple of a kilobyte apart share few sets of the cache.
+    aliasing = 1024 // ELEMENTS[dtype].size
+
+    @njit
+    def copied(parameters, piece, scratch, key_start, count):
+        columns = field(parameters, dim_name)
+        width = round_up(columns, max(DEPTH, 2))
+        target = stored(address_of(scratch))
+        for row in range(count):
+            source = key_row(parameters, piece, key_start + row)
+            column_stride = field(parameters, column_stride_name)
+            copy_row(shift(target, row * width), source, column_stride, columns, width)
+        for row in range(count, round_up(count, ROWS)):
+            copy_row(shift(target, row * width), target, 1, 0, width)
+        return (as_factor(address_of(target)), width // step, DEPTH // step, 0), True
+
+    if not may_stay:
+        return copied
+
+    @njit
+    def tile(parameters, piece, scratch, key_start, count):
+        row_stride = field(parameters, row_stride_name)
+        column_stride = field(parameters, column_stride_name)
+        together = lie_together(parameters, key_start, count)
+        if step == 2:
+            odd = row_stride % 2 != 0 or field(parameters, dim_name) % DEPTH != 0
+            together = together and column_stride == 1 and count % ROWS == 0 and not odd
+        if not together or row_stride % aliasing == 0:
+            return copied(parameters, piece, scratch, key_start, count)
+        source = key_row(parameters, piece, key_start)
+        group_stride = column_stride * DEPTH // step
+        return (as_factor(address_of(source)), row_stride // step, group_stride, 0), True
+
+    return tile
+
+
+def _tile_in_parts_of(dtype: str, operand: str) -> Callable:
+    """As `tile_of`, for dtypes of several parts."""
+    ROWS = sizes_of(dtype).rows  # noqa: N806
+    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+    fill, key_row = fill_of("float32"), key_row_of(operand)
+    split_row = row_splitter_of(parts_of(dtype), lanes_of("float32"))
+    split_stored_row = stored_row_splitter_of(dtype, operand)
+    dim_name = dim_name_of(operand)
+    # All rows of a group of columns, and then those of the next.
+    group = KEY_BLOCK * GROUP_ELEMENTS
+
+    @njit
+    def tile(parameters, piece, scratch, key_start, count):
+        width = round_up(field(parameters, dim_name), ROWS)
+        part = KEY_BLOCK * width // 2
+        elements = as_elements(address_of(scratch))
+        # Behind three parts.
+        line = shift(scratch, 3 * part)
+        small = True
+        for row in range(count):
+            source = key_row(parameters, piece, key_start + row)
+            target = shift(elements, row * GROUP_ELEMENTS)
+            small = (
+                split_stored_row(parameters, target, group, 2 * part, line, source, width) and small
+            )
+        if count % ROWS != 0:
+            fill(line, width, 0.0)
+            for row in range(count, round_up(count, ROWS)):
+                target = shift(elements, row * GROUP_ELEMENTS)
+                split_row(target, group, 2 * part, line, width)
+        return (as_pairs(address_of(scratch)), GROUP, group // 2, part), small
+
+    return tile
+
+
+@functools.cache
+def turned_tile_of(dtype: str) -> Callable:
+    """The function that gives a tile as the left factor of a product that is summed over the keys.
+
+    ``turned_tile(scratch, tile, count, columns)``, of the factor that ``tile`` returned.
+    """
+    if parts_of(dtype):
+        return _transposed_tile_of(dtype)
+    if product_dtype(dtype) != PAIRS:
+
+        @njit
+        def swapped(scratch, tile, count, columns):
+            pointer, row_stride, group_stride, part = tile
+            return pointer, group_stride, row_stride, part
+
+        return swapped
+
+    LANES = lanes_of("float32")  # noqa: N806
+    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+
+    @njit
+    def pack_two(line, upper, lower, columns):
+        whole = columns // LANES * LANES
+        for column in range(0, whole, LANES):
+            first, second = load_vector(upper, column, LANES), load_vector(lower, column, LANES)
+            store(line, column, pack_pairs(first, second))
+        elements = as_elements(address_of(line))
+        for column in range(whole, columns):
+            store(elements, 2 * column, load(upper, column))
+            store(elements, 2 * column + 1, load(lower, column))
+
+    @njit
+    def pack_one(line, upper, columns):
+        elements = as_elements(address_of(line))
+        for column in range(columns):
+            store(elements, 2 * column, load(upper, column))
+            store(elements, 2 * column + 1, 0.0)
+
+    @njit
+    def packed(scratch, tile, count, columns):
+        pointer, row_stride, _, part = tile
+        source, target = as_elements(address_of(pointer)), as_pairs(address_of(scratch))
+        for key in range(0, count - 1, 2):
+            upper = shift(source, key * row_stride * 2)
+            lower = shift(upper, row_stride * 2)
+            pack_two(shift(target, key // 2 * columns), upper, lower, columns)
+        if count % 2 == 1:
+            last = shift(source, (count - 1) * row_stride * 2)
+            pack_one(shift(target, count // 2 * columns), last, columns)
+        return target, 1, columns, part
+
+    return packed
+
+
+def _transposed_tile_of(dtype: str) -> Callable:
+    """As `turned_tile_of`, with the keys of a column side by side, as a matrix unit takes them.
+
+    A group of keys of all columns, and then the next group.
+    """
+    LANES, ROWS, PARTS = lanes_of("float32"), sizes_of(dtype).rows, parts_of(dtype)  # noqa: N806
+    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+
+    @njit
+    def transposed(scratch, tile, count, columns):
+        pointer, row_stride, group_stride, part = tile
+        width = round_up(columns, ROWS)
+        turned_group, turned_part = width * GROUP, width * KEY_BLOCK // 2
+        for number in range(PARTS):
+            source = as_elements(address_of(shift(pointer, number * part)))
+            target = as_pairs(address_of(shift(scratch, number * turned_part)))
+            for key in range(0, round_up(count, ROWS), 2 * LANES):
+                line = shift(target, key // GROUP_ELEMENTS * turned_group + key // 2 % GROUP)
+                for column in range(0, width, LANES):
+                    group = column // GROUP_ELEMENTS * group_stride * 2
+                    place = key * row_stride * 2 + group + column % GROUP_ELEMENTS
+                    transpose_pairs(
+                        shift(line, column * GROUP), GROUP,
+                        shift(source, place), row_stride * 2, LANES,
+                    )  # fmt: skip
+        return as_pairs(address_of(scratch)), GROUP, turned_group, turned_part
+
+    return transposed

@@ -1,0 +1,39 @@
+"""Attention: grad_key or grad_value, from the sums of its chunks, rounded once."""
+
+from __future__ import annotations
+
+from numba.core import types
+
+from foo_ops.kernels.attention.parameters import compute_dtype
+from foo_ops.kernels.attention.rows import copy_row_of
+from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.vectors.arithmetic import splat
+from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
+from foo_ops.kernels.vectors.memory import load_vector, shift, store
+from foo_ops.kernels.vectors.values import Pointer
+
+
+def build(dtype: str) -> Kernel:
+    """gradient[row, column] = factor * sum over chunks of sums[chunk, row, column].
+
+    Arguments: gradient with the stride of its rows, sums with those of chunks and rows (these
+    whole vectors), the number of rows, columns and chunks, and the factor. The sums are changed.
+    """
+    compute = ELEMENTS[dtype].compute
+    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    copy_row = copy_row_of(compute_dtype(dtype))
+
+    def sum_chunks(gradient, row_stride, sums, chunk_stride, width, rows, columns, chunks, factor):
+        factors = splat(compute(factor), LANES)
+        for row in range(rows):
+            source = shift(sums, row * width)
+            for column in range(0, columns, LANES):
+                total = load_vector(source, column, LANES)
+                for chunk in range(1, chunks):
+                    total = total + load_vector(source, chunk * chunk_stride + column, LANES)
+                store(source, column, total * factors)
+            copy_row(shift(gradient, row * row_stride), source, 1, columns, columns)
+
+    size = types.int64
+    pointers = (Pointer(dtype), size, Pointer(compute_dtype(dtype)))
+    return Kernel(sum_chunks, (*pointers, *(size,) * 5, types.float64))

@@ -1,0 +1,88 @@
+"""Emit the object code of a kernel: Numba makes LLVM's language of it, and LLVM machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from foo_ops.kernels.compiler.garbage import without_garbage_collection
+from foo_ops.kernels.compiler.kernel import Kernel
+
+with without_garbage_collection():
+    import llvmlite.binding as llvm
+
+    from foo_ops.kernels.compiler.processor import target
+
+# The C function in every object file.
+ENTRY = "foo_kernel"
+# What a kernel may call: these live in the process already. memcpy and memset are LLVM's own idea.
+_MATH = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos", "cosh"),
+    *("erf", "erfc", "exp", "exp2", "expm1", "floor", "fmod", "hypot", "ldexp", "log", "log10"),
+    *("log1p", "log2", "pow", "sin", "sinh", "sqrt", "tan", "tanh", "trunc"),
+)
+ALLOWED_SYMBOLS = {"memcpy", "memset", "memmove", *_MATH, *(f"{name}f" for name in _MATH)}
+
+
+def compile_kernel(build: Callable[[], Kernel]) -> bytes:
+    """Object code of the kernel that ``build`` makes, with the C function ``ENTRY``."""
+    with without_garbage_collection():
+        from numba.core.compiler_lock import global_compiler_lock
+
+        from foo_ops.kernels.compiler.numba_target.target import compile_module
+
+        with global_compiler_lock:
+            kernel = build()
+            module = compile_module(kernel.function, kernel.argument_types, ENTRY)
+            return _emit(module, kernel.vectorizes)
+
+
+def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
+    triple, name, features = target()
+    for function in module.functions:
+        if not function.is_declaration and function.name != ENTRY:
+            function.linkage = "internal"
+    machine = llvm.Target.from_triple(triple).create_target_machine(
+        cpu=name, features=features, opt=3, reloc="pic", codemodel="jitdefault"
+    )
+    options = llvm.create_pipeline_tuning_options(speed_level=3 if vectorizes else 1)
+    options.loop_vectorization = vectorizes
+    # Register tiles are as large as the registers allow: unrolled once more they spill (0.93 and
+    # not 0.95 of the FMA peak), and compiling takes longer.
+    options.loop_unrolling = False
+    passes = llvm.create_pass_builder(machine, options)
+    if vectorizes:
+        passes.getModulePassManager().run(module, passes)
+    else:
+        _simplify(module, passes)
+    _check_symbols(module)
+    return machine.emit_object(module)
+
+
+def _simplify(module: llvm.ModuleRef, passes: llvm.PassBuilder) -> None:
+    """Inline what is marked so, then simplify each function, once.
+
+    Kernels on explicit vectors have the same inner loops after this as after LLVM's pipelines for
+    modules, which simplify each function again wherever it is inlined, and take twice the time.
+    """
+    inlining = llvm.create_new_module_pass_manager()
+    inlining.add_always_inliner_pass()
+    inlining.add_global_dead_code_eliminate_pass()
+    inlining.run(module, passes)
+    simplification = passes.getFunctionPassManager()
+    for function in module.functions:
+        if not function.is_declaration:
+            simplification.run(function, passes)
+
+
+def _check_symbols(module: llvm.ModuleRef) -> None:
+    """Refuse a kernel that calls into Python or Numba's runtime: it could raise or allocate."""
+    foreign = {
+        function.name
+        for function in module.functions
+        if function.is_declaration and not function.name.startswith("llvm.")
+    } - ALLOWED_SYMBOLS
+    if foreign:
+        raise TypeError(
+            "a kernel must not allocate, raise or call Python, but this one calls "
+            + ", ".join(sorted(foreign))
+        )

@@ -1,0 +1,83 @@
+"""Kernels: what the compiler is given, where that comes from, and the table in which all are found.
+
+Light: no Numba, no LLVM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A function to compile: Python source that Numba understands and its argument types.
+
+    The compiled C function takes these arguments and returns nothing. ``vectorizes``: loops over
+    scalars are to become loops over vectors, which those over explicit vectors are already.
+    """
+
+    function: Callable[..., None]
+    argument_types: tuple[Any, ...]
+    vectorizes: bool = False
+
+
+class KernelError(Exception):
+    """Says in one message why a user's kernel cannot be compiled."""
+
+
+class Source(Protocol):
+    """Describes a kernel to the compiler, which asks for more only where nothing is on disk."""
+
+    @property
+    def title(self) -> str:
+        """The beginning of the names of its files."""
+
+    def fingerprint(self) -> bytes:
+        """Return bytes that differ wherever the code does."""
+
+    def build(self, signature: str) -> Kernel: ...
+
+    def explain(self, signature: str, error: Exception) -> KernelError | None:
+        """Return what is raised in place of the compiler's error, or None to raise that one."""
+
+
+# By the name that launchers ask for. Threads may add to it while others read.
+KERNELS: dict[str, Source] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Maker:
+    """A function that makes kernels, in a module that is imported when it is called."""
+
+    module: str
+    function: str
+
+    def __call__(self, signature: str, *args: Any, **options: Any) -> Kernel:
+        make = getattr(importlib.import_module(self.module), self.function)
+        kernel: Kernel = make(signature, *args, **options)
+        return kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnKernel(Source):
+    """A kernel of this package. The key of the cache covers the sources of all of them."""
+
+    name: str
+    maker: Maker
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return self.name
+
+    def fingerprint(self) -> bytes:
+        return self.name.encode()
+
+    def build(self, signature: str) -> Kernel:
+        return self.maker(signature, **self.options)
+
+    def explain(self, signature: str, error: Exception) -> None:
+        """The package's own kernels compile; whoever writes one wants to see all of it."""

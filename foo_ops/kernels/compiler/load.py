@@ -1,0 +1,110 @@
+"""Load the object code of a kernel from disk, or have it compiled and keep it there.
+
+A kernel is compiled at its first use for a signature (see csrc/kernel_table.h; mostly it is one
+dtype) and stored as ``<kernel>-<signature>-<hash>.o`` in the folder ``cache_directory()``. The hash
+covers the sources of the kernel and of what it builds on, the versions of Numba and LLVM, and the
+processor with its features and the width of its vectors.
+Loading a stored kernel needs llvmlite but not Numba, whose import alone takes 0.3 s.
+
+Numba's own cache does not serve here: a function made inside a factory misses it in the next
+process. What is stored is plain object code that refers to nothing but libc and libm, so that
+there is no address of another process in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import logging
+import sys
+from typing import Any
+
+from foo_ops.kernels.compiler import cache, emit
+from foo_ops.kernels.compiler.garbage import without_garbage_collection
+from foo_ops.kernels.compiler.kernel import Source
+from foo_ops.kernels.compiler.upgrades import digest, is_upgraded
+
+with without_garbage_collection():
+    import llvmlite
+    import llvmlite.binding as llvm
+
+    from foo_ops.kernels.compiler.processor import (
+        has_matrix_unit,
+        multiplies_pairs,
+        multiplies_tiles,
+        target,
+        vector_bits,
+    )
+
+logger = logging.getLogger("foo_ops")
+
+# What this process runs, whatever is on disk by now.
+_SOURCES = digest()
+_INSTALLED_NUMBA = importlib.metadata.version("numba")
+_NUMBA = getattr(sys.modules.get("numba"), "__version__", _INSTALLED_NUMBA)
+# The code lives as long as the engine and the libraries in it: for ever, as callers keep addresses.
+_libraries: list[Any] = []
+
+
+def load(source: Source, signature: str, name: str) -> int:
+    """Return the address of a kernel's C function, compiled if it is not on disk."""
+    return link(_object_code(source, signature), name)
+
+
+def _object_code(source: Source, signature: str) -> bytes:
+    build = functools.partial(source.build, signature)
+    if _SOURCES is None:
+        _warn_of_upgrade()
+        return emit.compile_kernel(build)
+    title = f"{source.title}-{signature}"
+    name = cache.file_name(title, _key(source, signature, _SOURCES))
+    code = cache.read(name)
+    if code is None:
+        code = emit.compile_kernel(build)
+        if is_upgraded() or importlib.metadata.version("numba") != _INSTALLED_NUMBA:
+            _warn_of_upgrade()
+        else:
+            cache.write(name, code)
+    return code
+
+
+@functools.cache
+def _warn_of_upgrade() -> None:
+    logger.warning(
+        "compiled kernels are not kept, since foo_ops or Numba has changed on disk while this "
+        "process was running"
+    )
+
+
+def _key(source: Source, signature: str, sources: bytes) -> str:
+    """Hash of all that the object code depends on."""
+    parts = [
+        signature,
+        sys.version,
+        _NUMBA,
+        llvmlite.__version__,
+        repr(llvm.llvm_version_info),
+        *target(),
+        str(vector_bits()),
+        str(multiplies_pairs()),
+        str(multiplies_tiles()),
+        # This also asks for the unit that a stored kernel may use.
+        str(has_matrix_unit()),
+    ]
+    digest = hashlib.sha256("\n".join(parts).encode())
+    digest.update(source.fingerprint())
+    digest.update(sources)
+    return digest.hexdigest()[:16]
+
+
+def link(code: bytes, name: str) -> int:
+    """Link object code into this process, where it stays; returns the address of its function."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    if not _libraries:
+        _libraries.append(llvm.create_lljit_compiler())
+    builder = llvm.JITLibraryBuilder().add_object_img(code).add_current_process()
+    library = builder.export_symbol(emit.ENTRY).link(_libraries[0], name)
+    _libraries.append(library)
+    return library[emit.ENTRY]

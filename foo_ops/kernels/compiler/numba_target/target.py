@@ -1,0 +1,332 @@
+"""A target of Numba for kernels: it turns a function and all that it calls into one LLVM module.
+
+Numba's own target for processors makes machine code of each function on its way, together with
+wrappers for calls from Python, and links and optimises again for each function that calls it. A
+kernel needs none of that but the whole, once, at the end: a tenth of a second for a function and
+not a fifth.
+
+Functions are written with plain ``numba.njit``. Arguments that are constants are typed as any
+other number is, so that a function is compiled once and not for each constant.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import _dynfunc
+from numba.core import cgutils, codegen, compiler, cpu, externals, types
+from numba.core.compiler_machinery import PassManager
+from numba.core.descriptors import TargetDescriptor
+from numba.core.dispatcher import Dispatcher
+from numba.core.imputils import builtin_registry
+from numba.core.registry import CPUDispatcher
+from numba.core.target_extension import (
+    CPU,
+    dispatcher_registry,
+    jit_registry,
+    target_override,
+    target_registry,
+)
+from numba.core.typing import builtins as builtins_of_numba  # noqa: F401
+from numba.core.typing import mathdecl, templates
+from numba.core.typing.context import BaseContext
+from numba.cpython import (  # noqa: F401
+    builtins,
+    iterators,
+    mathimpl,
+    numbers,
+    rangeobj,
+    tupleobj,
+)
+
+from foo_ops.kernels.compiler.numba_target import ranges
+from foo_ops.kernels.compiler.numba_target.calling_convention import CallingConvention
+from foo_ops.kernels.compiler.numba_target.passes import pipeline
+from foo_ops.kernels.compiler.processor import target
+
+NAME = "foo_ops kernel"
+# Instructions of a function that is inlined wherever it is called.
+SMALL = 80
+
+
+class _Library(codegen.CodeLibrary):
+    """The IR of a function, and the libraries of those that it calls."""
+
+    def __init__(self, codegen: codegen.Codegen, name: str) -> None:
+        super().__init__(codegen, name)
+        self._modules: list[ir.Module] = []
+        self._called: list[_Library] = []
+
+    def add_ir_module(self, ir_module: ir.Module) -> None:
+        self._modules.append(ir_module)
+
+    def add_linking_library(self, library: _Library) -> None:
+        self._called.append(library)
+
+    def finalize(self) -> None:
+        self._finalized = True
+
+    def get_function(self, name: str) -> ir.Function:
+        return next(module.globals[name] for module in self._modules if name in module.globals)
+
+    def get_llvm_str(self) -> str:
+        return "\n".join(map(str, self._modules))
+
+    def get_asm_str(self) -> str:
+        raise NotImplementedError("a function of a kernel is assembled with the whole kernel")
+
+    def modules(self) -> Iterator[ir.Module]:
+        """Of this function and of all that it calls, each once."""
+        seen, waiting = {self}, [self]
+        while waiting:
+            library = waiting.pop()
+            yield from library._modules
+            called = dict.fromkeys(other for other in library._called if other not in seen)
+            seen.update(called)
+            waiting += called
+
+
+class _Codegen(codegen.Codegen):
+    """Makes modules, for the processor that kernels are compiled for."""
+
+    _library_class = _Library
+
+    def __init__(self) -> None:
+        codegen.initialize_llvm()
+        self._triple, name, features = target()
+        machine = llvm.Target.from_triple(self._triple).create_target_machine(name, features)
+        self._target_data = machine.target_data
+
+    def _create_empty_module(self, name: str) -> ir.Module:
+        module = ir.Module(cgutils.normalize_ir_text(name))
+        module.triple, module.data_layout = self._triple, str(self._target_data)
+        return module
+
+    def _add_module(self, module: llvm.ModuleRef) -> None:
+        raise NotImplementedError("the modules of a kernel are not executed one by one")
+
+
+class _RefreshedIfNew:
+    """Numba refreshes its contexts 1200 times for a kernel of attention, a tenth of its time."""
+
+    _registries: Mapping[Any, Any]
+    _known = -1
+
+    def refresh(self) -> None:
+        count = self._registrations()
+        if self._known != count:
+            super().refresh()  # type: ignore[misc]
+            # Not the count of now: what refresh itself imports may come too late for it.
+            self._known = count
+
+    def _registrations(self) -> int:
+        """How many functions, attributes and the like are in the registries of this context."""
+        return sum(
+            len(getattr(registry, item))
+            for registry, loader in self._registries.items()
+            for item in loader.registry_items
+        )
+
+
+class _TypingContext(_RefreshedIfNew, BaseContext):
+    """It remembers what it found out, as a kernel asks for the same nine times out of ten."""
+
+    def init(self) -> None:
+        self._signatures: dict[Any, Any] = {}
+        # By id, with the value, so that no other one gets the id.
+        self._types: dict[int, tuple[Any, types.Type]] = {}
+
+    def _load_builtins(self) -> None:
+        """What is imported here, and not arrays, sets and dictionaries: that takes 0.4 s."""
+        self._signatures.clear()
+        self._types.clear()
+        self.install_registry(templates.builtin_registry)
+
+    def load_additional_registries(self) -> None:
+        self.install_registry(mathdecl.registry)
+
+    def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
+        # A function of Numba's language may be about to be compiled.
+        if not isinstance(func, types.Function):
+            return super().resolve_function_type(func, args, kws)
+        key = func, tuple(args), tuple(sorted(dict(kws).items()))
+        found = self._signatures.get(key)
+        if found is None:
+            found = self._signatures[key] = super().resolve_function_type(func, args, kws)
+        return found
+
+    def resolve_value_type(self, value: Any) -> types.Type:
+        if not callable(value):
+            return super().resolve_value_type(value)
+        if id(value) not in self._types:
+            self._types[id(value)] = value, self._type_of_function(value)
+        return self._types[id(value)][1]
+
+    def _type_of_function(self, value: Any) -> types.Type:
+        if isinstance(value, CPUDispatcher):
+            value = _dispatcher_of(value)
+        # Numba would first ask whether range is a list of its own, and import that.
+        known = self._lookup_global(value) if isinstance(value, type) else None
+        return super().resolve_value_type(value) if known is None else known
+
+
+class _Context(_RefreshedIfNew, cpu.CPUContext):
+    def init(self) -> None:
+        self.is32bit = False
+        self._internal_codegen = _Codegen()
+        externals.c_math_functions.install(self)
+
+    def load_additional_registries(self) -> None:
+        self.install_registry(mathimpl.registry)
+        # Of two implementations the last one counts.
+        self.install_registry(builtin_registry)
+        self.install_registry(ranges.registry)
+
+    def pair_first(self, builder: ir.IRBuilder, value: ir.Value, type_: types.Pair) -> ir.Value:
+        return ranges.part_of(builder, value, 0)
+
+    def pair_second(self, builder: ir.IRBuilder, value: ir.Value, type_: types.Pair) -> ir.Value:
+        return ranges.part_of(builder, value, 1)
+
+    @property
+    def call_conv(self) -> CallingConvention:
+        return CallingConvention(self)
+
+    def post_lowering(self, module: ir.Module, library: _Library) -> None:
+        """Numba's runtime, which counts references, is not linked in."""
+
+    def create_cpython_wrapper(self, *args: Any, **kwargs: Any) -> None:
+        """Nobody calls a function of a kernel from Python."""
+
+    def create_cfunc_wrapper(self, *args: Any, **kwargs: Any) -> None:
+        """The kernel as a whole gets one."""
+
+    def get_executable(self, library: _Library, fndesc: Any, env: Any) -> Any:
+        """What tells compiled functions apart. There is no machine code to call yet."""
+        return _dynfunc.make_function(
+            fndesc.lookup_module(), fndesc.qualname.split(".")[-1], "", 0, env, (library,)
+        )
+
+
+class _Descriptor(TargetDescriptor):
+    options = cpu.CPUTargetOptions
+
+    @functools.cached_property
+    def typing_context(self) -> _TypingContext:
+        return _TypingContext()
+
+    @functools.cached_property
+    def target_context(self) -> _Context:
+        return _Context(self.typing_context, NAME)
+
+
+class _Target(CPU):
+    """Takes what is registered for all processors."""
+
+
+_descriptor = _Descriptor(NAME)
+
+
+class _Dispatcher(Dispatcher):
+    targetdescr = _descriptor
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        args = tuple(map(types.unliteral, args))
+        return super().get_call_template(args, {name: types.unliteral(kws[name]) for name in kws})
+
+
+@functools.cache
+def _dispatcher_of(function: CPUDispatcher) -> _Dispatcher:
+    return _jit(**function.targetoptions)(function.py_func)
+
+
+def _jit(**options: Any) -> Callable[[Callable], _Dispatcher]:
+    options = {**options, "error_model": "numpy"}
+    return lambda function: _Dispatcher(function, {}, options, _Compiler)
+
+
+target_registry[NAME] = _Target
+dispatcher_registry[_Target] = _Dispatcher
+jit_registry[_Target] = _jit
+
+
+class _Compiler(compiler.CompilerBase):
+    def define_pipelines(self) -> list[PassManager]:
+        return [pipeline(NAME)]
+
+
+def compile_module(
+    function: Callable[..., None], argument_types: tuple[types.Type, ...], entry: str
+) -> llvm.ModuleRef:
+    """The LLVM module of a function, which a C function ``entry`` calls with its arguments.
+
+    To be used under Numba's global compiler lock.
+    """
+    flags = compiler.Flags()
+    # A division by zero gives infinity or NaN, as in NumPy: a kernel has nobody to raise to.
+    flags.error_model = "numpy"
+    context = _descriptor.target_context
+    # Without the override, Numba loads its own target too, and with it all that it knows of arrays.
+    with target_override(NAME):
+        result = compiler.compile_extra(
+            _descriptor.typing_context, context, function, argument_types, types.void, flags, {},
+            pipeline_class=_Compiler,
+        )  # fmt: skip
+    wrapper = _c_wrapper(context, result, argument_types, entry)
+    modules = list(result.library.modules())
+    _mark_inlined([wrapper, *modules])
+    whole = llvm.parse_assembly(str(wrapper))
+    for module in modules:
+        whole.link_in(llvm.parse_assembly(cgutils.normalize_ir_text(str(module))))
+    whole.verify()
+    return whole
+
+
+def _mark_inlined(modules: list[ir.Module]) -> None:
+    """Mark the functions that are called from one place, and those that are small.
+
+    A module may have been marked before, for another kernel.
+    """
+    functions = [
+        function
+        for module in modules
+        for function in module.functions
+        if not function.is_declaration
+    ]
+    steps = {
+        function.name: [step for block in function.blocks for step in block.instructions]
+        for function in functions
+    }
+    calls = collections.Counter(
+        step.callee.name
+        for step in itertools.chain.from_iterable(steps.values())
+        if isinstance(step, ir.CallInstr)
+    )
+    for function in functions:
+        name = function.name
+        if calls[name] == 1 or len(steps[name]) <= SMALL:
+            function.attributes.add("alwaysinline")
+        else:
+            function.attributes.discard("alwaysinline")
+
+
+def _c_wrapper(
+    context: _Context, result: Any, argument_types: tuple[types.Type, ...], entry: str
+) -> ir.Module:
+    """The C function, which also calls what Numba's calling convention does not name: ``entry``."""
+    module = context.create_module("c_wrapper")
+    inner = context.declare_function(module, result.fndesc)
+    values = [context.get_value_type(type_) for type_ in argument_types]
+    outer = ir.Function(module, ir.FunctionType(ir.VoidType(), values), entry)
+    builder = ir.IRBuilder(outer.append_basic_block())
+    context.call_conv.call_function(
+        builder, inner, result.fndesc.restype, argument_types, outer.args
+    )
+    builder.ret_void()
+    return module

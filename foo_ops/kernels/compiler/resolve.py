@@ -1,0 +1,134 @@
+"""Find the address of a kernel. The compiler runs in a thread of its own. Light: no Numba, no LLVM.
+
+Python runs the handlers of signals in the main thread, between any two steps of what it does.
+While that only waits for another thread, an exception of a handler, such as KeyboardInterrupt,
+leaves nothing half done, and the handler itself may need a kernel. The compiler goes on, and the
+next call finds what it has made.
+
+A fork waits until the compiler is idle. A child would else find it in the middle of its work, with
+locks that nobody releases, as the thread that holds them is not in the child.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import traceback
+from typing import Any
+
+from foo_ops.kernels.compiler.kernel import KERNELS, KernelError
+
+# Held while the compiler works, and during a fork.
+_lock: Any = threading.RLock()
+_addresses: dict[tuple[str, str], int] = {}
+
+
+def resolve(kernel: str, signature: str) -> int:
+    """Address of the C function for ``kernel``, compiled or loaded at the first call.
+
+    Thread-safe, and may be called by handlers of signals. Raises `KernelError` where the kernel
+    cannot be compiled.
+    """
+    address = _addresses.get((kernel, signature))
+    if address is not None:
+        return address
+    if _must_stay_in_this_thread():
+        return _find(kernel, signature)
+    return _find_in_a_thread(kernel, signature)
+
+
+def _find_in_a_thread(kernel: str, signature: str) -> int:
+    # Unlike other queues and locks, it may be used by a signal's handler while it is in use.
+    results: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+
+    def find() -> None:
+        try:
+            results.put((_find(kernel, signature), None))
+        except BaseException as error:
+            results.put((0, error))
+
+    thread = threading.Thread(target=find, name="foo_ops compiler")
+    try:
+        thread.start()
+    except RuntimeError:
+        # There are too many threads, or the interpreter is about to end.
+        return _find(kernel, signature)
+    address, error = results.get()
+    if error is None:
+        return address
+    try:
+        raise error
+    finally:
+        # Its traceback refers to this frame.
+        del error
+
+
+def _find(kernel: str, signature: str) -> int:
+    with _lock:
+        address = _addresses.get((kernel, signature))
+        if address is None:
+            address = _addresses[kernel, signature] = _load(kernel, signature)
+        return address
+
+
+def _load(kernel: str, signature: str) -> int:
+    source = KERNELS[kernel]
+    try:
+        from foo_ops.kernels.compiler.load import load
+
+        return load(source, signature, f"{kernel}-{signature}")
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise source.explain(signature, error) or _told_in_full(kernel, signature, error) from error
+
+
+def _told_in_full(kernel: str, signature: str, error: Exception) -> KernelError:
+    story = "".join(traceback.format_exception(error))
+    return KernelError(
+        f"{kernel}: the kernel for {signature} cannot be compiled: {error!r}\n\n{story}"
+    )
+
+
+def _must_stay_in_this_thread() -> bool:
+    """Whether another thread would wait for this one, which would wait for it."""
+    # What runs while a kernel is compiled, as in a user's own intrinsic, may need another one.
+    return any(lock._is_owned() for lock in _compiler_locks()) or _is_importing()
+
+
+def _is_importing() -> bool:
+    """Whether this thread is in the middle of an import: the compiler might import the same."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+    return False
+
+
+def _compiler_locks() -> list[Any]:
+    """The locks of the compiler, in the order in which it takes them."""
+    numba = getattr(sys.modules.get("numba.core.compiler_lock"), "global_compiler_lock", None)
+    return [_lock] if numba is None else [_lock, numba._lock]
+
+
+# ------------------------------------------------------------------------------------------ forks
+
+_held: list[Any] = []
+
+
+def _before_fork() -> None:
+    for lock in _compiler_locks():
+        lock.acquire()
+        _held.append(lock)
+
+
+def _after_fork() -> None:
+    """The thread that took the locks is the one of the child, too."""
+    while _held:
+        _held.pop().release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -1,0 +1,1 @@
+"""Matrix products of a tile, on vectors and on a matrix unit."""

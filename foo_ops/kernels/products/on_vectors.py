@@ -1,0 +1,109 @@
+"""Matrix products on register tiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from numba import njit
+
+from foo_ops.kernels.compiler.processor import vector_registers
+from foo_ops.kernels.vectors.elements import lanes_of
+from foo_ops.kernels.vectors.memory import shift
+from foo_ops.kernels.vectors.register_tiles import tile_add, tile_fma, tile_store, tile_zero
+
+
+def shapes() -> tuple[tuple[int, int], ...]:
+    """Rows and vectors of the register tiles, the widest first."""
+    if vector_registers() == 16:
+        # 12 sums, 3 vectors of b and 1 element of a fill them all.
+        return (4, 3), (4, 2), (8, 1)
+    # 16 independent sums hide the latency of fma, and heads of 64 are 4 vectors of 16 lanes.
+    return (4, 4), (8, 2), (8, 1)
+
+
+@functools.cache
+def next_panel_of(dtype: str) -> Callable:
+    """``next_panel(columns)``: how many of these columns one register tile takes."""
+    lanes = lanes_of(dtype)
+    widest, pair, _ = (vectors * lanes for _, vectors in shapes())
+    # Two tiles of two vectors are quicker than one of three and one of one.
+    halved = 2 * pair if 2 * pair == widest + lanes else 0
+
+    @njit
+    def next_panel(columns):
+        if columns >= widest and columns != halved:
+            return widest
+        return pair if columns >= pair else lanes
+
+    return next_panel
+
+
+@functools.cache
+def matmul_of(c: str, a: str, b: str) -> Callable:
+    """The matrix product for a compute dtype c, and dtypes a and b that load as it.
+
+    ``matmul(c, c_stride, a, a_row_stride, a_step_stride, b, b_stride, rows, columns, steps,
+    accumulate)`` computes, for row < rows and column < columns,
+
+        c[row, column] = sum over step of a[row, step] * b[step, column]   (+ c if accumulate)
+
+    Elements of a, at any strides, are broadcast; rows of b and c are vectors of adjacent elements.
+    ``columns`` must be a multiple of the vector's lanes. Where a and b are both bfloat16x2, a step
+    is a pair.
+    """
+    lanes = lanes_of(c)
+    panel, pair, single = (_panel((c, a, b), *shape) for shape in shapes())
+    next_panel = next_panel_of(c)
+
+    @njit
+    def matmul(c, c_stride, a, a_row, a_step, b, b_stride, rows, columns, steps, accumulate):
+        start = 0
+        while start < columns:
+            width = next_panel(columns - start)
+            sums, vectors = shift(c, start), shift(b, start)
+            if width == lanes:
+                single(sums, c_stride, a, a_row, a_step, vectors, b_stride, rows, steps, accumulate)
+            elif width == 2 * lanes:
+                pair(sums, c_stride, a, a_row, a_step, vectors, b_stride, rows, steps, accumulate)
+            else:
+                panel(sums, c_stride, a, a_row, a_step, vectors, b_stride, rows, steps, accumulate)
+            start += width
+
+    return matmul
+
+
+def _panel(dtypes: tuple[str, str, str], ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
+    """The product for ``COLUMNS`` vectors: ``ROWS`` rows at a time, then row by row.
+
+    The sums of a tile of c stay in registers over all steps. What c held is added at the end: one
+    sum over thousands of keys or queries rounds each step to the digits of all of them, and those
+    of a tile each are as exact as a sum of few.
+    """
+    LANES = lanes_of(dtypes[0])  # noqa: N806
+
+    @njit
+    def panel(c, c_stride, a, a_row, a_step, b, b_stride, rows, steps, accumulate):
+        row = 0
+        while row + ROWS <= rows:
+            target, factors = shift(c, row * c_stride), shift(a, row * a_row)
+            sums = tile_zero(c, ROWS, COLUMNS, LANES)
+            for step in range(steps):
+                factor, vectors = shift(factors, step * a_step), shift(b, step * b_stride)
+                sums = tile_fma(sums, factor, a_row, vectors)
+            if accumulate:
+                sums = tile_add(sums, target, c_stride)
+            tile_store(sums, target, c_stride)
+            row += ROWS
+        while row < rows:
+            target, factors = shift(c, row * c_stride), shift(a, row * a_row)
+            row_sums = tile_zero(c, 1, COLUMNS, LANES)
+            for step in range(steps):
+                factor, vectors = shift(factors, step * a_step), shift(b, step * b_stride)
+                row_sums = tile_fma(row_sums, factor, a_row, vectors)
+            if accumulate:
+                row_sums = tile_add(row_sums, target, c_stride)
+            tile_store(row_sums, target, c_stride)
+            row += 1
+
+    return panel

@@ -1,0 +1,32 @@
+"""The table of the package's kernels: the name that a launcher asks for, and what makes it.
+
+Light: no Numba, no LLVM. A module of kernels is imported when one of them is compiled.
+"""
+
+from __future__ import annotations
+
+from foo_ops.kernels.compiler.kernel import KERNELS, Maker, OwnKernel
+
+# These make the kernels of the kit from a user's functions.
+ELEMENTWISE = Maker("foo_ops.kernels.user.elementwise", "elementwise")
+TILE = Maker("foo_ops.kernels.user.tile", "tile")
+
+FORWARD = Maker("foo_ops.kernels.attention.forward", "build")
+DECODE = Maker("foo_ops.kernels.attention.decode", "build")
+BACKWARD = Maker("foo_ops.kernels.attention.backward", "build")
+
+# A plain kernel leaves out the options that most calls do without: bias, soft cap, ALiBi and
+# dropout. It is compiled in half the time.
+_PLAIN = {"has_options": False}
+_OWN = (
+    OwnKernel("attention_forward", FORWARD),
+    OwnKernel("attention_forward.plain", FORWARD, _PLAIN),
+    OwnKernel("attention_decode", DECODE),
+    OwnKernel("attention_decode.plain", DECODE, _PLAIN),
+    OwnKernel("attention_merge", Maker("foo_ops.kernels.attention.merge", "build")),
+    OwnKernel("attention_backward", BACKWARD),
+    OwnKernel("attention_backward.plain", BACKWARD, _PLAIN),
+    OwnKernel("attention_sum_chunks", Maker("foo_ops.kernels.attention.sum_chunks", "build")),
+    OwnKernel("attention_kept", Maker("foo_ops.kernels.attention.dropout_mask", "build")),
+)
+KERNELS.update({kernel.name: kernel for kernel in _OWN})

@@ -1,0 +1,123 @@
+"""The loop around a scalar function: what every elementwise kernel is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from numba import njit
+from numba.core import types
+
+from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.vectors.arguments import (
+    Argument,
+    make_element_reader,
+    make_row_pointers,
+    make_scalar_reader,
+    moved,
+    store_each,
+    take,
+)
+from foo_ops.kernels.vectors.elements import ELEMENTS
+
+# char** data, int64_t* strides, int64_t size0, int64_t size1: TensorIterator's 2-d loop; and
+# int64_t* scalars. Data and strides stand in the order outputs, inputs; strides count bytes, first
+# those of the inner loop.
+ARGUMENT_TYPES = (
+    types.CPointer(types.intp),
+    types.CPointer(types.int64),
+    types.int64,
+    types.int64,
+    types.CPointer(types.int64),
+)
+
+# What stands in a signature for an argument that is optional, see csrc/kernel_table.h.
+ABSENT, GIVEN = "none", "given"
+
+SCALARS = {"int": types.int64, "bool": types.boolean}
+
+
+def elementwise(
+    signature: str,
+    kinds: tuple[str, ...],
+    variants: Mapping[str, tuple[int, str, tuple[str, ...]]],
+    *functions: Callable,
+) -> Kernel:
+    """Kernel that applies a scalar function to every element.
+
+    Args:
+        signature: the inputs' common dtype, then the dtype of each tensor that has its own, and
+            "none" or "given" for each other argument that is optional.
+        kinds: "tensor", "own" for a tensor that has its own dtype, "float", "int" or "bool" for
+            each argument of the function, with "?" after it where it is optional.
+        variants: for each common dtype which of the functions it is, as what dtype elements are
+            read, and as what those of each output are written.
+        functions: each takes one scalar for each argument and returns one for each output, in the
+            compute types of their dtypes (see vectors/elements.py). A float is in the inputs'
+            compute type, where that is a floating-point type.
+    """
+    dtype, *given = signature.split(",")
+    position, input_dtype, output_dtypes = variants[dtype]
+    scalar = functions[position]
+    arguments = _arguments(kinds, given, input_dtype)
+    outputs = len(output_dtypes)
+    dtypes = (*output_dtypes, *(a.dtype for a in arguments if a.dtype is not None))
+    inputs = len(dtypes) - outputs
+    outputs_at = make_row_pointers(dtypes, range(outputs))
+    inputs_at = make_row_pointers(dtypes, range(outputs, len(dtypes)))
+    sizes = tuple(ELEMENTS[dtype].size for dtype in dtypes)
+    dense_outputs, dense_inputs = sizes[:outputs], sizes[outputs:]
+    may_be_in_place = outputs == 1 and dtypes[0] == dtypes[1]
+    scalars_at = make_scalar_reader(arguments)
+    arguments_of = make_element_reader(arguments)
+
+    @njit
+    def contiguous(to, of, scalars, size):
+        for index in range(size):
+            store_each(to, index, scalar(*arguments_of(of, scalars, index)))
+
+    @njit
+    def strided(to, of, scalars, to_strides, of_strides, size):
+        for index in range(size):
+            values = scalar(*arguments_of(moved(of, of_strides, index), scalars, 0))
+            store_each(moved(to, to_strides, index), 0, values)
+
+    def loop(data, strides, size0, size1, numbers):
+        to_strides = take(strides, 0, outputs)
+        of_strides = take(strides, outputs, inputs)
+        scalars = scalars_at(numbers)
+        for row in range(size1):
+            to = outputs_at(data, strides, row)
+            of = inputs_at(data, strides, row)
+            if to_strides != dense_outputs or of_strides != dense_inputs:
+                strided(to, of, scalars, to_strides, of_strides, size0)
+            elif may_be_in_place and data[0] == data[1]:
+                # The output is written through the first input's own pointer, so that LLVM sees
+                # that an element overlaps only itself, and vectorises the in-place loop too.
+                contiguous((of[0],), of, scalars, size0)
+            else:
+                contiguous(to, of, scalars, size0)
+
+    return Kernel(loop, ARGUMENT_TYPES, vectorizes=True)
+
+
+def _arguments(kinds: tuple[str, ...], codes: list[str], common: str) -> list[Argument]:
+    """Of a call whose signature goes on with these codes."""
+    compute = ELEMENTS[common].compute
+    numbers_types = {"float": compute if isinstance(compute, types.Float) else types.float64}
+    numbers_types |= SCALARS
+    inputs = numbers = 0
+    arguments, rest = [], iter(codes)
+    for kind in kinds:
+        plain = kind.removesuffix("?")
+        code = next(rest) if plain == "own" or plain != kind else GIVEN
+        is_tensor = plain in ("own", "tensor")
+        if code == ABSENT:
+            arguments.append(Argument(types.none, 0))
+        elif is_tensor:
+            dtype = code if plain == "own" else common
+            arguments.append(Argument(ELEMENTS[dtype].compute, inputs, dtype))
+        else:
+            arguments.append(Argument(numbers_types[plain], numbers))
+        inputs += is_tensor and code != ABSENT
+        numbers += not is_tensor
+    return arguments

@@ -1,0 +1,103 @@
+"""The loop around a user's tile kernel: arguments out of numbers, and a range of tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from numba import njit
+from numba.core import types
+
+from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.user.elementwise import ABSENT, GIVEN
+from foo_ops.kernels.vectors.arguments import make_argument_reader
+from foo_ops.kernels.vectors.elements import ELEMENTS
+from foo_ops.kernels.vectors.views import View
+
+# const int64_t* arguments, int64_t* count, int64_t begin, int64_t end: see csrc/ops/tile.h.
+ARGUMENT_TYPES = (
+    types.CPointer(types.int64),
+    types.CPointer(types.int64),
+    types.int64,
+    types.int64,
+)
+
+SCALARS = {"float": types.float64, "int": types.int64, "bool": types.boolean}
+
+
+def tile(
+    signature: str,
+    kinds: tuple[str, ...],
+    contiguous_rows: bool,
+    taken: Mapping[str, tuple[int, ...]],
+    function: Callable,
+    *others: Callable,
+) -> Kernel:
+    """Kernel that runs a function over ranges of tiles.
+
+    Args:
+        signature: a dtype for each tensor, "none" or "given" for what is optional.
+        kinds: "tensor" or one of `SCALARS` for each argument, with "?" after it where it is
+            optional.
+        contiguous_rows: the elements of a row are adjacent.
+        taken: for each of the other functions what it is, and the arguments that it takes.
+        function: ``function(*arguments, tiles)``.
+        others: "tiles" gives the number of tiles, by default that of the rows of the first tensor;
+            "check" tells whether there may be any; "finish" is called when all are done.
+    """
+    argument_types = _argument_types(signature, kinds, contiguous_rows)
+    arguments_at = make_argument_reader(argument_types, range(len(kinds)))
+
+    def called(name: str, default: Callable, *default_taken: int) -> Callable:
+        given = dict(zip(taken, others)).get(name, default)
+        picked_at = make_argument_reader(argument_types, taken.get(name, default_taken))
+
+        @njit
+        def call(arguments):
+            return given(*picked_at(arguments))
+
+        return call
+
+    tiles = called("tiles", _rows, *[kinds.index("tensor")] if "tensor" in kinds else [])
+    check = called("check", _always)
+    finish = called("finish", _always)
+
+    def loop(arguments, count, begin, end):
+        if begin == end:
+            count[0] = tiles(arguments) if check(arguments) else -1
+        elif begin > end:
+            finish(arguments)
+        else:
+            function(*arguments_at(arguments), range(begin, end))
+
+    return Kernel(loop, ARGUMENT_TYPES, vectorizes=True)
+
+
+@njit
+def _always():
+    return True
+
+
+@njit
+def _rows(view):
+    return view.rows
+
+
+def _argument_types(
+    signature: str, kinds: tuple[str, ...], contiguous_rows: bool
+) -> tuple[types.Type, ...]:
+    """The Numba type of each argument."""
+    codes = iter(signature.split(","))
+    return tuple(_argument_type(kind, codes, contiguous_rows) for kind in kinds)
+
+
+def _argument_type(kind: str, codes: Any, contiguous_rows: bool) -> types.Type:
+    plain = kind.removesuffix("?")
+    code = next(codes) if plain == "tensor" or kind != plain else GIVEN
+    if code == ABSENT:
+        return types.none
+    if plain != "tensor":
+        return SCALARS[plain]
+    if code not in ELEMENTS:
+        raise TypeError(f"a kernel cannot read {code}")
+    return View(code, contiguous_rows)

@@ -1,0 +1,171 @@
+"""Kernels that users hand to the kit: plain Python functions, compiled with what they call."""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import linecache
+import re
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foo_ops.kernels.compiler.fingerprint import (
+    attribute_names,
+    fingerprint,
+    global_names,
+    is_known,
+)
+from foo_ops.kernels.compiler.kernel import KernelError, Maker, Source
+
+if TYPE_CHECKING:
+    from foo_ops.kernels.compiler.kernel import Kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class UserKernel(Source):
+    """Functions of a user, and what makes a kernel of them.
+
+    Attributes:
+        operator: for messages.
+        functions: what is compiled.
+        maker: gets a signature, the options and the functions as Numba takes them.
+        options: what else decides the code; their repr is part of the key of the cache.
+    """
+
+    operator: str
+    functions: tuple[Callable[..., Any], ...]
+    maker: Maker
+    options: tuple[Any, ...]
+
+    @property
+    def title(self) -> str:
+        """Not the operator's: what serves several is compiled once."""
+        return re.sub(r"\W+", "", self.functions[0].__name__)
+
+    def fingerprint(self) -> bytes:
+        described = repr((self.maker, self.options)).encode()
+        return described + fingerprint(*self.functions)
+
+    def build(self, signature: str) -> Kernel:
+        # Numba looks for what is registered before it begins, and foo_ops.language loads lazily.
+        from foo_ops.kernels.vectors import functions, reduction  # noqa: F401
+
+        compilable = _Compilable()
+        return self.maker(signature, *self.options, *map(compilable.of, self.functions))
+
+    def explain(self, signature: str, error: Exception) -> KernelError:
+        """One message with the operator, the dtypes and the line of the user's file."""
+        place, reason = _place_of(error, self.functions[0]), _reason_of(error)
+        return KernelError(
+            f"{self.operator}: its kernel cannot be compiled for {signature}: {reason} ({place})"
+        )
+
+
+class _Compilable:
+    """Functions with those that they call wrapped in ``njit``, so that Numba compiles them too."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[types.FunctionType, Any] = {}
+
+    def of(self, function: Any) -> Any:
+        from numba import njit
+
+        if not _is_plain(function):
+            return function
+        if function not in self._wrapped:
+            _refuse_to_raise(function.__code__)
+            # Copied before what it calls is, which may be itself.
+            copy = types.FunctionType(
+                function.__code__,
+                dict(function.__globals__),
+                function.__name__,
+                function.__defaults__,
+                _copied_cells(function),
+            )
+            self._wrapped[function] = njit(copy)
+            attributes = attribute_names(function.__code__)
+            for name in global_names(function.__code__) & function.__globals__.keys():
+                value = function.__globals__[name]
+                is_module = isinstance(value, types.ModuleType)
+                copy.__globals__[name] = (
+                    self._module(value, attributes) if is_module else self.of(value)
+                )
+            for cell in copy.__closure__ or ():
+                cell.cell_contents = self.of(cell.cell_contents)
+        return self._wrapped[function]
+
+    def _module(self, module: types.ModuleType, names: frozenset[str]) -> types.ModuleType:
+        """A module with those of its functions wrapped that are used."""
+        functions = {name: vars(module)[name] for name in names & vars(module).keys()}
+        functions = {name: value for name, value in functions.items() if _is_plain(value)}
+        if is_known(module.__name__) or not functions:
+            return module
+        copy = types.ModuleType(module.__name__)
+        vars(copy).update(vars(module))
+        vars(copy).update({name: self.of(value) for name, value in functions.items()})
+        return copy
+
+
+def _refuse_to_raise(code: types.CodeType) -> None:
+    """Numba compiles an exception to a status, which nobody would look at."""
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = getattr(instruction, "line_number", instruction.starts_line) or line
+        if instruction.opname in ("RAISE_VARARGS", "RERAISE"):
+            raise TypeError(f"a kernel must not raise Raised from {code.co_filename} ({line})")
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        isinstance(value, types.FunctionType)
+        and not is_known(value.__module__)
+        # What stands for a function of Numba's own, such as an overload.
+        and not hasattr(value, "__wrapped__")
+    )
+
+
+def _copied_cells(function: types.FunctionType) -> tuple[types.CellType, ...] | None:
+    cells = function.__closure__
+    return None if cells is None else tuple(types.CellType(cell.cell_contents) for cell in cells)
+
+
+# --------------------------------------------------------------------------------------- errors
+
+_PACKAGE = str(Path(__file__).parents[2])
+
+
+def _place_of(error: BaseException, function: Callable[..., Any]) -> str:
+    """File, line and text of what the compiler stumbled over, or of the function's first line."""
+    file, line = function.__code__.co_filename, function.__code__.co_firstlineno
+    # The innermost comes first.
+    for found, number in re.findall(r"(?:at|from) (\S[^\n]*?) \((\d+)\)", _plain_text(error)):
+        if not found.startswith(_PACKAGE):
+            file, line = found, int(number)
+            break
+    text = linecache.getline(file, line).strip()
+    return f"{file}:{line}: {text}" if text else f"{file}:{line}"
+
+
+def _reason_of(error: BaseException) -> str:
+    """The compiler's own words in one line, without its frame, its colours and its advice."""
+    text = _plain_text(error)
+    # The target knows nothing of what lies on the heap, but the names of the types.
+    if re.search(r"NRT required|\b(?:list|set|array|DictType)[(\[]", text):
+        return "a kernel must not allocate"
+    # What one of our own intrinsics says about its arguments.
+    specific = re.search(
+        rf"raised a specific error:\s*\w+: ([^\n]+)\s*raised from {re.escape(_PACKAGE)}", text
+    )
+    if specific:
+        return specific[1]
+    lines = [line.strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("Failed in ")]
+    if len(lines) > 1 and lines[1].startswith(">>> "):
+        return f"{lines[0]} {lines[1].removeprefix('>>> ')}"
+    return lines[0].partition(" Raised from ")[0] if lines else type(error).__name__
+
+
+def _plain_text(error: BaseException) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error))

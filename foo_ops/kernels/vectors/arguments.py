@@ -1,0 +1,189 @@
+"""The arguments of a user's function, out of what a launcher hands over: addresses and numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import errors, types
+from numba.extending import intrinsic
+
+from foo_ops.kernels.vectors.elements import ELEMENTS
+from foo_ops.kernels.vectors.instructions import INT64
+from foo_ops.kernels.vectors.memory import load_element, store_element
+from foo_ops.kernels.vectors.values import Pointer
+from foo_ops.kernels.vectors.views import View
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """What the scalar function gets: an element of an input, a number, or None."""
+
+    type: types.Type
+    # Among the inputs or the numbers of the call, of which missing ones have a place as well.
+    position: int
+    # Of an input.
+    dtype: str | None = None
+
+
+def make_scalar_reader(arguments: list[Argument]) -> Callable:
+    """The function that gives a tuple with the numbers of a call."""
+    scalars = [a for a in arguments if a.dtype is None and a.type != types.none]
+    values_type = types.Tuple([a.type for a in scalars])
+
+    @intrinsic
+    def scalars_at(typing_context, numbers):
+        def generate(context, builder, signature, args):
+            values = []
+            for scalar in scalars:
+                bits = builder.load(builder.gep(args[0], [INT64(scalar.position)]))
+                values.append(scalar_of(context, builder, scalar.type, bits))
+            return context.make_tuple(builder, values_type, values)
+
+        return values_type(numbers), generate
+
+    return scalars_at
+
+
+def scalar_of(context: Any, builder: ir.IRBuilder, type_: types.Type, bits: ir.Value) -> ir.Value:
+    """A number out of the eight bytes that a launcher hands over, in the type it is wanted in."""
+    if type_ == types.boolean:
+        return builder.icmp_unsigned("!=", bits, bits.type(0))
+    if isinstance(type_, types.Float):
+        double = builder.bitcast(bits, ir.DoubleType())
+        return context.cast(builder, double, types.float64, type_)
+    return bits
+
+
+def make_element_reader(arguments: list[Argument]) -> Callable:
+    """The function that gives a tuple with the scalar function's arguments for an element."""
+    values_type = types.Tuple([a.type for a in arguments])
+
+    @intrinsic
+    def arguments_of(typing_context, inputs, scalars, index):
+        def generate(context, builder, signature, args):
+            values = []
+            scalars = iter(range(len(signature.args[1])))
+            for argument in arguments:
+                if argument.dtype is not None:
+                    pointer = builder.extract_value(args[0], argument.position)
+                    address = builder.gep(pointer, [args[2]])
+                    dtype = signature.args[0][argument.position].dtype
+                    values.append(load_element(context, builder, dtype, address))
+                elif argument.type == types.none:
+                    values.append(context.get_dummy_value())
+                else:
+                    values.append(builder.extract_value(args[1], next(scalars)))
+            return context.make_tuple(builder, values_type, values)
+
+        return values_type(inputs, scalars, types.intp), generate
+
+    return arguments_of
+
+
+@intrinsic(prefer_literal=True)
+def take(typing_context, pointer, start, count):
+    """``count`` numbers at a pointer, as a tuple: read once, and not in every step."""
+    numbers = types.UniTuple(pointer.dtype, count.literal_value)
+
+    def generate(context, builder, signature, args):
+        first = start.literal_value
+        values = [
+            builder.load(builder.gep(args[0], [INT64(position)]))
+            for position in range(first, first + numbers.count)
+        ]
+        return context.make_tuple(builder, numbers, values)
+
+    return numbers(pointer, start, count), generate
+
+
+def make_row_pointers(dtypes: tuple[str, ...], chosen: range) -> Callable:
+    """The function that gives a tuple with some operands' pointers at the start of a row."""
+    pointers = types.Tuple([Pointer(dtypes[position]) for position in chosen])
+
+    @intrinsic
+    def pointers_at(typing_context, data, strides, row):
+        def generate(context, builder, signature, args):
+            data, strides, row = args
+            values = []
+            for position, pointer in zip(chosen, pointers):
+                start = builder.load(builder.gep(data, [row.type(position)]))
+                stride = builder.load(builder.gep(strides, [row.type(len(dtypes) + position)]))
+                address = builder.add(start, builder.mul(row, stride))
+                values.append(builder.inttoptr(address, context.get_value_type(pointer)))
+            return context.make_tuple(builder, pointers, values)
+
+        return pointers(data, strides, types.int64), generate
+
+    return pointers_at
+
+
+@intrinsic
+def moved(typing_context, pointers, strides, index):
+    """The pointers, each moved on by ``index`` times its stride in bytes."""
+
+    def generate(context, builder, signature, args):
+        values = []
+        for position in range(len(pointers)):
+            start = builder.extract_value(args[0], position)
+            offset = builder.mul(args[2], builder.extract_value(args[1], position))
+            address = builder.add(builder.ptrtoint(start, offset.type), offset)
+            values.append(builder.inttoptr(address, start.type))
+        return context.make_tuple(builder, pointers, values)
+
+    return pointers(pointers, strides, types.intp), generate
+
+
+@intrinsic
+def store_each(typing_context, pointers, index, values):
+    """One value for each pointer, rounded to its dtype."""
+    computed = types.Tuple([ELEMENTS[pointer.dtype].compute for pointer in pointers])
+    several = isinstance(values, types.BaseTuple)
+    if (len(values) if several else 1) != len(computed):
+        raise errors.TypingError(
+            f"the kernel returns {len(values) if several else 1} values, "
+            f"and the operator {len(computed)}"
+        )
+    for value in values if several else (values,):
+        if not isinstance(value, (types.Number, types.Boolean)):
+            raise errors.TypingError(f"the kernel returns {value}, which is no number")
+
+    def generate(context, builder, signature, args):
+        for position, pointer in enumerate(pointers):
+            address = builder.gep(builder.extract_value(args[0], position), [args[1]])
+            value = builder.extract_value(args[2], position) if several else args[2]
+            store_element(context, builder, pointer.dtype, address, value)
+        return context.get_dummy_value()
+
+    given = computed if several else computed[0]
+    return types.void(pointers, types.intp, given), generate
+
+
+def make_argument_reader(
+    argument_types: Sequence[types.Type], positions: Sequence[int]
+) -> Callable:
+    """The function that gives a tuple with the values of some arguments."""
+    values_type = types.Tuple([argument_types[position] for position in positions])
+
+    @intrinsic
+    def arguments_at(typing_context, numbers):
+        def generate(context, builder, signature, args):
+            values = []
+            for position, type_ in zip(positions, values_type):
+                bits = builder.load(builder.gep(args[0], [INT64(position)]))
+                values.append(_value(context, builder, type_, bits))
+            return context.make_tuple(builder, values_type, values)
+
+        return values_type(numbers), generate
+
+    return arguments_at
+
+
+def _value(context: Any, builder: ir.IRBuilder, type_: types.Type, bits: ir.Value) -> ir.Value:
+    if type_ == types.none:
+        return context.get_dummy_value()
+    if isinstance(type_, View):
+        return builder.inttoptr(bits, context.get_value_type(type_))
+    return scalar_of(context, builder, type_, bits)

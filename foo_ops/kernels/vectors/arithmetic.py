@@ -1,0 +1,100 @@
+"""Calculate with vectors, lane by lane."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin
+
+from foo_ops.kernels.vectors.instructions import call_intrinsic, emit_fma, emit_splat, suffix
+from foo_ops.kernels.vectors.values import Vector
+
+
+@intrinsic(prefer_literal=True)
+def splat(typing_context, value, lanes):
+    scalar = types.unliteral(value)
+
+    def generate(context, builder, signature, args):
+        return emit_splat(builder, args[0], lanes.literal_value)
+
+    return Vector(scalar, lanes.literal_value)(scalar, lanes), generate
+
+
+def _define_arithmetic(function: Callable[..., Any], instruction: str) -> None:
+    """Make an operator of Python work on two vectors of one type."""
+
+    @infer_global(function)
+    class Template(AbstractTemplate):
+        def generic(self, args, kws):
+            if len(args) == 2 and isinstance(args[0], Vector) and args[0] == args[1]:
+                return signature(args[0], *args)
+            return None
+
+    @lower_builtin(function, Vector, Vector)
+    def generate(context, builder, signature, args):
+        return getattr(builder, instruction)(*args)
+
+
+for _function, _instruction in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _define_arithmetic(_function, _instruction)
+
+
+@intrinsic
+def fma(typing_context, a, b, c):
+    def generate(context, builder, signature, args):
+        return emit_fma(builder, *args)
+
+    return a(a, a, a), generate
+
+
+@intrinsic
+def absolute(typing_context, a):
+    def generate(context, builder, signature, args):
+        return call_intrinsic(builder, f"llvm.fabs.{suffix(args[0].type)}", args[0].type, [args[0]])
+
+    return a(a), generate
+
+
+@intrinsic
+def maximum(typing_context, a, b):
+    def generate(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return a(a, a), generate
+
+
+@intrinsic
+def less(typing_context, a, b):
+    mask = Vector(types.boolean, a.lanes)
+
+    def generate(context, builder, signature, args):
+        return builder.fcmp_ordered("<", *args)
+
+    return mask(a, a), generate
+
+
+@intrinsic
+def select(typing_context, mask, a, b):
+    def generate(context, builder, signature, args):
+        return builder.select(*args)
+
+    return a(mask, a, a), generate
+
+
+@intrinsic
+def any_lane(typing_context, mask):
+    def generate(context, builder, signature, args):
+        bits = builder.bitcast(args[0], ir.IntType(mask.lanes))
+        return builder.icmp_unsigned("!=", bits, bits.type(0))
+
+    return types.boolean(mask), generate

@@ -1,0 +1,301 @@
+"""exp2, exp, tanh and log on vectors and scalars.
+
+The first three rest on 2^x = 2^n * 2^f with n = round(x) (with AVX-512 floor(x), for exp2) and
+f = x - n, and on 2^f = 1 + f * growth(f), where growth is a polynomial: so 2^0 is exactly 1, and
+2^f - 1 keeps all its digits. LLVM's own intrinsics call libm lane by lane.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic
+from numpy.polynomial import Chebyshev, Polynomial
+
+from foo_ops.kernels.compiler.processor import target
+from foo_ops.kernels.vectors.instructions import (
+    DOUBLE,
+    FLOAT,
+    INT32,
+    INT64,
+    call_intrinsic,
+    constant_of,
+    emit_fma,
+    shaped,
+    suffix,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Format:
+    """A binary floating-point format, and how its functions are approximated.
+
+    Attributes:
+        growth: its coefficients, the highest power first.
+        log_terms: of the series for the logarithm, behind the first.
+    """
+
+    integer: ir.Type
+    mantissa_bits: int
+    exponent_bias: int
+    growth: tuple[float, ...]
+    log_terms: int
+
+    @property
+    def magic(self) -> float:
+        """Adding it to an integer n leaves n + bias in the lower bits of the sum."""
+        return 1.5 * 2**self.mantissa_bits + self.exponent_bias
+
+
+def _growth(f: np.ndarray) -> np.ndarray:
+    """(2^f - 1) / f, and its limit where f is zero."""
+    safe = np.where(f == 0.0, 1.0, f)
+    return np.where(f == 0.0, math.log(2.0), np.expm1(safe * math.log(2.0)) / safe)
+
+
+def _interpolated(degree: int, least: float = -0.5) -> tuple[float, ...]:
+    interpolant = Chebyshev.interpolate(_growth, degree, domain=[least, least + 1.0])
+    return tuple(interpolant.convert(kind=Polynomial).coef[::-1])
+
+
+def _taylor(degree: int) -> tuple[float, ...]:
+    log2 = math.log(2.0)
+    return tuple(log2 ** (k + 1) / math.factorial(k + 1) for k in range(degree, -1, -1))
+
+
+# Interpolation saves float32 a degree. In float64 its own roundings would show.
+_FORMATS = {
+    FLOAT: _Format(INT32, 23, 127, _interpolated(5), 4),
+    DOUBLE: _Format(INT64, 52, 1023, _taylor(12), 10),
+}
+
+
+# Of a vector of AVX-512, where f is from 0 to 1.
+_WIDE, _GROWTH_ABOVE = ir.VectorType(FLOAT, 16), _interpolated(5, least=0.0)
+
+
+def _format_of(x: ir.Value) -> _Format:
+    return _FORMATS[x.type.element if isinstance(x.type, ir.VectorType) else x.type]
+
+
+def _split(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """f and 2^n of x = n + f."""
+    format_ = _format_of(x)
+    name = f"llvm.roundeven.{suffix(x.type)}"
+    rounded = call_intrinsic(builder, name, x.type, [x])
+    integer = shaped(format_.integer, x.type)
+    biased = builder.fadd(rounded, constant_of(x.type, format_.magic))
+    bits = builder.shl(
+        builder.bitcast(biased, integer), constant_of(integer, format_.mantissa_bits)
+    )
+    return builder.fsub(x, rounded), builder.bitcast(bits, x.type)
+
+
+def _emit_growth(builder: ir.IRBuilder, f: ir.Value) -> ir.Value:
+    first, *others = _format_of(f).growth
+    result = constant_of(f.type, first)
+    for coefficient in others:
+        result = emit_fma(builder, result, f, constant_of(f.type, coefficient))
+    return result
+
+
+def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    if x.type == _WIDE and "+avx512dq" in target()[2].split(","):
+        return _exp2_of_avx512(builder, x)
+    # From here on 2^n is the number whose exponent bits are all zero, which is zero.
+    smallest = constant_of(x.type, float(-_format_of(x).exponent_bias))
+    is_small = builder.fcmp_ordered(">", smallest, x)
+    fraction, power = _split(builder, builder.select(is_small, smallest, x))
+    value = emit_fma(builder, fraction, _emit_growth(builder, fraction), constant_of(x.type, 1.0))
+    # The multiplication, and not an addition to the exponent bits, is what keeps a NaN a NaN.
+    return builder.fmul(value, power)
+
+
+def _exp2_of_avx512(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """11 instructions and not 14: one takes the part behind the point, one multiplies by 2^n."""
+    zero = constant_of(x.type, 0.0)
+    all_lanes, current = ir.Constant(ir.IntType(16), -1), INT32(4)
+
+    def call(name: str, *operands: ir.Value) -> ir.Value:
+        name = f"llvm.x86.avx512.mask.{name}.ps.512"
+        return call_intrinsic(builder, name, x.type, [*operands, zero, all_lanes, current])
+
+    # Above floor(x), as the other instruction rounds x.
+    fraction = call("reduce", x, INT32(1))
+    growth = constant_of(x.type, _GROWTH_ABOVE[0])
+    for coefficient in _GROWTH_ABOVE[1:]:
+        growth = emit_fma(builder, growth, fraction, constant_of(x.type, coefficient))
+    value = emit_fma(builder, fraction, growth, constant_of(x.type, 1.0))
+    # Processors are slow with subnormal numbers. A NaN is not less.
+    is_small = builder.fcmp_ordered("<", x, constant_of(x.type, -126.0))
+    return builder.select(is_small, zero, call("scalef", value, x))
+
+
+@intrinsic
+def exp2(typing_context, x):
+    """2^x, within 1.5 units in the last place, for x below 128 (float64: 1024).
+
+    Zero below -126.5 (with AVX-512 -126, float64: -1022.5), and so for -infinity; NaN for NaN.
+    """
+
+    def generate(context, builder, signature, args):
+        return _exp2(builder, args[0])
+
+    return x(x), generate
+
+
+def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2^(x log2(e)), with the digits that the product of the two loses."""
+    log2e = 1.0 / math.log(2.0)
+    upper = float(np.float32(log2e)) if _format_of(x).integer == INT32 else log2e
+    # Of log2(e) = 0x1.71547652b82fe1777d0f...
+    lower = log2e - upper if upper != log2e else float.fromhex("0x1.777d0ffda0d24p-56")
+    bias = _format_of(x).exponent_bias
+    lowest, highest = (constant_of(x.type, power / log2e) for power in (-bias, bias + 1))
+    x = builder.select(builder.fcmp_ordered(">", lowest, x), lowest, x)
+    x = builder.select(builder.fcmp_ordered("<", highest, x), highest, x)
+    product = builder.fmul(x, constant_of(x.type, upper))
+    lost = emit_fma(builder, x, constant_of(x.type, upper), builder.fneg(product))
+    lost = emit_fma(builder, x, constant_of(x.type, lower), lost)
+    fraction, power = _split(builder, product)
+    fraction = builder.fadd(fraction, lost)
+    value = emit_fma(builder, fraction, _emit_growth(builder, fraction), constant_of(x.type, 1.0))
+    return builder.fmul(value, power)
+
+
+@intrinsic
+def exp(typing_context, x):
+    """e^x, within 2 units in the last place.
+
+    Zero below -87.7 (float64: -708.7), infinity above 88.4 (709.4); NaN for NaN.
+    """
+
+    def generate(context, builder, signature, args):
+        return _exp(builder, args[0])
+
+    return x(x), generate
+
+
+def _decay(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """e^(-2|x|), and the same less one with all its digits: 0 and -1 where x is large."""
+    magnitude = call_intrinsic(builder, f"llvm.fabs.{suffix(x.type)}", x.type, [x])
+    exponent = builder.fmul(magnitude, constant_of(x.type, -2.0 / math.log(2.0)))
+    # From here on 2^n is the number whose exponent bits are all zero, which is zero.
+    lowest = constant_of(x.type, float(-_format_of(x).exponent_bias))
+    is_large = builder.fcmp_ordered(">", lowest, exponent)
+    fraction, power = _split(builder, builder.select(is_large, lowest, exponent))
+    growth = builder.fmul(fraction, _emit_growth(builder, fraction))
+    less_one = builder.fsub(power, constant_of(x.type, 1.0))
+    return (
+        emit_fma(builder, power, growth, power),
+        emit_fma(builder, power, growth, less_one),
+    )
+
+
+def _quotient_of_decay(builder: ir.IRBuilder, less_one: ir.Value) -> ir.Value:
+    """1 / (1 + e^(-2|x|)), which tanh and its derivative share."""
+    one, two = (constant_of(less_one.type, number) for number in (1.0, 2.0))
+    return builder.fdiv(one, builder.fadd(less_one, two))
+
+
+def _tanh(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """(1 - e^(-2|x|)) / (1 + e^(-2|x|)) with the sign of x."""
+    _, less_one = _decay(builder, x)
+    result = builder.fmul(less_one, _quotient_of_decay(builder, less_one))
+    return call_intrinsic(builder, f"llvm.copysign.{suffix(x.type)}", x.type, [result, x])
+
+
+@intrinsic
+def tanh(typing_context, x):
+    """Within 4 units in the last place; NaN for NaN."""
+
+    def generate(context, builder, signature, args):
+        return _tanh(builder, args[0])
+
+    return x(x), generate
+
+
+@intrinsic
+def tanh_derivative(typing_context, x):
+    """1 - tanh(x)^2 = 4 e^(-2|x|) / (1 + e^(-2|x|))^2, whose digits do not cancel.
+
+    Beside tanh(x) it takes four instructions more.
+    """
+
+    def generate(context, builder, signature, args):
+        decay, less_one = _decay(builder, args[0])
+        doubled = builder.fmul(_quotient_of_decay(builder, less_one), constant_of(decay.type, 2.0))
+        return builder.fmul(builder.fmul(decay, doubled), doubled)
+
+    return x(x), generate
+
+
+# What rounding loses of log(2).
+_LOG2_LOSS = float.fromhex("0x1.abc9e3b39803fp-56")
+
+
+def _log(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """n log(2) + log(1 + f), where x = 2^n (1 + f) and 1 + f is from sqrt(1/2) to sqrt(2).
+
+    With s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + 2/3 s^2 + 2/5 s^4 + ...).
+    """
+
+    def constant(value: float) -> ir.Constant:
+        return constant_of(x.type, value)
+
+    fraction, power = _fraction_and_power(builder, x)
+    s = builder.fdiv(fraction, builder.fadd(fraction, constant(2.0)))
+    square, half = builder.fmul(s, s), builder.fmul(constant(0.5), fraction)
+    half = builder.fmul(half, fraction)
+    terms = _format_of(x).log_terms
+    series = constant(2.0 / (2 * terms + 1))
+    for term in range(terms - 1, 0, -1):
+        series = emit_fma(builder, series, square, constant(2.0 / (2 * term + 1)))
+    series = emit_fma(builder, series, square, half)
+    # log(2) in two parts, of which the product with n and the first is exact.
+    bits = _format_of(x).mantissa_bits - 11
+    upper = math.floor(math.log(2.0) * 2.0**bits) / 2.0**bits
+    lower = math.log(2.0) - upper + _LOG2_LOSS
+    rest = emit_fma(builder, s, series, builder.fmul(power, constant(lower)))
+    rest = builder.fsub(fraction, builder.fsub(half, rest))
+    result = emit_fma(builder, power, constant(upper), rest)
+    is_zero = builder.fcmp_ordered("==", x, constant(0.0))
+    of_others = builder.select(is_zero, constant(-math.inf), constant(math.nan))
+    result = builder.select(builder.fcmp_ordered(">", x, constant(0.0)), result, of_others)
+    return builder.select(builder.fcmp_ordered("==", x, constant(math.inf)), x, result)
+
+
+def _fraction_and_power(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """f and n of x = 2^n (1 + f), where 1 + f is from sqrt(1/2) to sqrt(2), also of subnormals."""
+    format_ = _format_of(x)
+    integer, mantissa_bits = shaped(format_.integer, x.type), format_.mantissa_bits
+    smallest = constant_of(x.type, 2.0 ** (1 - format_.exponent_bias))
+    is_subnormal = builder.fcmp_ordered("<", x, smallest)
+    scaled = builder.fmul(x, constant_of(x.type, 2.0**mantissa_bits))
+    bits = builder.bitcast(builder.select(is_subnormal, scaled, x), integer)
+    kind = np.float32 if format_.integer == INT32 else np.float64
+    lowest = np.array(math.sqrt(0.5), kind).view(np.int32 if kind is np.float32 else np.int64)
+    shift = constant_of(integer, mantissa_bits)
+    exponent = builder.ashr(builder.sub(bits, constant_of(integer, int(lowest))), shift)
+    mantissa = builder.bitcast(builder.sub(bits, builder.shl(exponent, shift)), x.type)
+    lost = builder.select(
+        is_subnormal, constant_of(x.type, -float(mantissa_bits)), constant_of(x.type, 0.0)
+    )
+    power = builder.fadd(builder.sitofp(exponent, x.type), lost)
+    return builder.fsub(mantissa, constant_of(x.type, 1.0)), power
+
+
+@intrinsic
+def log(typing_context, x):
+    """The natural logarithm, within 1 unit in the last place.
+
+    -infinity for 0, NaN for less and for NaN, infinity for infinity.
+    """
+
+    def generate(context, builder, signature, args):
+        return _log(builder, args[0])
+
+    return x(x), generate

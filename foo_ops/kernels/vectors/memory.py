@@ -1,0 +1,143 @@
+"""Read and write memory through a `Pointer`: elements, and vectors of adjacent elements."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from foo_ops.kernels.vectors.elements import COMPLEX_PARTS, ELEMENTS, narrow, widen
+from foo_ops.kernels.vectors.instructions import INT8, INT32, INT64
+from foo_ops.kernels.vectors.values import Pointer, Vector
+
+
+@functools.cache
+def pointer_to(dtype: str) -> Callable[[int], Any]:
+    """The function that makes a pointer to elements of ``dtype`` of an address in bytes."""
+    pointer = Pointer(dtype)
+
+    @intrinsic
+    def make(typing_context, address):
+        def generate(context, builder, signature, args):
+            return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+        return pointer(types.intp), generate
+
+    return make
+
+
+@intrinsic
+def address_of(typing_context, pointer):
+    def generate(context, builder, signature, args):
+        return builder.ptrtoint(args[0], INT64)
+
+    return types.intp(pointer), generate
+
+
+@intrinsic
+def shift(typing_context, pointer, count):
+    def generate(context, builder, signature, args):
+        return builder.gep(args[0], [args[1]])
+
+    return pointer(pointer, types.intp), generate
+
+
+@intrinsic
+def shift_bytes(typing_context, pointer, count):
+    def generate(context, builder, signature, args):
+        address = builder.add(builder.ptrtoint(args[0], INT64), args[1])
+        return builder.inttoptr(address, args[0].type)
+
+    return pointer(pointer, types.intp), generate
+
+
+@intrinsic
+def load(typing_context, pointer, index):
+    def generate(context, builder, signature, args):
+        return load_element(context, builder, pointer.dtype, builder.gep(args[0], [args[1]]))
+
+    return ELEMENTS[pointer.dtype].compute(pointer, types.intp), generate
+
+
+def load_element(context: Any, builder: ir.IRBuilder, dtype: str, address: ir.Value) -> ir.Value:
+    """The code of `load`, for intrinsics."""
+    if dtype not in COMPLEX_PARTS:
+        return widen(builder, dtype, builder.load(address))
+    # Part by part: LLVM's vectoriser does not see through the load of a whole struct.
+    value = cgutils.create_struct_proxy(ELEMENTS[dtype].compute)(context, builder)
+    part = COMPLEX_PARTS[dtype]
+    for position, name in enumerate(("real", "imag")):
+        place = cgutils.gep_inbounds(builder, address, 0, position)
+        setattr(value, name, widen(builder, part, builder.load(place)))
+    return value._getvalue()
+
+
+@intrinsic
+def store(typing_context, pointer, index, value):
+    dtype = pointer.dtype
+    target_type = value if isinstance(value, Vector) else ELEMENTS[dtype].compute
+
+    def generate(context, builder, signature, args):
+        address = builder.gep(args[0], [args[1]])
+        if isinstance(target_type, Vector):
+            stored = narrow(builder, dtype, args[2])
+            address = builder.bitcast(address, stored.type.as_pointer())
+            builder.store(stored, address, align=ELEMENTS[dtype].size)
+        else:
+            store_element(context, builder, dtype, address, args[2])
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp, target_type), generate
+
+
+def store_element(
+    context: Any, builder: ir.IRBuilder, dtype: str, address: ir.Value, value: ir.Value
+) -> None:
+    """The code of `store` for a scalar, for intrinsics."""
+    part = COMPLEX_PARTS.get(dtype)
+    if part is None:
+        builder.store(narrow(builder, dtype, value), address, align=ELEMENTS[dtype].size)
+        return
+    number = cgutils.create_struct_proxy(ELEMENTS[dtype].compute)(context, builder, value=value)
+    for position, component in enumerate((number.real, number.imag)):
+        place = cgutils.gep_inbounds(builder, address, 0, position)
+        builder.store(narrow(builder, part, component), place)
+
+
+@intrinsic
+def prefetch(typing_context, pointer, index):
+    """The element need not exist."""
+
+    def generate(context, builder, signature, args):
+        address = builder.bitcast(builder.gep(args[0], [args[1]]), INT8.as_pointer())
+        types_ = [address.type, INT32, INT32, INT32]
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), types_), "llvm.prefetch.p0"
+        )
+        # To be read, and to come to the second cache: more lines can be on their way there than to
+        # the first, which makes 4 % in decoding.
+        builder.call(function, [address, INT32(0), INT32(2), INT32(1)])
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp), generate
+
+
+@intrinsic(prefer_literal=True)
+def load_vector(typing_context, pointer, index, lanes):
+    vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
+
+    def generate(context, builder, signature, args):
+        return emit_load_vector(builder, pointer.dtype, args[0], args[1], vector.lanes)
+
+    return vector(pointer, types.intp, lanes), generate
+
+
+def emit_load_vector(builder, dtype, pointer, index, lanes) -> ir.Value:
+    element = ELEMENTS[dtype]
+    stored = ir.VectorType(element.storage, lanes).as_pointer()
+    address = builder.bitcast(builder.gep(pointer, [index]), stored)
+    return widen(builder, dtype, builder.load(address, align=element.size))

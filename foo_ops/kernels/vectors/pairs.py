@@ -1,0 +1,100 @@
+"""Pairs of bfloat16 in 32 bits (dtype bfloat16x2), whose two products are added at once."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from foo_ops.kernels.compiler.processor import has_bfloat16_dot
+from foo_ops.kernels.vectors.elements import round_to_bfloat16
+from foo_ops.kernels.vectors.instructions import (
+    FLOAT,
+    INT16,
+    INT32,
+    call_intrinsic,
+    constant_of,
+    emit_fma,
+    emit_shuffle,
+)
+from foo_ops.kernels.vectors.values import Vector
+
+PAIRS = "bfloat16x2"
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+BFLOAT = _BFloat()
+
+
+def emit_pair_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
+    """total + a[0] * b[0] + a[1] * b[1] for vectors of pairs."""
+    lanes = total.type.count
+    if has_bfloat16_dot():
+        pairs = ir.VectorType(BFLOAT, 2 * lanes)
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
+        factors = [builder.bitcast(a, pairs), builder.bitcast(b, pairs)]
+        return call_intrinsic(builder, name, total.type, [total, *factors])
+    for part in (emit_first_of_pairs, emit_second_of_pairs):
+        total = emit_fma(builder, part(builder, a), part(builder, b), total)
+    return total
+
+
+def emit_first_of_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
+    upper = builder.shl(pairs, constant_of(pairs.type, 16))
+    return builder.bitcast(upper, ir.VectorType(FLOAT, pairs.type.count))
+
+
+def emit_second_of_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
+    upper = builder.and_(pairs, constant_of(pairs.type, 0xFFFF0000))
+    return builder.bitcast(upper, ir.VectorType(FLOAT, pairs.type.count))
+
+
+@intrinsic
+def pack_pairs(typing_context, a, b):
+    result = Vector(types.int32, a.lanes)
+
+    def generate(context, builder, signature, args):
+        if has_bfloat16_dot():
+            return _pack_natively(builder, *args)
+        wide = ir.VectorType(INT32, a.lanes)
+        first, second = (builder.zext(round_to_bfloat16(builder, value), wide) for value in args)
+        return builder.or_(first, builder.shl(second, constant_of(wide, 16)))
+
+    return result(a, a), generate
+
+
+def _pack_natively(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    lanes = a.type.count
+    name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * lanes}"
+    halves = call_intrinsic(builder, name, ir.VectorType(BFLOAT, 2 * lanes), [b, a])
+    halves = builder.bitcast(halves, ir.VectorType(INT16, 2 * lanes))
+    order = [half for lane in range(lanes) for half in (lane, lanes + lane)]
+    return builder.bitcast(
+        emit_shuffle(builder, halves, halves, order), ir.VectorType(INT32, lanes)
+    )
+
+
+@intrinsic
+def first_of_pairs(typing_context, pairs):
+    result = Vector(types.float32, pairs.lanes)
+
+    def generate(context, builder, signature, args):
+        return emit_first_of_pairs(builder, args[0])
+
+    return result(pairs), generate
+
+
+@intrinsic
+def second_of_pairs(typing_context, pairs):
+    result = Vector(types.float32, pairs.lanes)
+
+    def generate(context, builder, signature, args):
+        return emit_second_of_pairs(builder, args[0])
+
+    return result(pairs), generate

@@ -1,0 +1,211 @@
+"""Register tiles: vectors that stay in registers, from which products of matrices are made.
+
+    tile_zero(pointer, ROWS, COLUMNS, LANES)    ROWS x COLUMNS vectors of zeros
+    tile_load(pointer, stride, ROWS, COLUMNS, LANES)
+    tile_add(tile, pointer, stride)         tile[i, j] += what tile_load gives
+    tile_store(tile, pointer, stride)
+    tile_fma(tile, a, a_stride, b)          tile[i, j] += a[i * a_stride] * b[j-th vector]
+    tile_splat(pointer, stride, ROWS, LANES)    tile[i, 0] = pointer[i * stride] in every lane
+    tile_outer(tile, factors, vector)       tile[i, 0] += factors[i, 0] * vector
+    tile_dot(tile, a, a_stride, b, b_stride)    tile[i, j] += a[i-th row] * b[j-th row], vectors
+    tile_store_sums(tile, pointer, stride)  pointer[i * stride + j] = sum of the lanes of tile[i, j]
+
+ROWS, COLUMNS and LANES are constants of the kernel, so that every tile unrolls into registers.
+Where a and b are of dtype bfloat16x2, tile_fma and tile_dot add both products of a pair: in one
+instruction if the processor has it (AVX512-BF16).
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from foo_ops.kernels.vectors.elements import ELEMENTS, narrow, widen
+from foo_ops.kernels.vectors.instructions import INT64, emit_fma, emit_shuffle, emit_splat
+from foo_ops.kernels.vectors.memory import emit_load_vector
+from foo_ops.kernels.vectors.pairs import PAIRS, emit_pair_fma
+from foo_ops.kernels.vectors.values import Tile, Vector
+
+
+@intrinsic(prefer_literal=True)
+def tile_zero(typing_context, pointer, rows, columns, lanes):
+    """Of the compute type that ``pointer`` points to; nothing is read."""
+    tile = _tile_type(pointer, rows, columns, lanes)
+
+    def generate(context, builder, signature, args):
+        return ir.Constant(context.get_value_type(tile), None)
+
+    return tile(pointer, rows, columns, lanes), generate
+
+
+def _tile_type(pointer, rows, columns, lanes) -> Tile:
+    vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
+    return Tile(rows.literal_value, columns.literal_value, vector)
+
+
+@intrinsic(prefer_literal=True)
+def tile_load(typing_context, pointer, stride, rows, columns, lanes):
+    tile = _tile_type(pointer, rows, columns, lanes)
+
+    def generate(context, builder, signature, args):
+        result = ir.Constant(context.get_value_type(tile), ir.Undefined)
+        for row, column, index in _places(builder, tile, args[1]):
+            value = emit_load_vector(builder, pointer.dtype, args[0], index, tile.vector.lanes)
+            result = builder.insert_value(result, value, row * tile.columns + column)
+        return result
+
+    return tile(pointer, types.intp, rows, columns, lanes), generate
+
+
+@intrinsic
+def tile_add(typing_context, tile, pointer, stride):
+    def generate(context, builder, signature, args):
+        result = args[0]
+        for row, column, index in _places(builder, tile, args[2]):
+            position = row * tile.columns + column
+            value = emit_load_vector(builder, pointer.dtype, args[1], index, tile.vector.lanes)
+            total = builder.fadd(builder.extract_value(result, position), value)
+            result = builder.insert_value(result, total, position)
+        return result
+
+    return tile(tile, pointer, types.intp), generate
+
+
+@intrinsic
+def tile_store(typing_context, tile, pointer, stride):
+    def generate(context, builder, signature, args):
+        for row, column, index in _places(builder, tile, args[2]):
+            value = builder.extract_value(args[0], row * tile.columns + column)
+            stored = narrow(builder, pointer.dtype, value)
+            address = builder.bitcast(builder.gep(args[1], [index]), stored.type.as_pointer())
+            builder.store(stored, address, align=ELEMENTS[pointer.dtype].size)
+        return context.get_dummy_value()
+
+    return types.void(tile, pointer, types.intp), generate
+
+
+def _places(builder, tile, stride):
+    """(row, column, index of its first element in memory) for each vector of a tile."""
+    for row in range(tile.rows):
+        start = builder.mul(stride, stride.type(row))
+        for column in range(tile.columns):
+            offset = stride.type(column * tile.vector.lanes)
+            yield row, column, builder.add(start, offset)
+
+
+@intrinsic
+def tile_fma(typing_context, tile, a, a_stride, b):
+    rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
+    multiply_add = emit_pair_fma if a.dtype == PAIRS else emit_fma
+
+    def generate(context, builder, signature, args):
+        result, a_pointer, stride, b_pointer = args
+        vectors = [
+            emit_load_vector(builder, b.dtype, b_pointer, INT64(column * lanes), lanes)
+            for column in range(columns)
+        ]
+        for row in range(rows):
+            address = builder.gep(a_pointer, [builder.mul(stride, stride.type(row))])
+            # Two bytes: a pair may begin at any bfloat16.
+            element = builder.load(address, align=min(ELEMENTS[a.dtype].size, 2))
+            scalar = emit_splat(builder, widen(builder, a.dtype, element), lanes)
+            for column in range(columns):
+                position = row * columns + column
+                total = builder.extract_value(result, position)
+                value = multiply_add(builder, scalar, vectors[column], total)
+                result = builder.insert_value(result, value, position)
+        return result
+
+    return tile(tile, a, types.intp, b), generate
+
+
+@intrinsic(prefer_literal=True)
+def tile_splat(typing_context, pointer, stride, rows, lanes):
+    vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
+    tile = Tile(rows.literal_value, 1, vector)
+
+    def generate(context, builder, signature, args):
+        result = ir.Constant(context.get_value_type(tile), ir.Undefined)
+        for row in range(tile.rows):
+            address = builder.gep(args[0], [builder.mul(args[1], INT64(row))])
+            scalar = widen(builder, pointer.dtype, builder.load(address))
+            result = builder.insert_value(result, emit_splat(builder, scalar, vector.lanes), row)
+        return result
+
+    return tile(pointer, types.intp, rows, lanes), generate
+
+
+@intrinsic
+def tile_outer(typing_context, tile, factors, vector):
+    def generate(context, builder, signature, args):
+        result = args[0]
+        for row in range(tile.rows):
+            factor, total = (builder.extract_value(value, row) for value in (args[1], result))
+            value = emit_fma(builder, factor, args[2], total)
+            result = builder.insert_value(result, value, row)
+        return result
+
+    return tile(tile, factors, vector), generate
+
+
+@intrinsic
+def tile_dot(typing_context, tile, a, a_stride, b, b_stride):
+    rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
+    multiply_add = emit_pair_fma if a.dtype == PAIRS else emit_fma
+
+    def generate(context, builder, signature, args):
+        result, a_pointer, a_step, b_pointer, b_step = args
+        vectors = []
+        for column in range(columns):
+            index = builder.mul(b_step, INT64(column))
+            vectors.append(emit_load_vector(builder, b.dtype, b_pointer, index, lanes))
+        for row in range(rows):
+            index = builder.mul(a_step, INT64(row))
+            factor = emit_load_vector(builder, a.dtype, a_pointer, index, lanes)
+            for column in range(columns):
+                position = row * columns + column
+                total = builder.extract_value(result, position)
+                value = multiply_add(builder, factor, vectors[column], total)
+                result = builder.insert_value(result, value, position)
+        return result
+
+    return tile(tile, a, types.intp, b, types.intp), generate
+
+
+@intrinsic
+def tile_store_sums(typing_context, tile, pointer, stride):
+    """ROWS * COLUMNS must be a power of two and not more than the lanes."""
+    count, lanes = tile.rows * tile.columns, tile.vector.lanes
+
+    def generate(context, builder, signature, args):
+        vectors = [builder.extract_value(args[0], position) for position in range(count)]
+        distance = lanes // 2
+        while distance > 0:
+            half = len(vectors) // 2
+            pairs = zip(vectors[:half], vectors[half:], strict=True) if half else [vectors * 2]
+            vectors = [_fold(builder, *pair, distance) for pair in pairs]
+            distance //= 2
+        for row in range(tile.rows):
+            first = row * tile.columns
+            places = [place * lanes // count for place in range(first, first + tile.columns)]
+            stored = emit_shuffle(builder, vectors[0], vectors[0], places)
+            address = builder.gep(args[1], [builder.mul(args[2], INT64(row))])
+            address = builder.bitcast(address, stored.type.as_pointer())
+            builder.store(stored, address, align=ELEMENTS[pointer.dtype].size)
+        return context.get_dummy_value()
+
+    return types.void(tile, pointer, types.intp), generate
+
+
+def _fold(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, distance: int) -> ir.Value:
+    """The sums of lanes that are ``distance`` apart: a's in the lower lane of each two, b's above.
+
+    Neighbouring lanes come last, since LLVM adds these by horizontal additions, of four operations
+    each: 8 vectors become one in 20 instructions, of which one is such.
+    """
+    count = a.type.count
+    upper = [lane & distance for lane in range(count)]
+    own = [lane + count if up else lane for lane, up in enumerate(upper)]
+    other = [lane + count - distance if up else lane + distance for lane, up in enumerate(upper)]
+    return builder.fadd(emit_shuffle(builder, a, b, own), emit_shuffle(builder, a, b, other))

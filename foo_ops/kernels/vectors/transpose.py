@@ -1,0 +1,108 @@
+"""Transpose squares of LANES x LANES elements, in registers."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from foo_ops.kernels.vectors.elements import ELEMENTS, narrow
+from foo_ops.kernels.vectors.instructions import INT16, INT32, INT64, constant_of, emit_shuffle
+from foo_ops.kernels.vectors.memory import emit_load_vector
+
+
+@intrinsic(prefer_literal=True)
+def transpose_square(typing_context, target, target_stride, source, source_stride, lanes):
+    """target[j, i] = source[i, j] for LANES x LANES elements, which are adjacent in each row."""
+
+    def generate(context, builder, signature, args):
+        target_pointer, target_step, *square, _ = args
+        rows = _load_rows(builder, source, *square, lanes.literal_value)
+        _store_transposed(builder, target, target_pointer, target_step, rows)
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, types.intp, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def transpose_products(
+    typing_context, target, target_stride, source, source_stride, factors, lanes
+):
+    """As `transpose_square`, with target[j, i] = source[i, j] * factors[j]."""
+
+    def generate(context, builder, signature, args):
+        target_pointer, target_step, *square, factor_pointer, _ = args
+        count = lanes.literal_value
+        vector = emit_load_vector(builder, factors.dtype, factor_pointer, INT64(0), count)
+        rows = _load_rows(builder, source, *square, count)
+        rows = [builder.fmul(row, vector) for row in rows]
+        _store_transposed(builder, target, target_pointer, target_step, rows)
+        return context.get_dummy_value()
+
+    arguments = (target, types.intp, source, types.intp, factors, lanes)
+    return types.void(*arguments), generate
+
+
+def _load_rows(builder, source, pointer, stride, count: int) -> list[ir.Value]:
+    indices = [builder.mul(stride, INT64(row)) for row in range(count)]
+    return [emit_load_vector(builder, source.dtype, pointer, index, count) for index in indices]
+
+
+def _store_transposed(builder, target, pointer, stride, rows: list[ir.Value]) -> None:
+    columns = [narrow(builder, target.dtype, value) for value in _transposed(builder, rows)]
+    _store_rows(builder, target, pointer, stride, columns)
+
+
+@intrinsic(prefer_literal=True)
+def transpose_pairs(typing_context, target, target_stride, source, source_stride, lanes):
+    """target[j, i] = the pair of source[2 * i, j] and source[2 * i + 1, j], LANES x LANES pairs.
+
+    The source is of bfloat16 and the target of bfloat16x2. Strides are in elements of each.
+    """
+    count = lanes.literal_value
+
+    def generate(context, builder, signature, args):
+        target_pointer, target_step, source_pointer, source_step, _ = args
+        half, wide = ir.VectorType(INT16, count), ir.VectorType(INT32, count)
+
+        def load_half(row):
+            place = builder.gep(source_pointer, [builder.mul(source_step, INT64(row))])
+            value = builder.load(builder.bitcast(place, half.as_pointer()), align=2)
+            return builder.zext(value, wide)
+
+        pairs = [
+            builder.or_(load_half(row), builder.shl(load_half(row + 1), constant_of(wide, 16)))
+            for row in range(0, 2 * count, 2)
+        ]
+        rows = _transposed(builder, pairs)
+        _store_rows(builder, target, target_pointer, target_step, rows)
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, types.intp, lanes), generate
+
+
+def _store_rows(builder, target, pointer, stride, rows: list[ir.Value]) -> None:
+    """Vectors in how ``target`` lies in memory, each to its row."""
+    for row, value in enumerate(rows):
+        address = builder.gep(pointer, [builder.mul(stride, INT64(row))])
+        address = builder.bitcast(address, value.type.as_pointer())
+        builder.store(value, address, align=ELEMENTS[target.dtype].size)
+
+
+def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Swap the off-diagonal blocks of every 2 x 2 blocks, for blocks of 1, 2, 4 ... elements."""
+    count = len(rows)
+    size = 1
+    while size < count:
+        # A number below count is a lane of the upper row, one from there on of the lower row.
+        upper = [lane if lane & size == 0 else count + lane - size for lane in range(count)]
+        lower = [lane + size if lane & size == 0 else count + lane for lane in range(count)]
+        swapped = list(rows)
+        for row in range(count):
+            if row & size == 0:
+                pair = (rows[row], rows[row + size])
+                swapped[row] = emit_shuffle(builder, *pair, upper)
+                swapped[row + size] = emit_shuffle(builder, *pair, lower)
+        rows = swapped
+        size *= 2
+    return rows
