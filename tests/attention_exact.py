@@ -1,8 +1,8 @@
 """Attention and its gradients as closed formulas in NumPy, to measure errors with.
 
-Nothing here is shared with the operators, with foo_ops/reference.py or with autograd: what cancels
-there, as 1 - tanh^2 does, is written so that it does not. In float64, or in long double where
-float64 itself is measured.
+Nothing here is shared with the operators, with foo_ops/testing/reference.py or with autograd: what
+cancels there, as 1 - tanh^2 does, is written so that it does not. In float64, or in long double
+where float64 itself is measured.
 """
 
 import dataclasses

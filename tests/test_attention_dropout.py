@@ -14,11 +14,16 @@ from exact import assert_near
 from torch.utils.checkpoint import checkpoint
 
 import foo_ops
-from foo_ops import reference, testing
-from foo_ops.testing import ATTENTION, ATTENTION_VARLEN
-from foo_ops.testing.attention import attention_sample, random_bias, random_mask, random_slopes
-from foo_ops.testing.attention_varlen import Pages, varlen_sample
+from foo_ops import testing
+from foo_ops.testing import ATTENTION, ATTENTION_VARLEN, reference
 from foo_ops.testing.spec import Sample, random
+from foo_ops.testing.specs.attention_samples import (
+    attention_sample,
+    random_bias,
+    random_mask,
+    random_slopes,
+)
+from foo_ops.testing.specs.attention_varlen import Pages, varlen_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,15 +7,15 @@ from hypothesis import strategies
 
 from foo_ops import testing
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN, LAYOUTS
-from foo_ops.testing.attention import (
+from foo_ops.testing.layouts import expanded
+from foo_ops.testing.specs.attention_samples import (
     attention_sample,
     half_infinite_bias,
     random_bias,
     random_mask,
     random_slopes,
 )
-from foo_ops.testing.attention_varlen import Pages, varlen_sample
-from foo_ops.testing.layouts import expanded
+from foo_ops.testing.specs.attention_varlen import Pages, varlen_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,8 +10,8 @@ from attention_samples import ONCE, finite, for_each_once
 
 from foo_ops import testing
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN
-from foo_ops.testing.attention_varlen import varlen_sample
 from foo_ops.testing.spec import random
+from foo_ops.testing.specs.attention_varlen import varlen_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from foo_ops import reference
+from foo_ops.testing import reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

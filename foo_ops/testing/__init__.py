@@ -10,15 +10,8 @@ it; pytest makes a test of each check by itself, since the package brings a plug
 `OPERATORS` is the table of the package's own.
 """
 
-from foo_ops.testing.abs import ABS, ABS_IN_PLACE, ABS_OUT
-from foo_ops.testing.attention import ATTENTION
-from foo_ops.testing.attention_varlen import ATTENTION_VARLEN
 from foo_ops.testing.checks import CHECKS, Case, OperatorCheckError, cases, check_operator
 from foo_ops.testing.layouts import LAYOUTS, copy_with_layout
-from foo_ops.testing.rms_norm import ADD_RMS_NORM, RMS_NORM
-from foo_ops.testing.rotary_embedding import ROTARY_EMBEDDING, ROTARY_EMBEDDING_IN_PLACE
-from foo_ops.testing.silu_mul import SILU_MUL
-from foo_ops.testing.softmax_cross_entropy import SOFTMAX_CROSS_ENTROPY
 from foo_ops.testing.spec import (
     OpSpec,
     Sample,
@@ -27,6 +20,13 @@ from foo_ops.testing.spec import (
     cotangents_for,
     random,
 )
+from foo_ops.testing.specs.abs import ABS, ABS_IN_PLACE, ABS_OUT
+from foo_ops.testing.specs.attention import ATTENTION
+from foo_ops.testing.specs.attention_varlen import ATTENTION_VARLEN
+from foo_ops.testing.specs.rms_norm import ADD_RMS_NORM, RMS_NORM
+from foo_ops.testing.specs.rotary_embedding import ROTARY_EMBEDDING, ROTARY_EMBEDDING_IN_PLACE
+from foo_ops.testing.specs.silu_mul import SILU_MUL
+from foo_ops.testing.specs.softmax_cross_entropy import SOFTMAX_CROSS_ENTROPY
 
 __all__ = [
     "ABS",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from foo_ops import reference
+from foo_ops.testing import reference
 from foo_ops.testing.rounding import roundoff, smallest
 from foo_ops.testing.spec import Dtypes, OpSpec, Sample, Tensors, random
 

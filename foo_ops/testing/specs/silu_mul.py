@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from foo_ops import reference
+from foo_ops.testing import reference
 from foo_ops.testing.spec import Maker, OpSpec, Sample, random
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from foo_ops import reference
+from foo_ops.testing import reference
 from foo_ops.testing.spec import Maker, OpSpec, Sample, random
 
 HALF = (torch.bfloat16, torch.float16)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from foo_ops import reference
+from foo_ops.testing import reference
 from foo_ops.testing.rounding import compute_type, roundings, roundoff, smallest
 from foo_ops.testing.spec import Dtypes, Sample, Tensors
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foo_ops import reference
-from foo_ops.testing.attention import Maker, random_bias, random_slopes
-from foo_ops.testing.attention_error import (
+from foo_ops.testing import reference
+from foo_ops.testing.layouts import junk
+from foo_ops.testing.spec import Dtypes, OpSpec, Sample, Tensors, random
+from foo_ops.testing.specs.attention_error import (
     Rounding,
     Sum,
     gradient_sums,
@@ -20,8 +21,7 @@ from foo_ops.testing.attention_error import (
     stored_gradients,
     tensor_at,
 )
-from foo_ops.testing.layouts import junk
-from foo_ops.testing.spec import Dtypes, OpSpec, Sample, Tensors, random
+from foo_ops.testing.specs.attention_samples import Maker, random_bias, random_slopes
 
 # -------------------------------------------------------------------------------------- samples
 
