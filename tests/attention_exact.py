@@ -57,7 +57,10 @@ def exact_attention(
     softcap=0.0,
     kept=None,
 ):
-    """Outputs and gradients by name, as arrays.
+    """Return outputs and gradients by name, as arrays.
+
+    Beside the gradients that are sums over keys, as "attn_bias terms" for instance, stand the sums
+    of the absolute values of all that is added up in them: their roundings are in proportion.
 
     Args:
         inputs: query, key, value, attn_bias, alibi_slopes and sinks; the last three may be missing.
@@ -96,12 +99,38 @@ def exact_attention(
     products = factor * (grad_output @ values.swapaxes(-1, -2))
     delta = (softmax.weights * products).sum(-1, keepdims=True) - grad_logsumexp[..., None]
     grad_scores = softmax.weights * (products - delta)
+    sizes = factor * (np.abs(grad_output) @ np.abs(values).swapaxes(-1, -2))
+    delta_sizes = (softmax.weights * sizes).sum(-1, keepdims=True)
+    delta_sizes = delta_sizes + np.abs(grad_logsumexp)[..., None]
+    grad_sizes = softmax.weights * (sizes + delta_sizes)
     grad_products = scale * grad_scores * slope_of_cap
 
     def of_key_heads(array):
         return array.reshape(len(array), -1, group, *array.shape[2:]).sum(2)
 
-    return dict(
+    def of_bias(gradient):
+        return None if bias is None else sums_to(gradient, bias.shape)
+
+    def of_slopes(gradient, nearest=0):
+        if slopes is None:
+            return None
+        return sums_to((gradient * (np.abs(distance) - nearest)).sum((-1, -2)), slopes.shape)
+
+    def of_sinks(gradient):
+        if sinks is None:
+            return None
+        return sums_to((softmax.of_sink * gradient)[..., 0].sum(-1), sinks.shape)
+
+    def slope_terms():
+        if slopes is None:
+            return None
+        # The distance that all pairs have in common is multiplied by what is left of a row's sum.
+        nearest = np.abs(distance)[sees].min(initial=10**9)
+        rows = np.abs(grad_scores.sum(-1)).sum(-1) * nearest
+        return of_slopes(grad_sizes, nearest) + sums_to(rows, slopes.shape)
+
+    terms = (of_bias(grad_sizes), slope_terms(), of_sinks(delta_sizes))
+    return {f"{name} terms": sizes for name, sizes in zip(NAMES[5:], terms, strict=True)} | dict(
         zip(
             NAMES,
             (
@@ -110,13 +139,9 @@ def exact_attention(
                 grad_products @ keys,
                 of_key_heads(grad_products.swapaxes(-1, -2) @ query),
                 of_key_heads(dropped.swapaxes(-1, -2) @ grad_output),
-                None if bias is None else sums_to(grad_scores, bias.shape),
-                None
-                if slopes is None
-                else sums_to(-(grad_scores * np.abs(distance)).sum((-1, -2)), slopes.shape),
-                None
-                if sinks is None
-                else sums_to(-(softmax.of_sink * delta)[..., 0].sum(-1), sinks.shape),
+                of_bias(grad_scores),
+                of_slopes(-grad_scores),
+                of_sinks(-delta),
             ),
             strict=True,
         )

@@ -11,6 +11,9 @@ import torch
 from foo_ops import library
 from foo_ops.kernels.compiler import emit, load
 
+# A process that was started in the background ignores Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def at(moment, action):
     module = load if moment in ("_key", "link") else emit
     function = getattr(module, moment)
