@@ -8,16 +8,12 @@ from numba.core import types
 
 from foo_ops import _C
 from foo_ops.kernels.attention import (
-    backward,
     decode,
-    dropout_mask,
-    forward,
-    merge,
     operands,
     parameters,
-    sum_chunks,
 )
 from foo_ops.kernels.compiler import processor
+from foo_ops.kernels.compiler.kernel import KERNELS
 from foo_ops.kernels.products import on_amx, on_vectors
 from foo_ops.kernels.user import elementwise, tile
 from foo_ops.kernels.vectors import philox, views
@@ -27,7 +23,6 @@ from foo_ops.kernels.vectors.values import Pointer
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 AXES = ("batch", "head", "row", "column")
-ATTENTION_KERNELS = (*(forward, decode, merge, backward, dropout_mask),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +116,11 @@ def test_views():
 
 
 def functions():
-    for module in ATTENTION_KERNELS:
-        for dtype in ("float32", "float64") if module is dropout_mask else DTYPES:
-            yield "AttentionFunction", module.build(dtype).argument_types
-    for dtype in DTYPES:
-        yield "SumFunction", sum_chunks.build(dtype).argument_types
+    for name, kernel in KERNELS.items():
+        if name.startswith("attention_"):
+            function = "SumFunction" if name == "attention_sum_chunks" else "AttentionFunction"
+            for dtype in ("float32", "float64") if name == "attention_kept" else DTYPES:
+                yield function, kernel.build(dtype).argument_types
     yield "TileFunction", tile.ARGUMENT_TYPES
     # Data are addresses, to Numba: numbers.
     data, *rest = elementwise.ARGUMENT_TYPES

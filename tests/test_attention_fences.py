@@ -79,7 +79,7 @@ def fences_of(layout, sizes, memory):
 def checked(kernel, signature):
     module = importlib.import_module(KERNELS[kernel].maker.module)
     function = FUNCTION(resolve(kernel, signature))
-    layout = module.scratch_of(signature)
+    layout = module.make_scratch(signature)
     parameters_type, piece_type = map(structure, attention.argument_types(signature)[:2])
 
     def call(parameters, piece, memory, bytes):

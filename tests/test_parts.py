@@ -8,9 +8,9 @@ import torch
 
 from foo_ops.kernels.products.limbs import (
     GROUP_ELEMENTS,
-    pair_storer_of,
-    row_splitter_of,
-    smallness_of,
+    make_pair_storer,
+    make_row_splitter,
+    make_smallness_check,
 )
 from foo_ops.kernels.vectors.elements import lanes_of
 from foo_ops.kernels.vectors.memory import load_vector, pointer_to, store
@@ -72,7 +72,7 @@ def finite_of(numbers):
 
 def parts_as_pairs(compiled, parts, a, b):
     """What is stored of a and b: a tensor of (part, a or b, number)."""
-    store_pairs = pair_storer_of(parts)
+    store_pairs = make_pair_storer(parts)
     floats, pairs = pointer_to("float32"), pointer_to("bfloat16x2")
 
     def store_all(target, part, a, b, count):
@@ -90,7 +90,7 @@ def parts_as_pairs(compiled, parts, a, b):
 
 def parts_as_row(compiled, parts, numbers):
     """What is stored of numbers: a tensor of (part, number), and whether they are small."""
-    split_row = row_splitter_of(parts, LANES)
+    split_row = make_row_splitter(parts, LANES)
     floats, halves, answers = pointer_to("float32"), pointer_to("bfloat16"), pointer_to("int32")
 
     def split(target, group, part, source, count, answer):
@@ -155,7 +155,7 @@ def test_numbers_of_which_bits_are_below_all_of_bfloat16(compiled):
 
 
 def test_smallness(compiled):
-    are_small = smallness_of(LANES)
+    are_small = make_smallness_check(LANES)
     floats, answers = pointer_to("float32"), pointer_to("int32")
 
     def check(source, count, answer):

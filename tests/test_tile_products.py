@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from foo_ops.kernels.products.on_amx import GROUP, STEPS_AT_ONCE, tile_products_of
+from foo_ops.kernels.products.on_amx import GROUP, STEPS_AT_ONCE, make_amx_products
 from foo_ops.kernels.vectors.memory import pointer_to
 
 PRODUCTS = {1: 1, 2: 4, 3: 6}
@@ -20,7 +20,7 @@ GUARD = -12345.5
 @pytest.fixture(scope="module", params=PRODUCTS)
 def multiply(compiled, request):
     """The number of parts, and the kernel for it."""
-    matmul, begin, end = tile_products_of(request.param)
+    matmul, begin, end = make_amx_products(request.param)
     floats, pairs = pointer_to("float32"), pointer_to("bfloat16x2")
 
     def kernel(

@@ -1,15 +1,30 @@
 """The kernels of attention: forward, decode and merge, backward, and the mask of dropout.
 
-All of them work on tiles that lie *transposed* in scratch memory: a row for each key (or each
-column of the value), with the queries of a block side by side in it. A vector then holds the scores
-of several queries for one key, so that the softmax needs no operation across lanes, and on vectors
-keys and values enter the products one broadcast element at a time, most often from where they are.
+A block is some queries of one head, or all queries of several heads that share a key head. It goes
+over its keys tile by tile. A score tile lies *transposed* in scratch memory, with a row for each
+key, so that a vector holds the scores of several queries for one key and the softmax needs no
+operation across lanes::
 
-They go over a block's queries panel by panel: as many as a register tile takes (or as are quickest
-for a matrix unit), or all where the scores are modified. What is kept of the queries between tiles
-(themselves, the sums of the output) lies panel after panel, so that a product reads neighbouring
-lines of few pages.
+                    the block's queries: up to QUERY_BLOCK, or TILE_STRIDE if heads share a tile
+                   +-----------+-----------+-----+
+        the tile's |           |           |     |   scores[key * TILE_STRIDE + query]
+        keys, up   |  panel    |  panel    |     |
+        to         |           |           |     |   largest, total: one number for each query
+        KEY_BLOCK  +-----------+-----------+-----+
+                    next_panel   next_panel         queries:     one panel after the other
+                    columns      columns            accumulator: one panel after the other
 
-A block has up to QUERY_BLOCK queries, and up to TILE_STRIDE where a tile holds all of them: of one
-head, or all the queries of several heads that share a key head. A tile has up to KEY_BLOCK keys.
+A panel is as many queries as a register tile has columns, or as are quickest on a matrix unit, or
+all of them where a score_mod loads a bias for the whole block. For each panel the forward kernel
+
+    1. multiplies the keys by the panel's queries:              scores = K Q^T
+    2. scales, modifies and masks the scores;
+    3. turns them into weights, with the running maximum and sum of each query (online softmax);
+    4. adds the product of the values and the weights:          accumulator += V^T P
+
+and then goes on to the next one, while the scores are in the nearest cache. What is kept of a panel
+from tile to tile (its queries, its rows of the output) is contiguous, so that a product reads
+neighbouring lines of few pages. The backward kernel goes over the same tiles and panels; from the
+weights and the gradients of the scores it adds to grad_query panel by panel, and to grad_key and
+grad_value once for all panels of a tile.
 """

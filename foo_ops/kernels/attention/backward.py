@@ -1,13 +1,13 @@
-"""Attention: the gradients for all inputs from a block of queries.
+"""Compute the gradients for all inputs from a block of queries.
 
 With the weights P = exp(S - logsumexp), recomputed tile by tile (Dao et al. 2022, algorithm 4):
 
     delta = rowsum(dO * O) - dLogsumexp       dV = P^T dO
     dP = dO V^T,  dS = P * (dP - delta)       dQ = scale * dS' K,   dK = scale * dS'^T Q
 
-where dS' is dS times the derivative of the soft cap. The gradient of the bias is dS, that of a
-slope the sum of -dS * |distance|, that of a sink the sum of -exp(sink - logsumexp) * delta: see
-foo_ops/kernels/attention/row_sums.py.
+where dS' is dS times the derivative of the soft cap. The gradient of the bias is dS, the gradient
+of a slope the sum of -dS * |distance|, and the gradient of a sink the sum of -exp(sink - logsumexp)
+* delta: see foo_ops/kernels/attention/row_sums.py.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 
 from numba import njit
 
-from foo_ops.kernels.attention.bias_gradient import bias_gradient_of
-from foo_ops.kernels.attention.block_rows import block_rows_of, row_packer_of
-from foo_ops.kernels.attention.key_tiles import tile_of, turned_tile_of
+from foo_ops.kernels.attention.bias_gradient import make_bias_gradient_writer
+from foo_ops.kernels.attention.block_rows import make_block_rows, make_row_packer
+from foo_ops.kernels.attention.key_tiles import make_key_tile, make_transposed_tile
 from foo_ops.kernels.attention.operands import (
-    factors_of,
-    packer_of,
-    panel_of,
+    make_next_panel,
+    make_panel_packer,
+    make_product_smallness_check,
+    make_products,
+    make_right_matrix,
+    make_step_counter,
     product_dtype,
-    products_of,
     sizes_of,
-    small_of,
     step_of,
-    steps_of,
 )
-from foo_ops.kernels.attention.output import panel_writer_of
+from foo_ops.kernels.attention.output import make_panel_writer
 from foo_ops.kernels.attention.parameters import (
     GRADIENT_NONE,
     KEY_BLOCK,
@@ -45,28 +45,28 @@ from foo_ops.kernels.attention.parameters import (
 )
 from foo_ops.kernels.attention.row_sums import (
     SUM_ROWS,
+    make_row_sums,
+    make_row_sums_writer,
     needs_row_sums,
-    row_sums_of,
-    row_sums_writer_of,
 )
 from foo_ops.kernels.attention.rows import (
-    fill_of,
+    make_fill,
+    make_sums_starter,
+    make_tile_operation,
     queries_of,
     round_up,
     seen_keys,
-    sums_starter_of,
-    tile_operation_of,
 )
-from foo_ops.kernels.attention.scores import LANE_ROWS, lanes_filler_of
-from foo_ops.kernels.attention.weights import statistics_of, weights_of
+from foo_ops.kernels.attention.scores import ROW_FACTS, make_row_facts_filler
+from foo_ops.kernels.attention.weights import make_statistics_loader, make_weights
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, parts_of, row_splitter_of
+from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, limbs_of, make_row_splitter
 from foo_ops.kernels.products.on_amx import GROUP
 from foo_ops.kernels.vectors.elements import lanes_of
 from foo_ops.kernels.vectors.limbs import interleave
 from foo_ops.kernels.vectors.memory import address_of, load_vector, pointer_to, shift, store
 from foo_ops.kernels.vectors.pairs import PAIRS
-from foo_ops.kernels.vectors.scratch import Scratch, kernel_with_scratch
+from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
 from foo_ops.kernels.vectors.struct import row_of
 
 # Keys whose sums over the queries are computed together, or as many as a product takes: the more,
@@ -78,104 +78,112 @@ PADDING = 16
 
 
 @functools.cache
-def _tile_factors_of(dtype: str) -> tuple[Callable, Callable, Callable]:
-    """The functions that make factors of a tile.
+def _make_tile_matrices(dtype: str) -> tuple[Callable, Callable, Callable]:
+    """Make the functions that turn a tile of weights, or of gradients, into matrices of products.
 
-    ``split(parts, tile, start, columns, rows)``: to be called for a panel before the others.
-    ``as_rows(target, parts, panel, start, columns, rows)``: of a panel a right factor,
-    summed over the keys. The row after the last must be zero.
-    ``as_lanes(parts, tile, columns, count)``: of all panels a left factor, summed over the queries:
-    rows as they are, or as pairs of neighbouring lanes, which go on with rows of zeros up to the
+    ``split(limbs, tile, start, columns, rows)`` has to be called for a panel before the others.
+
+    ``as_right_matrix(target, limbs, panel, start, columns, rows)`` makes the right matrix of a
+    panel, summed over the keys. The row after the last must be zero.
+
+    ``as_left_matrix(limbs, tile, columns, count)`` makes the left matrix of all panels, summed over
+    the queries: rows as they are, or as pairs of neighbouring columns, with rows of zeros up to the
     multiple that a product takes.
     """
-    if parts_of(dtype):
-        return _tile_factors_in_parts_of(dtype)
-    as_factors, as_lanes = factors_of(dtype), _lane_factors_of(dtype)
+    if limbs_of(dtype):
+        return _make_tile_matrices_of_limbs(dtype)
+    right_matrix, as_left_matrix = make_right_matrix(dtype), _make_left_matrix(dtype)
 
     @njit
-    def split(parts, tile, start, columns, rows):
+    def split(limbs, tile, start, columns, rows):
         pass
 
     @njit
-    def as_rows(target, parts, panel, start, columns, rows):
-        return as_factors(target, TILE_STRIDE, panel, TILE_STRIDE, rows, columns)
+    def as_right_matrix(target, limbs, panel, start, columns, rows):
+        return right_matrix(target, TILE_STRIDE, panel, TILE_STRIDE, rows, columns)
 
-    return split, as_rows, as_lanes
+    return split, as_right_matrix, as_left_matrix
 
 
-def _lane_factors_of(dtype: str) -> Callable:
-    """``as_lanes`` for products on vectors."""
+def _make_left_matrix(dtype: str) -> Callable:
+    """Make ``as_left_matrix`` for products on vectors."""
     if product_dtype(dtype) != PAIRS:
 
         @njit
-        def themselves(parts, tile, columns, count):
+        def themselves(limbs, tile, columns, count):
             return tile, TILE_STRIDE, 1, 0
 
         return themselves
 
-    LANES = lanes_of("float32")  # noqa: N806
+    LANES = lanes_of("float32")
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
 
     @njit
-    def rounded(parts, tile, columns, count):
-        elements = as_elements(address_of(parts))
+    def rounded(limbs, tile, columns, count):
+        elements = as_elements(address_of(limbs))
         for key in range(count):
             for column in range(0, columns, LANES):
                 index = key * TILE_STRIDE + column
                 store(elements, index, load_vector(tile, index, LANES))
-        return as_pairs(address_of(parts)), TILE_STRIDE // 2, 1, 0
+        return as_pairs(address_of(limbs)), TILE_STRIDE // 2, 1, 0
 
     return rounded
 
 
-def _tile_factors_in_parts_of(dtype: str) -> tuple[Callable, Callable, Callable]:
-    """Numbers are split once: the pairs of two keys are their parts side by side."""
-    LANES, PARTS, ROWS = lanes_of("float32"), parts_of(dtype), sizes_of(dtype).rows  # noqa: N806
-    split_row, fill, steps = row_splitter_of(PARTS, LANES), fill_of("float32"), steps_of(dtype)
+def _make_tile_matrices_of_limbs(dtype: str) -> tuple[Callable, Callable, Callable]:
+    """Split each number once: the pairs of two keys are their limbs side by side."""
+    LANES, LIMBS, ROWS = lanes_of("float32"), limbs_of(dtype), sizes_of(dtype).rows
+    split_row, fill, steps = (
+        make_row_splitter(LIMBS, LANES),
+        make_fill("float32"),
+        make_step_counter(dtype),
+    )
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
     # All keys of a group of queries, and then those of the next.
-    group, part = KEY_BLOCK * GROUP, KEY_BLOCK * TILE_STRIDE // 2
+    group, limb_stride = KEY_BLOCK * GROUP, KEY_BLOCK * TILE_STRIDE // 2
 
     @njit
-    def split(parts, tile, start, columns, rows):
-        elements = as_elements(address_of(shift(parts, start // GROUP_ELEMENTS * group)))
+    def split(limbs, tile, start, columns, rows):
+        elements = as_elements(address_of(shift(limbs, start // GROUP_ELEMENTS * group)))
         for key in range(round_up(rows, 2)):
             source = shift(tile, key * TILE_STRIDE + start)
-            split_row(shift(elements, key * GROUP_ELEMENTS), 2 * group, 2 * part, source, columns)
+            split_row(
+                shift(elements, key * GROUP_ELEMENTS), 2 * group, 2 * limb_stride, source, columns
+            )
 
     @njit
-    def as_rows(target, parts, panel, start, columns, rows):
-        pairs, target_part = as_pairs(address_of(target)), steps(rows) * TILE_STRIDE
-        first_group = shift(parts, start // GROUP_ELEMENTS * group)
-        for number in range(PARTS):
-            elements = as_elements(address_of(shift(first_group, number * part)))
+    def as_right_matrix(target, limbs, panel, start, columns, rows):
+        pairs, target_limb_stride = as_pairs(address_of(target)), steps(rows) * TILE_STRIDE
+        first_group = shift(limbs, start // GROUP_ELEMENTS * group)
+        for number in range(LIMBS):
+            elements = as_elements(address_of(shift(first_group, number * limb_stride)))
             for key in range(0, rows, 2):
-                line = number * target_part + key // 2 * TILE_STRIDE
+                line = number * target_limb_stride + key // 2 * TILE_STRIDE
                 for column in range(0, columns, 2 * LANES):
                     place = column // GROUP_ELEMENTS * 2 * group + column % GROUP_ELEMENTS
                     upper = shift(elements, place + key * GROUP_ELEMENTS)
                     lower = shift(upper, GROUP_ELEMENTS)
                     interleave(pairs, line + column, upper, lower, LANES)
             for step in range((rows + 1) // 2, steps(rows)):
-                fill(shift(target, number * target_part + step * TILE_STRIDE), columns, 0.0)
-        return pairs, TILE_STRIDE, target_part
+                fill(shift(target, number * target_limb_stride + step * TILE_STRIDE), columns, 0.0)
+        return pairs, TILE_STRIDE, target_limb_stride
 
     @njit
-    def as_lanes(parts, tile, columns, count):
+    def as_left_matrix(limbs, tile, columns, count):
         missing = round_up(count, ROWS) - count
-        for number in range(PARTS):
+        for number in range(LIMBS):
             for first in range(0, columns, GROUP_ELEMENTS):
-                place = number * part + first // GROUP_ELEMENTS * group + count * GROUP
-                fill(shift(parts, place), missing * GROUP, 0.0)
-        return as_pairs(address_of(parts)), GROUP, group, part
+                place = number * limb_stride + first // GROUP_ELEMENTS * group + count * GROUP
+                fill(shift(limbs, place), missing * GROUP, 0.0)
+        return as_pairs(address_of(limbs)), GROUP, group, limb_stride
 
-    return split, as_rows, as_lanes
+    return split, as_right_matrix, as_left_matrix
 
 
 @functools.cache
-def scratch_of(dtype: str) -> Scratch:
+def make_scratch(dtype: str) -> Scratch:
     sizes = sizes_of(dtype)
-    ROOM, WIDTH = sizes.room, max(sizes.depth, lanes_of(compute_dtype(dtype)))  # noqa: N806
+    ROOM, WIDTH = sizes.room, max(sizes.depth, lanes_of(compute_dtype(dtype)))
 
     @njit
     def sizes_of_block(parameters, piece):
@@ -191,19 +199,19 @@ def scratch_of(dtype: str) -> Scratch:
         return {
             "weights": TILE,
             "grad_scores": TILE,
-            "kept": TILE * ROOM,
-            "weight_parts": TILE * ROOM,
-            "score_parts": TILE * ROOM,
+            "dropout_mask": TILE * ROOM,
+            "weight_limbs": TILE * ROOM,
+            "score_limbs": TILE * ROOM,
             "slopes": TILE,
             "base": TILE_STRIDE,
             "shares": TILE_STRIDE,
             "delta": TILE_STRIDE,
             "row_sums": SUM_ROWS * TILE_STRIDE,
             "scales": TILE_STRIDE,
-            "lanes": LANE_ROWS * QUERY_BLOCK,
+            "row_facts": ROW_FACTS * QUERY_BLOCK,
             "block": rows,
             "grad_block": rows,
-            "turned": panels,
+            "transposed": panels,
             "grad_queries": rows,
             "packed": panels,
             "grad_packed": panels,
@@ -211,41 +219,56 @@ def scratch_of(dtype: str) -> Scratch:
             "grad_row_pairs": rows * ROOM,
             "keys": key_width * KEY_BLOCK * ROOM,
             "values": value_width * KEY_BLOCK * ROOM,
-            "turned_keys": key_width * KEY_BLOCK * ROOM,
+            "transposed_keys": key_width * KEY_BLOCK * ROOM,
         }
 
     return Scratch(compute_dtype(dtype), sizes_of_block, describe)
 
 
-def build(dtype: str, has_options: bool = True) -> Kernel:
-    """``has_options``: bias, soft cap, ALiBi and dropout.
+def make_backward_kernel(dtype: str, has_options: bool = True) -> Kernel:
+    """Make the backward kernel. ``has_options``: bias, soft cap, ALiBi and dropout.
 
-    grad_key and grad_value are sums in the compute type, which a block adds to: those of the
-    piece's slot. Which blocks share a slot, and in which order, does not depend on the threads.
+    grad_key and grad_value are sums in the compute dtype, in the piece's slot, which a block adds
+    to. Which blocks share a slot, and in which order, does not depend on the threads.
     """
     compute = compute_dtype(dtype)
     next_panel, pack_rows, (_, packed_panel) = (
-        panel_of(dtype), row_packer_of(dtype), packer_of(dtype),
+        make_next_panel(dtype), make_row_packer(dtype), make_panel_packer(dtype),
     )  # fmt: skip
-    matmul, begin_products, end_products = products_of(dtype)
-    sizes, steps, are_small = sizes_of(dtype), steps_of(dtype), small_of(dtype)
-    COLUMNS, ROWS, DEPTH = sizes.columns, sizes.rows, sizes.depth  # noqa: N806
-    KEY_GROUP, layout = max(ROW_GROUP, ROWS), scratch_of(dtype)  # noqa: N806
+    matmul, begin_products, end_products = make_products(dtype)
+    sizes, steps, are_small = (
+        sizes_of(dtype),
+        make_step_counter(dtype),
+        make_product_smallness_check(dtype),
+    )
+    COLUMNS, ROWS, DEPTH = sizes.columns, sizes.rows, sizes.depth
+    KEY_GROUP, layout = max(ROW_GROUP, ROWS), make_scratch(dtype)
     sizes_of_block = layout.sizes_of
-    fill, write_grad_query = fill_of(compute), panel_writer_of(dtype, "grad_query")
-    start_sums = sums_starter_of(compute)
-    step, (split, as_rows, as_lanes) = step_of(product_dtype(dtype)), _tile_factors_of(dtype)
-    query_rows_of, grad_rows_of = block_rows_of(dtype, "query"), block_rows_of(dtype, "grad_output")
-    key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
-    turned_tile = turned_tile_of(dtype)
-    fill_lanes, load_statistics = lanes_filler_of(dtype), statistics_of(dtype)
-    weights_tile = weights_of(dtype, has_options)
-    (start_row_sums, _), write_row_sums = row_sums_of(dtype), row_sums_writer_of(dtype)
-    multiply, write_bias = tile_operation_of(compute, operator.mul), bias_gradient_of(dtype)
+    fill, write_grad_query = make_fill(compute), make_panel_writer(dtype, "grad_query")
+    start_sums = make_sums_starter(compute)
+    step, (split, as_right_matrix, as_left_matrix) = (
+        step_of(product_dtype(dtype)),
+        _make_tile_matrices(dtype),
+    )
+    query_rows_of, grad_rows_of = (
+        make_block_rows(dtype, "query"),
+        make_block_rows(dtype, "grad_output"),
+    )
+    key_tile, value_tile = make_key_tile(dtype, "key"), make_key_tile(dtype, "value")
+    transposed_tile = make_transposed_tile(dtype)
+    fill_row_facts, load_statistics = make_row_facts_filler(dtype), make_statistics_loader(dtype)
+    weights_tile = make_weights(dtype, has_options)
+    (start_row_sums, _), write_row_sums = make_row_sums(dtype), make_row_sums_writer(dtype)
+    multiply, write_bias = (
+        make_tile_operation(compute, operator.mul),
+        make_bias_gradient_writer(dtype),
+    )
 
     @njit
     def seen_rows(piece, start, columns, key_start, count):
-        """How many rows of a tile a panel needs: whole groups, as `add_products` reads them."""
+        """The number of a tile's rows that a panel needs: whole groups, as `add_products` reads
+        them.
+        """
         first_query, query_count = queries_of(piece, start, columns)
         seen = seen_keys(piece, first_query, query_count, key_start, count)
         return min(count, round_up(seen, KEY_GROUP))
@@ -258,13 +281,14 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
 
     @njit
     def add_products(piece, sums, width, factors, block, rows, are_small, key_start, count):
-        """sums[key] += the sum over the queries that see the key of factor * row of the block.
+        """Add to sums[key] the products of the queries that see the key with their rows of the
+        block.
 
-        Or = that, where the block begins the sums: of each group of keys that it visits one of its
-        queries sees some.
+        Where the block begins the sums, they are set: of each group of keys that it visits, one of
+        its queries sees some.
         """
-        pointer, row_stride, group_stride, part = factors
-        line, block_stride, block_part = block
+        pointer, row_stride, group_stride, limb_stride = factors
+        line, block_stride, block_limb_stride = block
         # All at once where all are seen, so that the rows of the block are read once: 1 to 4 %.
         group_size = KEY_BLOCK if sees_all(piece, key_start, count) else KEY_GROUP
         for key in range(0, count, group_size):
@@ -277,8 +301,8 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
             if first < stop:
                 place = shift(pointer, key * row_stride + first // DEPTH * group_stride)
                 matmul(
-                    shift(sums, key * width), width, (place, row_stride, group_stride, part),
-                    (shift(line, first // step * block_stride), block_stride, block_part),
+                    shift(sums, key * width), width, (place, row_stride, group_stride, limb_stride),
+                    (shift(line, first // step * block_stride), block_stride, block_limb_stride),
                     group, width, steps(stop - first), piece.begins_sums == 0, are_small,
                 )  # fmt: skip
 
@@ -291,13 +315,17 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
         columns = round_up(rows, COLUMNS)
         _, key_width, value_tile_width = sizes_of_block(parameters, piece)
         weights, grad_scores, slopes = memory.weights, memory.grad_scores, memory.slopes
-        kept, weight_parts, score_parts = memory.kept, memory.weight_parts, memory.score_parts
+        dropout_mask, weight_limbs, score_limbs = (
+            memory.dropout_mask,
+            memory.weight_limbs,
+            memory.score_limbs,
+        )
         base, shares, delta, scales = memory.base, memory.shares, memory.delta, memory.scales
-        row_sums, lanes, block = memory.row_sums, memory.lanes, memory.block
-        turned, packed, grad_packed = memory.turned, memory.packed, memory.grad_packed
+        row_sums, row_facts, block = memory.row_sums, memory.row_facts, memory.block
+        transposed, packed, grad_packed = memory.transposed, memory.packed, memory.grad_packed
         grad_queries = memory.grad_queries
 
-        fill_lanes(parameters, piece, lanes, columns)
+        fill_row_facts(parameters, piece, row_facts, columns)
         queries, query_stride = query_rows_of(
             parameters, piece, block, head_dim, columns, query_row
         )
@@ -308,12 +336,12 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
             parameters, piece, grads, grad_stride, value_width, packed, base, shares, delta, columns
         )
         query_rows, small = pack_rows(
-            parameters, packed, memory.row_pairs, query_row, head_width, turned, queries,
+            parameters, packed, memory.row_pairs, query_row, head_width, transposed, queries,
             query_stride, head_dim, key_width, columns,
         )  # fmt: skip
         grad_rows, small_grads = pack_rows(
-            parameters, grad_packed, memory.grad_row_pairs, value_row, value_width, turned, grads,
-            grad_stride, value_dim, value_tile_width, columns,
+            parameters, grad_packed, memory.grad_row_pairs, value_row, value_width, transposed,
+            grads, grad_stride, value_dim, value_tile_width, columns,
         )  # fmt: skip
         small = small and small_grads and are_small(delta, columns)
         if piece.key_start == piece.key_stop:
@@ -326,7 +354,7 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
             keys, small_keys = key_tile(parameters, piece, memory.keys, key_start, count)
             values, small_values = value_tile(parameters, piece, memory.values, key_start, count)
             small_tile = small and small_keys and small_values
-            turned_keys = turned_tile(memory.turned_keys, keys, count, head_dim)
+            transposed_keys = transposed_tile(memory.transposed_keys, keys, count, head_dim)
             stop = 0
             while stop < columns:
                 start = stop
@@ -341,30 +369,31 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
                 if seen == 0:
                     continue
                 weights_tile(
-                    parameters, piece, lanes, weights, grad_scores, kept, slopes, keys, values,
+                    parameters, piece, row_facts, weights, grad_scores, dropout_mask, slopes,
+                    keys, values,
                     packed_panel(packed, start, stride, head_dim, key_width),
                     packed_panel(grad_packed, start, stride, value_dim, value_tile_width),
                     small_tile, base, shares, delta, row_sums, key_start, start, some, seen,
                 )  # fmt: skip
-                panel, panel_kept = shift(grad_scores, start), shift(kept, start)
+                panel, panel_dropout_mask = shift(grad_scores, start), shift(dropout_mask, start)
                 if has_options and parameters.bias_gradient != GRADIENT_NONE:
-                    write_bias(parameters, piece, grad_scores, kept, key_start, seen)
+                    write_bias(parameters, piece, grad_scores, dropout_mask, key_start, seen)
                 if has_options and parameters.softcap > 0.0:
                     multiply(panel, shift(slopes, start), some, seen)
                 fill(shift(panel, seen * TILE_STRIDE), some, 0.0)
-                split(weight_parts, weights, start, some, seen)
-                split(score_parts, grad_scores, start, some, seen)
-                factors = as_rows(panel_kept, score_parts, panel, start, some, seen)
+                split(weight_limbs, weights, start, some, seen)
+                split(score_limbs, grad_scores, start, some, seen)
+                factors = as_right_matrix(panel_dropout_mask, score_limbs, panel, start, some, seen)
                 matmul(
-                    sums, stride, turned_keys, factors,
+                    sums, stride, transposed_keys, factors,
                     round_up(head_dim, ROWS), some, steps(seen), has_sums, small_tile,
                 )  # fmt: skip
-            factors = as_lanes(weight_parts, weights, columns, count)
+            factors = as_left_matrix(weight_limbs, weights, columns, count)
             add_products(
                 piece, row_of(parameters, "grad_value", piece.slot, 0, key_start), value_width,
                 factors, grad_rows, rows, small_tile, key_start, count,
             )  # fmt: skip
-            factors = as_lanes(score_parts, grad_scores, columns, count)
+            factors = as_left_matrix(score_limbs, grad_scores, columns, count)
             add_products(
                 piece, row_of(parameters, "grad_key", piece.slot, 0, key_start), head_width,
                 factors, query_rows, rows, small_tile, key_start, count,
@@ -376,4 +405,4 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
         if needs_row_sums(parameters):
             write_row_sums(parameters, piece, row_sums, base, shares, delta)
 
-    return kernel_with_scratch(backward, layout, argument_types(dtype))
+    return make_kernel_with_scratch(backward, layout, argument_types(dtype))

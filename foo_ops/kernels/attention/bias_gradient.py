@@ -1,9 +1,9 @@
-"""Attention: the gradient of the bias, a tile at a time.
+"""Write the gradient of the bias, a score tile at a time.
 
 It is the gradient of the scores, summed over all that the bias was broadcast to. A block of queries
-of one head writes its tiles itself if no other adds to them. Else they are added to sums in the
-compute type: the launcher sees to it that blocks which add to the same sums come one after the
-other, in an order that does not depend on the threads.
+of one head writes its tiles itself if no other adds to them. Otherwise they are added to sums in
+the compute dtype. Blocks that add to the same sums come one after the other, in an order that does
+not depend on the threads; the launcher sees to that.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from foo_ops.kernels.vectors.transpose import transpose_square
 
 
 @functools.cache
-def _tile_writers_of(dtype: str) -> tuple[Callable, Callable]:
-    """``store_tile(target, row_stride, tile, scratch, rows, columns)``, and the one that adds it.
+def _make_tile_writers(dtype: str) -> tuple[Callable, Callable]:
+    """Make ``store_tile(target, row_stride, tile, scratch, rows, columns)``, and the one that adds.
 
-    target[row, column] = tile[column, row]. The target's columns are adjacent.
+    target[row, column] becomes, or grows by, tile[column, row]. The target's columns are adjacent.
     """
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    LANES = lanes_of(compute_dtype(dtype))
 
     @njit
     def store_square(target, row_stride, tile, scratch):
@@ -41,7 +41,7 @@ def _tile_writers_of(dtype: str) -> tuple[Callable, Callable]:
             sum_ = load_vector(target, row * row_stride, LANES)
             store(target, row * row_stride, sum_ + load_vector(scratch, row * LANES, LANES))
 
-    def writer_of(write_square: Callable, combine: Callable) -> Callable:
+    def make_writer(write_square: Callable, combine: Callable) -> Callable:
         @njit
         def one_by_one(target, row_stride, tile, first_row, rows, first_column, columns):
             for row in range(first_row, rows):
@@ -63,7 +63,7 @@ def _tile_writers_of(dtype: str) -> tuple[Callable, Callable]:
 
         return write_tile
 
-    return writer_of(store_square, _second), writer_of(add_square, operator.add)
+    return make_writer(store_square, _second), make_writer(add_square, operator.add)
 
 
 @njit
@@ -72,18 +72,22 @@ def _second(first, second):
 
 
 @functools.cache
-def _row_adder_of(dtype: str) -> Callable:
-    """``add_rows(target, column_stride, tile, scratch, rows, columns)``.
+def _make_row_adder(dtype: str) -> Callable:
+    """Make ``add_rows(target, column_stride, tile, scratch, rows, columns)``.
 
-    target[column] += the sum over the rows of tile[column, row].
+    target[column] grows by the sum over the rows of tile[column, row].
     """
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    LANES = lanes_of(compute_dtype(dtype))
     compute = ELEMENTS[dtype].compute
 
     @njit
     def add_lanes(target, stride, source, count):
-        for lane in range(count):
-            store(target, lane * stride, load(target, lane * stride) + load(source, lane))
+        for block_row in range(count):
+            store(
+                target,
+                block_row * stride,
+                load(target, block_row * stride) + load(source, block_row),
+            )
 
     @njit
     def add_rows(target, column_stride, tile, scratch, rows, columns):
@@ -102,15 +106,15 @@ def _row_adder_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def bias_gradient_of(dtype: str) -> Callable:
-    """``write_bias(parameters, piece, grad_scores, scratch, key_start, count)``.
+def make_bias_gradient_writer(dtype: str) -> Callable:
+    """Make ``write_bias(parameters, piece, grad_scores, scratch, key_start, count)``.
 
-    grad_scores is a tile with the gradients of the scores of ``count`` keys; scratch has room for
-    another.
+    ``grad_scores`` is the gradient of a score tile of ``count`` keys. ``scratch`` has room for
+    another tile.
     """
     own_dtype, as_sums = pointer_to(dtype), pointer_to(compute_dtype(dtype))
-    store_tile, add_tile = _tile_writers_of(dtype)
-    add_rows = _row_adder_of(dtype)
+    store_tile, add_tile = _make_tile_writers(dtype)
+    add_rows = _make_row_adder(dtype)
 
     @njit
     def write_bias(parameters, piece, grad_scores, scratch, key_start, count):

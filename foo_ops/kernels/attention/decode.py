@@ -1,7 +1,7 @@
-"""Attention for few queries: the output and the logsumexp for some of the keys.
+"""Attend to some of the keys with few queries: output and logsumexp.
 
-Where a block has no more than a vector of queries, vectors lie along the head dimension instead:
-keys and values are then read as they are, once, at the speed of memory.
+Where a block has no more than a vector of queries, vectors lie along the head dimension instead.
+Keys and values are then read as they are, once, at the speed of memory.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from numba import njit
 
-from foo_ops.kernels.attention.key_tiles import key_row_of, lie_together
-from foo_ops.kernels.attention.operands import factor_dtype, step_of
-from foo_ops.kernels.attention.output import finisher_of, row_writer_of
+from foo_ops.kernels.attention.key_tiles import lie_together, make_key_row
+from foo_ops.kernels.attention.operands import step_of, vector_product_dtype
+from foo_ops.kernels.attention.output import make_finish, make_row_writer
 from foo_ops.kernels.attention.parameters import (
     KEY_BLOCK,
     QUERY_BLOCK,
@@ -24,9 +24,15 @@ from foo_ops.kernels.attention.parameters import (
     compute_dtype,
     dim_name_of,
 )
-from foo_ops.kernels.attention.rows import block_of, copy_row_of, fill_of, round_up
-from foo_ops.kernels.attention.scores import LANE_ROWS, hide_of, kept_of, lanes_filler_of, modify_of
-from foo_ops.kernels.attention.softmax import softmax_of, softmax_start_of
+from foo_ops.kernels.attention.rows import make_block_loader, make_copy_row, make_fill, round_up
+from foo_ops.kernels.attention.scores import (
+    ROW_FACTS,
+    make_dropout_mask,
+    make_mask,
+    make_row_facts_filler,
+    make_score_mod,
+)
+from foo_ops.kernels.attention.softmax import make_online_softmax, make_softmax_start
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.vectors.arithmetic import fma, splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
@@ -49,7 +55,7 @@ from foo_ops.kernels.vectors.register_tiles import (
     tile_store_sums,
     tile_zero,
 )
-from foo_ops.kernels.vectors.scratch import Scratch, kernel_with_scratch
+from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
 from foo_ops.kernels.vectors.struct import field
 
 # A block of more queries is for the forward kernel.
@@ -61,16 +67,17 @@ GROUP = 4
 AHEAD = 8
 
 
-def _rows_of(dtype: str, operand: str) -> Callable:
-    """``rows(parameters, piece, scratch, key_start, count)``: a pointer and the stride of a key.
+def _make_rows(dtype: str, operand: str) -> Callable:
+    """Make ``rows(parameters, piece, scratch, key_start, count)``: a pointer and the stride of a
+    key.
 
-    Of the tensor itself where its rows are whole vectors of adjacent elements, else of a copy whose
-    rows are filled up with zeros.
+    The tensor itself is read where its rows are whole vectors of adjacent elements. Otherwise the
+    rows are copied and filled up with zeros.
     """
-    step = step_of(factor_dtype(dtype))
+    step = step_of(vector_product_dtype(dtype))
     vector = lanes_of(compute_dtype(dtype)) * step
     as_stored = pointer_to(dtype)
-    copy_row, key_row = copy_row_of(compute_dtype(dtype)), key_row_of(operand)
+    copy_row, key_row = make_copy_row(compute_dtype(dtype)), make_key_row(operand)
     row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
     dim_name = dim_name_of(operand)
 
@@ -93,9 +100,9 @@ def _rows_of(dtype: str, operand: str) -> Callable:
 
 
 @functools.cache
-def _row_prefetcher_of(dtype: str) -> Callable:
-    """``prefetch_row(row, width)``: all of a row of elements of a dtype."""
-    LINE = 64 // ELEMENTS[dtype].size  # noqa: N806
+def _make_row_prefetcher(dtype: str) -> Callable:
+    """Make ``prefetch_row(row, width)``, which fetches a row of elements of a dtype."""
+    LINE = 64 // ELEMENTS[dtype].size
 
     @njit
     def prefetch_row(row, width):
@@ -105,16 +112,16 @@ def _row_prefetcher_of(dtype: str) -> Callable:
     return prefetch_row
 
 
-def _products_of(dtype: str) -> Callable:
-    """``products(target, keys, key_stride, queries, width, rows, count)``: k.q, transposed.
+def _make_products(dtype: str) -> Callable:
+    """Make ``products(target, keys, key_stride, queries, width, rows, count)``: k.q, transposed.
 
-    keys and queries are both of dtype bfloat16x2 if the factors are, else as they are stored and
-    in the compute type.
+    Keys and queries are of dtype bfloat16x2 if products are of pairs. Otherwise keys are as they
+    are stored and queries are in the compute dtype.
     """
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    prefetch_row = _row_prefetcher_of(PAIRS if factor_dtype(dtype) == PAIRS else dtype)
+    LANES = lanes_of(compute_dtype(dtype))
+    prefetch_row = _make_row_prefetcher(PAIRS if vector_product_dtype(dtype) == PAIRS else dtype)
 
-    def panel(KEYS: int, QUERIES: int) -> Callable:  # noqa: N803
+    def panel(KEYS: int, QUERIES: int) -> Callable:
         @njit
         def tile(target, keys, key_stride, queries, width):
             sums = tile_zero(target, KEYS, QUERIES, LANES)
@@ -137,7 +144,7 @@ def _products_of(dtype: str) -> Callable:
 
         return products
 
-    QUERIES = min(GROUP, LANES)  # noqa: N806
+    QUERIES = min(GROUP, LANES)
     for_groups, for_group = panel(LANES // QUERIES, QUERIES), panel(1, QUERIES)
     for_singles, for_single = panel(LANES, 1), panel(1, 1)
 
@@ -155,9 +162,9 @@ def _products_of(dtype: str) -> Callable:
     return all_products
 
 
-def _query_factors_of(dtype: str) -> Callable:
-    """``as_queries(target, block, count)``: the block as a factor, in pairs if those are."""
-    if factor_dtype(dtype) != PAIRS:
+def _make_query_matrix(dtype: str) -> Callable:
+    """Make ``as_queries(target, block, count)``, which packs the block in pairs where needed."""
+    if vector_product_dtype(dtype) != PAIRS:
 
         @njit
         def themselves(target, block, count):
@@ -165,7 +172,7 @@ def _query_factors_of(dtype: str) -> Callable:
 
         return themselves
 
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    LANES = lanes_of(compute_dtype(dtype))
     as_elements, as_pairs = pointer_to(dtype), pointer_to(PAIRS)
 
     @njit
@@ -178,18 +185,19 @@ def _query_factors_of(dtype: str) -> Callable:
     return rounded
 
 
-def _weighted_sums_of(dtype: str) -> Callable:
-    """``weighted_sums(sums, width, weights, values, value_stride, rows, count)``.
+def _make_weighted_sums(dtype: str) -> Callable:
+    """Make ``weighted_sums(sums, width, weights, values, value_stride, rows, count)``.
 
-    sums[row] += the sum over the keys of weights[key, row] * values[key]. ``weights`` is a tile,
-    whose row after the last is overwritten; sums and weights must have room for whole groups of
-    rows. Two keys at a time, so that values are read in the order in which they lie in memory: as
-    a product of matrices, column by column, they come at two thirds of its speed.
+    sums[row] grows by the sum over the keys of weights[key, row] * values[key]. ``weights`` is a
+    score tile, whose row after the last is overwritten; sums and weights must have room for whole
+    groups of rows. Two keys are added at a time, so that values are read in the order in which they
+    lie in memory: column by column, as in a product of matrices, they come at two thirds of its
+    speed.
     """
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    prefetch_row, scalar = _row_prefetcher_of(dtype), ELEMENTS[dtype].compute
+    LANES = lanes_of(compute_dtype(dtype))
+    prefetch_row, scalar = _make_row_prefetcher(dtype), ELEMENTS[dtype].compute
 
-    def group_of(ROWS: int) -> Callable:  # noqa: N803
+    def make_group(ROWS: int) -> Callable:
         @njit
         def add_two(sums, width, weights, first, second):
             left = tile_splat(weights, 1, ROWS, LANES)
@@ -203,7 +211,7 @@ def _weighted_sums_of(dtype: str) -> Callable:
 
         return add_two
 
-    add_single, add_group = group_of(1), group_of(GROUP)
+    add_single, add_group = make_group(1), make_group(GROUP)
 
     @njit
     def weighted_sums(sums, width, weights, values, value_stride, rows, count):
@@ -229,9 +237,9 @@ def _weighted_sums_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def scratch_of(dtype: str) -> Scratch:
+def make_scratch(dtype: str) -> Scratch:
     compute = compute_dtype(dtype)
-    WIDTH = lanes_of(compute) * step_of(factor_dtype(dtype))  # noqa: N806
+    WIDTH = lanes_of(compute) * step_of(vector_product_dtype(dtype))
 
     @njit
     def sizes_of_block(parameters, piece):
@@ -240,11 +248,11 @@ def scratch_of(dtype: str) -> Scratch:
     def describe(head_width: Any, value_width: Any) -> dict[str, Any]:
         return {
             "scores": TILE,
-            "kept": TILE,
+            "dropout_mask": TILE,
             "largest": QUERY_BLOCK,
             "total": QUERY_BLOCK,
             "correction": QUERY_BLOCK,
-            "lanes": LANE_ROWS * QUERY_BLOCK,
+            "row_facts": ROW_FACTS * QUERY_BLOCK,
             "block": head_width * MOST_ROWS,
             "queries": head_width * MOST_ROWS,
             "accumulator": value_width * MOST_ROWS,
@@ -256,27 +264,31 @@ def scratch_of(dtype: str) -> Scratch:
     return Scratch(compute, sizes_of_block, describe)
 
 
-def build(dtype: str, has_options: bool = True) -> Kernel:
-    """``has_options``: bias, soft cap, ALiBi and dropout."""
+def make_decode_kernel(dtype: str, has_options: bool = True) -> Kernel:
+    """Make the kernel for few queries. ``has_options``: bias, soft cap, ALiBi and dropout."""
     compute = compute_dtype(dtype)
-    LANES = lanes_of(compute)  # noqa: N806
-    fill, weighted_sums = fill_of(compute), _weighted_sums_of(dtype)
-    load_block, fill_lanes = block_of(dtype, "query"), lanes_filler_of(dtype)
-    key_rows, value_rows = _rows_of(dtype, "key"), _rows_of(dtype, "value")
-    products, modify, hide = _products_of(dtype), modify_of(dtype), hide_of(dtype)
-    load_kept, step = kept_of(dtype), step_of(factor_dtype(dtype))
-    as_queries = _query_factors_of(dtype)
+    LANES = lanes_of(compute)
+    fill, weighted_sums = make_fill(compute), _make_weighted_sums(dtype)
+    load_block, fill_row_facts = make_block_loader(dtype, "query"), make_row_facts_filler(dtype)
+    key_rows, value_rows = _make_rows(dtype, "key"), _make_rows(dtype, "value")
+    products, apply_score_mod, hide = _make_products(dtype), make_score_mod(dtype), make_mask(dtype)
+    load_dropout_mask, step = make_dropout_mask(dtype), step_of(vector_product_dtype(dtype))
+    as_queries = _make_query_matrix(dtype)
     as_keys = pointer_to(PAIRS if step == 2 else dtype)
-    start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, compute, has_options)
-    finish, write = finisher_of(dtype), row_writer_of(dtype, "output")
-    scalar, layout = ELEMENTS[dtype].compute, scratch_of(dtype)
+    start_softmax, online_softmax = (
+        make_softmax_start(dtype),
+        make_online_softmax(dtype, compute, has_options),
+    )
+    finish, write = make_finish(dtype), make_row_writer(dtype, "output")
+    scalar, layout = ELEMENTS[dtype].compute, make_scratch(dtype)
     sizes_of_block = layout.sizes_of
 
     @njit
     def add_tile(accumulator, sums, factors, rows, width):
-        """What a tile adds to the sums of all keys, which its largest scores rescale.
+        """Rescale the sums of all keys so far and add those of a tile.
 
-        In sums of thousands of keys each step would be rounded to the digits of all of them.
+        If each key were added to sums of thousands, it would be rounded to the digits of all of
+        them.
         """
         for row in range(rows):
             factor = splat(scalar(load(factors, row)), LANES)
@@ -292,16 +304,16 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
         head_width, value_width = sizes_of_block(parameters, piece)
         rows = piece.heads * piece.query_count
         columns = round_up(rows, LANES)
-        scores, kept, lanes = memory.scores, memory.kept, memory.lanes
+        scores, dropout_mask, row_facts = memory.scores, memory.dropout_mask, memory.row_facts
         largest, total, correction = memory.largest, memory.total, memory.correction
         block, accumulator, sums = memory.block, memory.accumulator, memory.sums
 
-        fill_lanes(parameters, piece, lanes, columns)
+        fill_row_facts(parameters, piece, row_facts, columns)
         load_block(parameters, piece, block, parameters.head_dim, MOST_ROWS, head_width)
         queries = as_queries(memory.queries, block, MOST_ROWS * head_width)
         start_softmax(parameters, piece, largest, total, columns)
         fill(accumulator, MOST_ROWS * value_width, 0.0)
-        # Those of lanes without a query are never written.
+        # Columns without a query are never written.
         for key in range(KEY_BLOCK):
             fill(shift(scores, key * TILE_STRIDE), columns, 0.0)
 
@@ -314,15 +326,25 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
                 queries, head_width // step, rows, count,
             )  # fmt: skip
             if has_options and parameters.modifies:
-                modify(parameters, piece, lanes, scores, kept, kept, key_start, columns, count)
+                apply_score_mod(
+                    parameters,
+                    piece,
+                    row_facts,
+                    scores,
+                    dropout_mask,
+                    dropout_mask,
+                    key_start,
+                    columns,
+                    count,
+                )
             hide(
-                piece, lanes, scores, piece.query_start, piece.query_count,
+                piece, row_facts, scores, piece.query_start, piece.query_count,
                 key_start, columns, count,
             )  # fmt: skip
             if has_options and parameters.dropout_threshold > 0:
-                load_kept(parameters, lanes, kept, key_start, 0, columns, count)
+                load_dropout_mask(parameters, row_facts, dropout_mask, key_start, 0, columns, count)
             online_softmax(
-                parameters, scores, kept, scores, largest, total, correction, columns, count
+                parameters, scores, dropout_mask, scores, largest, total, correction, columns, count
             )
             fill(sums, (1 if rows == 1 else round_up(rows, GROUP)) * value_width, 0.0)
             weighted_sums(sums, value_width, scores, values, value_stride, rows, count)
@@ -330,8 +352,8 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
 
         is_part = piece.slot >= 0
         finish(parameters, piece, largest, total, correction, is_part)
-        for lane in range(rows):
-            row, factor = shift(accumulator, lane * value_width), load(correction, lane)
-            write(parameters, piece, row, factor, lane, 0, parameters.value_dim, is_part)
+        for block_row in range(rows):
+            row, factor = shift(accumulator, block_row * value_width), load(correction, block_row)
+            write(parameters, piece, row, factor, block_row, 0, parameters.value_dim, is_part)
 
-    return kernel_with_scratch(decode, layout, argument_types(dtype))
+    return make_kernel_with_scratch(decode, layout, argument_types(dtype))

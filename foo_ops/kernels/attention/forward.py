@@ -1,4 +1,4 @@
-"""Attention: the output and the logsumexp for a block of queries and some of the keys."""
+"""Attend to some of the keys with a block of queries: output and logsumexp."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from numba import njit
 
-from foo_ops.kernels.attention.key_tiles import tile_of, turned_tile_of
+from foo_ops.kernels.attention.key_tiles import make_key_tile, make_transposed_tile
 from foo_ops.kernels.attention.operands import (
-    packer_of,
-    panel_of,
+    make_next_panel,
+    make_panel_packer,
+    make_products,
+    make_step_counter,
     product_dtype,
-    products_of,
     sizes_of,
-    steps_of,
 )
-from foo_ops.kernels.attention.output import finisher_of, panel_writer_of
+from foo_ops.kernels.attention.output import make_finish, make_panel_writer
 from foo_ops.kernels.attention.parameters import (
     KEY_BLOCK,
     QUERY_BLOCK,
@@ -25,28 +25,37 @@ from foo_ops.kernels.attention.parameters import (
     argument_types,
     compute_dtype,
 )
-from foo_ops.kernels.attention.queries import query_packer_of
+from foo_ops.kernels.attention.queries import make_query_packer
 from foo_ops.kernels.attention.rows import (
-    fill_of,
+    make_fill,
+    make_sums_starter,
     queries_of,
     round_up,
     seen_keys,
-    sums_starter_of,
 )
-from foo_ops.kernels.attention.scores import LANE_ROWS, kept_of, lanes_filler_of, scores_of
-from foo_ops.kernels.attention.softmax import WEIGHTS_PART, softmax_of, softmax_start_of
+from foo_ops.kernels.attention.scores import (
+    ROW_FACTS,
+    make_dropout_mask,
+    make_row_facts_filler,
+    make_scores,
+)
+from foo_ops.kernels.attention.softmax import (
+    WEIGHTS_LIMB_STRIDE,
+    make_online_softmax,
+    make_softmax_start,
+)
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.products.limbs import parts_of
+from foo_ops.kernels.products.limbs import limbs_of
 from foo_ops.kernels.vectors.elements import lanes_of
 from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
-from foo_ops.kernels.vectors.scratch import Scratch, kernel_with_scratch, larger
+from foo_ops.kernels.vectors.scratch import Scratch, larger, make_kernel_with_scratch
 
 
 @functools.cache
-def scratch_of(dtype: str) -> Scratch:
-    sizes, has_parts = sizes_of(dtype), parts_of(dtype) > 1
-    COLUMNS, ROOM = sizes.columns, sizes.room  # noqa: N806
-    WIDTH = max(sizes.depth, lanes_of(compute_dtype(dtype)))  # noqa: N806
+def make_scratch(dtype: str) -> Scratch:
+    sizes, has_limbs = sizes_of(dtype), limbs_of(dtype) > 1
+    COLUMNS, ROOM = sizes.columns, sizes.room
+    WIDTH = max(sizes.depth, lanes_of(compute_dtype(dtype)))
 
     @njit
     def sizes_of_block(parameters, piece):
@@ -60,44 +69,50 @@ def scratch_of(dtype: str) -> Scratch:
     def describe(head_width: Any, value_width: Any, rows: Any) -> dict[str, Any]:
         return {
             "scores": TILE,
-            "kept": TILE,
+            "dropout_mask": TILE,
             # Numbers in parts take more room than the scores that they come from.
-            "weights": TILE * ROOM if has_parts else "scores",
+            "weights": TILE * ROOM if has_limbs else "scores",
             "largest": QUERY_BLOCK,
             "total": QUERY_BLOCK,
             "correction": QUERY_BLOCK,
-            "lanes": LANE_ROWS * QUERY_BLOCK,
+            "row_facts": ROW_FACTS * QUERY_BLOCK,
             "small_panels": QUERY_BLOCK,
             "block": rows * larger(head_width, value_width),
-            "turned": (head_width + 1) * TILE_STRIDE * ROOM,
+            "transposed": (head_width + 1) * TILE_STRIDE * ROOM,
             "queries": (head_width + 1) * rows * ROOM,
             "accumulator": value_width * rows,
             "keys": head_width * KEY_BLOCK * ROOM,
             "values": value_width * KEY_BLOCK * ROOM,
-            "turned_values": value_width * KEY_BLOCK * ROOM,
+            "transposed_values": value_width * KEY_BLOCK * ROOM,
         }
 
     return Scratch(compute_dtype(dtype), sizes_of_block, describe)
 
 
-def build(dtype: str, has_options: bool = True) -> Kernel:
-    """``has_options``: bias, soft cap, ALiBi and dropout."""
-    compute, factor = compute_dtype(dtype), product_dtype(dtype)
-    LANES = lanes_of(compute)  # noqa: N806
-    next_panel, (matmul, begin_products, end_products) = panel_of(dtype), products_of(dtype)
-    sizes, steps = sizes_of(dtype), steps_of(dtype)
-    COLUMNS, ROWS = sizes.columns, sizes.rows  # noqa: N806
-    layout = scratch_of(dtype)
+def make_forward_kernel(dtype: str, has_options: bool = True) -> Kernel:
+    """Make the forward kernel. ``has_options``: bias, soft cap, ALiBi and dropout."""
+    compute, matrix_dtype = compute_dtype(dtype), product_dtype(dtype)
+    LANES = lanes_of(compute)
+    next_panel, (matmul, begin_products, end_products) = (
+        make_next_panel(dtype),
+        make_products(dtype),
+    )
+    sizes, steps = sizes_of(dtype), make_step_counter(dtype)
+    COLUMNS, ROWS = sizes.columns, sizes.rows
+    layout = make_scratch(dtype)
     sizes_of_block = layout.sizes_of
-    fill, (_, panel) = fill_of(compute), packer_of(dtype)
-    start_sums = sums_starter_of(compute)
-    as_factor = pointer_to(factor)
-    pack_queries, fill_lanes = query_packer_of(dtype), lanes_filler_of(dtype)
-    key_tile, value_tile = tile_of(dtype, "key"), tile_of(dtype, "value")
-    turned_tile = turned_tile_of(dtype)
-    scores_tile, load_kept = scores_of(dtype, has_options), kept_of(dtype)
-    start_softmax, online_softmax = softmax_start_of(dtype), softmax_of(dtype, factor, has_options)
-    finish, write = finisher_of(dtype), panel_writer_of(dtype, "output")
+    fill, (_, panel) = make_fill(compute), make_panel_packer(dtype)
+    start_sums = make_sums_starter(compute)
+    as_matrix = pointer_to(matrix_dtype)
+    pack_queries, fill_row_facts = make_query_packer(dtype), make_row_facts_filler(dtype)
+    key_tile, value_tile = make_key_tile(dtype, "key"), make_key_tile(dtype, "value")
+    transposed_tile = make_transposed_tile(dtype)
+    scores_tile, load_dropout_mask = make_scores(dtype, has_options), make_dropout_mask(dtype)
+    start_softmax, online_softmax = (
+        make_softmax_start(dtype),
+        make_online_softmax(dtype, matrix_dtype, has_options),
+    )
+    finish, write = make_finish(dtype), make_panel_writer(dtype, "output")
 
     @njit
     def rescale(sums, stride, factors, rows, columns):
@@ -110,13 +125,17 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
     def forward(parameters, piece, memory):
         head_width, value_width, rows = sizes_of_block(parameters, piece)
         columns = round_up(piece.heads * piece.query_count, COLUMNS)
-        scores, kept, weights = memory.scores, memory.kept, memory.weights
+        scores, dropout_mask, weights = memory.scores, memory.dropout_mask, memory.weights
         largest, total, correction = memory.largest, memory.total, memory.correction
-        lanes, small_panels, accumulator = memory.lanes, memory.small_panels, memory.accumulator
+        row_facts, small_panels, accumulator = (
+            memory.row_facts,
+            memory.small_panels,
+            memory.accumulator,
+        )
 
-        fill_lanes(parameters, piece, lanes, columns)
+        fill_row_facts(parameters, piece, row_facts, columns)
         pack_queries(
-            parameters, piece, memory.queries, small_panels, memory.block, memory.turned,
+            parameters, piece, memory.queries, small_panels, memory.block, memory.transposed,
             head_width, columns,
         )  # fmt: skip
         start_softmax(parameters, piece, largest, total, columns)
@@ -128,7 +147,9 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
             count = min(KEY_BLOCK, piece.key_stop - key_start)
             keys, small_keys = key_tile(parameters, piece, memory.keys, key_start, count)
             values, small_values = value_tile(parameters, piece, memory.values, key_start, count)
-            turned_values = turned_tile(memory.turned_values, values, count, parameters.value_dim)
+            transposed_values = transposed_tile(
+                memory.transposed_values, values, count, parameters.value_dim
+            )
             # Panel by panel, so that the scores stay in the nearest cache from their product to
             # that with the values: 0.03 of the peak.
             start, stop = 0, 0
@@ -147,21 +168,23 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
                     continue
                 queries = panel(memory.queries, start, stride, parameters.head_dim, head_width)
                 scores_tile(
-                    parameters, piece, shift(lanes, start), scores, kept, kept,
+                    parameters, piece, shift(row_facts, start), scores, dropout_mask, dropout_mask,
                     keys, queries, small_keys and load(small_panels, start) > 0.0,
                     first_query, query_count, key_start, some, seen,
                 )  # fmt: skip
                 if has_options and parameters.dropout_threshold > 0:
-                    load_kept(parameters, lanes, kept, key_start, start, some, seen)
+                    load_dropout_mask(
+                        parameters, row_facts, dropout_mask, key_start, start, some, seen
+                    )
                 grew = online_softmax(
-                    parameters, scores, kept, weights, shift(largest, start), shift(total, start),
-                    factors, some, seen,
+                    parameters, scores, dropout_mask, weights, shift(largest, start),
+                    shift(total, start), factors, some, seen,
                 )  # fmt: skip
                 if grew and has_sums:
                     rescale(sums, stride, factors, parameters.value_dim, some)
                 matmul(
-                    sums, stride, turned_values,
-                    (as_factor(address_of(weights)), TILE_STRIDE, WEIGHTS_PART),
+                    sums, stride, transposed_values,
+                    (as_matrix(address_of(weights)), TILE_STRIDE, WEIGHTS_LIMB_STRIDE),
                     round_up(parameters.value_dim, ROWS), some, steps(seen), has_sums, small_values,
                 )  # fmt: skip
         end_products()
@@ -169,4 +192,4 @@ def build(dtype: str, has_options: bool = True) -> Kernel:
         finish(parameters, piece, largest, total, correction, piece.slot >= 0)
         write(parameters, piece, accumulator, correction, value_width, columns, memory.block)
 
-    return kernel_with_scratch(forward, layout, argument_types(dtype))
+    return make_kernel_with_scratch(forward, layout, argument_types(dtype))

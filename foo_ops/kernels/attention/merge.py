@@ -1,9 +1,9 @@
-"""Attention: output and logsumexp of a block of queries whose keys were split into parts.
+"""Merge the results of key splits into the output and the logsumexp of a block of queries.
 
-Each part has the largest score of a query, the sum of 2^(score - largest) and the values summed
-with these weights. The parts, in their order, are brought to the largest of all (Dao et al. 2023,
-Flash-Decoding): by a logsumexp of each, what beside a mask of -1e9 is left of it would not tell how
-many keys it is of.
+Each split has the largest score of a query, the sum of 2^(score - largest) and the values summed
+with these weights. The splits, in their order, are brought to the largest of all (Dao et al. 2023,
+Flash-Decoding). A logsumexp of each would not do: beside a mask of -1e9 nothing is left of the
+logarithm that tells how many keys it is of.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 from numba import njit
 
-from foo_ops.kernels.attention.output import finisher_of, row_writer_of
+from foo_ops.kernels.attention.output import make_finish, make_row_writer
 from foo_ops.kernels.attention.parameters import QUERY_BLOCK, argument_types, compute_dtype
-from foo_ops.kernels.attention.rows import fill_of, round_up
+from foo_ops.kernels.attention.rows import make_fill, round_up
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.vectors.arithmetic import fma, splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
 from foo_ops.kernels.vectors.functions import exp2
 from foo_ops.kernels.vectors.memory import load, load_vector, shift, store
-from foo_ops.kernels.vectors.scratch import Scratch, kernel_with_scratch
+from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
 from foo_ops.kernels.vectors.struct import row_of
 
 
 @functools.cache
-def scratch_of(dtype: str) -> Scratch:
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+def make_scratch(dtype: str) -> Scratch:
+    LANES = lanes_of(compute_dtype(dtype))
 
     @njit
     def sizes_of_block(parameters, piece):
@@ -45,41 +45,45 @@ def scratch_of(dtype: str) -> Scratch:
     return Scratch(compute_dtype(dtype), sizes_of_block, describe)
 
 
-def build(dtype: str) -> Kernel:
-    """Piece of work: as for the forward kernel, with the number of parts in place of one."""
+def make_merge_kernel(dtype: str) -> Kernel:
+    """Make the merging kernel. Its piece is that of the forward kernel, for all splits at once."""
     compute = ELEMENTS[dtype].compute
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    fill, finish = fill_of(compute_dtype(dtype)), finisher_of(dtype)
-    write, layout = row_writer_of(dtype, "output"), scratch_of(dtype)
+    LANES = lanes_of(compute_dtype(dtype))
+    fill, finish = make_fill(compute_dtype(dtype)), make_finish(dtype)
+    write, layout = make_row_writer(dtype, "output"), make_scratch(dtype)
     sizes_of_block = layout.sizes_of
 
     @njit
-    def largest_of_parts(parameters, piece, lane):
+    def largest_of_parts(parameters, piece, block_row):
         largest = compute(-math.inf)
         for part in range(piece.parts):
-            value = load(row_of(parameters, "partial_largest", part, piece.slot, lane), 0)
-            # NaN is kept: no number is larger, and it is not equal to itself.
+            value = load(row_of(parameters, "partial_largest", part, piece.slot, block_row), 0)
+            # NaN stays: no number is larger, and it is not equal to itself.
             if value > largest or value != value:
                 largest = value
         return largest
 
     @njit
-    def scale_of(parameters, piece, part, lane, largest):
-        value = load(row_of(parameters, "partial_largest", part, piece.slot, lane), 0)
+    def scale_of(parameters, piece, part, block_row, largest):
+        value = load(row_of(parameters, "partial_largest", part, piece.slot, block_row), 0)
         # Equal infinities, of a sink or where nothing is seen, have no difference.
         exponent = value - largest if value != largest else compute(0.0)
         return compute(exp2(exponent))
 
     @njit
-    def add_parts(parameters, piece, lane, largest, sums, width):
-        """The sum of the weights; sums are those of the weighted values."""
+    def add_parts(parameters, piece, block_row, largest, sums, width):
+        """Add up the weighted values of all splits in ``sums``, and return the sum of the
+        weights.
+        """
         fill(sums, width, 0.0)
         total = compute(0.0)
         for part in range(piece.parts):
-            scale = scale_of(parameters, piece, part, lane, largest)
-            total += scale * load(row_of(parameters, "partial_total", part, piece.slot, lane), 0)
+            scale = scale_of(parameters, piece, part, block_row, largest)
+            total += scale * load(
+                row_of(parameters, "partial_total", part, piece.slot, block_row), 0
+            )
             scales = splat(scale, LANES)
-            source = row_of(parameters, "partial_output", part, piece.slot, lane)
+            source = row_of(parameters, "partial_output", part, piece.slot, block_row)
             for column in range(0, width, LANES):
                 sum_ = load_vector(sums, column, LANES)
                 store(sums, column, fma(scales, load_vector(source, column, LANES), sum_))
@@ -88,15 +92,15 @@ def build(dtype: str) -> Kernel:
     def merge(parameters, piece, memory):
         width, rows = sizes_of_block(parameters, piece)
         largest, total, factors, sums = memory.largest, memory.total, memory.factors, memory.sums
-        for lane in range(rows):
-            top = largest_of_parts(parameters, piece, lane)
-            store(largest, lane, top)
-            row = shift(sums, lane * width)
-            store(total, lane, add_parts(parameters, piece, lane, top, row, width))
+        for block_row in range(rows):
+            top = largest_of_parts(parameters, piece, block_row)
+            store(largest, block_row, top)
+            row = shift(sums, block_row * width)
+            store(total, block_row, add_parts(parameters, piece, block_row, top, row, width))
         finish(parameters, piece, largest, total, factors, False)
-        for lane in range(rows):
-            row = shift(sums, lane * width)
-            factor = load(factors, lane)
-            write(parameters, piece, row, factor, lane, 0, parameters.value_dim, False)
+        for block_row in range(rows):
+            row = shift(sums, block_row * width)
+            factor = load(factors, block_row)
+            write(parameters, piece, row, factor, block_row, 0, parameters.value_dim, False)
 
-    return kernel_with_scratch(merge, layout, argument_types(dtype))
+    return make_kernel_with_scratch(merge, layout, argument_types(dtype))

@@ -1,14 +1,14 @@
-"""How query, key and value enter the matrix products of attention.
+"""Bring query, key and value into the form that matrix products take.
 
-bfloat16 enters them in pairs if the processor multiplies pairs (dtype bfloat16x2, a step of two
+bfloat16 enters products in pairs if the processor multiplies pairs (dtype bfloat16x2, a step of two
 along the dimension that is summed over), else as float32. float16 enters as float32. For a matrix
-unit all of these enter as parts of bfloat16, in pairs: see foo_ops/kernels/products/limbs.py.
+unit all of these enter as limbs of bfloat16, in pairs: see foo_ops/kernels/products/limbs.py.
 
-The factors of a product are tuples: of the left one, whose elements are broadcast, the pointer, the
-strides of a row and of a group of steps (a single one on vectors), and how far its parts are apart;
-of the right one, whose rows are vectors, the pointer, the stride of a step, and how far its parts
-are apart. The groups of a factor that is copied for a matrix unit lie one after the other, so that
-the rows of a register are adjacent.
+The matrices of a product are tuples. The left one, whose elements are broadcast, has a pointer, the
+stride of a row, the stride of a group of steps (a single step on vectors), and the distance of its
+limbs. The right one, whose rows are vectors, has a pointer, the stride of a step, and the distance
+of its limbs. Where a left matrix is copied for a matrix unit, its groups lie one after the other,
+so that the rows of a register are adjacent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.attention.parameters import TILE_STRIDE, compute_dtype, dim_name_of
-from foo_ops.kernels.attention.rows import copy_row_of, fill_of, round_up, turn_of
-from foo_ops.kernels.compiler.processor import multiplies_pairs
-from foo_ops.kernels.products.limbs import pair_storer_of, parts_of, row_splitter_of, smallness_of
-from foo_ops.kernels.products.on_amx import TILE_MULTIPLE, nothing, tile_products_of
-from foo_ops.kernels.products.on_vectors import matmul_of, next_panel_of
+from foo_ops.kernels.attention.rows import make_copy_row, make_fill, make_transpose, round_up
+from foo_ops.kernels.compiler.processor import use_pairs
+from foo_ops.kernels.products.limbs import (
+    limbs_of,
+    make_pair_storer,
+    make_row_splitter,
+    make_smallness_check,
+)
+from foo_ops.kernels.products.on_amx import TILE_MULTIPLE, make_amx_products, nothing
+from foo_ops.kernels.products.on_vectors import make_matmul, make_next_register_panel
 from foo_ops.kernels.vectors.elements import lanes_of
 from foo_ops.kernels.vectors.memory import address_of, load_vector, pointer_to, shift, store
 from foo_ops.kernels.vectors.pairs import PAIRS, pack_pairs
@@ -34,33 +39,33 @@ from foo_ops.kernels.vectors.struct import field
 PANEL_ON_TILES = 64
 
 
-def factor_dtype(dtype: str) -> str:
+def vector_product_dtype(dtype: str) -> str:
     """The dtype in which query, key, value and weights enter products on vectors."""
-    return PAIRS if dtype == "bfloat16" and multiplies_pairs() else compute_dtype(dtype)
+    return PAIRS if dtype == "bfloat16" and use_pairs() else compute_dtype(dtype)
 
 
 def product_dtype(dtype: str) -> str:
-    """The dtype in which they enter matrix products."""
-    return PAIRS if parts_of(dtype) else factor_dtype(dtype)
+    """The dtype in which query, key, value and weights enter matrix products."""
+    return PAIRS if limbs_of(dtype) else vector_product_dtype(dtype)
 
 
-def step_of(factor: str) -> int:
-    """How many elements are summed over in a step."""
-    return 2 if factor == PAIRS else 1
+def step_of(in_products: str) -> int:
+    """The number of elements that a step of a product sums over."""
+    return 2 if in_products == PAIRS else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the sizes in a matrix product are multiples of.
+    """The multiples that the sizes of a matrix product must be of.
 
-    Keys and head dimensions are rows of one product and summed over in another: what is missing to
+    Keys and head dimensions are rows of one product and summed over in another. What is missing to
     a multiple is zeros.
 
     Attributes:
-        rows: of the left factor.
-        columns: of the right one.
-        depth: the elements that are summed over.
-        room: how many times the memory of the compute type the parts of a factor may take.
+        rows: a multiple for the rows of the left matrix.
+        columns: a multiple for the columns of the right matrix.
+        depth: a multiple for the elements that are summed over.
+        room: how many times the memory of the compute dtype the limbs of a matrix may take.
     """
 
     rows: int
@@ -70,24 +75,24 @@ class Sizes:
 
 
 def sizes_of(dtype: str) -> Sizes:
-    parts = parts_of(dtype)
-    if parts:
-        return Sizes(TILE_MULTIPLE, TILE_MULTIPLE, TILE_MULTIPLE, 2 if parts > 1 else 1)
+    limbs = limbs_of(dtype)
+    if limbs:
+        return Sizes(TILE_MULTIPLE, TILE_MULTIPLE, TILE_MULTIPLE, 2 if limbs > 1 else 1)
     return Sizes(1, lanes_of(compute_dtype(dtype)), step_of(product_dtype(dtype)), 1)
 
 
 @functools.cache
-def products_of(dtype: str) -> tuple[Callable, Callable, Callable]:
-    """``matmul``, and ``begin()`` and ``end()`` around a kernel's products.
+def make_products(dtype: str) -> tuple[Callable, Callable, Callable]:
+    """Make ``matmul``, and ``begin()`` and ``end()`` around a kernel's products.
 
-    ``matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small)`` computes
-    c = a b, or adds it. ``are_small``: whether all numbers of both factors are, see
+    ``matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small)`` computes c = a b, or
+    adds it. ``are_small`` tells whether all numbers of both matrices are: see
     foo_ops/kernels/products/limbs.py.
     """
-    if parts_of(dtype):
-        return tile_products_of(parts_of(dtype))
-    factor = factor_dtype(dtype)
-    on_vectors = matmul_of(compute_dtype(dtype), factor, factor)
+    if limbs_of(dtype):
+        return make_amx_products(limbs_of(dtype))
+    in_products = vector_product_dtype(dtype)
+    on_vectors = make_matmul(compute_dtype(dtype), in_products, in_products)
 
     @njit
     def matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small):
@@ -102,13 +107,14 @@ def products_of(dtype: str) -> tuple[Callable, Callable, Callable]:
 
 
 @functools.cache
-def panel_of(dtype: str) -> Callable:
-    """``next_panel(parameters, columns)``, of the ``columns`` that are left.
+def make_next_panel(dtype: str) -> Callable:
+    """Make ``next_panel(parameters, columns)``, which takes a panel off the ``columns`` that are
+    left.
 
-    How many columns the next panel has, and the elements from one of its rows to the next.
+    It returns how many columns the panel has, and the elements from one of its rows to the next.
     """
-    next_of_product = next_panel_of(compute_dtype(dtype))
-    on_tiles, WIDEST = parts_of(dtype) > 0, PANEL_ON_TILES  # noqa: N806
+    next_of_product = make_next_register_panel(compute_dtype(dtype))
+    on_tiles, WIDEST = limbs_of(dtype) > 0, PANEL_ON_TILES
 
     @njit
     def next_panel(parameters, columns):
@@ -125,9 +131,9 @@ def panel_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def steps_of(dtype: str) -> Callable:
-    """``steps(count)``: the steps of a product that is summed over ``count`` elements."""
-    DEPTH, STEP = sizes_of(dtype).depth, step_of(product_dtype(dtype))  # noqa: N806
+def make_step_counter(dtype: str) -> Callable:
+    """Make ``steps(count)``: the steps of a product that is summed over ``count`` elements."""
+    DEPTH, STEP = sizes_of(dtype).depth, step_of(product_dtype(dtype))
 
     @njit
     def steps(count):
@@ -137,14 +143,14 @@ def steps_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def factors_of(dtype: str) -> Callable:
-    """The function that makes the right factor of a product of rows, which are summed over, on
-    vectors.
+def make_right_matrix(dtype: str) -> Callable:
+    """Make the function that brings rows, which are summed over, into the form of a right matrix.
 
-    ``as_factors(target, target_stride, source, stride, rows, columns)``: the source's rows, in the
-    compute type, become the steps of a product: themselves if a step is one element, else pairs of
-    neighbouring rows, packed to the target, and zeros up to the steps of a product. rows may be
-    odd; the row after the last must then be zero. columns must be a multiple of the lanes.
+    ``as_right_matrix(target, target_stride, source, stride, rows, columns)``: the source's rows, in
+    the compute dtype, become the steps of a product on vectors. They stay where they are if a step
+    is one element. Otherwise pairs of neighbouring rows are packed to the target, with zeros up to
+    the steps of a product. ``rows`` may be odd; the row after the last must then be zero.
+    ``columns`` must be a multiple of the vector's lanes.
     """
     if product_dtype(dtype) != PAIRS:
 
@@ -154,7 +160,7 @@ def factors_of(dtype: str) -> Callable:
 
         return themselves
 
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    LANES = lanes_of(compute_dtype(dtype))
     as_pairs = pointer_to(PAIRS)
 
     @njit
@@ -172,25 +178,26 @@ def factors_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def pairs_storer_of(dtype: str) -> Callable:
-    """``store_pairs(target, index, part, a, b)``, of vectors of the compute type without an
-    infinity: see `foo_ops.kernels.products.limbs.pair_storer_of`.
+def make_pairs_storer(dtype: str) -> Callable:
+    """Make ``store_pairs(target, index, limb_stride, a, b)`` for vectors of the compute dtype.
+
+    None of them may hold an infinity: see `foo_ops.kernels.products.limbs.make_pair_storer`.
     """
-    if parts_of(dtype):
-        return pair_storer_of(parts_of(dtype))
+    if limbs_of(dtype):
+        return make_pair_storer(limbs_of(dtype))
 
     @njit
-    def store_pairs(target, index, part, a, b):
+    def store_pairs(target, index, limb_stride, a, b):
         store(target, index, pack_pairs(a, b))
 
     return store_pairs
 
 
 @functools.cache
-def small_of(dtype: str) -> Callable:
-    """``are_small(source, count)``, for products: see foo_ops/kernels/products/limbs.py."""
-    if parts_of(dtype) > 1:
-        return smallness_of(lanes_of("float32"))
+def make_product_smallness_check(dtype: str) -> Callable:
+    """Make ``are_small(source, count)`` for products: see foo_ops/kernels/products/limbs.py."""
+    if limbs_of(dtype) > 1:
+        return make_smallness_check(lanes_of("float32"))
 
     @njit
     def are_small(source, count):
@@ -200,18 +207,19 @@ def small_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def packer_of(dtype: str) -> tuple[Callable, Callable]:
-    """The functions that make right factors, summed over the head dimension, of a block's rows.
+def make_panel_packer(dtype: str) -> tuple[Callable, Callable]:
+    """Make the functions that pack a block's rows as right matrices, summed over the head
+    dimension.
 
-    ``pack(parameters, target, scratch, block, stride, dim, width, columns)``: the ``columns`` rows
-    of ``width`` elements of the compute type, of which ``dim`` count, become panels with a row for
-    each element (or each two), each of ``width + 1`` rows. Target and scratch have room for as many
-    times the room of parts. ``panel(target, start, stride, dim, width)``: the one that begins with
-    the column ``start``.
+    ``pack(parameters, target, scratch, block, stride, dim, width, columns)`` turns the ``columns``
+    rows of ``width`` elements of the compute dtype, of which ``dim`` count, into panels. A panel
+    has a row for each element (or each two) and takes the room of ``width + 1`` rows; target and
+    scratch memory have that times the room of limbs. ``panel(target, start, stride, dim, width)``
+    returns the panel that begins with the column ``start``.
     """
-    next_panel, pack_panel = panel_of(dtype), _panel_packer_of(dtype)
-    steps, as_factor = steps_of(dtype), pointer_to(product_dtype(dtype))
-    ROOM = sizes_of(dtype).room  # noqa: N806
+    next_panel, pack_panel = make_next_panel(dtype), _make_panel_packer(dtype)
+    steps, as_matrix = make_step_counter(dtype), pointer_to(product_dtype(dtype))
+    ROOM = sizes_of(dtype).room
 
     @njit
     def pack(parameters, target, scratch, block, stride, dim, width, columns):
@@ -228,66 +236,72 @@ def packer_of(dtype: str) -> tuple[Callable, Callable]:
     @njit
     def panel(target, start, stride, dim, width):
         place = shift(target, start * (width + 1) * ROOM)
-        return as_factor(address_of(place)), stride, steps(dim) * stride
+        return as_matrix(address_of(place)), stride, steps(dim) * stride
 
     return pack, panel
 
 
-def _panel_packer_of(dtype: str) -> Callable:
-    """``pack_panel(target, target_stride, scratch, block, stride, dim, width, columns)``."""
+def _make_panel_packer(dtype: str) -> Callable:
+    """Make ``pack_panel(target, target_stride, scratch, block, stride, dim, width, columns)``."""
     compute, step = compute_dtype(dtype), step_of(product_dtype(dtype))
-    turn, fill, as_factors = turn_of(compute), fill_of(compute), factors_of(dtype)
+    transpose, fill, as_right_matrix = (
+        make_transpose(compute),
+        make_fill(compute),
+        make_right_matrix(dtype),
+    )
 
     @njit
     def pack_panel(target, target_stride, scratch, block, stride, dim, width, columns):
         rows = target if step == 1 else scratch
-        turn(rows, target_stride, block, stride, columns, width)
+        transpose(rows, target_stride, block, stride, columns, width)
         # Of an odd number of elements the last has this for its neighbour.
         fill(shift(rows, width * target_stride), columns, 0.0)
-        as_factors(target, target_stride, rows, target_stride, dim, columns)
+        as_right_matrix(target, target_stride, rows, target_stride, dim, columns)
 
     return pack_panel
 
 
 @functools.cache
-def part_turner_of(dtype: str) -> Callable:
-    """``turn_parts(target, target_stride, source, dim, width, columns)``: a panel for a matrix
-    unit, of the parts of ``columns`` rows of ``width`` bfloat16.
+def make_limb_transpose(dtype: str) -> Callable:
+    """Make ``transpose_limbs(target, target_stride, source, dim, width, columns)``.
+
+    It makes a panel for a matrix unit out of the limbs of ``columns`` rows of ``width`` bfloat16.
     """
-    PARTS, turn, steps = parts_of(dtype), turn_of("float32"), steps_of(dtype)  # noqa: N806
+    LIMBS, transpose, steps = limbs_of(dtype), make_transpose("float32"), make_step_counter(dtype)
     as_pairs = pointer_to(PAIRS)
 
     @njit
-    def turn_parts(target, target_stride, source, dim, width, columns):
-        part = columns * width // 2
-        for number in range(PARTS):
-            rows = as_pairs(address_of(shift(source, number * part)))
+    def transpose_limbs(target, target_stride, source, dim, width, columns):
+        limb_stride = columns * width // 2
+        for number in range(LIMBS):
+            rows = as_pairs(address_of(shift(source, number * limb_stride)))
             packed = as_pairs(address_of(shift(target, number * steps(dim) * target_stride)))
-            turn(packed, target_stride, rows, width // 2, columns, steps(dim))
+            transpose(packed, target_stride, rows, width // 2, columns, steps(dim))
 
-    return turn_parts
+    return transpose_limbs
 
 
 @functools.cache
-def stored_row_splitter_of(dtype: str, operand: str) -> Callable:
-    """``split(parameters, target, group, part, line, source, width)``: the parts of a row in
-    memory, with zeros up to ``width``; as `foo_ops.kernels.products.limbs.row_splitter_of` has it.
+def make_stored_row_splitter(dtype: str, operand: str) -> Callable:
+    """Make ``split(parameters, target, group, limb_stride, line, source, width)`` for rows in
+    memory.
 
-    ``line`` has room for a row in float32.
+    It splits a row into limbs, with zeros up to ``width``, as
+    `foo_ops.kernels.products.limbs.make_row_splitter` does. ``line`` has room for a row in float32.
     """
     split_row, copy_row = (
-        row_splitter_of(parts_of(dtype), lanes_of("float32")),
-        copy_row_of("float32"),
+        make_row_splitter(limbs_of(dtype), lanes_of("float32")),
+        make_copy_row("float32"),
     )
     column_stride_name, is_float32 = f"{operand}_column_stride", dtype == "float32"
     dim_name = dim_name_of(operand)
 
     @njit
-    def split(parameters, target, group, part, line, source, width):
+    def split(parameters, target, group, limb_stride, line, source, width):
         columns, column_stride = field(parameters, dim_name), field(parameters, column_stride_name)
         if is_float32 and column_stride == 1 and columns == width:
-            return split_row(target, group, part, source, width)
+            return split_row(target, group, limb_stride, source, width)
         copy_row(line, source, column_stride, columns, width)
-        return split_row(target, group, part, line, width)
+        return split_row(target, group, limb_stride, line, width)
 
     return split

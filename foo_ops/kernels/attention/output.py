@@ -1,4 +1,4 @@
-"""What kernels write of their sums: output and logsumexp, parts of them, or grad_query."""
+"""Write the results of a block: output and logsumexp, those of a key split, or grad_query."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
-from foo_ops.kernels.attention.operands import panel_of
+from foo_ops.kernels.attention.operands import make_next_panel
 from foo_ops.kernels.attention.parameters import LOG2, compute_dtype, dim_name_of
-from foo_ops.kernels.attention.rows import copy_row_of, fill_of, lane_row_of, turn_of
+from foo_ops.kernels.attention.rows import (
+    make_copy_row,
+    make_fill,
+    make_operand_row,
+    make_transpose,
+)
 from foo_ops.kernels.vectors.arithmetic import absolute, fma, less, select, splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
 from foo_ops.kernels.vectors.functions import log
@@ -21,25 +26,26 @@ from foo_ops.kernels.vectors.transpose import transpose_products
 
 
 @functools.cache
-def finisher_of(dtype: str) -> Callable:
-    """``finish(parameters, piece, largest, total, factors, is_part)``: writes the logsumexp of each
-    lane, or what it is computed from, where this is one part of the keys.
+def make_finish(dtype: str) -> Callable:
+    """Make ``finish(parameters, piece, largest, total, factors, is_part)``, which writes
+    logsumexps.
 
-    What its sums have to be multiplied by goes to ``factors``; ``total`` is overwritten.
+    For a key split it writes largest score and sum instead, from which the logsumexp is merged.
+    ``factors`` gets what each row's sums have to be multiplied by; ``total`` is overwritten.
     """
-    compute, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))  # noqa: N806
-    copy_row, fill = copy_row_of(compute_dtype(dtype)), fill_of(compute_dtype(dtype))
-    SMALLEST, LARGEST = (  # noqa: N806
+    compute, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))
+    copy_row, fill = make_copy_row(compute_dtype(dtype)), make_fill(compute_dtype(dtype))
+    SMALLEST, LARGEST = (
         float(getattr(np.finfo(compute_dtype(dtype)), name)) for name in ("tiny", "max")
     )
 
     @njit
-    def finish_lanes(largest, total, factors, lane, kept_scale):
+    def finish_rows(largest, total, factors, block_row, kept_scale):
         zero, smallest = splat(compute(0.0), LANES), splat(compute(SMALLEST), LANES)
-        top, sum_ = load_vector(largest, lane, LANES), load_vector(total, lane, LANES)
+        top, sum_ = load_vector(largest, block_row, LANES), load_vector(total, block_row, LANES)
         # The sum is zero for a query that sees nothing, and its output is zero.
         factor = select(less(sum_, smallest), zero, splat(compute(kept_scale), LANES) / sum_)
-        store(factors, lane, factor)
+        store(factors, block_row, factor)
         logsumexp = fma(top, splat(compute(LOG2), LANES), log(sum_))
         # The sum is NaN for a score of +infinity, whose logsumexp is nevertheless +infinity.
         is_infinite = less(splat(compute(LARGEST), LANES), top)
@@ -51,7 +57,7 @@ def finisher_of(dtype: str) -> Callable:
         is_end = less(splat(compute(0.9954 * LARGEST), LANES), size)
         is_finite = less(size, splat(compute(math.inf), LANES))
         logsumexp = select(is_finite, select(is_end, end_or_nan, logsumexp), logsumexp)
-        store(total, lane, logsumexp)
+        store(total, block_row, logsumexp)
 
     @njit
     def finish(parameters, piece, largest, total, factors, is_part):
@@ -64,8 +70,8 @@ def finisher_of(dtype: str) -> Callable:
             copy_row(total_row, total, 1, rows, rows)
             fill(factors, rows, 1.0)
             return
-        for lane in range(0, rows, LANES):
-            finish_lanes(largest, total, factors, lane, parameters.kept_scale)
+        for block_row in range(0, rows, LANES):
+            finish_rows(largest, total, factors, block_row, parameters.kept_scale)
         query, stride = piece.query_offset + piece.query_start, parameters.logsumexp_row_stride
         for index in range(piece.heads):
             target = row_of(parameters, "logsumexp", piece.batch, piece.head + index, query)
@@ -76,13 +82,13 @@ def finisher_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def row_writer_of(dtype: str, operand: str) -> Callable:
-    """``write(parameters, piece, source, factor, lane, column, count, is_part)``, times the factor.
+def make_row_writer(dtype: str, operand: str) -> Callable:
+    """Make ``write(parameters, piece, source, factor, block_row, column, count, is_part)``.
 
-    ``count`` columns of the row of a lane, from ``column`` on. Those of output go to partial_output
-    if this is one part of the keys.
+    It writes ``count`` columns, from ``column`` on, of a row of the block, multiplied by the
+    factor. For a key split the output goes to partial_output.
     """
-    LANES, lane_row = lanes_of(compute_dtype(dtype)), lane_row_of(operand)  # noqa: N806
+    LANES, operand_row = lanes_of(compute_dtype(dtype)), make_operand_row(operand)
     may_be_part = operand == "output"
 
     @njit
@@ -94,44 +100,49 @@ def row_writer_of(dtype: str, operand: str) -> Callable:
             store(target, column, load(source, column) * factor)
 
     @njit
-    def write(parameters, piece, source, factor, lane, column, count, is_part):
+    def write(parameters, piece, source, factor, block_row, column, count, is_part):
         if may_be_part and is_part:
-            part = row_of(parameters, "partial_output", piece.part, piece.slot, lane)
+            part = row_of(parameters, "partial_output", piece.part, piece.slot, block_row)
             write_row(shift(part, column), source, factor, count)
         else:
-            write_row(shift(lane_row(parameters, piece, lane), column), source, factor, count)
+            write_row(
+                shift(operand_row(parameters, piece, block_row), column), source, factor, count
+            )
 
     return write
 
 
 @functools.cache
-def panel_writer_of(dtype: str, operand: str) -> Callable:
-    """``write(parameters, piece, panels, factors, width, columns, scratch)``: rows of an operand.
+def make_panel_writer(dtype: str, operand: str) -> Callable:
+    """Make ``write(parameters, piece, panels, factors, width, columns, scratch)`` for an operand's
+    rows.
 
-    They are the columns of the panels, times the factor of each. A panel has ``width`` rows, and
-    all together have ``columns``. ``scratch`` has room for a vector in each of its lanes.
+    The rows are the columns of the panels, each multiplied by its factor. A panel has ``width``
+    rows, and all together have ``columns`` columns. ``scratch`` has room for a square of vectors.
     """
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    next_panel, turn = panel_of(dtype), turn_of(compute_dtype(dtype))
-    lane_row, write_row = lane_row_of(operand), row_writer_of(dtype, operand)
+    LANES = lanes_of(compute_dtype(dtype))
+    next_panel, transpose = make_next_panel(dtype), make_transpose(compute_dtype(dtype))
+    operand_row, write_row = make_operand_row(operand), make_row_writer(dtype, operand)
     row_stride_name, may_be_part = f"{operand}_row_stride", operand == "output"
     dim_name = dim_name_of(operand)
 
     @njit
-    def write_square(parameters, piece, source, stride, factors, lane, column, count, scratch):
-        """The lanes from ``lane`` on, and the columns from ``column`` on, which are ``count``."""
-        lanes = piece.heads * piece.query_count - lane
+    def write_square(parameters, piece, source, stride, factors, block_row, column, count, scratch):
+        """Write up to LANES rows from ``block_row`` on, of the ``count`` columns from ``column``
+        on.
+        """
+        rows_left = piece.heads * piece.query_count - block_row
         is_part = may_be_part and piece.slot >= 0
-        if lanes >= LANES and count >= LANES and piece.heads == 1 and not is_part:
-            target = shift(lane_row(parameters, piece, lane), column)
+        if rows_left >= LANES and count >= LANES and piece.heads == 1 and not is_part:
+            target = shift(operand_row(parameters, piece, block_row), column)
             row_stride = field(parameters, row_stride_name)
             transpose_products(target, row_stride, source, stride, factors, LANES)
             return
-        turn(scratch, LANES, source, stride, LANES, LANES)
-        for index in range(min(lanes, LANES)):
+        transpose(scratch, LANES, source, stride, LANES, LANES)
+        for index in range(min(rows_left, LANES)):
             row, factor = shift(scratch, index * LANES), load(factors, index)
             some = min(count, LANES)
-            write_row(parameters, piece, row, factor, lane + index, column, some, is_part)
+            write_row(parameters, piece, row, factor, block_row + index, column, some, is_part)
 
     @njit
     def write(parameters, piece, panels, factors, width, columns, scratch):
@@ -139,12 +150,12 @@ def panel_writer_of(dtype: str, operand: str) -> Callable:
         while start < columns:
             some, stride = next_panel(parameters, columns - start)
             stop = min(start + some, piece.heads * piece.query_count)
-            for lane in range(start, stop, LANES):
+            for block_row in range(start, stop, LANES):
                 for column in range(0, size, LANES):
-                    source = shift(panels, start * width + column * stride + lane - start)
+                    source = shift(panels, start * width + column * stride + block_row - start)
                     write_square(
-                        parameters, piece, source, stride, shift(factors, lane), lane, column,
-                        size - column, scratch,
+                        parameters, piece, source, stride, shift(factors, block_row), block_row,
+                        column, size - column, scratch,
                     )  # fmt: skip
             start += some
 

@@ -65,24 +65,26 @@ def compute_dtype(dtype: str) -> str:
 
 
 def lowest_score(dtype: str) -> float:
-    """So that a score remains finite in units of log 2; the highest is as far from 0.
+    """The lowest score, which remains finite in units of log 2; the highest is as far from 0.
 
-    One of finfo.min, by which masks of some libraries hide, is lower than all others and yet not
-    hidden where all are of that size.
+    A mask of finfo.min, as some libraries have it, is lower than all other scores, and yet nothing
+    is hidden where all keys have it.
     """
     return 0.69 * float(np.finfo(compute_dtype(dtype)).min)
 
 
 def argument_types(dtype: str) -> tuple[Any, ...]:
-    """Parameters, the piece of work, scratch memory, and where to write how much of it there is."""
+    """Parameters, the piece of work, scratch memory, and where to write how much of it is
+    needed.
+    """
     return (_parameters(dtype), PIECE, Pointer(compute_dtype(dtype)), Pointer("int64"))
 
 
 def _parameters(dtype: str) -> Struct:
-    """The struct Parameters of csrc/ops/attention_parameters.h.
+    """The struct Parameters of csrc/ops/attention/parameters.h.
 
-    An operand is a pointer with its strides, in elements, for batch, head, row and column.
-    grad_key and grad_value are sums in the compute type, which a last kernel rounds.
+    An operand is a pointer with its strides, in elements, for batch, head, row and column. grad_key
+    and grad_value are sums in the compute dtype, which a last kernel rounds.
     """
     dtypes = dict.fromkeys(OPERANDS, dtype)
     dtypes |= dict.fromkeys(IN_COMPUTE_TYPE, compute_dtype(dtype))
@@ -100,6 +102,6 @@ def _parameters(dtype: str) -> Struct:
 
 
 def dim_name_of(operand: str) -> str:
-    """How the number of columns of an operand is called: its own size, or that of value."""
+    """The name of an operand's number of columns: head_dim or value_dim."""
     has_head_dim = operand in ("query", "key", "grad_query", "grad_key")
     return "head_dim" if has_head_dim else "value_dim"

@@ -1,4 +1,4 @@
-"""The queries of a forward kernel's block, as right factors of the products with the keys."""
+"""Pack the queries of a forward kernel's block as right matrices of the products with the keys."""
 
 from __future__ import annotations
 
@@ -8,33 +8,40 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.attention.operands import (
-    packer_of,
-    panel_of,
-    part_turner_of,
+    make_limb_transpose,
+    make_next_panel,
+    make_panel_packer,
+    make_step_counter,
+    make_stored_row_splitter,
     sizes_of,
-    steps_of,
-    stored_row_splitter_of,
 )
 from foo_ops.kernels.attention.parameters import compute_dtype
-from foo_ops.kernels.attention.rows import block_of, fill_of, lane_row_of, turn_of
-from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, parts_of
+from foo_ops.kernels.attention.rows import (
+    make_block_loader,
+    make_fill,
+    make_operand_row,
+    make_transpose,
+)
+from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, limbs_of
 from foo_ops.kernels.vectors.memory import address_of, pointer_to, shift, store
 from foo_ops.kernels.vectors.pairs import PAIRS
 
 
 @functools.cache
-def query_packer_of(dtype: str) -> Callable:
-    """``pack_queries(parameters, piece, target, small_panels, block, scratch, width, columns)``.
+def make_query_packer(dtype: str) -> Callable:
+    """Make ``pack_queries(parameters, piece, target, small_panels, block, scratch, width,
+    columns)``.
 
-    The ``columns`` queries become the panels of `packer_of`. For each panel, where it begins,
-    ``small_panels`` gets 1 if its numbers are small and 0 if not. Not for the block: which of them
-    are in it depends on the threads. ``block`` has room for all queries in the compute type.
+    The ``columns`` queries become the panels of `make_panel_packer`. Where a panel begins,
+    ``small_panels`` gets 1 if its numbers are small and 0 if not. The block as a whole would not
+    do: which queries are in it depends on the threads. ``block`` has room for all queries in the
+    compute dtype.
     """
-    if parts_of(dtype):
-        return _packer_on_tiles(dtype)
-    load_block, fill = block_of(dtype, "query"), fill_of(compute_dtype(dtype))
-    query_row = lane_row_of("query")
-    (pack, _), is_compute_type = packer_of(dtype), dtype == compute_dtype(dtype)
+    if limbs_of(dtype):
+        return _make_packer_for_matrix_unit(dtype)
+    load_block, fill = make_block_loader(dtype, "query"), make_fill(compute_dtype(dtype))
+    query_row = make_operand_row("query")
+    (pack, _), is_compute_type = make_panel_packer(dtype), dtype == compute_dtype(dtype)
 
     @njit
     def pack_queries(parameters, piece, target, small_panels, block, scratch, width, columns):
@@ -52,18 +59,24 @@ def query_packer_of(dtype: str) -> Callable:
     return pack_queries
 
 
-def _packer_on_tiles(dtype: str) -> Callable:
-    """Without the block: from memory to parts, or of bfloat16 to the panel itself."""
-    next_panel, turn, turn_parts = panel_of(dtype), turn_of("float32"), part_turner_of(dtype)
-    split_row, steps = stored_row_splitter_of(dtype, "query"), steps_of(dtype)
-    DEPTH, ROOM = sizes_of(dtype).depth, sizes_of(dtype).room  # noqa: N806
+def _make_packer_for_matrix_unit(dtype: str) -> Callable:
+    """Pack from memory to limbs without the block in between; bfloat16 goes to the panel itself."""
+    next_panel, transpose, transpose_limbs = (
+        make_next_panel(dtype),
+        make_transpose("float32"),
+        make_limb_transpose(dtype),
+    )
+    split_row, steps = make_stored_row_splitter(dtype, "query"), make_step_counter(dtype)
+    DEPTH, ROOM = sizes_of(dtype).depth, sizes_of(dtype).room
     as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
-    fill, PARTS, is_stored_in_pairs = fill_of("float32"), parts_of(dtype), dtype == "bfloat16"  # noqa: N806
-    query_row, group = lane_row_of("query"), GROUP_ELEMENTS
+    fill, LIMBS, is_stored_in_pairs = make_fill("float32"), limbs_of(dtype), dtype == "bfloat16"
+    query_row, group = make_operand_row("query"), GROUP_ELEMENTS
 
     @njit
     def has_pairs(parameters, piece, stop):
-        """Whether the lanes up to ``stop`` can be read as pairs, one stride apart: of one head."""
+        """Whether the rows up to ``stop`` are of one head and can be read as pairs with one
+        stride.
+        """
         is_whole = parameters.head_dim % DEPTH == 0 and parameters.query_column_stride == 1
         is_even = parameters.query_row_stride % 2 == 0
         return is_whole and is_even and stop <= piece.query_count
@@ -74,20 +87,22 @@ def _packer_on_tiles(dtype: str) -> Callable:
             source = as_pairs(address_of(query_row(parameters, piece, start)))
             row_stride = parameters.query_row_stride // 2
             packed = as_pairs(address_of(target))
-            turn(packed, stride, source, row_stride, columns, steps(parameters.head_dim))
+            transpose(packed, stride, source, row_stride, columns, steps(parameters.head_dim))
             return True
-        small, part = True, columns * width // 2
+        small, limb_stride = True, columns * width // 2
         elements, rows = as_elements(address_of(scratch)), piece.heads * piece.query_count - start
         for row in range(min(columns, rows)):
             source, place = (
                 query_row(parameters, piece, start + row),
                 shift(elements, row * width),
             )
-            small = split_row(parameters, place, group, 2 * part, line, source, width) and small
+            small = (
+                split_row(parameters, place, group, 2 * limb_stride, line, source, width) and small
+            )
         for row in range(rows, columns):
-            for number in range(PARTS):
-                fill(shift(scratch, number * part + row * width // 2), width // 2, 0.0)
-        turn_parts(target, stride, scratch, parameters.head_dim, width, columns)
+            for number in range(LIMBS):
+                fill(shift(scratch, number * limb_stride + row * width // 2), width // 2, 0.0)
+        transpose_limbs(target, stride, scratch, parameters.head_dim, width, columns)
         return small
 
     @njit

@@ -26,23 +26,23 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.attention.parameters import GRADIENT_ADDED, TILE_STRIDE, compute_dtype
-from foo_ops.kernels.attention.rows import fill_of
+from foo_ops.kernels.attention.rows import make_fill
 from foo_ops.kernels.attention.scores import POSITIONS
-from foo_ops.kernels.attention.softmax import sink_score_of
+from foo_ops.kernels.attention.softmax import make_sink_score
 from foo_ops.kernels.vectors.arithmetic import absolute, fma, splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
 from foo_ops.kernels.vectors.functions import exp2
 from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
 from foo_ops.kernels.vectors.struct import row_of
 
-# Rows of sums, a lane for each query: of dS, of P, and of both times ``far``.
+# Rows of sums, one number for each query: dS, P, and both times ``far``.
 GRADS, WEIGHTS, FAR_GRADS, FAR_WEIGHTS = (row * TILE_STRIDE for row in range(4))
 SUM_ROWS = 4
 
 
 @njit
 def adds_row_sums(parameters):
-    """Whether the gradient of a bias is wanted that is the same for all keys."""
+    """Whether a bias that is the same for all keys wants its gradient."""
     return parameters.bias_gradient == GRADIENT_ADDED and parameters.bias_columns == 1
 
 
@@ -54,7 +54,7 @@ def needs_row_sums(parameters):
 
 @njit
 def nearest_distance(piece):
-    """How far the nearest key that the queries of a block see is from them, at least."""
+    """The distance of the nearest key that the queries of a block see, or less."""
     first = piece.query_start + piece.alignment
     last = first + piece.query_count - 1
     most_behind = min(last - piece.key_start, piece.alignment - piece.first_visible)
@@ -63,14 +63,14 @@ def nearest_distance(piece):
 
 
 @functools.cache
-def row_sums_of(dtype: str) -> tuple[Callable, Callable]:
-    """The functions that begin the sums and add a panel of a tile to them.
+def make_row_sums(dtype: str) -> tuple[Callable, Callable]:
+    """Make the functions that begin the row sums and add a panel of a tile to them.
 
-    ``start_row_sums(sums)``, and ``add_row_sums(parameters, piece, lanes, weights, grad_scores,
-    sums, key_start, columns, count)``.
+    They are ``start_row_sums(sums)``, and ``add_row_sums(parameters, piece, row_facts, weights,
+    grad_scores, sums, key_start, columns, count)``.
     """
     compute = ELEMENTS[dtype].compute
-    LANES, fill = lanes_of(compute_dtype(dtype)), fill_of(compute_dtype(dtype))  # noqa: N806
+    LANES, fill = lanes_of(compute_dtype(dtype)), make_fill(compute_dtype(dtype))
 
     @njit
     def start_row_sums(sums):
@@ -93,11 +93,13 @@ def row_sums_of(dtype: str) -> tuple[Callable, Callable]:
             add(sums, WEIGHTS + column, total)
 
     @njit
-    def add_far(lanes, weights, grad_scores, sums, first_distance, nearest, columns, count):
-        """first_distance: of the block's first query from the tile's first key."""
+    def add_far(row_facts, weights, grad_scores, sums, first_distance, nearest, columns, count):
+        """Add the far distances; first_distance is that of the block's first query from the first
+        key.
+        """
         zero, shortest = splat(compute(0.0), LANES), splat(compute(nearest), LANES)
         for column in range(0, columns, LANES):
-            position = load_vector(lanes, POSITIONS + column, LANES)
+            position = load_vector(row_facts, POSITIONS + column, LANES)
             grads, total = zero, zero
             for key in range(count):
                 offset = splat(compute(first_distance - key), LANES)
@@ -110,25 +112,25 @@ def row_sums_of(dtype: str) -> tuple[Callable, Callable]:
 
     @njit
     def add_row_sums(
-        parameters, piece, lanes, weights, grad_scores, sums, key_start, columns, count
+        parameters, piece, row_facts, weights, grad_scores, sums, key_start, columns, count
     ):
         add_near(weights, grad_scores, sums, columns, count)
         if parameters.has_alibi_slopes:
             first_distance = piece.query_start + piece.alignment - key_start
             nearest = nearest_distance(piece)
-            add_far(lanes, weights, grad_scores, sums, first_distance, nearest, columns, count)
+            add_far(row_facts, weights, grad_scores, sums, first_distance, nearest, columns, count)
 
     return start_row_sums, add_row_sums
 
 
 @functools.cache
-def row_sums_writer_of(dtype: str) -> Callable:
-    """``write_row_sums(parameters, piece, sums, base, shares, delta)``: what a block adds to the
-    gradients of slopes and sinks, and of a bias that is the same for all keys.
+def make_row_sums_writer(dtype: str) -> Callable:
+    """Make ``write_row_sums(parameters, piece, sums, base, shares, delta)``.
 
-    See `foo_ops.kernels.attention.weights.statistics_of` for base, shares and delta.
+    It adds what a block contributes to the gradients of slopes and sinks, and of a bias that is the
+    same for all keys. See `foo_ops.kernels.attention.weights.make_statistics_loader` for the rest.
     """
-    compute, sink_score = ELEMENTS[dtype].compute, sink_score_of(dtype)
+    compute, sink_score = ELEMENTS[dtype].compute, make_sink_score(dtype)
     as_sums = pointer_to(compute_dtype(dtype))
 
     @njit
@@ -140,26 +142,26 @@ def row_sums_writer_of(dtype: str) -> Callable:
             head = piece.head + index
             slope_total, sink_total = compute(0.0), compute(0.0)
             for row in range(piece.query_count):
-                lane, query = index * piece.query_count + row, piece.query_start + row
+                block_row, query = index * piece.query_count + row, piece.query_start + row
                 grad = row_of(
                     parameters, "grad_logsumexp", piece.batch, head, piece.query_offset + query
                 )
                 grad_logsumexp = load(grad, 0)
-                grads, weights = load(sums, GRADS + lane), load(sums, WEIGHTS + lane)
+                grads, weights = load(sums, GRADS + block_row), load(sums, WEIGHTS + block_row)
                 of_sink = compute(0.0)
                 if parameters.has_sinks:
                     sink = sink_score(parameters, head)
-                    of_sink = exp2(sink - load(base, lane)) * load(shares, lane)
+                    of_sink = exp2(sink - load(base, block_row)) * load(shares, block_row)
                 if weights + of_sink == compute(0.0):
                     # A query that sees nothing.
                     continue
                 share = compute(1.0) / (weights + of_sink)
                 of_sink *= share
-                product = (grads + load(delta, lane) * weights) * share
+                product = (grads + load(delta, block_row) * weights) * share
                 exact = product - grad_logsumexp
                 row_sum = of_sink * product + weights * share * grad_logsumexp
-                far = load(sums, FAR_GRADS + lane)
-                far += (load(delta, lane) - exact) * load(sums, FAR_WEIGHTS + lane)
+                far = load(sums, FAR_GRADS + block_row)
+                far += (load(delta, block_row) - exact) * load(sums, FAR_WEIGHTS + block_row)
                 slope_total -= far * share + nearest * row_sum
                 sink_total -= of_sink * exact
                 if adds_rows:

@@ -1,4 +1,4 @@
-"""Rows in memory, and rows of tiles: fill, copy, transpose them, and find those of a block."""
+"""Fill, copy and transpose rows, in memory and in score tiles, and find those of a block."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def round_up(count, multiple):
 
 
 @functools.cache
-def fill_of(dtype: str) -> Callable:
-    """``fill(target, count, value)``, where the target is in the compute type ``dtype``."""
-    LANES = lanes_of(dtype)  # noqa: N806
+def make_fill(dtype: str) -> Callable:
+    """Make ``fill(target, count, value)`` for targets in the compute dtype ``dtype``."""
+    LANES = lanes_of(dtype)
     compute = ELEMENTS[dtype].compute
 
     @njit
@@ -39,9 +39,11 @@ def fill_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def sums_starter_of(dtype: str) -> Callable:
-    """``start_sums(sums, stride, first_row, rows)``: zeros for a panel's rows from first_row on."""
-    fill = fill_of(dtype)
+def make_sums_starter(dtype: str) -> Callable:
+    """Make ``start_sums(sums, stride, first_row, rows)``: zeros for a panel's rows from first_row
+    on.
+    """
+    fill = make_fill(dtype)
 
     @njit
     def start_sums(sums, stride, first_row, rows):
@@ -51,12 +53,13 @@ def sums_starter_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def tile_operation_of(dtype: str, operation: Callable) -> Callable:
-    """``apply(target, source, columns, count)``, on tiles of the compute type ``dtype``.
+def make_tile_operation(dtype: str, operation: Callable) -> Callable:
+    """Make ``apply(target, source, columns, count)`` for score tiles of the compute dtype
+    ``dtype``.
 
     Each element of the target becomes operation(its own value, the source's).
     """
-    LANES = lanes_of(dtype)  # noqa: N806
+    LANES = lanes_of(dtype)
 
     @njit
     def apply(target, source, columns, count):
@@ -72,12 +75,13 @@ def tile_operation_of(dtype: str, operation: Callable) -> Callable:
 
 
 @functools.cache
-def copy_row_of(dtype: str) -> Callable:
-    """``copy_row(target, source, column_stride, columns, width)``, to adjacent elements.
+def make_copy_row(dtype: str) -> Callable:
+    """Make ``copy_row(target, source, column_stride, columns, width)``, which makes elements
+    adjacent.
 
-    Converts between dtypes of the compute type ``dtype``, and writes zeros up to width.
+    It converts between dtypes of the compute dtype ``dtype``, and writes zeros up to ``width``.
     """
-    LANES = lanes_of(dtype)  # noqa: N806
+    LANES = lanes_of(dtype)
 
     @njit
     def copy_row(target, source, column_stride, columns, width):
@@ -93,28 +97,31 @@ def copy_row_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def lane_row_of(operand: str) -> Callable:
-    """``lane_row(parameters, piece, lane)``: the pointer to the row of query, output or a gradient
-    of these that belongs to a lane of a block.
+def make_operand_row(operand: str) -> Callable:
+    """Make ``operand_row(parameters, piece, block_row)``: the address of a row of a block.
+
+    The operand is query, output, or the gradient of one of them. A block's rows are its queries,
+    head after head.
     """
 
     @njit
-    def lane_row(parameters, piece, lane):
-        head, row = piece.head + lane // piece.query_count, lane % piece.query_count
+    def operand_row(parameters, piece, block_row):
+        head, row = piece.head + block_row // piece.query_count, block_row % piece.query_count
         query = piece.query_offset + piece.query_start + row
         return row_of(parameters, operand, piece.batch, head, query)
 
-    return lane_row
+    return operand_row
 
 
 @functools.cache
-def block_of(dtype: str, operand: str) -> Callable:
-    """``load_block(parameters, piece, target, columns, rows, width)``: the rows of a block.
+def make_block_loader(dtype: str, operand: str) -> Callable:
+    """Make ``load_block(parameters, piece, target, columns, rows, width)``, which copies a block's
+    rows.
 
-    Those of query, output or a gradient of these, as ``rows`` rows of ``width`` elements of the
-    compute type, with zeros where the block has fewer.
+    The operand is query, output, or the gradient of one of them. The copy has ``rows`` rows of
+    ``width`` elements of the compute dtype, with zeros where the block has fewer.
     """
-    copy_row, fill = copy_row_of(compute_dtype(dtype)), fill_of(compute_dtype(dtype))
+    copy_row, fill = make_copy_row(compute_dtype(dtype)), make_fill(compute_dtype(dtype))
     column_stride_name = f"{operand}_column_stride"
 
     @njit
@@ -134,16 +141,16 @@ def block_of(dtype: str, operand: str) -> Callable:
 
 
 @functools.cache
-def turn_of(dtype: str) -> Callable:
-    """``turn(target, target_stride, block, stride, rows, width)``: rows of the compute type
-    ``dtype``, or of pairs, transposed.
+def make_transpose(dtype: str) -> Callable:
+    """Make ``transpose(target, target_stride, block, stride, rows, width)``.
 
-    rows and width must be multiples of the lanes.
+    The rows are of the compute dtype ``dtype``, or of pairs. ``rows`` and ``width`` must be
+    multiples of the vector's lanes.
     """
-    LANES = lanes_of(dtype)  # noqa: N806
+    LANES = lanes_of(dtype)
 
     @njit
-    def turn(target, target_stride, block, stride, rows, width):
+    def transpose(target, target_stride, block, stride, rows, width):
         for row in range(0, rows, LANES):
             for column in range(0, width, LANES):
                 transpose_square(
@@ -151,7 +158,7 @@ def turn_of(dtype: str) -> Callable:
                     shift(block, row * stride + column), stride, LANES,
                 )  # fmt: skip
 
-    return turn
+    return transpose
 
 
 @njit
@@ -164,7 +171,7 @@ def queries_of(piece, start, columns):
 
 @njit
 def seen_keys(piece, first_query, query_count, key_start, count):
-    """How many of a tile's keys, from its first on, a panel has to visit."""
+    """The number of a tile's keys, from its first on, that a panel has to visit."""
     if first_query + piece.first_visible >= key_start + count:
         return 0
     stop = first_query + query_count + piece.last_visible - key_start

@@ -1,4 +1,5 @@
-"""A tile of scores: scale, soft cap, bias, ALiBi, and what a query does not see.
+"""Compute a tile of scores: scale, soft cap, bias, ALiBi, and the mask of what a query does not
+see.
 
     score = softcap * tanh(scale * k.q / softcap) + bias - slope * |distance|
 
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 from numba import njit
 
-from foo_ops.kernels.attention.operands import products_of, sizes_of, steps_of
+from foo_ops.kernels.attention.operands import make_products, make_step_counter, sizes_of
 from foo_ops.kernels.attention.parameters import (
     BIAS_BOOL,
     BIAS_NONE,
@@ -24,55 +25,57 @@ from foo_ops.kernels.attention.parameters import (
     compute_dtype,
     lowest_score,
 )
-from foo_ops.kernels.attention.rows import fill_of, round_up
+from foo_ops.kernels.attention.rows import make_fill, round_up
 from foo_ops.kernels.vectors.arithmetic import absolute, less, maximum, select, splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
 from foo_ops.kernels.vectors.functions import tanh, tanh_derivative
 from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
-from foo_ops.kernels.vectors.philox import WORDS, store_kept
+from foo_ops.kernels.vectors.philox import WORDS, store_dropout_mask
 from foo_ops.kernels.vectors.struct import row_of
 from foo_ops.kernels.vectors.transpose import transpose_square
 
-# What is known of each lane of a block, as rows of QUERY_BLOCK elements: the query's place in the
-# block as a number of the compute type, its ALiBi slope, and as int32 query and head.
+# The facts of each query of a block, as rows of QUERY_BLOCK elements: its place in the block as a
+# number of the compute type, its ALiBi slope, and as int32 query and head.
 POSITIONS, SLOPES, QUERIES, HEADS = (row * QUERY_BLOCK for row in range(4))
-LANE_ROWS = 4
+ROW_FACTS = 4
 
 
 @functools.cache
-def lanes_filler_of(dtype: str) -> Callable:
-    """``fill_lanes(parameters, piece, lanes, columns)``, once for a block."""
-    fill = fill_of(compute_dtype(dtype))
+def make_row_facts_filler(dtype: str) -> Callable:
+    """Make ``fill_row_facts(parameters, piece, row_facts, columns)``, to be called once for a
+    block.
+    """
+    fill = make_fill(compute_dtype(dtype))
     as_int32 = pointer_to("int32")
 
     @njit
-    def fill_lanes(parameters, piece, lanes, columns):
-        for row in range(LANE_ROWS):
-            fill(shift(lanes, row * QUERY_BLOCK), columns, 0.0)
-        queries = as_int32(address_of(shift(lanes, QUERIES)))
-        heads = as_int32(address_of(shift(lanes, HEADS)))
+    def fill_row_facts(parameters, piece, row_facts, columns):
+        for row in range(ROW_FACTS):
+            fill(shift(row_facts, row * QUERY_BLOCK), columns, 0.0)
+        queries = as_int32(address_of(shift(row_facts, QUERIES)))
+        heads = as_int32(address_of(shift(row_facts, HEADS)))
         for index in range(piece.heads):
             head = piece.head + index
             slope = 0.0
             if parameters.has_alibi_slopes:
                 slope = load(row_of(parameters, "alibi_slopes", piece.batch, head, 0), 0)
             for row in range(piece.query_count):
-                lane = index * piece.query_count + row
-                store(lanes, POSITIONS + lane, row)
-                store(lanes, SLOPES + lane, slope)
-                store(queries, lane, piece.query_start + row)
-                store(heads, lane, piece.batch * parameters.query_heads + head)
+                block_row = index * piece.query_count + row
+                store(row_facts, POSITIONS + block_row, row)
+                store(row_facts, SLOPES + block_row, slope)
+                store(queries, block_row, piece.query_start + row)
+                store(heads, block_row, piece.batch * parameters.query_heads + head)
 
-    return fill_lanes
+    return fill_row_facts
 
 
 @functools.cache
-def transpose_of(dtype: str, source_dtype: str) -> Callable:
-    """``transpose(target, source, row_stride, column_stride, rows, columns)``, of any strides.
+def make_transpose_to_tile(dtype: str, source_dtype: str) -> Callable:
+    """Make ``transpose(target, source, row_stride, column_stride, rows, columns)`` for any strides.
 
     target[column * TILE_STRIDE + row] = source[row, column].
     """
-    LANES = lanes_of(dtype)  # noqa: N806
+    LANES = lanes_of(dtype)
     in_squares = ELEMENTS[source_dtype].compute is ELEMENTS[dtype].compute
 
     @njit
@@ -110,17 +113,17 @@ def transpose_of(dtype: str, source_dtype: str) -> Callable:
 
 
 @functools.cache
-def bias_adder_of(dtype: str) -> Callable:
-    """``add_bias(parameters, piece, target, scratch, key_start, columns, count)``."""
+def make_bias_adder(dtype: str) -> Callable:
+    """Make ``add_bias(parameters, piece, target, scratch, key_start, columns, count)``."""
     compute, scalar = compute_dtype(dtype), ELEMENTS[dtype].compute
-    LANES = lanes_of(compute)  # noqa: N806
+    LANES = lanes_of(compute)
     as_mask, as_own, as_float32 = pointer_to("mask"), pointer_to(dtype), pointer_to("float32")
-    fill = fill_of(compute)
+    fill = make_fill(compute)
     transpose_mask, transpose_own, transpose_float32 = (
-        transpose_of(compute, source) for source in ("mask", dtype, "float32")
+        make_transpose_to_tile(compute, source) for source in ("mask", dtype, "float32")
     )
 
-    LOWEST = lowest_score(dtype)  # noqa: N806
+    LOWEST = lowest_score(dtype)
 
     @njit
     def load_bias(parameters, piece, target, key_start, count):
@@ -170,16 +173,16 @@ def bias_adder_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def modify_of(dtype: str, differentiates: bool = False) -> Callable:
-    """``modify(parameters, piece, lanes, target, scratch, slopes, key_start, columns, count)``.
+def make_score_mod(dtype: str, differentiates: bool = False) -> Callable:
+    """Make the function that turns products k.q into scores, but for the mask.
 
-    From products k.q to scores, natural logarithms, but for what is not seen. If it
-    ``differentiates`` and there is a soft cap, its derivative 1 - tanh^2 is written to slopes (a
-    tile, which else may be scratch).
+    ``apply_score_mod(parameters, piece, row_facts, target, scratch, slopes, key_start, columns,
+    count)``. Scores are natural logarithms. If it ``differentiates`` and there is a soft cap, its
+    derivative 1 - tanh^2 is written to ``slopes``, a tile; otherwise ``slopes`` may be ``scratch``.
     """
     compute = ELEMENTS[dtype].compute
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    add_bias, LOWEST = bias_adder_of(dtype), lowest_score(dtype)  # noqa: N806
+    LANES = lanes_of(compute_dtype(dtype))
+    add_bias, LOWEST = make_bias_adder(dtype), lowest_score(dtype)
 
     @njit
     def multiply(target, factor, columns, count):
@@ -203,18 +206,22 @@ def modify_of(dtype: str, differentiates: bool = False) -> Callable:
                 store(target, index, caps * tanh(share))
 
     @njit
-    def subtract_distances(lanes, target, first_distance, columns, count):
-        """first_distance: of the block's first query from the tile's first key."""
+    def subtract_distances(row_facts, target, first_distance, columns, count):
+        """Subtract ALiBi; first_distance is that of the block's first query from the tile's first
+        key.
+        """
         for key in range(count):
             offset = splat(compute(first_distance - key), LANES)
             for column in range(0, columns, LANES):
-                distance = absolute(load_vector(lanes, POSITIONS + column, LANES) + offset)
-                slope = load_vector(lanes, SLOPES + column, LANES)
+                distance = absolute(load_vector(row_facts, POSITIONS + column, LANES) + offset)
+                slope = load_vector(row_facts, SLOPES + column, LANES)
                 index = key * TILE_STRIDE + column
                 store(target, index, load_vector(target, index, LANES) - slope * distance)
 
     @njit
-    def modify(parameters, piece, lanes, target, scratch, slopes, key_start, columns, count):
+    def apply_score_mod(
+        parameters, piece, row_facts, target, scratch, slopes, key_start, columns, count
+    ):
         multiply(target, parameters.scale, columns, count)
         if parameters.softcap > 0.0:
             cap(target, slopes, parameters.softcap, columns, count)
@@ -222,62 +229,66 @@ def modify_of(dtype: str, differentiates: bool = False) -> Callable:
             add_bias(parameters, piece, target, scratch, key_start, columns, count)
         if parameters.has_alibi_slopes:
             first_distance = piece.query_start + piece.alignment - key_start
-            subtract_distances(lanes, target, first_distance, columns, count)
+            subtract_distances(row_facts, target, first_distance, columns, count)
 
-    return modify
+    return apply_score_mod
 
 
 @functools.cache
-def hide_of(dtype: str) -> Callable:
-    """``hide(piece, lanes, target, first_query, queries, key_start, columns, count)``.
+def make_mask(dtype: str) -> Callable:
+    """Make ``hide(piece, row_facts, target, first_query, queries, key_start, columns, count)``.
 
-    -infinity for what is not seen. The columns have ``queries`` queries from first_query on.
+    A score becomes -infinity where the query does not see the key. The columns hold ``queries``
+    queries from ``first_query`` on.
     """
     compute = ELEMENTS[dtype].compute
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    LANES = lanes_of(compute_dtype(dtype))
 
     @njit
-    def hide_outside(lanes, target, first, last, columns, count):
-        """first, last: the keys that the block's first query sees, from the tile's first key on."""
+    def hide_outside(row_facts, target, first, last, columns, count):
+        """Hide all but the keys from first to last, as the block's first query sees them in this
+        tile.
+        """
         hidden = splat(compute(-math.inf), LANES)
         for key in range(count):
             smallest = splat(compute(key - last), LANES)
             largest = splat(compute(key - first), LANES)
             for column in range(0, columns, LANES):
                 index = key * TILE_STRIDE + column
-                position = load_vector(lanes, POSITIONS + column, LANES)
+                position = load_vector(row_facts, POSITIONS + column, LANES)
                 score = load_vector(target, index, LANES)
                 score = select(less(position, smallest), hidden, score)
                 store(target, index, select(less(largest, position), hidden, score))
 
     @njit
-    def hide(piece, lanes, target, first_query, queries, key_start, columns, count):
+    def hide(piece, row_facts, target, first_query, queries, key_start, columns, count):
         first = piece.first_visible - key_start
         last = piece.last_visible - key_start
         if first_query + last < count - 1 or first_query + queries - 1 + first > 0:
             start = piece.query_start
-            hide_outside(lanes, target, start + first, start + last, columns, count)
+            hide_outside(row_facts, target, start + first, start + last, columns, count)
 
     return hide
 
 
 @functools.cache
-def scores_of(dtype: str, has_options: bool, differentiates: bool = False) -> Callable:
-    """``scores(parameters, piece, lanes, target, scratch, slopes, keys, queries, are_small,
-    first_query, query_count, key_start, columns, count)``.
+def make_scores(dtype: str, has_options: bool, differentiates: bool = False) -> Callable:
+    """Make the function that computes a tile of scores.
 
-    target[key, query] is the score before it is multiplied by parameters.factor (which is log2(e)
-    and, unless the scores are modified, the scale), and -infinity where the query does not see the
-    key. ``scratch`` has room for a tile, and so has ``slopes``: see modify_of. The rows up to a
-    multiple of what a product takes are undefined.
+    ``scores(parameters, piece, row_facts, target, scratch, slopes, keys, queries, are_small,
+    first_query, query_count, key_start, columns, count)``: target[key, query] is the score before
+    it is multiplied by parameters.factor (which is log2(e) and, without a score_mod, the scale),
+    and -infinity where the query does not see the key. ``scratch`` has room for a tile, and so has
+    ``slopes``: see `make_score_mod`. The rows up to a multiple of what a product takes are
+    undefined.
     """
-    matmul, _, _ = products_of(dtype)
-    steps, ROWS = steps_of(dtype), sizes_of(dtype).rows  # noqa: N806
-    modify, hide = modify_of(dtype, differentiates), hide_of(dtype)
+    matmul, _, _ = make_products(dtype)
+    steps, ROWS = make_step_counter(dtype), sizes_of(dtype).rows
+    apply_score_mod, hide = make_score_mod(dtype, differentiates), make_mask(dtype)
 
     @njit
     def scores(
-        parameters, piece, lanes, target, scratch, slopes, keys, queries, are_small,
+        parameters, piece, row_facts, target, scratch, slopes, keys, queries, are_small,
         first_query, query_count, key_start, columns, count,
     ):  # fmt: skip
         matmul(
@@ -285,32 +296,35 @@ def scores_of(dtype: str, has_options: bool, differentiates: bool = False) -> Ca
             steps(parameters.head_dim), False, are_small,
         )  # fmt: skip
         if has_options and parameters.modifies:
-            modify(parameters, piece, lanes, target, scratch, slopes, key_start, columns, count)
-        hide(piece, lanes, target, first_query, query_count, key_start, columns, count)
+            apply_score_mod(
+                parameters, piece, row_facts, target, scratch, slopes, key_start, columns, count
+            )
+        hide(piece, row_facts, target, first_query, query_count, key_start, columns, count)
 
     return scores
 
 
 @functools.cache
-def kept_of(dtype: str) -> Callable:
-    """``load_kept(parameters, lanes, target, key_start, first_column, columns, count)``.
+def make_dropout_mask(dtype: str) -> Callable:
+    """Make ``load_dropout_mask(parameters, row_facts, target, key_start, first_column, columns,
+    count)``.
 
-    A tile of 1.0 where dropout keeps a weight and of 0.0 where it does not. key_start must be a
-    multiple of WORDS.
+    The mask is a tile of 1.0 where dropout keeps a weight and of 0.0 where it does not.
+    ``key_start`` must be a multiple of WORDS.
     """
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
+    LANES = lanes_of(compute_dtype(dtype))
     as_int32 = pointer_to("int32")
 
     @njit
-    def load_kept(parameters, lanes, target, key_start, first_column, columns, count):
-        queries = shift(as_int32(address_of(shift(lanes, QUERIES))), first_column)
-        heads = shift(as_int32(address_of(shift(lanes, HEADS))), first_column)
+    def load_dropout_mask(parameters, row_facts, target, key_start, first_column, columns, count):
+        queries = shift(as_int32(address_of(shift(row_facts, QUERIES))), first_column)
+        heads = shift(as_int32(address_of(shift(row_facts, HEADS))), first_column)
         for key in range(0, count, WORDS):
             for column in range(0, columns, LANES):
-                store_kept(
+                store_dropout_mask(
                     shift(target, key * TILE_STRIDE + column), TILE_STRIDE,
                     (key_start + key) // WORDS, shift(queries, column), shift(heads, column),
                     parameters.seed, parameters.dropout_threshold, LANES,
                 )  # fmt: skip
 
-    return load_kept
+    return load_dropout_mask

@@ -1,7 +1,7 @@
 """The online softmax.
 
-With the maximum m and the sum l of 2^(score - m) so far, a tile with maximum m' turns l into
-l * 2^(m - max(m, m')) plus its own part, and the unnormalised output alike (Milakov and Gimelshein
+With the maximum m and the sum l of 2^(score - m) so far, a tile with maximum m' turns l into l *
+2^(m - max(m, m')) plus its own share, and the unnormalised output alike (Milakov and Gimelshein
 2018; Dao et al. 2022, algorithm 1). Scores and maxima are in units of log 2 here.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from numba import njit
 
-from foo_ops.kernels.attention.operands import pairs_storer_of, steps_of
+from foo_ops.kernels.attention.operands import make_pairs_storer, make_step_counter
 from foo_ops.kernels.attention.parameters import (
     KEY_BLOCK,
     LOG2,
@@ -21,8 +21,8 @@ from foo_ops.kernels.attention.parameters import (
     compute_dtype,
     lowest_score,
 )
-from foo_ops.kernels.attention.rows import fill_of
-from foo_ops.kernels.products.limbs import parts_of
+from foo_ops.kernels.attention.rows import make_fill
+from foo_ops.kernels.products.limbs import limbs_of
 from foo_ops.kernels.vectors.arithmetic import any_lane, less, maximum, select, splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
 from foo_ops.kernels.vectors.functions import exp2
@@ -30,14 +30,14 @@ from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointe
 from foo_ops.kernels.vectors.pairs import PAIRS
 from foo_ops.kernels.vectors.struct import row_of
 
-WEIGHTS_PART = KEY_BLOCK // 2 * TILE_STRIDE
+WEIGHTS_LIMB_STRIDE = KEY_BLOCK // 2 * TILE_STRIDE
 
 
 @functools.cache
-def sink_score_of(dtype: str) -> Callable:
-    """``sink_score(parameters, head)``, in units of log 2 and rounded as other scores are."""
+def make_sink_score(dtype: str) -> Callable:
+    """Make ``sink_score(parameters, head)``, in units of log 2 and rounded as other scores are."""
     compute = ELEMENTS[dtype].compute
-    LOWEST, LOG2E = lowest_score(dtype), 1.0 / LOG2  # noqa: N806
+    LOWEST, LOG2E = lowest_score(dtype), 1.0 / LOG2
 
     @njit
     def sink_score(parameters, head):
@@ -52,12 +52,13 @@ def sink_score_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def softmax_start_of(dtype: str) -> Callable:
-    """``start_softmax(parameters, piece, largest, total, columns)``: before the first tile of keys.
+def make_softmax_start(dtype: str) -> Callable:
+    """Make ``start_softmax(parameters, piece, largest, total, columns)``, for before the first
+    tile.
 
-    A sink is a score that has been seen already, by the first part of the keys.
+    A sink is a score that has been seen already, by the first split of the keys.
     """
-    fill, sink_score = fill_of(compute_dtype(dtype)), sink_score_of(dtype)
+    fill, sink_score = make_fill(compute_dtype(dtype)), make_sink_score(dtype)
     compute = ELEMENTS[dtype].compute
 
     @njit
@@ -77,21 +78,21 @@ def softmax_start_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
-    """``online_softmax(parameters, scores, kept, weights, largest, total, correction, columns,
-    count)``.
+def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
+    """Make the function that turns a tile of scores into weights 2^(factor * score - largest).
 
-    Turns a tile of scores into weights 2^(factor * score - largest), times kept if there is
-    dropout, with largest and total updated. Weights of dtype bfloat16x2 are pairs of neighbouring
-    keys, with zeros up to the steps of a product, and their parts are WEIGHTS_PART apart. Returns
-    whether a maximum grew, so that the output has to be multiplied by correction.
+    ``online_softmax(parameters, scores, dropout_mask, weights, largest, total, correction, columns,
+    count)`` updates largest and total, and multiplies the weights by the dropout mask if there is
+    one. Weights of dtype bfloat16x2 are pairs of neighbouring keys, with zeros up to the steps of a
+    product and limbs that are WEIGHTS_LIMB_STRIDE apart. Returns whether a maximum grew, so that
+    the output has to be multiplied by ``correction``.
     """
     compute = ELEMENTS[dtype].compute
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    fill = fill_of(compute_dtype(dtype))
+    LANES = lanes_of(compute_dtype(dtype))
+    fill = make_fill(compute_dtype(dtype))
     as_weights = pointer_to(weights_dtype)
-    packs, steps, PARTS = weights_dtype == PAIRS, steps_of(dtype), parts_of(dtype)  # noqa: N806
-    store_pairs = pairs_storer_of(dtype)
+    packs, steps, LIMBS = weights_dtype == PAIRS, make_step_counter(dtype), limbs_of(dtype)
+    store_pairs = make_pairs_storer(dtype)
 
     @njit
     def largest_of_tile(scores, column, count):
@@ -105,7 +106,9 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
 
     @njit
     def grow(largest, total, correction, column, top):
-        """Make ``top`` count among the scores seen so far. Returns whether a maximum grew."""
+        """Take ``top`` into the maximum of the scores seen so far. Returns whether a maximum
+        grew.
+        """
         zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
         before = load_vector(largest, column, LANES)
         after = maximum(top, before)
@@ -122,22 +125,22 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
         # A query that has seen nothing yet has the maximum -infinity: any finite number does.
         return select(less(lowest, largest), largest, zero)
 
-    def exponentials_of(has_dropout: bool) -> Callable:
-        """A loop without a branch keeps more of its constants in registers."""
+    def make_exponentials(has_dropout: bool) -> Callable:
+        """Make a loop without a branch, which keeps more of its constants in registers."""
 
         @njit
-        def exponential(scores, kept, index, factor, offset):
-            """The exponential, and what dropout leaves of it."""
+        def exponential(scores, dropout_mask, index, factor, offset):
+            """Return the exponential, and what dropout leaves of it."""
             score = load_vector(scores, index, LANES)
             # The product is rounded as the maximum is, which fma would not do: of scores near
             # 1e10 a difference of hundreds would remain, and 2^x overflow.
             value = exp2(score * factor + offset)
             if has_dropout:
-                return value, value * load_vector(kept, index, LANES)
+                return value, value * load_vector(dropout_mask, index, LANES)
             return value, value
 
         @njit
-        def exponentials(scores, kept, weights, largest, total, column, count, factor):
+        def exponentials(scores, dropout_mask, weights, largest, total, column, count, factor):
             zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
             offset = zero - base_of(load_vector(largest, column, LANES), lowest, zero)
             # Of this tile: one sum of all keys would round each weight to the digits of the total.
@@ -146,26 +149,28 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
                 pairs = as_weights(address_of(weights))
                 for key in range(0, count, 2):
                     index = key * TILE_STRIDE + column
-                    first, left = exponential(scores, kept, index, factor, offset)
+                    first, left = exponential(scores, dropout_mask, index, factor, offset)
                     index += TILE_STRIDE
-                    second, right = exponential(scores, kept, index, factor, offset)
+                    second, right = exponential(scores, dropout_mask, index, factor, offset)
                     sum_ = sum_ + (first + second)
-                    store_pairs(pairs, key // 2 * TILE_STRIDE + column, WEIGHTS_PART, left, right)
+                    store_pairs(
+                        pairs, key // 2 * TILE_STRIDE + column, WEIGHTS_LIMB_STRIDE, left, right
+                    )
             else:
                 for key in range(count):
                     index = key * TILE_STRIDE + column
-                    value, left = exponential(scores, kept, index, factor, offset)
+                    value, left = exponential(scores, dropout_mask, index, factor, offset)
                     sum_ = sum_ + value
                     store(weights, index, left)
             store(total, column, load_vector(total, column, LANES) + sum_)
 
         return exponentials
 
-    exponentials, exponentials_dropped = exponentials_of(False), exponentials_of(True)
+    exponentials, exponentials_with_dropout = make_exponentials(False), make_exponentials(True)
 
     @njit
     def online_softmax(
-        parameters, scores, kept, weights, largest, total, correction, columns, count
+        parameters, scores, dropout_mask, weights, largest, total, correction, columns, count
     ):
         factor = splat(compute(parameters.factor), LANES)
         # Maxima, and pairs, are taken of two keys at a time.
@@ -181,13 +186,19 @@ def softmax_of(dtype: str, weights_dtype: str, has_options: bool) -> Callable:
             grew = grow(largest, total, correction, column, top) or grew
         for column in range(0, columns, LANES):
             if has_options and parameters.dropout_threshold > 0:
-                exponentials_dropped(scores, kept, weights, largest, total, column, count, factor)
+                exponentials_with_dropout(
+                    scores, dropout_mask, weights, largest, total, column, count, factor
+                )
             else:
-                exponentials(scores, kept, weights, largest, total, column, count, factor)
+                exponentials(scores, dropout_mask, weights, largest, total, column, count, factor)
         if packs:
-            for number in range(PARTS):
+            for number in range(LIMBS):
                 for step in range((count + 1) // 2, steps(count)):
-                    fill(shift(weights, number * WEIGHTS_PART + step * TILE_STRIDE), columns, 0.0)
+                    fill(
+                        shift(weights, number * WEIGHTS_LIMB_STRIDE + step * TILE_STRIDE),
+                        columns,
+                        0.0,
+                    )
         return grew
 
     return online_softmax

@@ -1,11 +1,11 @@
-"""Attention: grad_key or grad_value, from the sums of its chunks, rounded once."""
+"""Add up the chunks of grad_key or grad_value, and round once."""
 
 from __future__ import annotations
 
 from numba.core import types
 
 from foo_ops.kernels.attention.parameters import compute_dtype
-from foo_ops.kernels.attention.rows import copy_row_of
+from foo_ops.kernels.attention.rows import make_copy_row
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.vectors.arithmetic import splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
@@ -13,15 +13,17 @@ from foo_ops.kernels.vectors.memory import load_vector, shift, store
 from foo_ops.kernels.vectors.values import Pointer
 
 
-def build(dtype: str) -> Kernel:
-    """gradient[row, column] = factor * sum over chunks of sums[chunk, row, column].
+def make_sum_chunks_kernel(dtype: str) -> Kernel:
+    """Make the kernel for gradient[row, column] = factor * sum over chunks of sums[chunk, row,
+    column].
 
-    Arguments: gradient with the stride of its rows, sums with those of chunks and rows (these
-    whole vectors), the number of rows, columns and chunks, and the factor. The sums are changed.
+    Its arguments are gradient with the stride of its rows, sums with the strides of chunks and rows
+    (the latter whole vectors), the number of rows, columns and chunks, and the factor. It
+    overwrites sums.
     """
     compute = ELEMENTS[dtype].compute
-    LANES = lanes_of(compute_dtype(dtype))  # noqa: N806
-    copy_row = copy_row_of(compute_dtype(dtype))
+    LANES = lanes_of(compute_dtype(dtype))
+    copy_row = make_copy_row(compute_dtype(dtype))
 
     def sum_chunks(gradient, row_stride, sums, chunk_stride, width, rows, columns, chunks, factor):
         factors = splat(compute(factor), LANES)

@@ -31,9 +31,9 @@ _LONGEST_TITLE = 100
 
 
 def cache_directory() -> Path | None:
-    """Folder of the compiled kernels: FOO_CACHE_DIR, or foo_ops in the user's cache folder.
+    """Return the folder of compiled kernels: FOO_CACHE_DIR, or foo_ops in the user's cache folder.
 
-    None for a user without a home, as one whom a container does not know.
+    It is None for a user without a home, as a container may have one.
     """
     chosen = os.environ.get("FOO_CACHE_DIR")
     if chosen:
@@ -53,13 +53,15 @@ def _registered_home() -> str | None:
 
 
 def file_name(title: str, key: str) -> str:
-    """Name of a kernel's file. The key tells apart those whose titles are too long."""
+    """Name a kernel's file. The key tells apart those whose titles are too long."""
     short = title.encode()[:_LONGEST_TITLE].decode(errors="ignore")
     return f"{short}-{key}.o"
 
 
 def read(name: str) -> bytes | None:
-    """The object code in a file, or None if there is none that is whole and can be trusted."""
+    """Return the object code in a file, or None if there is none that is whole and can be
+    trusted.
+    """
     path = cache_directory()
     try:
         if path is None:
@@ -156,7 +158,7 @@ def _make_private(path: Path) -> None:
 
 @contextlib.contextmanager
 def _opened_folder(path: Path) -> Iterator[int]:
-    """A descriptor of a folder in which nobody but this user and root may write."""
+    """Open a folder in which nobody but this user and root may write; return its descriptor."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         distrust = _distrust(os.fstat(descriptor))
@@ -168,7 +170,7 @@ def _opened_folder(path: Path) -> Iterator[int]:
 
 
 def _distrust(status: os.stat_result) -> str | None:
-    """Why others than this user and root could have written what was opened, if they could."""
+    """Say why others than this user and root could have written what was opened, if they could."""
     if status.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {status.st_uid}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -24,7 +24,7 @@ ALLOWED_SYMBOLS = {"memcpy", "memset", "memmove", *_MATH, *(f"{name}f" for name 
 
 
 def compile_kernel(build: Callable[[], Kernel]) -> bytes:
-    """Object code of the kernel that ``build`` makes, with the C function ``ENTRY``."""
+    """Return the object code of the kernel that ``build`` makes, with the C function ``ENTRY``."""
     with without_garbage_collection():
         from numba.core.compiler_lock import global_compiler_lock
 

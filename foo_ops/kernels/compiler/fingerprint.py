@@ -1,4 +1,4 @@
-"""What the code of a function depends on, as bytes: for the key of the cache on disk.
+"""Describe, in bytes, what the code of a function depends on: for the key of the cache on disk.
 
 A function counts with its compiled code, its defaults, what it closes over and the globals that it
 names, and so do the functions among these, wherever they are. Line numbers and comments do not
@@ -16,7 +16,9 @@ from typing import Any
 
 
 def fingerprint(*functions: Callable[..., Any]) -> bytes:
-    """The same for the same functions in every process, another where anything differs."""
+    """Return the same for the same functions in every process, and another where anything
+    differs.
+    """
     seen: dict[int, int] = {}
     return b"\0".join(part for function in functions for part in _parts(function, seen))
 
@@ -46,7 +48,7 @@ def _parts(value: Any, seen: dict[int, int]) -> Iterator[bytes]:
 
 
 def _function_of(value: Any) -> Any:
-    """The Python function in what Numba makes of one: ``njit`` and ``intrinsic``."""
+    """Return the Python function in what Numba makes of one: ``njit`` and ``intrinsic``."""
     for attribute in ("py_func", "_defn"):
         inner = getattr(value, attribute, None)
         if isinstance(inner, types.FunctionType):
@@ -75,7 +77,7 @@ def _function_parts(function: types.FunctionType, seen: dict[int, int]) -> Itera
 def _module_parts(
     module: types.ModuleType, names: frozenset[str], seen: dict[int, int]
 ) -> Iterator[bytes]:
-    """Of what a function may use of a module that it names."""
+    """Yield what a function may use of a module that it names."""
     yield module.__name__.encode()
     if is_known(module.__name__):
         return
@@ -98,7 +100,7 @@ def _code_parts(code: types.CodeType, seen: dict[int, int]) -> Iterator[bytes]:
 def is_known(module: str | None) -> bool:
     """Whether the key covers a module by its package's version or by its source.
 
-    None is that of a function that was made by ``exec``.
+    The module is None for a function that was made by ``exec``.
     """
     if module is None:
         return False
@@ -111,12 +113,12 @@ def is_known(module: str | None) -> bool:
 
 
 def global_names(code: types.CodeType) -> frozenset[str]:
-    """The globals that a function's code reads."""
+    """Return the names of the globals that a function's code reads."""
     return _names(code, "LOAD_GLOBAL", "LOAD_NAME")
 
 
 def attribute_names(code: types.CodeType) -> frozenset[str]:
-    """The attributes that a function's code reads."""
+    """Return the names of the attributes that a function's code reads."""
     return _names(code, "LOAD_ATTR", "LOAD_METHOD")
 
 

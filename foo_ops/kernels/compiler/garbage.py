@@ -1,4 +1,4 @@
-"""Work that makes many objects which live on."""
+"""Keep Python's garbage collector from work that makes many objects which live on."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _thresholds = gc.get_threshold()
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """To look through all objects is a fifth of the time of a compiler, and 0.1 s beside torch.
+    """Stop the collector, which takes a fifth of a compiler's time, and 0.1 s beside torch.
 
-    A threshold of 0 stops it, and not `gc.disable`: that is left to others, who may call it in
-    another thread meanwhile.
+    It is stopped by a threshold of 0. `gc.disable` is left to others, who may call it in another
+    thread meanwhile.
     """
     _begin()
     try:
@@ -49,8 +49,8 @@ def _end() -> None:
 def _count_as_old() -> None:
     """Move all objects into the oldest generation, unlooked at.
 
-    Else the next collection, of the youngest, goes through all that was made meanwhile. Objects
-    that somebody else has frozen stay so.
+    Otherwise the next collection, of the youngest, goes through all that was made meanwhile.
+    Objects that somebody else has frozen stay so.
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()

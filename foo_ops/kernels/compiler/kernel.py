@@ -15,8 +15,9 @@ from typing import Any, Protocol
 class Kernel:
     """A function to compile: Python source that Numba understands and its argument types.
 
-    The compiled C function takes these arguments and returns nothing. ``vectorizes``: loops over
-    scalars are to become loops over vectors, which those over explicit vectors are already.
+    The compiled C function takes these arguments and returns nothing. If it ``vectorizes``, LLVM
+    turns loops over scalars into loops over vectors; kernels on explicit vectors need no such
+    thing.
     """
 
     function: Callable[..., None]

@@ -31,9 +31,9 @@ with without_garbage_collection():
 
     from foo_ops.kernels.compiler.processor import (
         has_matrix_unit,
-        multiplies_pairs,
-        multiplies_tiles,
         target,
+        use_matrix_unit,
+        use_pairs,
         vector_bits,
     )
 
@@ -78,7 +78,7 @@ def _warn_of_upgrade() -> None:
 
 
 def _key(source: Source, signature: str, sources: bytes) -> str:
-    """Hash of all that the object code depends on."""
+    """Hash all that the object code depends on."""
     parts = [
         signature,
         sys.version,
@@ -87,8 +87,8 @@ def _key(source: Source, signature: str, sources: bytes) -> str:
         repr(llvm.llvm_version_info),
         *target(),
         str(vector_bits()),
-        str(multiplies_pairs()),
-        str(multiplies_tiles()),
+        str(use_pairs()),
+        str(use_matrix_unit()),
         # This also asks for the unit that a stored kernel may use.
         str(has_matrix_unit()),
     ]

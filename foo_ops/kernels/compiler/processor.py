@@ -1,4 +1,4 @@
-"""The processor that kernels are compiled for."""
+"""Tell what the processor can do that kernels are compiled for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 def target() -> tuple[str, str, str]:
-    """Triple, processor and features, those of the host.
+    """Return triple, processor and features, those of the host.
 
     NUMBA_CPU_NAME and NUMBA_CPU_FEATURES choose others, as they do for Numba.
     """
@@ -30,7 +30,9 @@ def target() -> tuple[str, str, str]:
 
 
 def vector_bits() -> int:
-    """Width of explicit vectors: FOO_VECTOR_BITS, or the widest that the processor has."""
+    """Return the width of explicit vectors: FOO_VECTOR_BITS, or the widest that the processor
+    has.
+    """
     chosen = os.environ.get("FOO_VECTOR_BITS")
     if chosen:
         if chosen not in ("128", "256", "512"):
@@ -43,12 +45,12 @@ def vector_bits() -> int:
 
 
 def vector_registers() -> int:
-    """Number of vector registers: 32 with AVX-512 and on 64-bit Arm, else 16."""
+    """Return the number of vector registers: 32 with AVX-512 and on 64-bit Arm, else 16."""
     triple, _, features = target()
     return 32 if "+avx512f" in features.split(",") or triple.startswith("aarch64") else 16
 
 
-def multiplies_pairs() -> bool:
+def use_pairs() -> bool:
     """Whether matrix products of bfloat16 are to multiply it in pairs.
 
     They are where that is quicker than float32. FOO_BFLOAT16_PAIRS=1 makes other processors do the
@@ -58,8 +60,8 @@ def multiplies_pairs() -> bool:
     return _has_quick_dot() if chosen is None else chosen
 
 
-def multiplies_tiles() -> bool:
-    """Whether matrix products are to be cut into the tiles of bfloat16 of a matrix unit (AMX).
+def use_matrix_unit() -> bool:
+    """Whether matrix products are to be cut into tiles of bfloat16 for a matrix unit (AMX).
 
     FOO_MATRIX_UNIT=1 makes other processors multiply such tiles with vectors, for tests;
     FOO_MATRIX_UNIT=0 switches it off.
@@ -69,7 +71,7 @@ def multiplies_tiles() -> bool:
 
 
 def _switch(name: str) -> bool | None:
-    """What an environment variable says, if anything."""
+    """Read an environment variable that is 0 or 1; None where it is not set."""
     chosen = os.environ.get(name)
     if chosen and chosen not in ("0", "1"):
         raise ValueError(f"{name} must be 0 or 1, got {chosen}")
@@ -82,8 +84,10 @@ def has_bfloat16_dot() -> bool:
 
 
 def _has_quick_dot() -> bool:
-    """Zen 4 starts as many dot products as fma, of twice the work; on Sapphire Rapids a dot takes
-    as long as four fma.
+    """Whether a dot product of pairs is quicker than the two fma that it replaces.
+
+    Zen 4 starts as many dot products as fma, of twice the work; on Sapphire Rapids a dot takes as
+    long as four fma.
     """
     return has_bfloat16_dot() and target()[1].startswith("znver")
 
@@ -95,7 +99,7 @@ def has_matrix_unit() -> bool:
 
 @functools.cache
 def _ask_for_tiles() -> bool:
-    """Linux gives the registers of AMX to a process that asks, and not to every one."""
+    """Ask Linux for the registers of AMX, which it does not give to every process."""
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None, use_errno=True)

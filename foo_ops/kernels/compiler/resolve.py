@@ -1,12 +1,12 @@
 """Find the address of a kernel. The compiler runs in a thread of its own. Light: no Numba, no LLVM.
 
-Python runs the handlers of signals in the main thread, between any two steps of what it does.
-While that only waits for another thread, an exception of a handler, such as KeyboardInterrupt,
-leaves nothing half done, and the handler itself may need a kernel. The compiler goes on, and the
-next call finds what it has made.
+Python runs the handlers of signals in the main thread, between any two steps of what it does. While
+that only waits for another thread, an exception of a handler, such as KeyboardInterrupt, leaves
+nothing half done, and the handler itself may need a kernel. The compiler goes on, and the next call
+finds what it has made.
 
-A fork waits until the compiler is idle. A child would else find it in the middle of its work, with
-locks that nobody releases, as the thread that holds them is not in the child.
+A fork waits until the compiler is idle. Otherwise a child would find it in the middle of its work,
+with locks that nobody releases, as the thread that holds them is not in the child.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _addresses: dict[tuple[str, str], int] = {}
 
 
 def resolve(kernel: str, signature: str) -> int:
-    """Address of the C function for ``kernel``, compiled or loaded at the first call.
+    """Return the address of the C function for ``kernel``, compiled or loaded at the first call.
 
     Thread-safe, and may be called by handlers of signals. Raises `KernelError` where the kernel
     cannot be compiled.
@@ -109,7 +109,7 @@ def _is_importing() -> bool:
 
 
 def _compiler_locks() -> list[Any]:
-    """The locks of the compiler, in the order in which it takes them."""
+    """Return the locks of the compiler, in the order in which it takes them."""
     numba = getattr(sys.modules.get("numba.core.compiler_lock"), "global_compiler_lock", None)
     return [_lock] if numba is None else [_lock, numba._lock]
 
@@ -126,7 +126,7 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    """The thread that took the locks is the one of the child, too."""
+    """Release the locks in the parent, and in the child, whose thread is the one that took them."""
     while _held:
         _held.pop().release()
 

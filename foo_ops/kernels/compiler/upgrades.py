@@ -1,7 +1,7 @@
-"""Whether the sources of this package on disk are still those that this process imported.
+"""Notice when the sources of kernels on disk are no longer those that this process imported.
 
-Modules are imported when they are needed, and the package may be upgraded meanwhile. What is
-compiled then comes from some of the old sources and some of the new ones.
+Modules are imported when they are needed, and the package may be upgraded meanwhile. A kernel that
+is compiled then comes from some of the old sources and some of the new ones.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def _is_source(name: str) -> bool:
 
 
 def _state() -> list[tuple[str, int, int, int]]:
-    """What changes with the files; to read them takes ten times as long.
+    """Return what changes with the files; to read them takes ten times as long.
 
-    Nothing where there are no files, as in a program that was packed into one.
+    It is empty where there are no files, as in a program that was packed into one.
     """
     try:
         found = [(name, os.stat(os.path.join(_FOLDER, name))) for name in _names()]
@@ -48,7 +48,7 @@ def is_upgraded() -> bool:
 
 
 def digest() -> bytes | None:
-    """Hash of the sources as they were imported, or None if they have changed since."""
+    """Hash the sources as they were imported; None if they have changed since."""
     content = hashlib.sha256()
     try:
         for name, *_ in _AT_IMPORT:

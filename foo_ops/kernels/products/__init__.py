@@ -1,1 +1,16 @@
-"""Matrix products of a tile, on vectors and on a matrix unit."""
+"""Multiply matrices: on register tiles of vectors, and on a matrix unit.
+
+A product c = a b on vectors keeps a register tile of c over all steps. In each step it broadcasts
+one element of every row of a, and multiplies it by vectors of a row of b::
+
+                          b   step ->  [ vector | vector | vector ]   COLUMNS vectors of LANES
+                                           |        |        |
+        a   row 0   [step]  -- splat -->  sum      sum      sum
+            row 1   [step]  -- splat -->  sum      sum      sum       ROWS x COLUMNS sums in
+            ...                                                       registers
+            row ROWS - 1                  sum      sum      sum
+
+With 16 registers a tile is 4 x 3 vectors, with 32 it is 4 x 4. On a matrix unit, two by two
+registers of sums, each of 16 x 16 float32, take pairs of bfloat16: one limb of each number at a
+time.
+"""

@@ -1,4 +1,4 @@
-"""Matrix products on the tiles of a matrix unit, of numbers in parts of bfloat16."""
+"""Multiply matrices on a matrix unit, whose numbers come in limbs of bfloat16."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ TILE_MULTIPLE = 32
 each register of factors twice."""
 GROUP = GROUP_ELEMENTS // 2
 """The steps that a register of factors holds."""
-# Of numbers in parts, so many steps are summed over for all rows before the next ones are: what
+# With several limbs, so many steps are summed over for all rows before the next ones are: what
 # they take of b stays in the nearest cache. 7 to 9 % of float16 and float32.
 STEPS_AT_ONCE = 32
 
 
 @njit
 def nothing():
-    """What there is to begin, or to end, without a matrix unit."""
+    """Begin, or end, where there is no matrix unit."""
 
 
 @functools.cache
-def tile_products_of(parts: int) -> tuple[Callable, Callable, Callable]:
-    """``matmul``, and ``begin()`` and ``end()``, to be called before the first product of a kernel
-    and after the last: of one product they would be a sixth of the time.
+def make_amx_products(limbs: int) -> tuple[Callable, Callable, Callable]:
+    """Make ``matmul``, and ``begin()`` and ``end()``.
 
-    ``matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small)`` computes, for row <
-    rows and column < columns,
+    They are called before the first product of a kernel and after the last: around each product
+    they would be a sixth of the time. ``matmul(c, c_stride, a, b, rows, columns, steps, accumulate,
+    are_small)`` computes, for row < rows and column < columns,
 
         c[row, column] = sum over step of a[row, step] * b[step, column]   (+ c if accumulate)
 
-    where each step is of pairs of numbers, and each number is the sum of its parts. c is float32.
-    The factor a is a tuple: the pointer, the stride of a row, that of a GROUP of steps, which are
-    adjacent, and how far its parts are apart; b is the pointer, the stride of a step, and how far
-    its parts are apart. Steps and columns must be multiples of 16, rows should be of 32.
-    ``are_small``: see foo_ops/kernels/products/limbs.py.
+    where each step is of pairs of numbers, and each number is the sum of its limbs. c is float32.
+    The matrix a is a tuple: the pointer, the stride of a row, the stride of a GROUP of steps, which
+    are adjacent, and the distance of its limbs. b is the pointer, the stride of a step, and the
+    distance of its limbs. Steps and columns must be multiples of 16, rows should be multiples of
+    32. For ``are_small`` see foo_ops/kernels/products/limbs.py.
     """
-    by_sums = _product_of_sums(parts)
+    by_sums = _make_product_of_sums(limbs)
 
     if not has_matrix_unit():
-        return _without_unit(by_sums), nothing, nothing
+        return _make_product_without_unit(by_sums), nothing, nothing
 
-    by_registers = _product_by_registers(parts)
+    by_registers = _make_product_by_registers(limbs)
 
     @njit
     def matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small):
@@ -82,13 +82,13 @@ def tile_products_of(parts: int) -> tuple[Callable, Callable, Callable]:
 
 @njit
 def moved(a, row, step):
-    """The left factor from a row and a step on, which must be the first of a group."""
-    pointer, row_stride, group_stride, part = a
+    """Move the left matrix on to a row and a step, which must be the first of a group."""
+    pointer, row_stride, group_stride, limb_stride = a
     place = row * row_stride + step // GROUP * group_stride
-    return shift(pointer, place), row_stride, group_stride, part
+    return shift(pointer, place), row_stride, group_stride, limb_stride
 
 
-def _without_unit(by_sums: Callable) -> Callable:
+def _make_product_without_unit(by_sums: Callable) -> Callable:
     @njit
     def matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small):
         by_sums(c, c_stride, a, b, rows, columns, steps, accumulate)
@@ -97,31 +97,31 @@ def _without_unit(by_sums: Callable) -> Callable:
 
 
 @functools.cache
-def _product_of_sums(parts: int) -> Callable:
-    """The product by vectors, of the numbers that the parts add up to."""
-    LANES = lanes_of("float32")  # noqa: N806
+def _make_product_of_sums(limbs: int) -> Callable:
+    """Make the product by vectors, of the numbers that the limbs add up to."""
+    LANES = lanes_of("float32")
     as_elements = pointer_to("bfloat16")
 
     @njit
-    def number(elements, index, part):
+    def number(elements, index, limb_stride):
         result = load(elements, index)
-        for other in range(1, parts):
-            result += load(elements, index + other * 2 * part)
+        for other in range(1, limbs):
+            result += load(elements, index + other * 2 * limb_stride)
         return splat(result, LANES)
 
     @njit
-    def pair_of_vectors(pairs, index, part):
+    def pair_of_vectors(pairs, index, limb_stride):
         vector = load_vector(pairs, index, LANES)
         first, second = first_of_pairs(vector), second_of_pairs(vector)
-        for other in range(1, parts):
-            vector = load_vector(pairs, index + other * part, LANES)
+        for other in range(1, limbs):
+            vector = load_vector(pairs, index + other * limb_stride, LANES)
             first, second = first + first_of_pairs(vector), second + second_of_pairs(vector)
         return first, second
 
     @njit
     def product(c, c_stride, a, b, rows, columns, steps, accumulate):
-        left, row_stride, group_stride, left_part = a
-        right, stride, right_part = b
+        left, row_stride, group_stride, left_limb_stride = a
+        right, stride, right_limb_stride = b
         elements = as_elements(address_of(left))
         for row in range(rows):
             for column in range(0, columns, LANES):
@@ -129,9 +129,11 @@ def _product_of_sums(parts: int) -> Callable:
                 total = splat(types.float32(0.0), LANES)
                 for step in range(steps):
                     place = row * row_stride + step // GROUP * group_stride + step % GROUP
-                    first, second = pair_of_vectors(right, step * stride + column, right_part)
-                    total = fma(number(elements, 2 * place, left_part), first, total)
-                    total = fma(number(elements, 2 * place + 1, left_part), second, total)
+                    first, second = pair_of_vectors(
+                        right, step * stride + column, right_limb_stride
+                    )
+                    total = fma(number(elements, 2 * place, left_limb_stride), first, total)
+                    total = fma(number(elements, 2 * place + 1, left_limb_stride), second, total)
                 if accumulate:
                     total = total + load_vector(c, index, LANES)
                 store(c, index, total)
@@ -139,9 +141,9 @@ def _product_of_sums(parts: int) -> Callable:
     return product
 
 
-def _product_by_registers(parts: int) -> Callable:
-    """The product for a multiple of 16 rows."""
-    band, half_band, in_parts = _band(parts, 2), _band(parts, 1), parts > 1
+def _make_product_by_registers(limbs: int) -> Callable:
+    """Make the product for a multiple of 16 rows."""
+    band, half_band, in_limbs = _make_band(limbs, 2), _make_band(limbs, 1), limbs > 1
 
     @njit
     def bands(c, c_stride, a, b, rows, columns, steps, accumulate):
@@ -154,40 +156,41 @@ def _product_by_registers(parts: int) -> Callable:
 
     @njit
     def product(c, c_stride, a, b, rows, columns, steps, accumulate):
-        pointer, stride, part = b
-        some = STEPS_AT_ONCE if in_parts else steps
+        pointer, stride, limb_stride = b
+        some = STEPS_AT_ONCE if in_limbs else steps
         for step in range(0, steps, some):
             bands(
-                c, c_stride, moved(a, 0, step), (shift(pointer, step * stride), stride, part),
+                c, c_stride, moved(a, 0, step),
+                (shift(pointer, step * stride), stride, limb_stride),
                 rows, columns, min(some, steps - step), accumulate or step > 0,
             )  # fmt: skip
 
     return product
 
 
-def _band(parts: int, ROWS: int) -> Callable:  # noqa: N803
-    """The product for ``ROWS`` times 16 rows."""
-    pair, single = _block(parts, ROWS, 2), _block(parts, ROWS, 1)
+def _make_band(limbs: int, ROWS: int) -> Callable:
+    """Make the product for ``ROWS`` times 16 rows."""
+    pair, single = _make_block(limbs, ROWS, 2), _make_block(limbs, ROWS, 1)
 
     @njit
     def band(c, c_stride, a, b, columns, steps, accumulate):
-        pointer, stride, part = b
+        pointer, stride, limb_stride = b
         for column in range(0, columns - 16, 32):
-            place = (shift(pointer, column), stride, part)
+            place = (shift(pointer, column), stride, limb_stride)
             pair(shift(c, column), c_stride, a, place, steps, accumulate)
         if columns % 32 != 0:
-            place = (shift(pointer, columns - 16), stride, part)
+            place = (shift(pointer, columns - 16), stride, limb_stride)
             single(shift(c, columns - 16), c_stride, a, place, steps, accumulate)
 
     return band
 
 
-def _block(parts: int, ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
-    """The product for ``ROWS`` x ``COLUMNS`` registers of sums: 0 and 1 above 2 and 3.
+def _make_block(limbs: int, ROWS: int, COLUMNS: int) -> Callable:
+    """Make the product for ``ROWS`` x ``COLUMNS`` registers of sums: 0 and 1 above 2 and 3.
 
-    4 and 5 hold rows of a part of a, 6 and 7 columns of a part of b.
+    Registers 4 and 5 hold rows of one limb of a, 6 and 7 columns of one limb of b.
     """
-    has_two, has_three = parts >= 2, parts == 3
+    has_two, has_three = limbs >= 2, limbs == 3
 
     @njit
     def zero():
@@ -199,7 +202,7 @@ def _block(parts: int, ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
             if COLUMNS == 2:
                 matrix_zero(3)
 
-    def for_sums(operation: Callable) -> Callable:
+    def make_for_sums(operation: Callable) -> Callable:
         @njit
         def apply(c, stride):
             operation(0, c, stride)
@@ -212,7 +215,7 @@ def _block(parts: int, ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
 
         return apply
 
-    load_sums, store_sums = for_sums(matrix_load), for_sums(matrix_store)
+    load_sums, store_sums = make_for_sums(matrix_load), make_for_sums(matrix_store)
 
     @njit
     def load_a(a, stride):
@@ -237,16 +240,16 @@ def _block(parts: int, ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
                 matrix_dot(3, 5, 7)
 
     @njit
-    def products(a, a_row, a_part, b, b_stride, b_part):
-        """Those of the parts, in an order in which one factor of two stays."""
+    def products(a, a_row, a_limb_stride, b, b_stride, b_limb_stride):
+        """Multiply the limbs in an order in which one matrix of two stays in its registers."""
         load_a(a, a_row)
         if has_three:
-            load_b(shift(b, 2 * b_part), b_stride)
+            load_b(shift(b, 2 * b_limb_stride), b_stride)
             dot()
         if has_two:
-            load_b(shift(b, b_part), b_stride)
+            load_b(shift(b, b_limb_stride), b_stride)
             dot()
-            load_a(shift(a, a_part), a_row)
+            load_a(shift(a, a_limb_stride), a_row)
             dot()
         load_b(b, b_stride)
         dot()
@@ -254,21 +257,21 @@ def _block(parts: int, ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
             load_a(a, a_row)
             dot()
         if has_three:
-            load_a(shift(a, 2 * a_part), a_row)
+            load_a(shift(a, 2 * a_limb_stride), a_row)
             dot()
 
     @njit
     def block(c, c_stride, a, b, steps, accumulate):
-        left, row_stride, group_stride, left_part = a
-        right, stride, right_part = b
+        left, row_stride, group_stride, left_limb_stride = a
+        right, stride, right_limb_stride = b
         if accumulate:
             load_sums(c, c_stride)
         else:
             zero()
         for group in range(steps // GROUP):
             products(
-                shift(left, group * group_stride), row_stride, left_part,
-                shift(right, group * GROUP * stride), stride, right_part,
+                shift(left, group * group_stride), row_stride, left_limb_stride,
+                shift(right, group * GROUP * stride), stride, right_limb_stride,
             )  # fmt: skip
         store_sums(c, c_stride)
 

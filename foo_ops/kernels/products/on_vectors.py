@@ -1,4 +1,4 @@
-"""Matrix products on register tiles."""
+"""Multiply matrices on register tiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foo_ops.kernels.vectors.register_tiles import tile_add, tile_fma, tile_stor
 
 
 def shapes() -> tuple[tuple[int, int], ...]:
-    """Rows and vectors of the register tiles, the widest first."""
+    """Return rows and vectors of the register tiles, the widest first."""
     if vector_registers() == 16:
         # 12 sums, 3 vectors of b and 1 element of a fill them all.
         return (4, 3), (4, 2), (8, 1)
@@ -23,8 +23,8 @@ def shapes() -> tuple[tuple[int, int], ...]:
 
 
 @functools.cache
-def next_panel_of(dtype: str) -> Callable:
-    """``next_panel(columns)``: how many of these columns one register tile takes."""
+def make_next_register_panel(dtype: str) -> Callable:
+    """Make ``next_panel(columns)``: how many of these columns one register tile takes."""
     lanes = lanes_of(dtype)
     widest, pair, _ = (vectors * lanes for _, vectors in shapes())
     # Two tiles of two vectors are quicker than one of three and one of one.
@@ -40,8 +40,8 @@ def next_panel_of(dtype: str) -> Callable:
 
 
 @functools.cache
-def matmul_of(c: str, a: str, b: str) -> Callable:
-    """The matrix product for a compute dtype c, and dtypes a and b that load as it.
+def make_matmul(c: str, a: str, b: str) -> Callable:
+    """Make the matrix product for a compute dtype c, and dtypes a and b that load as it.
 
     ``matmul(c, c_stride, a, a_row_stride, a_step_stride, b, b_stride, rows, columns, steps,
     accumulate)`` computes, for row < rows and column < columns,
@@ -53,8 +53,8 @@ def matmul_of(c: str, a: str, b: str) -> Callable:
     is a pair.
     """
     lanes = lanes_of(c)
-    panel, pair, single = (_panel((c, a, b), *shape) for shape in shapes())
-    next_panel = next_panel_of(c)
+    panel, pair, single = (_make_panel((c, a, b), *shape) for shape in shapes())
+    next_panel = make_next_register_panel(c)
 
     @njit
     def matmul(c, c_stride, a, a_row, a_step, b, b_stride, rows, columns, steps, accumulate):
@@ -73,14 +73,14 @@ def matmul_of(c: str, a: str, b: str) -> Callable:
     return matmul
 
 
-def _panel(dtypes: tuple[str, str, str], ROWS: int, COLUMNS: int) -> Callable:  # noqa: N803
-    """The product for ``COLUMNS`` vectors: ``ROWS`` rows at a time, then row by row.
+def _make_panel(dtypes: tuple[str, str, str], ROWS: int, COLUMNS: int) -> Callable:
+    """Make the product for ``COLUMNS`` vectors: ``ROWS`` rows at a time, then row by row.
 
     The sums of a tile of c stay in registers over all steps. What c held is added at the end: one
-    sum over thousands of keys or queries rounds each step to the digits of all of them, and those
-    of a tile each are as exact as a sum of few.
+    sum over thousands of keys or queries rounds each step to the digits of all of them, while the
+    sums of one tile each are as exact as a sum of few.
     """
-    LANES = lanes_of(dtypes[0])  # noqa: N806
+    LANES = lanes_of(dtypes[0])
 
     @njit
     def panel(c, c_stride, a, a_row, a_step, b, b_stride, rows, steps, accumulate):

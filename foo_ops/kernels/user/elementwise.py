@@ -1,4 +1,4 @@
-"""The loop around a scalar function: what every elementwise kernel is made of."""
+"""Loop around a scalar function: every elementwise kernel is made of this."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ ABSENT, GIVEN = "none", "given"
 SCALARS = {"int": types.int64, "bool": types.boolean}
 
 
-def elementwise(
+def make_elementwise_kernel(
     signature: str,
     kinds: tuple[str, ...],
     variants: Mapping[str, tuple[int, str, tuple[str, ...]]],
     *functions: Callable,
 ) -> Kernel:
-    """Kernel that applies a scalar function to every element.
+    """Make the kernel that applies a scalar function to every element.
 
     Args:
         signature: the inputs' common dtype, then the dtype of each tensor that has its own, and
             "none" or "given" for each other argument that is optional.
         kinds: "tensor", "own" for a tensor that has its own dtype, "float", "int" or "bool" for
             each argument of the function, with "?" after it where it is optional.
-        variants: for each common dtype which of the functions it is, as what dtype elements are
-            read, and as what those of each output are written.
+        variants: for each common dtype the position of its function, the dtype in which elements
+            are read, and the dtypes in which the outputs are written.
         functions: each takes one scalar for each argument and returns one for each output, in the
             compute types of their dtypes (see vectors/elements.py). A float is in the inputs'
             compute type, where that is a floating-point type.
@@ -101,7 +101,7 @@ def elementwise(
 
 
 def _arguments(kinds: tuple[str, ...], codes: list[str], common: str) -> list[Argument]:
-    """Of a call whose signature goes on with these codes."""
+    """Describe the arguments of a call whose signature goes on with these codes."""
     compute = ELEMENTS[common].compute
     numbers_types = {"float": compute if isinstance(compute, types.Float) else types.float64}
     numbers_types |= SCALARS

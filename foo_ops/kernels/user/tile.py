@@ -25,7 +25,7 @@ ARGUMENT_TYPES = (
 SCALARS = {"float": types.float64, "int": types.int64, "bool": types.boolean}
 
 
-def tile(
+def make_tile_kernel(
     signature: str,
     kinds: tuple[str, ...],
     contiguous_rows: bool,

@@ -1,4 +1,4 @@
-"""Kernels that users hand to the kit: plain Python functions, compiled with what they call."""
+"""Turn plain Python functions of users, with all that they call, into sources of kernels."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class UserKernel(Source):
     """Functions of a user, and what makes a kernel of them.
 
     Attributes:
-        operator: for messages.
-        functions: what is compiled.
+        operator: the operator's name, for messages.
+        functions: the functions to compile.
         maker: gets a signature, the options and the functions as Numba takes them.
-        options: what else decides the code; their repr is part of the key of the cache.
+        options: whatever else decides the code; their repr is part of the key of the cache.
     """
 
     operator: str
@@ -41,7 +41,7 @@ class UserKernel(Source):
 
     @property
     def title(self) -> str:
-        """Not the operator's: what serves several is compiled once."""
+        """The name of the first function: one that serves several operators is compiled once."""
         return re.sub(r"\W+", "", self.functions[0].__name__)
 
     def fingerprint(self) -> bytes:
@@ -56,7 +56,7 @@ class UserKernel(Source):
         return self.maker(signature, *self.options, *map(compilable.of, self.functions))
 
     def explain(self, signature: str, error: Exception) -> KernelError:
-        """One message with the operator, the dtypes and the line of the user's file."""
+        """Say in one message the operator, the dtypes and the line of the user's file."""
         place, reason = _place_of(error, self.functions[0]), _reason_of(error)
         return KernelError(
             f"{self.operator}: its kernel cannot be compiled for {signature}: {reason} ({place})"
@@ -64,7 +64,7 @@ class UserKernel(Source):
 
 
 class _Compilable:
-    """Functions with those that they call wrapped in ``njit``, so that Numba compiles them too."""
+    """Wraps functions and those that they call in ``njit``, so that Numba compiles them too."""
 
     def __init__(self) -> None:
         self._wrapped: dict[types.FunctionType, Any] = {}
@@ -97,7 +97,7 @@ class _Compilable:
         return self._wrapped[function]
 
     def _module(self, module: types.ModuleType, names: frozenset[str]) -> types.ModuleType:
-        """A module with those of its functions wrapped that are used."""
+        """Copy a module, with those of its functions wrapped that are used."""
         functions = {name: vars(module)[name] for name in names & vars(module).keys()}
         functions = {name: value for name, value in functions.items() if _is_plain(value)}
         if is_known(module.__name__) or not functions:
@@ -109,7 +109,7 @@ class _Compilable:
 
 
 def _refuse_to_raise(code: types.CodeType) -> None:
-    """Numba compiles an exception to a status, which nobody would look at."""
+    """Refuse exceptions, which Numba compiles to a status that nobody would look at."""
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
         line = getattr(instruction, "line_number", instruction.starts_line) or line
@@ -137,7 +137,7 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 
 def _place_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """File, line and text of what the compiler stumbled over, or of the function's first line."""
+    """Find file, line and text of what the compiler stumbled over, or the function's first line."""
     file, line = function.__code__.co_filename, function.__code__.co_firstlineno
     # The innermost comes first.
     for found, number in re.findall(r"(?:at|from) (\S[^\n]*?) \((\d+)\)", _plain_text(error)):
@@ -149,7 +149,7 @@ def _place_of(error: BaseException, function: Callable[..., Any]) -> str:
 
 
 def _reason_of(error: BaseException) -> str:
-    """The compiler's own words in one line, without its frame, its colours and its advice."""
+    """Put the compiler's own words in one line, without its frame, its colours and its advice."""
     text = _plain_text(error)
     # The target knows nothing of what lies on the heap, but the names of the types.
     if re.search(r"NRT required|\b(?:list|set|array|DictType)[(\[]", text):

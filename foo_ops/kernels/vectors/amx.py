@@ -1,4 +1,4 @@
-"""The matrix unit of a processor: AMX, with eight registers of 16 rows of 64 bytes.
+"""Use the matrix unit of a processor: AMX, with eight registers of 16 rows of 64 bytes.
 
     matrix_configure(), matrix_release()    around a kernel that uses the registers
     matrix_zero(NUMBER)                     all elements of a register
@@ -33,7 +33,7 @@ def _call(builder: ir.IRBuilder, name: str, args: list[ir.Value]) -> None:
 
 
 def _configuration() -> bytearray:
-    """Palette 1, and for each register its bytes in a row and its rows."""
+    """Choose palette 1, and for each register its bytes in a row and its rows."""
     data = bytearray(64)
     data[0] = 1
     for register in range(_REGISTERS):
@@ -55,7 +55,7 @@ def matrix_configure(typing_context):
 
 @intrinsic
 def matrix_release(typing_context):
-    """The registers are as they were at first: a thread that is stopped need not save them."""
+    """Give the registers back: a thread that is stopped then need not save them."""
 
     def generate(context, builder, signature, args):
         _call(builder, "tilerelease", [])
@@ -92,7 +92,7 @@ def matrix_store(typing_context, number, pointer, stride):
 
 
 def _place(builder, number, pointer, args) -> list[ir.Value]:
-    """A register, and where its rows are, with the bytes from one to the next."""
+    """Return a register, and where its rows are, with the bytes from one to the next."""
     _, address, stride = args
     step = builder.mul(stride, INT64(ELEMENTS[pointer.dtype].size))
     return [INT8(number.literal_value), builder.bitcast(address, INT8.as_pointer()), step]

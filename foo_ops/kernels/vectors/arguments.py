@@ -1,4 +1,6 @@
-"""The arguments of a user's function, out of what a launcher hands over: addresses and numbers."""
+"""Read the arguments of a user's function from what a launcher hands over: addresses and
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from foo_ops.kernels.vectors.views import View
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """What the scalar function gets: an element of an input, a number, or None."""
+    """An argument of the scalar function: an element of an input, a number, or None."""
 
     type: types.Type
     # Among the inputs or the numbers of the call, of which missing ones have a place as well.
@@ -29,7 +31,7 @@ class Argument:
 
 
 def make_scalar_reader(arguments: list[Argument]) -> Callable:
-    """The function that gives a tuple with the numbers of a call."""
+    """Make the function that gives a tuple with the numbers of a call."""
     scalars = [a for a in arguments if a.dtype is None and a.type != types.none]
     values_type = types.Tuple([a.type for a in scalars])
 
@@ -48,7 +50,7 @@ def make_scalar_reader(arguments: list[Argument]) -> Callable:
 
 
 def scalar_of(context: Any, builder: ir.IRBuilder, type_: types.Type, bits: ir.Value) -> ir.Value:
-    """A number out of the eight bytes that a launcher hands over, in the type it is wanted in."""
+    """Convert the eight bytes that a launcher hands over into a number of a type."""
     if type_ == types.boolean:
         return builder.icmp_unsigned("!=", bits, bits.type(0))
     if isinstance(type_, types.Float):
@@ -58,7 +60,7 @@ def scalar_of(context: Any, builder: ir.IRBuilder, type_: types.Type, bits: ir.V
 
 
 def make_element_reader(arguments: list[Argument]) -> Callable:
-    """The function that gives a tuple with the scalar function's arguments for an element."""
+    """Make the function that gives a tuple with the scalar function's arguments for an element."""
     values_type = types.Tuple([a.type for a in arguments])
 
     @intrinsic
@@ -85,7 +87,7 @@ def make_element_reader(arguments: list[Argument]) -> Callable:
 
 @intrinsic(prefer_literal=True)
 def take(typing_context, pointer, start, count):
-    """``count`` numbers at a pointer, as a tuple: read once, and not in every step."""
+    """Read ``count`` numbers at a pointer into a tuple: once, and not in every step."""
     numbers = types.UniTuple(pointer.dtype, count.literal_value)
 
     def generate(context, builder, signature, args):
@@ -100,7 +102,7 @@ def take(typing_context, pointer, start, count):
 
 
 def make_row_pointers(dtypes: tuple[str, ...], chosen: range) -> Callable:
-    """The function that gives a tuple with some operands' pointers at the start of a row."""
+    """Make the function that gives a tuple with operands' pointers at the start of a row."""
     pointers = types.Tuple([Pointer(dtypes[position]) for position in chosen])
 
     @intrinsic
@@ -122,7 +124,7 @@ def make_row_pointers(dtypes: tuple[str, ...], chosen: range) -> Callable:
 
 @intrinsic
 def moved(typing_context, pointers, strides, index):
-    """The pointers, each moved on by ``index`` times its stride in bytes."""
+    """Move each pointer on by ``index`` times its stride in bytes."""
 
     def generate(context, builder, signature, args):
         values = []
@@ -138,7 +140,7 @@ def moved(typing_context, pointers, strides, index):
 
 @intrinsic
 def store_each(typing_context, pointers, index, values):
-    """One value for each pointer, rounded to its dtype."""
+    """Store one value for each pointer, rounded to its dtype."""
     computed = types.Tuple([ELEMENTS[pointer.dtype].compute for pointer in pointers])
     several = isinstance(values, types.BaseTuple)
     if (len(values) if several else 1) != len(computed):
@@ -164,7 +166,7 @@ def store_each(typing_context, pointers, index, values):
 def make_argument_reader(
     argument_types: Sequence[types.Type], positions: Sequence[int]
 ) -> Callable:
-    """The function that gives a tuple with the values of some arguments."""
+    """Make the function that gives a tuple with the values of some arguments."""
     values_type = types.Tuple([argument_types[position] for position in positions])
 
     @intrinsic

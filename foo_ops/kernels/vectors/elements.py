@@ -1,11 +1,11 @@
-"""How the elements of a dtype lie in memory, and as what they are computed with.
+"""How the elements of a dtype lie in memory, and the type that they are computed in.
 
 A load widens an element to its *compute type*: float32 for float16 and bfloat16, the dtype itself
 for all others. A store rounds to nearest even.
 
-Two dtypes are of kernels only. "mask" is a bool that loads as what it adds to a score: nothing
-where it is true, else -infinity. "bfloat16x2" is a pair of bfloat16 in 32 bits, which is loaded
-and stored as it is and multiplied by tile_fma.
+Two dtypes exist in kernels only. "mask" is a bool that loads as what it adds to a score: nothing
+where it is true, else -infinity. "bfloat16x2" is a pair of bfloat16 in 32 bits, which is loaded and
+stored as it is and multiplied by tile_fma.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ COMPLEX_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "
 
 
 def widen(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
-    """From how the dtype lies in memory to its compute type; scalars and vectors alike."""
+    """Convert from how the dtype lies in memory to its compute type; scalars and vectors alike."""
     if dtype == "float16":
         return builder.fpext(value, shaped(FLOAT, value.type))
     if dtype == "bfloat16":
@@ -79,7 +79,7 @@ def widen(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
 
 
 def narrow(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
-    """The way back from `widen`, rounded to nearest even."""
+    """Convert back from what `widen` returns, rounded to nearest even."""
     if dtype == "float16":
         return builder.fptrunc(value, shaped(HALF, value.type))
     if dtype == "bfloat16":
@@ -103,5 +103,5 @@ def round_to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def lanes_of(dtype: str) -> int:
-    """Number of elements of a compute dtype in a vector."""
+    """The number of elements of a compute dtype in a vector."""
     return vector_bits() // 8 // ELEMENTS[dtype].size

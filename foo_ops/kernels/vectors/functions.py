@@ -1,8 +1,8 @@
-"""exp2, exp, tanh and log on vectors and scalars.
+"""Compute exp2, exp, tanh and log of vectors and scalars.
 
-The first three rest on 2^x = 2^n * 2^f with n = round(x) (with AVX-512 floor(x), for exp2) and
-f = x - n, and on 2^f = 1 + f * growth(f), where growth is a polynomial: so 2^0 is exactly 1, and
-2^f - 1 keeps all its digits. LLVM's own intrinsics call libm lane by lane.
+The first three rest on 2^x = 2^n * 2^f with n = round(x) (with AVX-512 floor(x), for exp2) and f =
+x - n, and on 2^f = 1 + f * growth(f), where growth is a polynomial: so 2^0 is exactly 1, and 2^f -
+1 keeps all its digits. LLVM's own intrinsics call libm lane by lane.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _Format:
     """A binary floating-point format, and how its functions are approximated.
 
     Attributes:
-        growth: its coefficients, the highest power first.
-        log_terms: of the series for the logarithm, behind the first.
+        growth: the coefficients of the polynomial, the highest power first.
+        log_terms: the terms of the series for the logarithm, behind the first.
     """
 
     integer: ir.Type
@@ -51,7 +51,7 @@ class _Format:
 
 
 def _growth(f: np.ndarray) -> np.ndarray:
-    """(2^f - 1) / f, and its limit where f is zero."""
+    """Compute (2^f - 1) / f, and its limit where f is zero."""
     safe = np.where(f == 0.0, 1.0, f)
     return np.where(f == 0.0, math.log(2.0), np.expm1(safe * math.log(2.0)) / safe)
 
@@ -82,7 +82,7 @@ def _format_of(x: ir.Value) -> _Format:
 
 
 def _split(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """f and 2^n of x = n + f."""
+    """Split x = n + f into f and 2^n."""
     format_ = _format_of(x)
     name = f"llvm.roundeven.{suffix(x.type)}"
     rounded = call_intrinsic(builder, name, x.type, [x])
@@ -115,7 +115,7 @@ def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def _exp2_of_avx512(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """11 instructions and not 14: one takes the part behind the point, one multiplies by 2^n."""
+    """Take 11 instructions, not 14: one takes the fraction, and one multiplies by 2^n."""
     zero = constant_of(x.type, 0.0)
     all_lanes, current = ir.Constant(ir.IntType(16), -1), INT32(4)
 
@@ -136,9 +136,10 @@ def _exp2_of_avx512(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 @intrinsic
 def exp2(typing_context, x):
-    """2^x, within 1.5 units in the last place, for x below 128 (float64: 1024).
+    """Compute 2^x within 1.5 units in the last place, for x below 128 (float64: 1024).
 
-    Zero below -126.5 (with AVX-512 -126, float64: -1022.5), and so for -infinity; NaN for NaN.
+    The result is zero below -126.5 (with AVX-512 -126, float64: -1022.5), and so for -infinity; NaN
+    for NaN.
     """
 
     def generate(context, builder, signature, args):
@@ -148,7 +149,7 @@ def exp2(typing_context, x):
 
 
 def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2^(x log2(e)), with the digits that the product of the two loses."""
+    """Compute 2^(x log2(e)), with the digits that the product of the two loses."""
     log2e = 1.0 / math.log(2.0)
     upper = float(np.float32(log2e)) if _format_of(x).integer == INT32 else log2e
     # Of log2(e) = 0x1.71547652b82fe1777d0f...
@@ -168,9 +169,9 @@ def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 @intrinsic
 def exp(typing_context, x):
-    """e^x, within 2 units in the last place.
+    """Compute e^x within 2 units in the last place.
 
-    Zero below -87.7 (float64: -708.7), infinity above 88.4 (709.4); NaN for NaN.
+    The result is zero below -87.7 (float64: -708.7), infinity above 88.4 (709.4), and NaN for NaN.
     """
 
     def generate(context, builder, signature, args):
@@ -180,7 +181,7 @@ def exp(typing_context, x):
 
 
 def _decay(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """e^(-2|x|), and the same less one with all its digits: 0 and -1 where x is large."""
+    """Compute e^(-2|x|), and the same less one with all its digits: 0 and -1 where x is large."""
     magnitude = call_intrinsic(builder, f"llvm.fabs.{suffix(x.type)}", x.type, [x])
     exponent = builder.fmul(magnitude, constant_of(x.type, -2.0 / math.log(2.0)))
     # From here on 2^n is the number whose exponent bits are all zero, which is zero.
@@ -196,13 +197,13 @@ def _decay(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 def _quotient_of_decay(builder: ir.IRBuilder, less_one: ir.Value) -> ir.Value:
-    """1 / (1 + e^(-2|x|)), which tanh and its derivative share."""
+    """Compute 1 / (1 + e^(-2|x|)), which tanh and its derivative share."""
     one, two = (constant_of(less_one.type, number) for number in (1.0, 2.0))
     return builder.fdiv(one, builder.fadd(less_one, two))
 
 
 def _tanh(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """(1 - e^(-2|x|)) / (1 + e^(-2|x|)) with the sign of x."""
+    """Compute (1 - e^(-2|x|)) / (1 + e^(-2|x|)) with the sign of x."""
     _, less_one = _decay(builder, x)
     result = builder.fmul(less_one, _quotient_of_decay(builder, less_one))
     return call_intrinsic(builder, f"llvm.copysign.{suffix(x.type)}", x.type, [result, x])
@@ -210,7 +211,7 @@ def _tanh(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 @intrinsic
 def tanh(typing_context, x):
-    """Within 4 units in the last place; NaN for NaN."""
+    """Compute tanh(x) within 4 units in the last place; NaN for NaN."""
 
     def generate(context, builder, signature, args):
         return _tanh(builder, args[0])
@@ -220,7 +221,7 @@ def tanh(typing_context, x):
 
 @intrinsic
 def tanh_derivative(typing_context, x):
-    """1 - tanh(x)^2 = 4 e^(-2|x|) / (1 + e^(-2|x|))^2, whose digits do not cancel.
+    """Compute 1 - tanh(x)^2 = 4 e^(-2|x|) / (1 + e^(-2|x|))^2, whose digits do not cancel.
 
     Beside tanh(x) it takes four instructions more.
     """
@@ -238,7 +239,7 @@ _LOG2_LOSS = float.fromhex("0x1.abc9e3b39803fp-56")
 
 
 def _log(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """n log(2) + log(1 + f), where x = 2^n (1 + f) and 1 + f is from sqrt(1/2) to sqrt(2).
+    """Compute n log(2) + log(1 + f), where x = 2^n (1 + f) and 1 + f is from sqrt(1/2) to sqrt(2).
 
     With s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + 2/3 s^2 + 2/5 s^4 + ...).
     """
@@ -269,7 +270,9 @@ def _log(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def _fraction_and_power(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """f and n of x = 2^n (1 + f), where 1 + f is from sqrt(1/2) to sqrt(2), also of subnormals."""
+    """Find f and n of x = 2^n (1 + f), with 1 + f from sqrt(1/2) to sqrt(2), also for
+    subnormals.
+    """
     format_ = _format_of(x)
     integer, mantissa_bits = shaped(format_.integer, x.type), format_.mantissa_bits
     smallest = constant_of(x.type, 2.0 ** (1 - format_.exponent_bias))
@@ -290,9 +293,9 @@ def _fraction_and_power(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, i
 
 @intrinsic
 def log(typing_context, x):
-    """The natural logarithm, within 1 unit in the last place.
+    """Compute the natural logarithm, within 1 unit in the last place.
 
-    -infinity for 0, NaN for less and for NaN, infinity for infinity.
+    The result is -infinity for 0, NaN for less and for NaN, and infinity for infinity.
     """
 
     def generate(context, builder, signature, args):

@@ -13,12 +13,12 @@ HALF, FLOAT, DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
 
 def shaped(element: ir.Type, like: ir.Type) -> ir.Type:
-    """The element type, as a vector with as many lanes as the type ``like`` has, if it is one."""
+    """Return the element type, as a vector with as many lanes as ``like`` has, if it is one."""
     return ir.VectorType(element, like.count) if isinstance(like, ir.VectorType) else element
 
 
 def constant_of(type_: ir.Type, value: float) -> ir.Constant:
-    """A constant of a scalar or vector type, the same in every lane."""
+    """Make a constant of a scalar or vector type, the same in every lane."""
     if isinstance(type_, ir.VectorType):
         return ir.Constant(type_, [value] * type_.count)
     return ir.Constant(type_, value)
@@ -34,14 +34,14 @@ def call_intrinsic(
 
 
 def suffix(type_: ir.Type) -> str:
-    """The ending of an overloaded LLVM intrinsic: f32, v8f32 ..."""
+    """Return the ending of an overloaded LLVM intrinsic: f32, v8f32 ..."""
     if isinstance(type_, ir.VectorType):
         return f"v{type_.count}{suffix(type_.element)}"
     return {FLOAT: "f32", DOUBLE: "f64"}[type_]
 
 
 def emit_shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[int]) -> ir.Value:
-    """The lanes with these numbers of a followed by b."""
+    """Pick the lanes with these numbers of a followed by b."""
     numbers = list(lanes)
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT32, len(numbers)), numbers))
 

@@ -1,4 +1,4 @@
-"""Bfloat16 as the limbs of wider numbers: round to one, take what is left, store and load pairs."""
+"""Make bfloat16 limbs of wider numbers, and store and load pairs of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _UPPER = 0xFFFF0000
 
 
 @intrinsic
-def bfloat16_part(typing_context, x):
-    """x rounded to the nearest bfloat16 (halves away from zero), as float32.
+def bfloat16_limb(typing_context, x):
+    """Round x to the nearest bfloat16 (halves away from zero), as float32.
 
     A NaN must be one that processors make, whose last bits are not all ones.
     """
@@ -27,8 +27,8 @@ def bfloat16_part(typing_context, x):
 
 
 @intrinsic
-def bfloat16_part_of_any(typing_context, x):
-    """As `bfloat16_part`, for any NaN."""
+def bfloat16_limb_of_any(typing_context, x):
+    """Round as `bfloat16_limb` does, for any NaN."""
 
     def generate(context, builder, signature, args):
         bits = builder.bitcast(args[0], shaped(INT32, args[0].type))
@@ -39,7 +39,7 @@ def bfloat16_part_of_any(typing_context, x):
 
 
 def _select_nan(builder: ir.IRBuilder, x: ir.Value, bits: ir.Value, others: ir.Value) -> ir.Value:
-    """The bits of x where it is NaN, of one whose upper half is that of a NaN too, and others."""
+    """Select others, or where x is NaN its bits, such that their upper half is a NaN too."""
     quiet = builder.or_(bits, constant_of(bits.type, 0x400000))
     return builder.select(builder.fcmp_ordered("ord", x, x), others, quiet)
 
@@ -49,8 +49,10 @@ def _upper_half(builder: ir.IRBuilder, bits: ir.Value, type_: ir.Type) -> ir.Val
 
 
 @intrinsic
-def pack_parts(typing_context, a, b):
-    """A vector of bfloat16x2, each pair a lane of a and of b, which are bfloat16 already."""
+def pack_limbs(typing_context, a, b):
+    """Pack a vector of bfloat16x2: each pair is a lane of a and of b, which are bfloat16
+    already.
+    """
     result = Vector(types.int32, a.lanes)
 
     def generate(context, builder, signature, args):
@@ -103,8 +105,8 @@ def interleave(typing_context, target, index, first, second, lanes):
 
 
 @intrinsic
-def truncated_part(typing_context, x):
-    """x rounded towards zero to a bfloat16, as float32; NaN for NaN."""
+def truncated_limb(typing_context, x):
+    """Round x towards zero to a bfloat16, as float32; NaN for NaN."""
 
     def generate(context, builder, signature, args):
         bits = builder.bitcast(args[0], shaped(INT32, args[0].type))

@@ -17,7 +17,7 @@ from foo_ops.kernels.vectors.values import Pointer, Vector
 
 @functools.cache
 def pointer_to(dtype: str) -> Callable[[int], Any]:
-    """The function that makes a pointer to elements of ``dtype`` of an address in bytes."""
+    """Make the function that turns an address in bytes into a pointer to elements of ``dtype``."""
     pointer = Pointer(dtype)
 
     @intrinsic
@@ -64,7 +64,7 @@ def load(typing_context, pointer, index):
 
 
 def load_element(context: Any, builder: ir.IRBuilder, dtype: str, address: ir.Value) -> ir.Value:
-    """The code of `load`, for intrinsics."""
+    """Emit the code of `load`, for intrinsics."""
     if dtype not in COMPLEX_PARTS:
         return widen(builder, dtype, builder.load(address))
     # Part by part: LLVM's vectoriser does not see through the load of a whole struct.
@@ -97,7 +97,7 @@ def store(typing_context, pointer, index, value):
 def store_element(
     context: Any, builder: ir.IRBuilder, dtype: str, address: ir.Value, value: ir.Value
 ) -> None:
-    """The code of `store` for a scalar, for intrinsics."""
+    """Emit the code of `store` for a scalar, for intrinsics."""
     part = COMPLEX_PARTS.get(dtype)
     if part is None:
         builder.store(narrow(builder, dtype, value), address, align=ELEMENTS[dtype].size)
@@ -110,7 +110,7 @@ def store_element(
 
 @intrinsic
 def prefetch(typing_context, pointer, index):
-    """The element need not exist."""
+    """Begin to bring an element to the second cache. It need not exist."""
 
     def generate(context, builder, signature, args):
         address = builder.bitcast(builder.gep(args[0], [args[1]]), INT8.as_pointer())

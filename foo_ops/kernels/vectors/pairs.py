@@ -1,4 +1,4 @@
-"""Pairs of bfloat16 in 32 bits (dtype bfloat16x2), whose two products are added at once."""
+"""Multiply and pack pairs of bfloat16 in 32 bits (dtype bfloat16x2): two products at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAIRS = "bfloat16x2"
 
 
 class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite lacks."""
+    """The bfloat of LLVM, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -33,7 +33,7 @@ BFLOAT = _BFloat()
 
 
 def emit_pair_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
-    """total + a[0] * b[0] + a[1] * b[1] for vectors of pairs."""
+    """Compute total + a[0] * b[0] + a[1] * b[1] for vectors of pairs."""
     lanes = total.type.count
     if has_bfloat16_dot():
         pairs = ir.VectorType(BFLOAT, 2 * lanes)

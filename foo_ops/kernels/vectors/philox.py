@@ -1,6 +1,6 @@
-"""Random numbers that depend on where they are used, and not on the order in which.
+"""Draw random numbers that depend on where they are used, and not on the order.
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a block cipher
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a block cipher
 that turns a counter of four words into four random words. A backward pass, with tiles of other
 sizes or in other threads, computes the same numbers again.
 """
@@ -23,8 +23,10 @@ WEYL_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 @intrinsic(prefer_literal=True)
-def store_kept(typing_context, target, stride, group, queries, heads, seed, threshold, lanes):
-    """Four rows of 1.0 where a random word is at least the threshold, and of 0.0 elsewhere.
+def store_dropout_mask(
+    typing_context, target, stride, group, queries, heads, seed, threshold, lanes
+):
+    """Store four rows of 1.0 where a random word is at least the threshold, and of 0.0 elsewhere.
 
     The counter is (group, query, head, 0), where ``queries`` and ``heads`` point to the int32 of
     each lane; row i has the i-th word. ``seed`` is the key, of 64 bits.
@@ -79,7 +81,7 @@ def _philox(builder: ir.IRBuilder, counter: list[ir.Value], key: list[ir.Value])
 
 
 def _multiply(builder: ir.IRBuilder, word: ir.Value, multiplier: int) -> tuple[ir.Value, ir.Value]:
-    """Upper and lower half of the product of 64 bits."""
+    """Return the upper and the lower half of a product of 64 bits."""
     wide = ir.VectorType(INT64, word.type.count)
     product = builder.mul(builder.zext(word, wide), constant_of(wide, multiplier))
     upper = builder.trunc(builder.lshr(product, constant_of(wide, 32)), word.type)

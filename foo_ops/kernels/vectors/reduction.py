@@ -1,7 +1,7 @@
-"""Sums and maxima of rows, and what else row-wise kernels are written with.
+"""Sum rows and find their maxima, and what else row-wise kernels are written with.
 
-Two ways to the same speed. In a loop over elements, `accumulate` adds such that LLVM may keep a
-sum in each lane of a vector:
+There are two ways to the same speed. In a loop over elements, `accumulate` adds such that LLVM may
+keep a sum in each lane of a vector:
 
     total = zero(x)
     for i in range(size):
@@ -12,8 +12,8 @@ With explicit vectors (vectors/arithmetic.py) the lanes of one are summed by `re
     step = lanes(x)
     totals = splat(zero(x), step) ... reduce_add(totals)
 
-No other rule of floating-point numbers is relaxed. What a sum is depends on the processor's
-vectors, and not on threads or on where in memory the row is.
+No other rule of floating-point numbers is relaxed. A sum depends on the processor's vectors, and
+not on threads or on where in memory the row is.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from foo_ops.kernels.vectors.views import View
 
 
 def _compute_type(of: types.Type) -> types.Type:
-    """A value's own type; of what points to elements the type that these are computed in."""
+    """Return a value's own type, or for pointers and views the compute type of their elements."""
     return ELEMENTS[of.dtype].compute if isinstance(of, (Pointer, View)) else types.unliteral(of)
 
 
 @intrinsic
 def zero(typing_context, like):
-    """Zero, in the compute type of a view or a pointer, or in the type of a value."""
+    """Return zero, in the compute type of a view or a pointer, or in the type of a value."""
     type_ = _compute_type(like)
 
     def generate(context, builder, signature, args):
@@ -49,7 +49,9 @@ def zero(typing_context, like):
 
 @intrinsic
 def cast(typing_context, value, like):
-    """A number in the compute type of a view or a pointer, or in the type of another number."""
+    """Convert a number to the compute type of a view or a pointer, or to the type of another
+    one.
+    """
     type_ = _compute_type(like)
 
     def generate(context, builder, signature, args):
@@ -60,7 +62,9 @@ def cast(typing_context, value, like):
 
 @intrinsic
 def lanes(typing_context, like):
-    """How many of a view's or a pointer's elements a vector has: a constant, for `load_vector`."""
+    """Return how many elements of a view or a pointer a vector has: a constant, for
+    `load_vector`.
+    """
     count = vector_bits() // _compute_type(like).bitwidth
 
     def generate(context, builder, signature, args):
@@ -71,7 +75,7 @@ def lanes(typing_context, like):
 
 @intrinsic
 def accumulate(typing_context, total, value):
-    """total + value in total's type; a loop's additions may be made in another order."""
+    """Add a value to a total, in its type; a loop's additions may be made in another order."""
 
     def generate(context, builder, signature, args):
         flags = () if isinstance(total, types.Integer) else ("reassoc",)
@@ -83,7 +87,7 @@ def accumulate(typing_context, total, value):
 
 @intrinsic
 def accumulate_maximum(typing_context, largest, value):
-    """The larger of two floating-point numbers in the first's type; NaN if one is NaN."""
+    """Return the larger of two floating-point numbers in the first's type; NaN if one is NaN."""
 
     def generate(context, builder, signature, args):
         type_ = args[0].type
@@ -95,7 +99,7 @@ def accumulate_maximum(typing_context, largest, value):
 def _emit_reduction(
     builder: ir.IRBuilder, vector: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]
 ) -> ir.Value:
-    """Halves are combined until one lane is left."""
+    """Combine halves until one lane is left."""
     count = vector.type.count
     while count > 1:
         count //= 2
@@ -113,7 +117,7 @@ def _emit_reduction(
 
 @intrinsic
 def reduce_add(typing_context, vector):
-    """The sum of a vector's lanes."""
+    """Return the sum of a vector's lanes."""
 
     def generate(context, builder, signature, args):
         return _emit_reduction(builder, args[0], builder.fadd)
@@ -123,7 +127,7 @@ def reduce_add(typing_context, vector):
 
 @intrinsic
 def reduce_maximum(typing_context, vector):
-    """The largest of a vector's lanes; NaN if one is NaN."""
+    """Return the largest of a vector's lanes; NaN if one is NaN."""
 
     def generate(context, builder, signature, args):
         def larger(a: ir.Value, b: ir.Value) -> ir.Value:

@@ -30,7 +30,7 @@ from foo_ops.kernels.vectors.values import Tile, Vector
 
 @intrinsic(prefer_literal=True)
 def tile_zero(typing_context, pointer, rows, columns, lanes):
-    """Of the compute type that ``pointer`` points to; nothing is read."""
+    """Make a tile of zeros in the compute type that ``pointer`` points to; nothing is read."""
     tile = _tile_type(pointer, rows, columns, lanes)
 
     def generate(context, builder, signature, args):
@@ -86,7 +86,7 @@ def tile_store(typing_context, tile, pointer, stride):
 
 
 def _places(builder, tile, stride):
-    """(row, column, index of its first element in memory) for each vector of a tile."""
+    """Yield (row, column, index of its first element in memory) for each vector of a tile."""
     for row in range(tile.rows):
         start = builder.mul(stride, stride.type(row))
         for column in range(tile.columns):
@@ -175,7 +175,7 @@ def tile_dot(typing_context, tile, a, a_stride, b, b_stride):
 
 @intrinsic
 def tile_store_sums(typing_context, tile, pointer, stride):
-    """ROWS * COLUMNS must be a power of two and not more than the lanes."""
+    """Store the sum of each vector's lanes. ROWS * COLUMNS is a power of two, at most the lanes."""
     count, lanes = tile.rows * tile.columns, tile.vector.lanes
 
     def generate(context, builder, signature, args):
@@ -199,7 +199,8 @@ def tile_store_sums(typing_context, tile, pointer, stride):
 
 
 def _fold(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, distance: int) -> ir.Value:
-    """The sums of lanes that are ``distance`` apart: a's in the lower lane of each two, b's above.
+    """Add lanes that are ``distance`` apart: a's go to the lower lane of each two, b's to the
+    upper.
 
     Neighbouring lanes come last, since LLVM adds these by horizontal additions, of four operations
     each: 8 vectors become one in 20 instructions, of which one is such.

@@ -1,6 +1,6 @@
-"""The scratch memory of a kernel: which parts it has, one after the other, and how large they are.
+"""Lay out the scratch memory of a kernel: its regions, one after the other, and their sizes.
 
-A kernel describes its parts in one place, as counts of elements of the compute type by name. From
+A kernel describes its regions in one place, as counts of elements of the compute type by name. From
 that come the pointers that the kernel works with, and the bytes that a launcher has to allocate.
 """
 
@@ -24,21 +24,21 @@ from foo_ops.kernels.vectors.instructions import INT64
 from foo_ops.kernels.vectors.memory import address_of, store
 from foo_ops.kernels.vectors.values import Pointer
 
-# Elements before, between and behind the parts, which no kernel may write to. Only a test has some:
-# it must also choose a folder of its own for compiled kernels, FOO_CACHE_DIR.
+# Elements before, between and behind the regions, which no kernel may write to. Only a test has
+# some: it must also choose a folder of its own for compiled kernels, FOO_CACHE_DIR.
 FENCE = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """The parts of a kernel's scratch memory.
+    """The regions of a kernel's scratch memory.
 
     Attributes:
         dtype: the compute type of the kernel.
         sizes_of: ``sizes_of(parameters, piece)``, a function for Numba, returns a tuple of what the
-            parts depend on. None of the parts may be smaller for a piece with more rows.
-        describe: ``describe(*sizes)`` returns for the name of each part how many elements it has,
-            or the name of the part that it shares. It calculates with +, * and `larger`, since it
+            regions depend on. No region may be smaller for a piece with more rows.
+        describe: ``describe(*sizes)`` returns for the name of each region how many elements it has,
+            or the name of the region that it shares. It calculates with +, * and `larger`, since it
             is called with numbers, and with what stands for them in a kernel.
     """
 
@@ -47,16 +47,16 @@ class Scratch:
     describe: Callable[..., dict[str, Any]]
 
     def offsets(self, sizes: tuple[Any, ...]) -> tuple[dict[str, tuple[Any, Any]], Any]:
-        """Where each part begins, and how many elements it has; and the size of all."""
-        parts: dict[str, tuple[Any, Any]] = {}
+        """Return where each region begins and how many elements it has, and the size of all."""
+        regions: dict[str, tuple[Any, Any]] = {}
         stop: Any = FENCE
         for name, count in self.describe(*sizes).items():
             if isinstance(count, str):
-                parts[name] = parts[count]
+                regions[name] = regions[count]
             else:
-                parts[name] = (stop, count)
+                regions[name] = (stop, count)
                 stop = stop + count + FENCE
-        return parts, stop
+        return regions, stop
 
 
 class _Size:
@@ -82,38 +82,38 @@ class _Size:
 
 
 def larger(first: Any, second: Any) -> Any:
-    """The larger of two sizes."""
+    """Return the larger of two sizes."""
     return first.larger(second) if isinstance(first, _Size) else max(first, second)
 
 
-class Parts(types.Type):
-    """Pointers to the parts by their names."""
+class Regions(types.Type):
+    """Pointers to the regions by their names."""
 
     def __init__(self, scratch: Pointer, names: tuple[str, ...]) -> None:
         self.scratch = scratch
         self.names = names
         # As `foo_ops.kernels.vectors.struct.Struct` has it.
         digest = hashlib.sha256(repr(names).encode()).hexdigest()[:8]
-        super().__init__(f"Parts({scratch})_{digest}")
+        super().__init__(f"Regions({scratch})_{digest}")
 
 
-@register_model(Parts)
-class _PartsModel(models.StructModel):
-    def __init__(self, manager: Any, type_: Parts) -> None:
+@register_model(Regions)
+class _RegionsModel(models.StructModel):
+    def __init__(self, manager: Any, type_: Regions) -> None:
         super().__init__(manager, type_, [(name, type_.scratch) for name in type_.names])
 
 
 @infer_getattr
-class _PartsAttributes(AttributeTemplate):
-    key = Parts
+class _RegionsAttributes(AttributeTemplate):
+    key = Regions
 
-    def generic_resolve(self, parts: Parts, name: str) -> types.Type | None:
-        return parts.scratch if name in parts.names else None
+    def generic_resolve(self, regions: Regions, name: str) -> types.Type | None:
+        return regions.scratch if name in regions.names else None
 
 
-@lower_getattr_generic(Parts)
-def _get_part(context, builder, parts, value, name):
-    return builder.extract_value(value, parts.names.index(name))
+@lower_getattr_generic(Regions)
+def _get_region(context, builder, regions, value, name):
+    return builder.extract_value(value, regions.names.index(name))
 
 
 def _sizes(builder: ir.IRBuilder, sizes: ir.Value) -> tuple[_Size, ...]:
@@ -125,18 +125,18 @@ def _value(size: Any) -> ir.Value:
     return size.value if isinstance(size, _Size) else INT64(size)
 
 
-def _placer_of(layout: Scratch) -> Callable:
-    """``place(scratch, sizes)``: the pointers to the parts."""
+def _make_placer(layout: Scratch) -> Callable:
+    """Make ``place(scratch, sizes)``, which returns the pointers to the regions."""
 
     @intrinsic
     def place(typing_context, scratch, sizes):
         names = tuple(layout.offsets((1,) * len(sizes))[0])
-        result = Parts(scratch, names)
+        result = Regions(scratch, names)
 
         def generate(context, builder, signature, args):
-            parts, _ = layout.offsets(_sizes(builder, args[1]))
+            regions, _ = layout.offsets(_sizes(builder, args[1]))
             value = ir.Constant(context.get_value_type(result), ir.Undefined)
-            for position, (start, _) in enumerate(parts.values()):
+            for position, (start, _) in enumerate(regions.values()):
                 pointer = builder.gep(args[0], [_value(start)])
                 value = builder.insert_value(value, pointer, position)
             return value
@@ -146,8 +146,8 @@ def _placer_of(layout: Scratch) -> Callable:
     return place
 
 
-def _counter_of(layout: Scratch) -> Callable:
-    """``count_bytes(sizes)``: of all parts."""
+def _make_counter(layout: Scratch) -> Callable:
+    """Make ``count_bytes(sizes)``, which counts those of all regions."""
     size = ELEMENTS[layout.dtype].size
 
     @intrinsic
@@ -161,12 +161,15 @@ def _counter_of(layout: Scratch) -> Callable:
     return count_bytes
 
 
-def kernel_with_scratch(body: Callable, layout: Scratch, argument_types: tuple[Any, ...]) -> Kernel:
-    """The kernel that calls ``body(parameters, piece, memory)`` with the parts as ``memory``.
+def make_kernel_with_scratch(
+    body: Callable, layout: Scratch, argument_types: tuple[Any, ...]
+) -> Kernel:
+    """Make the kernel that calls ``body(parameters, piece, memory)`` with the regions as
+    ``memory``.
 
     Where ``bytes`` is given, it only writes there how many it needs for a piece.
     """
-    sizes_of, place, count_bytes = layout.sizes_of, _placer_of(layout), _counter_of(layout)
+    sizes_of, place, count_bytes = layout.sizes_of, _make_placer(layout), _make_counter(layout)
     compiled = njit(body)
 
     def kernel(parameters, piece, scratch, bytes):

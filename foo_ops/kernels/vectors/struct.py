@@ -1,4 +1,4 @@
-"""Parameters that a launcher hands to a kernel: a C struct whose fields are all of 8 bytes."""
+"""Read the parameters that a launcher hands to a kernel: a C struct of fields of 8 bytes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _load_field(context, builder, struct, value, name):
 
 @intrinsic(prefer_literal=True)
 def field(typing_context, struct, name):
-    """The field whose name is a constant of the kernel."""
+    """Read the field whose name is a constant of the kernel."""
 
     def generate(context, builder, signature, args):
         return _load_field(context, builder, struct, args[0], name.literal_value)
@@ -68,10 +68,10 @@ def field(typing_context, struct, name):
 
 @intrinsic(prefer_literal=True)
 def row_of(typing_context, struct, operand, batch, head, row):
-    """The pointer to the first element of a row of an operand, whose name is a constant.
+    """Return the pointer to the first element of a row of an operand, whose name is a constant.
 
-    The struct has the operand's pointer and its strides in elements, named after it:
-    query, query_batch_stride, query_head_stride, query_row_stride.
+    The struct has the operand's pointer and its strides in elements, named after it: query,
+    query_batch_stride, query_head_stride, query_row_stride.
     """
     name = operand.literal_value
 

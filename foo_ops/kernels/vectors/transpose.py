@@ -13,7 +13,7 @@ from foo_ops.kernels.vectors.memory import emit_load_vector
 
 @intrinsic(prefer_literal=True)
 def transpose_square(typing_context, target, target_stride, source, source_stride, lanes):
-    """target[j, i] = source[i, j] for LANES x LANES elements, which are adjacent in each row."""
+    """Set target[j, i] = source[i, j] for LANES x LANES elements, adjacent in each row."""
 
     def generate(context, builder, signature, args):
         target_pointer, target_step, *square, _ = args
@@ -28,7 +28,7 @@ def transpose_square(typing_context, target, target_stride, source, source_strid
 def transpose_products(
     typing_context, target, target_stride, source, source_stride, factors, lanes
 ):
-    """As `transpose_square`, with target[j, i] = source[i, j] * factors[j]."""
+    """Transpose as `transpose_square` does, with target[j, i] = source[i, j] * factors[j]."""
 
     def generate(context, builder, signature, args):
         target_pointer, target_step, *square, factor_pointer, _ = args
@@ -55,7 +55,8 @@ def _store_transposed(builder, target, pointer, stride, rows: list[ir.Value]) ->
 
 @intrinsic(prefer_literal=True)
 def transpose_pairs(typing_context, target, target_stride, source, source_stride, lanes):
-    """target[j, i] = the pair of source[2 * i, j] and source[2 * i + 1, j], LANES x LANES pairs.
+    """Set target[j, i] to the pair of source[2 * i, j] and source[2 * i + 1, j], for LANES x LANES
+    pairs.
 
     The source is of bfloat16 and the target of bfloat16x2. Strides are in elements of each.
     """
@@ -82,7 +83,7 @@ def transpose_pairs(typing_context, target, target_stride, source, source_stride
 
 
 def _store_rows(builder, target, pointer, stride, rows: list[ir.Value]) -> None:
-    """Vectors in how ``target`` lies in memory, each to its row."""
+    """Store vectors, each to its row, in the form in which ``target`` lies in memory."""
     for row, value in enumerate(rows):
         address = builder.gep(pointer, [builder.mul(stride, INT64(row))])
         address = builder.bitcast(address, value.type.as_pointer())

@@ -10,8 +10,9 @@ A `View` has any number of dimensions. Strides count elements.
                                     others
 
 A row is indexed, too. With ``contiguous_rows=True`` it is a `Pointer`, to adjacent elements, which
-can be read as vectors; else a `Row`, which follows the last stride. What is read is in the compute
-type (see elements.py), what is written is converted to it and rounded. No index is checked.
+can be read as vectors; else a `Row`, which follows the last stride. An element is read in the
+compute type (see elements.py), and a value is converted to it and rounded when it is written. No
+index is checked.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ NUMBERS = types.CPointer(types.int64)
 
 
 class View(types.Type):
-    """A pointer to the C++ struct ``View`` of csrc/ops/tile.h, with elements of a dtype."""
+    """A pointer to the C++ struct ``View``, with elements of a dtype."""
 
     def __init__(self, dtype: str, contiguous_rows: bool) -> None:
         self.dtype = dtype
@@ -60,7 +61,7 @@ class Row(types.Type):
 
     @property
     def dtype(self) -> str:
-        """What functions of vectors ask a pointer for."""
+        """Refuse functions of vectors, which ask a pointer for its dtype."""
         raise errors.TypingError(
             "a row has a stride, and is no pointer to vectors, unless tile_kernel is given "
             "contiguous_rows=True"
@@ -134,7 +135,7 @@ def _field(builder: ir.IRBuilder, view: ir.Value, position: int) -> ir.Value:
 
 
 def _constant(builder: ir.IRBuilder, numbers: ir.Value, index: ir.Value) -> ir.Value:
-    """One of the numbers that describe an array, which are the same for all of a call.
+    """Load one of the numbers that describe an array, which stay the same during a call.
 
     LLVM has to be told so, or each element that is written might change them: a loop with
     ``weight.data[i]`` would not be vectorised, and take 5 to 10 times as long.
@@ -220,7 +221,7 @@ def _is_index(type_: types.Type) -> bool:
 
 
 def _element_type(array: types.Type, index: types.Type) -> types.Type | None:
-    """What an index gives, or None where it cannot be one."""
+    """Return the type of what an index gives, or None where it cannot be one."""
     if array == EXTENTS:
         return types.int64 if isinstance(index, types.Integer) else None
     if isinstance(array, (Pointer, Row)):

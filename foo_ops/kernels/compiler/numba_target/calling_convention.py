@@ -1,4 +1,4 @@
-"""How the functions of a kernel call each other: they return their value, and nothing else.
+"""Let the functions of a kernel return their value, and nothing else.
 
 Numba's own functions also return a status, and take a pointer to the exception that they raise and
 one to where their value belongs. A kernel cannot raise, and without all that LLVM has a seventh
@@ -27,10 +27,10 @@ _SUCCESS = Status(
 
 
 class CallingConvention(BaseCallConv):
-    """A C function of the arguments' parts."""
+    """A C function of the arguments' components."""
 
     def _make_call_helper(self, builder: ir.IRBuilder) -> None:
-        """Numba asks for one."""
+        """Return none, though Numba asks for one."""
 
     def get_function_type(self, restype: types.Type, argtypes: Any) -> ir.FunctionType:
         arguments = self._get_arg_packer(argtypes).argument_types
@@ -64,7 +64,7 @@ class CallingConvention(BaseCallConv):
         raise TypeError("a function must return a value on every path or on none")
 
     def return_status_propagate(self, builder: ir.IRBuilder, status: Status) -> None:
-        """After a call, in a branch that is never taken."""
+        """End the branch behind a call that is never taken."""
         builder.unreachable()
 
     def return_user_exc(
@@ -75,5 +75,5 @@ class CallingConvention(BaseCallConv):
         loc: Any = None,
         func_name: str | None = None,
     ) -> None:
-        """Where Numba's own code would raise, as range does for a step of zero: return zero."""
+        """Return zero where Numba's own code would raise, as range does for a step of zero."""
         builder.ret(ir.Constant(builder.function.function_type.return_type, None))

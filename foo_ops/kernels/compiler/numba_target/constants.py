@@ -1,10 +1,10 @@
-"""Constants that do not promote: in float32, ``x * 0.5`` is computed in float32, as in torch.
+"""Keep constants from promoting: in float32, ``x * 0.5`` is computed in float32, as in torch.
 
 For Numba a constant is an int64 or a float64, and ``float32 * int64`` a float64, as in NumPy before
 its second version. In a kernel that halves the lanes of a vector, and converts there and back.
 
-And powers that are constants: ``x ** 2`` becomes a product. For Numba's dispatch, in which a
-constant is a number like others, it is a loop, or a call of pow.
+Powers that are constants are replaced as well: ``x ** 2`` becomes a product. For Numba's dispatch,
+in which a constant is a number like others, it is a loop, or a call of pow.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _EXPONENTS = range(1, 17)
 
 @intrinsic
 def _adapt(typing_context, constant, other):
-    """A constant in the type of the number that it meets, where that is the narrower one."""
+    """Convert a constant to the type of the number that it meets, where that is the narrower
+    one.
+    """
     own = types.unliteral(constant)
     type_ = _PARTS.get(other, own)
 
@@ -42,7 +44,7 @@ def _adapt(typing_context, constant, other):
 
 @intrinsic(prefer_literal=True)
 def _power(typing_context, base, exponent):
-    """A number to a power, by squaring."""
+    """Raise a number to a power, by squaring."""
     number = types.unliteral(base)
     product = typing_context.resolve_function_type(operator.mul, (number,) * 2, {}).return_type
 
@@ -62,7 +64,7 @@ def _power(typing_context, base, exponent):
 
 @register_pass(mutates_CFG=False, analysis_only=False)
 class AdaptConstants(FunctionPass):
-    """Before types are inferred: a constant beside a variable is converted to its type."""
+    """Convert constants beside variables to their types, before types are inferred."""
 
     _name = "foo_ops_adapt_constants"
 
@@ -101,7 +103,7 @@ def _define(func_ir: ir.FunctionIR, variable: ir.Var, value: Any) -> ir.Assign:
 
 
 def _is_product(func_ir: ir.FunctionIR, expression: Any) -> bool:
-    """A power with a constant exponent that is small."""
+    """Whether an expression is a power with a small constant exponent."""
     if not _is_operation(expression) or expression.fn not in (operator.pow, operator.ipow):
         return False
     exponent = _value(func_ir, expression.rhs)
@@ -109,7 +111,7 @@ def _is_product(func_ir: ir.FunctionIR, expression: Any) -> bool:
 
 
 def _meetings(func_ir: ir.FunctionIR, expression: Any) -> list[tuple[ir.Var, ir.Var]]:
-    """Each constant operand of an expression, with an operand that is none."""
+    """Yield each constant operand of an expression, with an operand that is not constant."""
     operands = _operands(func_ir, expression)
     constants = [operand for operand in operands if _is_constant(func_ir, operand)]
     others = [operand for operand in operands if not _is_constant(func_ir, operand)]
@@ -117,7 +119,7 @@ def _meetings(func_ir: ir.FunctionIR, expression: Any) -> list[tuple[ir.Var, ir.
 
 
 def _operands(func_ir: ir.FunctionIR, expression: Any) -> list[ir.Var]:
-    """Of an operation whose operands are promoted to one type, which those of a power are too."""
+    """Return the operands that are promoted to one type, which those of a power are too."""
     if _is_operation(expression):
         return [] if expression.fn in _BITWISE else [expression.lhs, expression.rhs]
     is_call = isinstance(expression, ir.Expr) and expression.op == "call"
@@ -135,7 +137,7 @@ def _is_constant(func_ir: ir.FunctionIR, variable: ir.Var) -> bool:
 
 
 def _value(func_ir: ir.FunctionIR, variable: ir.Var) -> Any:
-    """What a variable is that always is the same, else None."""
+    """Return the value of a variable that always has the same one, else None."""
     definitions = func_ir._definitions.get(variable.name, [])
     definition = definitions[0] if len(definitions) == 1 else None
     if isinstance(definition, (ir.Const, ir.Global, ir.FreeVar)):

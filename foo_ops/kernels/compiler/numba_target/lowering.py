@@ -1,4 +1,4 @@
-"""From Numba's typed IR to LLVM's, without what keeps Python objects alive or helps to debug."""
+"""Lower Numba's typed IR to LLVM's, without what keeps Python objects alive or helps to debug."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from numba.core.typed_passes import NativeLowering
 
 class _Lower(lowering.Lower):
     def emit_environment_object(self) -> None:
-        """Numba gives each function a variable for Python objects."""
+        """Emit nothing; Numba gives each function a variable for Python objects."""
 
     def lower_inst(self, inst: ir.Stmt) -> None:
-        """Numba also makes text of each statement, for a message that nobody has asked for."""
+        """Lower a statement without making text of it, which Numba does for a message nobody
+        reads.
+        """
         if isinstance(inst, ir.Assign):
             name = inst.target.name
             self.storevar(self.lower_assign(self.typeof(name), inst), name)
@@ -23,7 +25,9 @@ class _Lower(lowering.Lower):
             super().lower_inst(inst)
 
     def storevar(self, value: llvm_ir.Value, name: str, argidx: int | None = None) -> None:
-        """Numba also loads the value that was there, to count its references down."""
+        """Store without loading the value that was there, which Numba does to count references
+        down.
+        """
         self._alloca_var(name, self.typeof(name))
         if name in self._singly_assigned_vars:
             self._blk_local_varmap[name] = value
@@ -33,11 +37,11 @@ class _Lower(lowering.Lower):
     def alloca_lltype(
         self, name: str, lltype: llvm_ir.Type, datamodel: Any = None
     ) -> llvm_ir.AllocaInstr:
-        """Numba also asks LLVM for the type's size, for debuggers."""
+        """Allocate without asking LLVM for the type's size, which debuggers need."""
         return cgutils.alloca_once(self.builder, lltype, name=name)
 
     def lower_binop(self, resty: types.Type, expr: ir.Expr, op: Any) -> llvm_ir.Value:
-        """Numba looks for an implementation for a constant operand even where there is none."""
+        """Lower without looking for an implementation for constant operands, which never exists."""
         if expr.static_lhs is not ir.UNDEFINED or expr.static_rhs is not ir.UNDEFINED:
             return super().lower_binop(resty, expr, op)
         signature = self.fndesc.calltypes[expr]

@@ -1,4 +1,4 @@
-"""The passes of Numba that a kernel takes, without what they do for other programs.
+"""Choose the passes of Numba that a kernel takes, without what they do for other programs.
 
 Numba analyses the lives of all variables again after each of four passes. Where a function is no
 generator, only lifted loops, object mode and deletions read that, and a kernel has none of them.
@@ -38,7 +38,7 @@ from foo_ops.kernels.compiler.numba_target.lowering import Lowering
 
 class _Passes(PassManager):
     def _runPass(self, index: int, pss: CompilerPass, internal_state: Any) -> None:  # noqa: N802
-        """Numba also takes times, tells listeners of each pass, and describes it to them."""
+        """Run a pass without Numba's clocks, listeners and descriptions."""
         pss.analysis = self._analysis
         with errors.new_error_context("Pass {name}", name=pss.name()):
             pss.run_initialization(internal_state)
@@ -48,7 +48,7 @@ class _Passes(PassManager):
 
 @functools.cache
 def pipeline(name: str) -> PassManager:
-    """Without passes for with, exceptions, literal_unroll, inlining by Numba, and arrays."""
+    """Make the list of passes: none for with, exceptions, literal_unroll, inlining and arrays."""
     passes = _Passes(name)
     passes.add_pass(_Translate, "translate bytecode to Numba's IR")
     passes.add_pass(FixupArgs, "mend arguments")
@@ -111,7 +111,7 @@ class _ProcessIR(IRProcessing):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _InlineClosures(InlineClosureLikes):
-    """Only where there are any: to look for them takes 4 ms a function."""
+    """Inline closures only where there are any: to look for them takes 4 ms a function."""
 
     _name = "foo_ops_inline_closures"
 

@@ -1,8 +1,8 @@
-"""Loops over range, in a quarter of the instructions that Numba makes of one.
+"""Lower loops over range in a quarter of the instructions that Numba makes of one.
 
 Numba builds each range, each iterator and each pair of (next number, whether there is one) in
-memory, and decides at run time how many numbers there are. LLVM removes all that, but half of what
-it reads of a kernel of attention is this.
+memory, and decides at run time how many numbers there are. LLVM removes all that, but it is half of
+what LLVM reads of a kernel of attention.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STEP, _NEXT, _COUNT = 2, 0, 3
 
 
 def part_of(builder: ir.IRBuilder, struct: ir.Value, position: int) -> ir.Value:
-    """A part of a struct: the very value that was put there, where that is known."""
+    """Return a field of a struct: the very value that was put there, where that is known."""
     inserted = struct
     while isinstance(inserted, ir.InsertValue):
         if list(inserted.indices) == [position]:
@@ -64,7 +64,7 @@ def _slot(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def _count(builder: ir.IRBuilder, start: ir.Value, stop: ir.Value, step: ir.Value) -> ir.Value:
-    """How many numbers there are; zero or less where there are none. None for a step of zero."""
+    """Count the numbers; zero or less where there are none. A step of zero has none."""
     zero, one, minus_one = (step.type(value) for value in (0, 1, -1))
     distance = stop if start == zero else builder.sub(stop, start)
     if step == one:

@@ -1,12 +1,13 @@
-"""A target of Numba for kernels: it turns a function and all that it calls into one LLVM module.
+"""Define a target of Numba for kernels: it turns a function and all that it calls into one LLVM
+module.
 
 Numba's own target for processors makes machine code of each function on its way, together with
 wrappers for calls from Python, and links and optimises again for each function that calls it. A
 kernel needs none of that but the whole, once, at the end: a tenth of a second for a function and
 not a fifth.
 
-Functions are written with plain ``numba.njit``. Arguments that are constants are typed as any
-other number is, so that a function is compiled once and not for each constant.
+Functions are written with plain ``numba.njit``. Arguments that are constants are typed as any other
+number is, so that a function is compiled once and not for each constant.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class _Library(codegen.CodeLibrary):
         raise NotImplementedError("a function of a kernel is assembled with the whole kernel")
 
     def modules(self) -> Iterator[ir.Module]:
-        """Of this function and of all that it calls, each once."""
+        """Yield the modules of this function and of all that it calls, each once."""
         seen, waiting = {self}, [self]
         while waiting:
             library = waiting.pop()
@@ -113,7 +114,9 @@ class _Codegen(codegen.Codegen):
 
 
 class _RefreshedIfNew:
-    """Numba refreshes its contexts 1200 times for a kernel of attention, a tenth of its time."""
+    """A context that refreshes only when something is registered; Numba does it 1200 times a
+    kernel.
+    """
 
     _registries: Mapping[Any, Any]
     _known = -1
@@ -126,7 +129,7 @@ class _RefreshedIfNew:
             self._known = count
 
     def _registrations(self) -> int:
-        """How many functions, attributes and the like are in the registries of this context."""
+        """Count the functions, attributes and the like in the registries of this context."""
         return sum(
             len(getattr(registry, item))
             for registry, loader in self._registries.items()
@@ -135,7 +138,9 @@ class _RefreshedIfNew:
 
 
 class _TypingContext(_RefreshedIfNew, BaseContext):
-    """It remembers what it found out, as a kernel asks for the same nine times out of ten."""
+    """A context that remembers what it found out: nine times out of ten a kernel asks for the
+    same.
+    """
 
     def init(self) -> None:
         self._signatures: dict[Any, Any] = {}
@@ -143,7 +148,7 @@ class _TypingContext(_RefreshedIfNew, BaseContext):
         self._types: dict[int, tuple[Any, types.Type]] = {}
 
     def _load_builtins(self) -> None:
-        """What is imported here, and not arrays, sets and dictionaries: that takes 0.4 s."""
+        """Load what is imported here, and not arrays, sets and dictionaries, which takes 0.4 s."""
         self._signatures.clear()
         self._types.clear()
         self.install_registry(templates.builtin_registry)
@@ -199,16 +204,16 @@ class _Context(_RefreshedIfNew, cpu.CPUContext):
         return CallingConvention(self)
 
     def post_lowering(self, module: ir.Module, library: _Library) -> None:
-        """Numba's runtime, which counts references, is not linked in."""
+        """Leave out Numba's runtime, which counts references."""
 
     def create_cpython_wrapper(self, *args: Any, **kwargs: Any) -> None:
-        """Nobody calls a function of a kernel from Python."""
+        """Make no wrapper, since nobody calls a function of a kernel from Python."""
 
     def create_cfunc_wrapper(self, *args: Any, **kwargs: Any) -> None:
-        """The kernel as a whole gets one."""
+        """Make no wrapper here; the kernel as a whole gets one."""
 
     def get_executable(self, library: _Library, fndesc: Any, env: Any) -> Any:
-        """What tells compiled functions apart. There is no machine code to call yet."""
+        """Return what tells compiled functions apart. There is no machine code to call yet."""
         return _dynfunc.make_function(
             fndesc.lookup_module(), fndesc.qualname.split(".")[-1], "", 0, env, (library,)
         )
@@ -264,7 +269,7 @@ class _Compiler(compiler.CompilerBase):
 def compile_module(
     function: Callable[..., None], argument_types: tuple[types.Type, ...], entry: str
 ) -> llvm.ModuleRef:
-    """The LLVM module of a function, which a C function ``entry`` calls with its arguments.
+    """Make the LLVM module of a function, which a C function ``entry`` calls with its arguments.
 
     To be used under Numba's global compiler lock.
     """
@@ -319,7 +324,9 @@ def _mark_inlined(modules: list[ir.Module]) -> None:
 def _c_wrapper(
     context: _Context, result: Any, argument_types: tuple[types.Type, ...], entry: str
 ) -> ir.Module:
-    """The C function, which also calls what Numba's calling convention does not name: ``entry``."""
+    """Make the C function ``entry``, which also calls what Numba's calling convention does not
+    name.
+    """
     module = context.create_module("c_wrapper")
     inner = context.declare_function(module, result.fndesc)
     values = [context.get_value_type(type_) for type_ in argument_types]
