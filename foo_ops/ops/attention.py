@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foo_ops import _C, library
-
-OPTIONS = (
-    "bool is_causal=False, float? scale=None, float dropout_p=0.0, int window_left=-1, "
-    "int window_right=-1, float softcap=0.0"
+from foo_ops.library.dtypes import dtype_name
+from foo_ops.ops.arguments import compute_type
+from foo_ops.ops.attention_derivatives import (
+    composite,
+    make_dropout_mask,
+    second_derivative,
+    setup_context,
 )
+from foo_ops.ops.attention_options import DEFAULTS, AttentionOptions, given_options, schema
+
+OPTIONS = schema(*DEFAULTS)
 INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? attn_bias=None, Tensor? alibi_slopes=None, "
     "Tensor? sinks=None"
 )
+
 OUTPUTS = "(Tensor output, Tensor logsumexp)"
+
 TAGS: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,)
+
 RANDOM_TAGS: tuple[torch.Tag, ...] = (*TAGS, torch.Tag.nondeterministic_seeded)
 
 library.define("foo::attention", f"({INPUTS}, *, {OPTIONS}) -> {OUTPUTS}", tags=RANDOM_TAGS)
+
 # The same with dropout's seed given: what is differentiated.
 library.define(
     "foo::attention_seeded", f"({INPUTS}, Tensor? seed=None, *, {OPTIONS}) -> {OUTPUTS}", tags=TAGS
 )
+
 SAVED = (
     "Tensor grad_output, Tensor grad_logsumexp, Tensor query, Tensor key, Tensor value, "
     "Tensor? attn_bias, Tensor? alibi_slopes, Tensor? sinks, Tensor output, Tensor logsumexp, "
     f"Tensor? seed, *, bool bias_requires_grad=False, {OPTIONS}"
 )
+
 # The gradients of alibi_slopes and sinks have size 0 if these are None, that of attn_bias if it is
 # not asked for.
 library.define(
@@ -41,6 +51,7 @@ library.define(
     "Tensor grad_alibi_slopes, Tensor grad_sinks)",
     tags=TAGS,
 )
+
 # The weights that dropout keeps, 1.0 or 0.0, in the shape (batch, heads, queries, keys).
 library.define(
     "foo::attention_kept",
@@ -126,24 +137,7 @@ def attention(
     return (output, logsumexp) if return_logsumexp else output
 
 
-DEFAULTS = {
-    argument.name: argument.default_value
-    for argument in torch.ops.foo.attention.default._schema.arguments
-    if argument.kwarg_only
-}
-"""The options of attention."""
-
-
-def given_options(**options: Any) -> dict[str, Any]:
-    """Those that are not their default: to parse one takes as long as to allocate a tensor."""
-    return {name: value for name, value in options.items() if value != DEFAULTS[name]}
-
-
 # ------------------------------------------------------------------------------------ fake kernels
-
-
-def compute_type(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def _check(
@@ -153,26 +147,10 @@ def _check(
     attn_bias: Tensor | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
+    **options: Any,
 ) -> None:
-    _C.check_attention(
-        query,
-        key,
-        value,
-        attn_bias,
-        alibi_slopes,
-        sinks,
-        dropout_p,
-        window_left,
-        window_right,
-        softcap,
-    )
+    checked = AttentionOptions(**options).checked()
+    _C.check_attention(query, key, value, attn_bias, alibi_slopes, sinks, *checked)
 
 
 @library.register_fake("foo::attention")
@@ -191,7 +169,7 @@ def fake(
         output = query.new_empty(batch, rows, heads, value.shape[3]).transpose(1, 2)
     else:
         output = query.new_empty(batch, heads, rows, value.shape[3])
-    return output, query.new_empty(batch, heads, rows, dtype=compute_type(query))
+    return output, query.new_empty(batch, heads, rows, dtype=compute_type(query.dtype))
 
 
 @library.register_fake("foo::attention_seeded")
@@ -236,7 +214,9 @@ def fake_kept(seed: Tensor, shape: list[int], dropout_p: float, *, dtype: torch.
     if len(shape) != 4:
         raise ValueError(f"attention_kept: shape must have 4 dimensions, got {len(shape)}")
     if dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"attention_kept: dtype must be float32 or float64, got {_name(dtype)}")
+        raise TypeError(
+            f"attention_kept: dtype must be float32 or float64, got {dtype_name(dtype)}"
+        )
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(
             f"attention_kept: dropout_p must be at least 0 and less than 1, got {dropout_p:g}"
@@ -245,202 +225,25 @@ def fake_kept(seed: Tensor, shape: list[int], dropout_p: float, *, dtype: torch.
     return seed.new_empty(shape, dtype=dtype)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # ---------------------------------------------------------------------------------------- autograd
 
 
-def setup_context(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
-) -> None:
-    """Of an operator of the backward pass."""
-    ctx.save_for_backward(*inputs)
-    ctx.set_materialize_grads(False)
-    ctx.options = keyword_only_inputs
-
-
 def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of foo::attention_backward: the second derivative."""
+    """Differentiate foo::attention_backward: the second derivative of attention."""
     return second_derivative(ctx, composite_with_seed, (0, 1, 2, 3, 4, 5), grads)
-
-
-def second_derivative(
-    ctx: Any,
-    function: Callable[..., tuple[Tensor, Tensor]],
-    positions: tuple[int, ...],
-    grads: tuple[Tensor | None, ...],
-) -> tuple[Tensor | None, ...]:
-    """Of an operator of the backward pass, with the matrix of scores in memory.
-
-    Its arguments are the gradients of both outputs, the inputs, both outputs, and the seed. The
-    outputs are functions of the inputs here, so that they get no gradient themselves.
-
-    Args:
-        ctx: as setup_context leaves it.
-        function: ``function(inputs, seed, **options)``, what the forward pass computes, made of
-            torch's own operators.
-        positions: which of the inputs the operator returns the gradients of.
-        grads: the gradients of these gradients.
-    """
-    *saved, _, _, seed = ctx.saved_tensors
-    needed = ctx.needs_input_grad[: len(saved)]
-    with torch.enable_grad():
-        tensors: list[Any] = list(map(distinct, saved))
-        cotangents, inputs = tensors[:2], tensors[2:]
-        given = [
-            (inputs[position], grad)
-            for position, grad in zip(positions, grads)
-            if grad is not None and inputs[position] is not None
-        ]
-        if not given:
-            return (None,) * len(ctx.saved_tensors)
-        chosen, grads = zip(*given)
-        outputs = function(inputs, seed, **ctx.options)
-        if not outputs[0].requires_grad:
-            # There are no sequences, so that nothing depends on anything.
-            zeros = (
-                torch.zeros_like(tensor) if need else None for tensor, need in zip(saved, needed)
-            )
-            return (*zeros, None, None, None)
-        first = torch.autograd.grad(outputs, chosen, cotangents, create_graph=True)
-    second = differentiate(first, tensors, needed, grads, create_graph=torch.is_grad_enabled())
-    return (*second, None, None, None)
-
-
-def distinct(tensor: Tensor | None) -> Tensor | None:
-    """The tensor, to be differentiated for by itself: one tensor may be two of the inputs."""
-    if tensor is None or not tensor.is_floating_point():
-        return tensor
-    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
-
-
-def differentiate(
-    outputs: tuple[Tensor, ...],
-    inputs: Sequence[Any],
-    needed: Sequence[bool],
-    grads: Sequence[Any],
-    *,
-    create_graph: bool,
-) -> list[Tensor | None]:
-    """The gradient for each input that needs one."""
-    wanted = [tensor for tensor, need in zip(inputs, needed) if need]
-    found = iter(
-        torch.autograd.grad(
-            outputs, wanted, grads, create_graph=create_graph, materialize_grads=True
-        )
-    )
-    return [next(found) if need else None for need in needed]
 
 
 def composite_with_seed(
     inputs: list[Any], seed: Tensor | None, *, bias_requires_grad: bool = False, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """foo::attention_seeded made of torch's own operators."""
+    """Compute foo::attention_seeded with torch's own operators."""
     query, key = inputs[:2]
-    kept = kept_weights(query, (*query.shape[:3], key.shape[2]), seed, options["dropout_p"])
-    return composite(*(*inputs, kept), **options)
+    shape = (*query.shape[:3], key.shape[2])
+    dropout_mask = make_dropout_mask(query, shape, seed, options["dropout_p"])
+    return composite(*inputs, dropout_mask=dropout_mask, options=AttentionOptions(**options))
 
 
-def kept_weights(
-    query: Tensor, shape: tuple[int, ...], seed: Tensor | None, dropout_p: float
-) -> Tensor | None:
-    """What dropout keeps: a factor for each weight, or None."""
-    if seed is None:
-        return None
-    return torch.ops.foo.attention_kept(seed, shape, dropout_p, dtype=compute_type(query))
-
-
-def composite(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    kept: Tensor | None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """foo::attention made of torch's own operators, which builds the matrix of scores.
-
-    kept has 1.0 for the weights that dropout keeps and 0.0 for the others.
-    """
-    compute = compute_type(query)
-    group = query.shape[1] // max(key.shape[1], 1)
-    keys, values = (
-        tensor.to(compute).repeat_interleave(group, dim=1) if group != 1 else tensor.to(compute)
-        for tensor in (key, value)
-    )
-    scores = (
-        query.to(compute) @ keys.mT * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    )
-    if softcap > 0.0:
-        scores = softcap * tanh(scores / softcap)
-    sees = visible(scores, is_causal, window_left, window_right)
-    if attn_bias is not None and attn_bias.dtype == torch.bool:
-        sees = sees & attn_bias
-    elif attn_bias is not None:
-        scores = scores + attn_bias
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.to(compute).unsqueeze(-1).unsqueeze(-1)
-        scores = scores - slopes * distances(scores).abs()
-    scores = scores.masked_fill(~sees, -math.inf)
-    extended = scores
-    if sinks is not None:
-        column = sinks.to(compute).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        extended = torch.cat([scores, column], dim=-1)
-    # A query that sees nothing has no softmax: zeros stand in its place and count for nothing.
-    blind = (extended == -math.inf).all(-1, keepdim=True)
-    extended = extended.masked_fill(blind, 0.0)
-    # Taken away first: beside a mask of -1e9 nothing would be left of the logarithm of the sum.
-    base = torch.logsumexp(extended, -1, keepdim=True).detach()
-    base = base.where(base.isfinite(), 0.0)
-    logsumexp = torch.logsumexp(extended - base, -1, keepdim=True)
-    weights = torch.exp(scores - base - logsumexp).masked_fill(blind | ~sees, 0.0)
-    if kept is not None:
-        weights = weights * kept / (1.0 - dropout_p)
-    logsumexp = (base + logsumexp).masked_fill(blind, -math.inf).squeeze(-1)
-    return (weights @ values).to(query.dtype), logsumexp
-
-
-def tanh(x: Tensor) -> Tensor:
-    """torch.tanh, with derivatives whose digits do not cancel where 1 - tanh^2 is small.
-
-    They are those of 1 - 2 / (1 + e^(2|x|)), of which the value itself has few digits near zero.
-    """
-    sign = torch.where(x < 0, -1.0, 1.0).to(x.dtype)
-    smooth = -2.0 * sign * torch.sigmoid(-2.0 * sign * x)
-    return torch.tanh(x).detach() + (smooth - smooth.detach())
-
-
-def distances(scores: Tensor) -> Tensor:
-    """Of each query from each key, aligned to the lower right: i + Sk - Sq - j."""
-    queries, keys = scores.shape[-2:]
-    positions = torch.arange(queries, device=scores.device).unsqueeze(-1) + keys - queries
-    return positions - torch.arange(keys, device=scores.device)
-
-
-def visible(scores: Tensor, is_causal: bool, window_left: int, window_right: int) -> Tensor:
-    """Which keys each query sees, (Sq, Sk), but for the mask."""
-    distance = distances(scores)
-    sees = torch.ones_like(distance, dtype=torch.bool)
-    if is_causal:
-        sees = sees.tril()
-    if window_left >= 0:
-        sees = sees & (distance <= window_left)
-    if window_right >= 0:
-        sees = sees & (distance >= -window_right)
-    return sees
-
-
-# First derivatives are in csrc/ops/attention_autograd.cpp: through Python, a call with 8 floats
+# First derivatives are in csrc/ops/attention/autograd.cpp: through Python, a call with 8 floats
 # would take 200 us and not 12.
 library.register_autograd("foo::attention_backward", backward, setup_context=setup_context)
 
@@ -455,7 +258,7 @@ library.register_vmap_loop("foo::attention_backward")
 
 
 def _with_dimensions(tensor: Tensor, in_dim: int | None, dimensions: int) -> Tensor:
-    """Dimensions of size 1 put before those that are not mapped."""
+    """Put dimensions of size 1 before those that are not mapped."""
     if in_dim is not None:
         tensor = tensor.movedim(in_dim, 0)
     first = 0 if in_dim is None else 1
@@ -467,9 +270,9 @@ def _with_dimensions(tensor: Tensor, in_dim: int | None, dimensions: int) -> Ten
 def vmap(
     info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor | None, **options: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """The mapped dimension becomes a part of the batch, in one call.
+    """Make the mapped dimension a part of the batch, in one call.
 
-    Dropout does not come here: csrc/ops/attention_autograd.cpp draws a seed for it first.
+    Dropout does not come here: csrc/ops/attention/autograd.cpp draws a seed for it first.
     """
     missing = 6 - len(inputs)
     inputs, in_dims = (*inputs, *(None,) * missing), (*in_dims, *(None,) * missing)
@@ -507,7 +310,7 @@ library.register_vmap("foo::attention", vmap)
 def product_flops(
     query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size
 ) -> tuple[int, int]:
-    """Of query @ key^T and of weights @ value, for all heads."""
+    """Count the operations of query @ key^T and of weights @ value, for all heads."""
     from opt_einsum.helpers import flop_count
 
     batch, heads, queries, head_dim = query_shape
@@ -525,7 +328,7 @@ FUSED = "aten::_scaled_dot_product_fused_attention_overrideable"
 def flops(
     query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *others: Any, **_: Any
 ) -> int:
-    """Of the two products of matrices; a mask does not make them fewer, as torch counts."""
+    """Count two products of matrices; a mask does not make them fewer, as torch counts."""
     return sum(product_flops(query_shape, key_shape, value_shape))
 
 
@@ -539,12 +342,12 @@ def backward_flops(
     *others: Any,
     **_: Any,
 ) -> int:
-    """Of five products: scores, dQ and dK over the head dimension, dP and dV over the value's."""
+    """Count five products: scores, dQ, dK over the head dimension, dP and dV over the value's."""
     scores, values = product_flops(query_shape, key_shape, value_shape)
     return 3 * scores + 2 * values
 
 
 @library.register_flops(f"{FUSED}_backward")
 def fused_backward_flops(grad_output_shape: torch.Size, *shapes: Any, **_: Any) -> int:
-    """The same, but that the logsumexp has no gradient."""
+    """Count as `backward_flops` does, for a logsumexp without gradient."""
     return backward_flops(grad_output_shape, grad_output_shape[:-1], *shapes)

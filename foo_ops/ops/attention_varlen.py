@@ -8,23 +8,17 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C, library
-from foo_ops.ops.attention import (
-    OUTPUTS,
-    RANDOM_TAGS,
-    TAGS,
+from foo_ops.ops.arguments import compute_type
+from foo_ops.ops.attention import OUTPUTS, RANDOM_TAGS, TAGS, empty_gradient
+from foo_ops.ops.attention_derivatives import (
     composite,
-    compute_type,
-    empty_gradient,
-    given_options,
-    kept_weights,
+    make_dropout_mask,
     second_derivative,
     setup_context,
 )
+from foo_ops.ops.attention_options import PACKED, AttentionOptions, given_options, schema
 
-OPTIONS = (
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, float dropout_p=0.0, "
-    "int window_left=-1, int window_right=-1, float softcap=0.0"
-)
+OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {schema(*PACKED)}"
 INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "Tensor? seqused_k=None, Tensor? block_table=None, Tensor? alibi_slopes=None, "
@@ -131,18 +125,10 @@ def attention_varlen(
 # ------------------------------------------------------------------------------------ fake kernels
 
 
-def _check(
-    *inputs: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-) -> None:
+def _check(*inputs: Any, max_seqlen_q: int, max_seqlen_k: int, **options: Any) -> None:
     missing = (None,) * (9 - len(inputs))
-    _C.check_attention_varlen(*inputs, *missing, dropout_p, window_left, window_right, softcap)
+    checked = AttentionOptions(**options).checked()
+    _C.check_attention_varlen(*inputs, *missing, *checked)
 
 
 @library.register_fake("foo::attention_varlen")
@@ -151,7 +137,7 @@ def fake(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
     query, _, value = inputs[:3]
     total, heads = query.shape[:2]
     output = query.new_empty(total, heads, value.shape[-1])
-    return output, query.new_empty((heads, total), dtype=compute_type(query))
+    return output, query.new_empty((heads, total), dtype=compute_type(query.dtype))
 
 
 @library.register_fake("foo::attention_varlen_seeded")
@@ -181,21 +167,20 @@ def fake_backward(
 
 
 def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of foo::attention_varlen_backward: the second derivative."""
+    """Differentiate foo::attention_varlen_backward: the second derivative."""
     return second_derivative(ctx, composite_varlen, (0, 1, 2, 7, 8), grads)
 
 
 def composite_varlen(
     inputs: list[Any], seed: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """foo::attention_varlen_seeded made of torch's own operators, a sequence at a time."""
+    """Compute foo::attention_varlen_seeded with torch's own operators, a sequence at a time."""
     query, key, value, starts_q, starts_k, used, block_table, alibi_slopes, sinks = inputs
     offsets_q, offsets_k = starts_q.tolist(), starts_k.tolist()
     lengths = (starts_k.diff() if used is None else used).tolist()
-    kept_shape = (len(lengths), query.shape[1], options["max_seqlen_q"], options["max_seqlen_k"])
-    kept = kept_weights(query, kept_shape, seed, options["dropout_p"])
-    names = ("scale", "dropout_p", "window_left", "window_right", "softcap")
-    chosen = {name: options[name] for name in names}
+    mask_shape = (len(lengths), query.shape[1], options["max_seqlen_q"], options["max_seqlen_k"])
+    dropout_mask = make_dropout_mask(query, mask_shape, seed, options["dropout_p"])
+    chosen = AttentionOptions(**{name: options[name] for name in PACKED})
     parts = []
     for index, (first, end, count) in enumerate(zip(offsets_q, offsets_q[1:], lengths)):
         if block_table is None:
@@ -207,19 +192,22 @@ def composite_varlen(
         slopes = alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[index]
-        mask = None if kept is None else kept[index : index + 1, :, : end - first, :count]
-        tensors = [tensor.transpose(0, 1).unsqueeze(0) for tensor in sequence]
-        parts.append(composite(*(*tensors, None, slopes, sinks, mask), **chosen))
+        mask = dropout_mask
+        if mask is not None:
+            mask = mask[index : index + 1, :, : end - first, :count]
+        arguments: list[Any] = [tensor.transpose(0, 1).unsqueeze(0) for tensor in sequence]
+        arguments += [None, slopes, sinks]
+        parts.append(composite(*arguments, dropout_mask=mask, options=chosen))
     if not parts:
         return query.new_zeros(query.shape[:2] + value.shape[-1:]), query.new_zeros(
-            (query.shape[1], 0), dtype=compute_type(query)
+            (query.shape[1], 0), dtype=compute_type(query.dtype)
         )
     output = torch.cat([part[0].squeeze(0).transpose(0, 1) for part in parts])
     return output, torch.cat([part[1].squeeze(0) for part in parts], dim=-1)
 
 
 def in_blocks(pages: Tensor, blocks: Tensor, count: int) -> Tensor:
-    """The first keys of a sequence, (count, heads, dim), from the blocks that hold them."""
+    """Gather the first keys of a sequence, (count, heads, dim), from the blocks that hold them."""
     used = blocks[: -(-count // pages.shape[1])].long()
     return pages.index_select(0, used).flatten(0, 1)[:count]
 
@@ -237,7 +225,7 @@ library.register_vmap_loop("foo::attention_varlen_backward")
 
 
 def _scores(starts_q: Tensor, starts_k: Tensor, used: Tensor | None, **options: Any) -> int:
-    """Number of pairs of a query and a key of its sequence; the most there can be, if fake."""
+    """Count pairs of a query and a key of its sequence; the most there can be, if fake."""
     if starts_q.is_meta or isinstance(starts_q, torch._subclasses.FakeTensor):
         return (starts_q.shape[0] - 1) * options["max_seqlen_q"] * options["max_seqlen_k"]
     keys = starts_k.diff() if used is None else used
@@ -256,7 +244,7 @@ def flops(
     out_val: Any = None,
     **options: Any,
 ) -> int:
-    """2 * heads * (D + Dv) for each pair of a query and a key."""
+    """Count 2 * heads * (D + Dv) operations for each pair of a query and a key."""
     pairs = _scores(starts_q, starts_k, used, **options)
     return 2 * query.shape[1] * pairs * (query.shape[2] + value.shape[-1])
 
@@ -275,6 +263,6 @@ def backward_flops(
     out_val: Any = None,
     **options: Any,
 ) -> int:
-    """Three products over the head dimension and two over the value's."""
+    """Count three products over the head dimension and two over the value's."""
     pairs = _scores(starts_q, starts_k, used, **options)
     return 2 * query.shape[1] * pairs * (3 * query.shape[2] + 2 * value.shape[-1])
