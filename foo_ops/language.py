@@ -1,4 +1,4 @@
-"""What a tile kernel is written with beside Python's arithmetic, ``math`` and its arguments' views.
+"""The names that tile kernels use beside Python's arithmetic, ``math`` and their arguments.
 
 Names are loaded where a kernel is compiled: to import this module imports no Numba. The modules
 of ``foo_ops.kernels.vectors`` say what each does: views.py about arrays, reduction.py about sums

@@ -1,4 +1,4 @@
-"""torch.distributed on device ``foo``: gloo works on its memory, without copies.
+"""Let torch.distributed work on device ``foo``: gloo uses its memory, without copies.
 
 Imported together with torch.distributed.
 """

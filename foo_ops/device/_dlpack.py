@@ -1,4 +1,4 @@
-"""DLPack's name for device ``foo``."""
+"""Name device ``foo`` for DLPack."""
 
 import enum
 from typing import Any
@@ -9,7 +9,7 @@ _of_other_devices = torch.Tensor.__dlpack_device__
 
 
 def _dlpack_device(self: torch.Tensor) -> tuple[enum.IntEnum, int]:
-    """The kind of device and its index, for ``from_dlpack``."""
+    """Return the kind of device and its index, for ``from_dlpack``."""
     from torch.utils.dlpack import DLDeviceType
 
     if self.device.type == "foo" and not torch.overrides.has_torch_function_unary(self):
@@ -18,6 +18,6 @@ def _dlpack_device(self: torch.Tensor) -> tuple[enum.IntEnum, int]:
 
 
 def register() -> None:
-    """torch 2.13 asks for the device by the name it had before it was renamed."""
+    """Register the name too that the device had before: torch 2.13 looks for that one."""
     method: Any = _dlpack_device
     torch.Tensor.__dlpack_device__ = method  # type: ignore[method-assign]

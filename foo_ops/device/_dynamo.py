@@ -1,4 +1,4 @@
-"""What torch.compile must know of device ``foo``. Imported together with torch._dynamo."""
+"""Tell torch.compile about device ``foo``. Imported together with torch._dynamo."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ class FooInterface(DeviceInterface):
 
 
 class FooDeviceVariable(GenericDeviceVariable):
-    """``with torch.foo.device(...)`` in a compiled function."""
+    """A ``with torch.foo.device(...)`` in a compiled function."""
 
     _exchange_fn = staticmethod(torch._C._accelerator_exchangeDevice)
     _maybe_exchange_fn = staticmethod(torch._C._accelerator_maybeExchangeDevice)

@@ -1,4 +1,4 @@
-"""What torch's fake tensors say of results on foo: what they say of those on the CPU.
+"""Let fake tensors say of results on foo what they say of those on the CPU.
 
 The CPU's kernels run on foo, so that sizes and strides are the CPU's. torch asks for the device
 where its own differ in that, and takes foo for one of the others. Imported together with

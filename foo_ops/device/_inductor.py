@@ -1,4 +1,4 @@
-"""torch.compile's own backend on foo: its C++ kernels for the CPU, on memory of foo.
+"""Compile graphs on foo by torch.compile's own backend: its C++ kernels, on memory of foo.
 
 Foo memory is host memory, so that they run where the tensors lie. Imported together with inductor.
 """
@@ -16,7 +16,7 @@ from torch._inductor.virtualized import V
 
 
 def _on_cpu() -> AbstractContextManager[None]:
-    """While it lasts, kernels are written, and called, for the CPU."""
+    """Write and call kernels for the CPU while it lasts."""
     return V.graph.set_current_device(torch.device("cpu"))
 
 
@@ -43,7 +43,7 @@ class _NewTensorsOnTheirDevice:
 
 
 class FooWrapper(_NewTensorsOnTheirDevice, PythonWrapperCodegen):
-    """The code around the kernels of a graph."""
+    """Writes the code around the kernels of a graph."""
 
     @staticmethod
     def create(
@@ -60,14 +60,14 @@ class FooWrapper(_NewTensorsOnTheirDevice, PythonWrapperCodegen):
 
 
 class FooSubgraphWrapper(_NewTensorsOnTheirDevice, SubgraphPythonWrapperCodegen):
-    """That of a branch or of the body of a loop."""
+    """Writes the code of a branch or of the body of a loop."""
 
 
 _is_on_cpu = BaseSchedulerNode.is_cpu
 
 
 def _is_cpu(self: BaseSchedulerNode) -> bool:
-    """What is there for GPUs alone, such as other orders of loops, the C++ kernels cannot take."""
+    """Switch off what exists for GPUs alone, such as other orders of loops."""
     device = self.get_device()
     return _is_on_cpu(self) or (device is not None and device.type == "foo")
 

@@ -1,4 +1,4 @@
-"""``module.foo()``, beside children, parameters and buffers that have the same name.
+"""Install ``module.foo()``, beside children, parameters and buffers of the same name.
 
 torch would generate this method, too, but as a plain function. Found on the class, that hides the
 members of a module, which ``Module.__getattr__`` finds only after it; and torch refuses the name
@@ -53,7 +53,7 @@ _names_of = torch.nn.Module.__dir__
 
 
 def _dir(self: torch.nn.Module) -> list[str]:
-    """The names of a module; for torch, those that it can get."""
+    """List the names of a module; for torch, those that it can get."""
     names = _names_of(self)
     if _is_called_by_torch() and _is_method(getattr(self, NAME)):
         names.remove(NAME)

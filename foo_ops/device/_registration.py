@@ -1,4 +1,4 @@
-"""Tells torch about device ``foo``: its name, its module, its generated methods."""
+"""Tell torch about device ``foo``: its name, its module, its generated methods."""
 
 import atexit
 import types

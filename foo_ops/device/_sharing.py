@@ -1,4 +1,4 @@
-"""Tensors of foo through torch.multiprocessing: the processes share memory, as with the CPU's.
+"""Send tensors of foo through torch.multiprocessing: processes share memory, as on the CPU.
 
 When a storage is first sent, its bytes move into a storage of the CPU in shared memory, its host
 storage. The receiver maps that, and what either process writes the other sees.

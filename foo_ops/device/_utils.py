@@ -1,4 +1,4 @@
-"""Which device an argument means. torch.serialization calls ``torch.foo._utils`` by this name."""
+"""Find the device that an argument means, under the name that torch.serialization calls."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 
 def _get_device_index(device: Any, optional: bool = False) -> int:
-    """The index that an int, a string or a torch.device names.
+    """Return the index that an int, a string or a torch.device names.
 
     None, and ``foo`` without an index, mean the current device where ``optional`` allows it.
     """

@@ -1,15 +1,15 @@
-"""Automatic mixed precision. torch.autocast("foo") has the operator lists of CUDA."""
+"""Automatic mixed precision: torch.autocast("foo") has the operator lists of CUDA."""
 
 import torch
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """The dtypes that ``torch.autocast("foo", dtype=...)`` takes."""
+    """Return the dtypes that ``torch.autocast("foo", dtype=...)`` takes."""
     return [torch.float16, torch.bfloat16]
 
 
 def is_autocast_enabled() -> bool:
-    """Whether this thread is inside of ``torch.autocast("foo")``."""
+    """Return whether this thread is inside of ``torch.autocast("foo")``."""
     return torch.is_autocast_enabled("foo")
 
 
@@ -18,7 +18,7 @@ def set_autocast_enabled(enabled: bool) -> None:
 
 
 def get_autocast_dtype() -> torch.dtype:
-    """The dtype that autocast uses: float16 unless another one was asked for."""
+    """Return the dtype that autocast uses: float16 unless another one was chosen."""
     return torch.get_autocast_dtype("foo")
 
 

@@ -1,4 +1,4 @@
-"""Metadata of a backend: numbers that a tensor bears, as backends with formats of their own do."""
+"""Attach numbers to a tensor, as backends with formats of their own do."""
 
 import torch
 
@@ -21,5 +21,5 @@ def set_backend_meta(tensor: torch.Tensor, version: int, format_number: int) -> 
 
 
 def get_backend_meta(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Version and number that :func:`set_backend_meta` gave, or None."""
+    """Return version and number that :func:`set_backend_meta` gave, or None."""
     return _C.get_backend_meta(tensor)

@@ -1,4 +1,4 @@
-"""The devices: how many there are, which is current, what they are."""
+"""Count and choose devices, and say what they are."""
 
 import os
 import platform
@@ -35,7 +35,7 @@ _lazy_init = init
 
 
 def is_initialized() -> bool:
-    """Whether this process has used the device."""
+    """Return whether this process has used the device."""
     return _C.is_initialized()
 
 
@@ -44,7 +44,7 @@ def is_available() -> bool:
 
 
 def _is_in_bad_fork() -> bool:
-    """Whether this process is a forked child of one that had used the device.
+    """Return whether this process is a forked child of one that had used the device.
 
     Such a child cannot use it, as with CUDA: locks and memory of the device may be in any state.
     """
@@ -52,7 +52,7 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    """The environment variable FOO_DEVICE_COUNT, or 2."""
+    """Return the number of devices: the environment variable FOO_DEVICE_COUNT, or 2."""
     return _DEVICE_COUNT
 
 
@@ -73,7 +73,7 @@ _maybe_exchange_device = torch._C._accelerator_maybeExchangeDevice
 
 
 class device:  # noqa: N801 (the name it has in torch.cuda)
-    """Context manager that makes a device the current one. A negative index changes nothing."""
+    """Make a device the current one inside of ``with``. A negative index changes nothing."""
 
     def __init__(self, device: Any) -> None:
         self.idx = _get_device_index(device, optional=True)
@@ -95,7 +95,7 @@ class device:  # noqa: N801 (the name it has in torch.cuda)
 
 
 class device_of(device):  # noqa: N801 (the name it has in torch.cuda)
-    """Context manager that makes the device of a tensor or storage the current one.
+    """Make the device of a tensor or storage the current one inside of ``with``.
 
     It changes nothing for one that is not on foo.
     """
@@ -105,7 +105,7 @@ class device_of(device):  # noqa: N801 (the name it has in torch.cuda)
 
 
 def synchronize(device: Any = None) -> None:
-    """Every operator is done when it returns, so this only checks its argument."""
+    """Check the argument; every operator is done when it returns."""
     init()
     torch.accelerator.synchronize(_get_device_index(device, optional=True))
 
@@ -125,7 +125,7 @@ def get_device_properties(device: Any = None) -> DeviceProperties:
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """Major and minor version of the device, which are those of foo_ops."""
+    """Return major and minor version of the device, which are those of foo_ops."""
     init()
     index = _get_device_index(device, optional=True)
     _C.check_device_index(index)
@@ -136,7 +136,7 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 
 def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-    """Whether one device reads the memory of another: any two do, as all of it is the host's."""
+    """Return True: any device reads the memory of any other, as all of it is the host's."""
     init()
     index, peer = _get_device_index(device, optional=True), _get_device_index(peer_device)
     _C.check_device_index(index)
@@ -145,15 +145,15 @@ def can_device_access_peer(device: Any, peer_device: Any) -> bool:
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """bfloat16 tensors work on every CPU."""
+    """Return True: bfloat16 tensors work on every CPU."""
     return True
 
 
 def is_tf32_supported() -> bool:
-    """There is no such mode: float32 is multiplied as float32."""
+    """Return False: float32 is multiplied as float32."""
     return False
 
 
 def ipc_collect() -> None:
-    """Nothing to do: memory that processes share goes back when the last of them has freed it."""
+    """Do nothing: shared memory goes back when the last process has freed it."""
     init()

@@ -1,4 +1,4 @@
-"""Memory figures, exact to the byte, and the cache of freed blocks."""
+"""Report memory figures, exact to the byte, and manage the cache of freed blocks."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def _nested(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_stats(device: Any = None) -> "OrderedDict[str, Any]":
-    """The figures of the allocator, under the names that ``torch.cuda.memory_stats`` gives them.
+    """Return the allocator's figures, under the names of ``torch.cuda.memory_stats``.
 
     ``allocated_bytes`` counts what tensors asked for, rounded up to 64 bytes; ``active_bytes`` the
     blocks that they got; ``reserved_bytes`` what the device holds of the system's memory. Empty
@@ -40,22 +40,22 @@ def memory_stats(device: Any = None) -> "OrderedDict[str, Any]":
 
 
 def memory_allocated(device: Any = None) -> int:
-    """Bytes that tensors hold now."""
+    """Return the bytes that tensors hold now."""
     return memory_stats(device).get("allocated_bytes.all.current", 0)
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """The most bytes that tensors held since the start or :func:`reset_peak_memory_stats`."""
+    """Return the most bytes that tensors held since the last :func:`reset_peak_memory_stats`."""
     return memory_stats(device).get("allocated_bytes.all.peak", 0)
 
 
 def memory_reserved(device: Any = None) -> int:
-    """Bytes that the device holds now, for tensors and in its cache."""
+    """Return the bytes that the device holds now, for tensors and in its cache."""
     return memory_stats(device).get("reserved_bytes.all.current", 0)
 
 
 def max_memory_reserved(device: Any = None) -> int:
-    """The most bytes that the device held since the start or :func:`reset_peak_memory_stats`."""
+    """Return the most bytes that the device held since :func:`reset_peak_memory_stats`."""
     return memory_stats(device).get("reserved_bytes.all.peak", 0)
 
 
@@ -75,22 +75,22 @@ def empty_cache() -> None:
 
 
 def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
-    """The figures of :func:`memory_stats`, of which each part of a name is a level."""
+    """Return the figures of :func:`memory_stats`, one level for each word of a name."""
     return _nested(memory_stats(device))
 
 
 def device_memory_used(device: Any = None) -> int:
-    """What :func:`memory_reserved` gives: the device belongs to this process alone."""
+    """Return what :func:`memory_reserved` does: the device belongs to this process alone."""
     return memory_reserved(device)
 
 
 def get_allocator_backend() -> str:
-    """``native``: PyTorch's name for a caching allocator of a device's own."""
+    """Return ``native``: PyTorch's name for a caching allocator of a device's own."""
     return "native"
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Bytes that the device can still reserve, and bytes that it has in all.
+    """Return the bytes that the device can still reserve, and the bytes that it has in all.
 
     The devices share the memory of the host unless FOO_MEMORY_LIMIT gives each its own.
     """
@@ -98,7 +98,7 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
-    """Limit what a device may reserve to a part, from 0 to 1, of its total memory.
+    """Limit what a device may reserve to a fraction, from 0 to 1, of its total memory.
 
     Beyond it, and after the cache was emptied, ``torch.OutOfMemoryError`` is raised.
     """
@@ -112,7 +112,7 @@ def get_per_process_memory_fraction(device: Any = None) -> float:
 
 
 def caching_allocator_alloc(size: int, device: Any = None) -> int:
-    """The address of a block of memory, for code that shares memory with the allocator."""
+    """Return the address of a block of memory, for code that shares it with the allocator."""
     return _C.allocate(size, _index(device))
 
 
@@ -122,7 +122,7 @@ def caching_allocator_delete(mem_ptr: int) -> None:
 
 
 def host_memory_stats() -> "OrderedDict[str, Any]":
-    """The figures of pinned memory, under the names that ``torch.cuda`` gives them.
+    """Return the figures of pinned memory, under the names that ``torch.cuda`` gives them.
 
     ``allocated_bytes`` counts the blocks, in use or cached, and ``active_bytes`` those in use.
     ``num_host_alloc`` and ``num_host_free`` say how often the system was asked. Empty until the
@@ -132,7 +132,7 @@ def host_memory_stats() -> "OrderedDict[str, Any]":
 
 
 def host_memory_stats_as_nested_dict() -> dict[str, Any]:
-    """The figures of :func:`host_memory_stats`, of which each part of a name is a level."""
+    """Return the figures of :func:`host_memory_stats`, one level for each word of a name."""
     return _nested(host_memory_stats())
 
 
@@ -147,7 +147,7 @@ def reset_accumulated_host_memory_stats() -> None:
 
 
 def memory_snapshot() -> list[dict[str, Any]]:
-    """Every segment of every device, with its blocks, as ``torch.cuda.memory_snapshot``."""
+    """List every segment of every device, with its blocks, as ``torch.cuda.memory_snapshot``."""
     return _C.memory_snapshot()
 
 
@@ -178,7 +178,7 @@ _SUMMARY_COLUMNS = {
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    """A table of :func:`memory_stats` to print. ``abbreviated`` leaves out the two pools."""
+    """Format :func:`memory_stats` as a table. ``abbreviated`` leaves out the two pools."""
     index = _index(device)
     _C.initialize()
     stats = memory_stats(index)

@@ -1,4 +1,4 @@
-"""Which kernels the operators on foo ran on."""
+"""Count which kernels the operators on foo ran on."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ class OperatorCount(NamedTuple):
 
 
 def operator_counts() -> dict[str, OperatorCount]:
-    """How often each operator has run on foo, by its name with the overload.
+    """Return how often each operator has run on foo, by its name with the overload.
 
     Operators that are made of others do not appear, but those they call do. A backend is brought
     up by giving kernels of its own to what runs often through the fallback.

@@ -1,4 +1,4 @@
-"""Random numbers: one default generator per device, with the numbers of the CPU for a seed."""
+"""Draw random numbers: one default generator per device, with the CPU's numbers for a seed."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -60,6 +60,6 @@ def seed_all() -> None:
 
 
 def initial_seed() -> int:
-    """The seed of the current device."""
+    """Return the seed of the current device."""
     init()
     return _generator(None).initial_seed()

@@ -1,4 +1,4 @@
-"""Streams and events. Every operator is done when it returns, whatever stream is current."""
+"""Provide streams and events. Every operator is done when it returns, whatever the stream."""
 
 from types import TracebackType
 from typing import Any
@@ -37,7 +37,7 @@ def set_stream(stream: torch.Stream | None) -> None:
 
 
 class StreamContext:
-    """Context manager that makes a stream, and its device, the current one.
+    """Makes a stream, and its device, the current one inside of ``with``.
 
     None changes nothing.
     """
@@ -64,10 +64,10 @@ class StreamContext:
 
 
 def stream(stream: torch.Stream | None) -> StreamContext:
-    """:class:`StreamContext` of a stream."""
+    """Return the :class:`StreamContext` of a stream."""
     return StreamContext(stream)
 
 
 def is_current_stream_capturing() -> bool:
-    """Streams cannot be captured, so none ever is."""
+    """Return False: streams cannot be captured."""
     return False

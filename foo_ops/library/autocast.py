@@ -1,4 +1,4 @@
-"""Autocast."""
+"""Cast the arguments of operators under autocast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def register_autocast(
     *,
     lib: torch.library.Library | None = None,
 ) -> None:
-    """As torch.library.register_autocast, for operators with keyword arguments, too.
+    """Register autocast as torch.library does, for operators with keyword arguments, too.
 
     Under torch.autocast, floating-point tensors of the device but those of float64 are cast.
 

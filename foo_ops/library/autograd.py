@@ -1,4 +1,4 @@
-"""Gradients: formulas in Python that cost nothing where no gradient is needed."""
+"""Register gradients: formulas in Python that cost nothing where no gradient is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def register_autograd(
     setup_context: Callable[..., None] | None = None,
     lib: torch.library.Library | None = None,
 ) -> None:
-    """As torch.library.register_autograd, but calls that need no gradient do not enter Python.
+    """Register a formula as torch.library does, but calls without gradients enter no Python.
 
     Args:
         op: the operator, such as ``"foo::abs"``; its schema must be functional.
@@ -38,7 +38,7 @@ def register_autograd(
 def register_variant_autograd(
     op: str | torch._ops.OpOverload, /, *, lib: torch.library.Library | None = None
 ) -> None:
-    """Autograd for the in-place or out variant of an operator that has a formula.
+    """Register autograd for the in-place or out variant of an operator that has a formula.
 
     In place, ``f_(a)`` is differentiated as ``a.copy_(f(a.clone()))``, which handles views and
     versions. An out variant refuses tensors that need a gradient, as torch's own do.

@@ -1,4 +1,4 @@
-"""opcheck, on every device."""
+"""Run opcheck on every device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def opcheck(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> dict[str, Any]:
-    """As torch.library.opcheck, on device foo too, and with a check that gradients are recorded.
+    """Run torch.library.opcheck, on device foo too, and check that gradients are recorded.
 
     torch's ``test_autograd_registration`` refuses devices other than cpu, cuda and xpu, and asks
     only whether a kernel stands on the autograd key. Here it is also called, on any device: where
@@ -64,7 +64,7 @@ def opcheck(
 def _overload(
     op: torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch.library.CustomOpDef,
 ) -> torch._ops.OpOverload:
-    """What is called by an operator's name: numba_op gives each an overload ``out`` as well."""
+    """Return what an operator's name calls: numba_op gives each an overload ``out`` as well."""
     if isinstance(op, torch.library.CustomOpDef):
         return op._opoverload
     if isinstance(op, torch._ops.OpOverloadPacket):

@@ -1,4 +1,4 @@
-"""Dtypes by their kinds and names."""
+"""Name dtypes, and sort them by their kinds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _CATEGORIES = {"integer": SIGNED + UNSIGNED, "floating-point": FLOATING, "comple
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Without the module: "float32"."""
+    """Return the name without the module: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def in_words(dtypes: Iterable[torch.dtype]) -> str:
-    """What a message says about the dtypes that are taken."""
+    """Say in a message which dtypes are taken."""
     left, words = dict.fromkeys(dtypes), []
     for word, category in _CATEGORIES.items():
         if all(dtype in left for dtype in category):

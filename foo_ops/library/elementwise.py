@@ -1,4 +1,4 @@
-"""Kernels that are one function of scalars."""
+"""Make kernels out of one function of scalars."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Backward: TypeAlias = "Callable[..., Any] | ElementwiseKernel"
 
 @dataclasses.dataclass(frozen=True)
 class _Variant:
-    """Of one dtype: the function, the results' dtypes, and whether it works on the bits."""
+    """What a dtype gets: the function, the results' dtypes, and whether it works on the bits."""
 
     function: Callable[..., Any]
     results: tuple[torch.dtype | None, ...] | None
@@ -56,7 +56,7 @@ class _Variant:
 
 @dataclasses.dataclass(frozen=True)
 class ElementwiseKernel(NumbaKernel):
-    """See `elementwise_kernel`."""
+    """A kernel that `elementwise_kernel` makes."""
 
     function: Callable[..., Any]
     variants: Mapping[torch.dtype, _Variant]
@@ -71,7 +71,7 @@ class ElementwiseKernel(NumbaKernel):
         result_type: ResultType = None,
         on_bits: bool = False,
     ) -> ElementwiseKernel:
-        """The same kernel, with another function for some dtypes. See `elementwise_kernel`."""
+        """Add another function for some dtypes. See `elementwise_kernel`."""
         added = _variants(function, dtypes, result_type, on_bits)
         return dataclasses.replace(self, variants={**self.variants, **added})
 
@@ -294,7 +294,7 @@ def _fake(
 
 
 def _common_device(inputs: Sequence[Tensor]) -> torch.device:
-    """As TensorIterator finds it, where they go together: a 0-d tensor on cpu goes with any."""
+    """Find the device as TensorIterator does: a 0-d tensor on cpu goes with any."""
     return next((tensor.device for tensor in inputs if tensor.device.type != "cpu"), CPU)
 
 
@@ -306,7 +306,7 @@ def _broadcast_shape(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def _layout(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Shape and strides of a result, as TensorIterator chooses them."""
+    """Return shape and strides of a result, as TensorIterator chooses them."""
     from torch._prims_common import (
         compute_elementwise_output_strides,
         is_contiguous_or_false,
@@ -347,7 +347,7 @@ def _register_backward(
 
 
 def _derivative(kernel: ElementwiseKernel, operator: torch._ops.OpOverload) -> ElementwiseKernel:
-    """Of ``f_backward``, whose arguments are those of ``f`` and its results' gradients."""
+    """Make the kernel of ``f_backward``, which takes the arguments of ``f`` and gradients."""
     if isinstance(kernel.backward, ElementwiseKernel):
         own = {**kernel.own_dtypes, **kernel.backward.own_dtypes}
         return dataclasses.replace(kernel.backward, own_dtypes=own)
@@ -381,7 +381,7 @@ def _define_backward(
 
 
 def _gradient_names(parameters: Sequence[Parameter], count: int) -> list[str]:
-    """grad0 and so on; those of a derivative, which has such arguments, are grad_grad0."""
+    """Return grad0 and so on; a derivative has such arguments, and its own are grad_grad0."""
     prefix = "grad"
     while any(p.name.startswith(prefix) for p in parameters):
         prefix = f"grad_{prefix}"
@@ -439,7 +439,7 @@ def _refuse_to_differentiate(
 
 
 def _gradient_of(input: Tensor, gradient: Tensor) -> Tensor | None:
-    """Integers have none, real numbers a real one.
+    """Give integers no gradient, and real numbers a real one.
 
     PyTorch sums it over what was broadcast, and rounds it to the input's dtype.
     """

@@ -1,4 +1,4 @@
-"""How many floating-point operations an operator takes."""
+"""Count the floating-point operations of an operator."""
 
 from __future__ import annotations
 

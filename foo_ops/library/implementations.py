@@ -1,4 +1,4 @@
-"""`Library` and `impl`, which take kernels of Numba as well as functions."""
+"""Provide `Library` and `impl`, which take kernels of Numba as well as functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foo_ops.library.kernels import NumbaKernel, register_kernel
 
 
 class Library(torch.library.Library):
-    """torch.library.Library, whose ``impl`` also takes an `elementwise_kernel` or a `tile_kernel`.
+    """A torch.library.Library whose ``impl`` also takes an `elementwise_kernel` or `tile_kernel`.
 
     Example:
         >>> lib = foo_ops.library.Library("mylib", "FRAGMENT")
@@ -40,7 +40,7 @@ def impl(
     *,
     lib: torch.library.Library | None = None,
 ) -> Any:
-    """As torch.library.impl, of a kernel of Numba, too.
+    """Register as torch.library.impl does, and take a kernel of Numba, too.
 
     Args:
         qualname: the operator; or, as in older code, a library, and then ``types`` is the name of

@@ -1,4 +1,4 @@
-"""Kernels of Numba for operators: `elementwise_kernel`, `tile_kernel` and `register_kernel`."""
+"""Register kernels of Numba for operators: what `elementwise_kernel` and `tile_kernel` make."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Launcher:
 
 
 class NumbaKernel(abc.ABC):
-    """What `elementwise_kernel` and `tile_kernel` make of a function."""
+    """A kernel that `elementwise_kernel` or `tile_kernel` made of a function."""
 
     function: Callable[..., Any]
 
@@ -43,7 +43,7 @@ class NumbaKernel(abc.ABC):
     def launcher(
         self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
     ) -> Launcher:
-        """Of an operator with these parameters; TypeError where the kernel takes others."""
+        """Make the launcher of an operator; TypeError where the kernel takes other parameters."""
 
     def register(
         self,
@@ -112,7 +112,7 @@ def register_kernel(
     *,
     lib: torch.library.Library | None = None,
 ) -> Any:
-    """As torch.library.register_kernel; a kernel of Numba runs without Python.
+    """Register as torch.library.register_kernel does; a kernel of Numba runs without Python.
 
     Args:
         op: the operator, such as ``"mylib::f"`` or ``"mylib::f.out"``.
@@ -162,7 +162,7 @@ def _dispatch_keys(device_types: str | Sequence[str] | None) -> list[str]:
 
 
 def describe(function: Callable[..., Any]) -> str:
-    """Where a function is, for messages."""
+    """Say where a function is, for messages."""
     code = function.__code__
     return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
 
@@ -177,7 +177,7 @@ def add_source(
     maker: Maker,
     *options: Any,
 ) -> str:
-    """Tell the table of kernels how one is made; returns its name there."""
+    """Tell the table of kernels how one is made; return its name there."""
     kernel = operator.name()
     if kernel in KERNELS:
         kernel += f" {next(_serial_numbers)}"

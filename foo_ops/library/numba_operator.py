@@ -1,4 +1,4 @@
-"""`numba_op`: an operator out of one annotated function."""
+"""Provide `numba_op`, which makes an operator out of one annotated function."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 def _own_library(name: str) -> torch.library.Library:
-    """A new one, in place of that with the operator which had the name before."""
+    """Make a library, in place of the one with the operator which had the name before."""
     if name in _libraries:
         _libraries.pop(name)._destroy()
     _libraries[name] = torch.library.Library(name.partition("::")[0], "FRAGMENT")
@@ -155,7 +155,7 @@ def _own_library(name: str) -> torch.library.Library:
 
 
 class _Operator:
-    """What the annotations of a function say."""
+    """What the annotations of a function say about the operator."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name
@@ -209,7 +209,7 @@ class _Operator:
         return list(results)
 
     def result_type(self, result: type, common: torch.dtype) -> torch.dtype:
-        """Where the tensors' common dtype is this one."""
+        """Return the dtype of the result where the tensors' common dtype is this one."""
         if result is self._widest:
             return common
         if result is float and self._widest is complex:
@@ -238,7 +238,7 @@ class _Operator:
         return f"{plain[0].__name__}{mark} {parameter.name}={parameter.default}"
 
     def schemas(self) -> list[tuple[str, str, tuple[torch.Tag, ...]]]:
-        """Names, schemas and tags of the operator and its variants."""
+        """Return names, schemas and tags of the operator and its variants."""
         keywords = self._keywords()
         count = len(self.results)
         tensors = [f"Tensor {name}" for name in self._tensors]

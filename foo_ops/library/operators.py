@@ -1,4 +1,4 @@
-"""Operators by their names, and what their schemas say."""
+"""Find operators by their names, and read their schemas."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _kept: list[Any] = []
 
 
 def find(name: str) -> torch._ops.OpOverload:
-    """The operator with a name such as ``"foo::abs.out"``."""
+    """Return the operator with a name such as ``"foo::abs.out"``."""
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def short_name(operator: torch._ops.OpOverload) -> str:
-    """Its name in messages, without namespace and overload."""
+    """Return an operator's name in messages, without namespace and overload."""
     return operator.name().partition("::")[2].partition(".")[0]
 
 
 def library_of(name: str, lib: torch.library.Library | None) -> torch.library.Library:
-    """The library that a registration for an operator belongs to."""
+    """Return the library that a registration for an operator belongs to."""
     if lib is not None:
         return lib
     library = torch.library.Library(name.partition("::")[0], "FRAGMENT")
@@ -34,7 +34,7 @@ def library_of(name: str, lib: torch.library.Library | None) -> torch.library.Li
 
 
 def keep(registration: Any, lib: torch.library.Library | None) -> None:
-    """A registration of ours ends with its library."""
+    """Keep a registration of ours as long as its library."""
     (_kept if lib is None else lib._registration_handles).append(registration)
 
 
@@ -66,7 +66,7 @@ _KINDS = {"Tensor": "tensor", "float": "float", "int": "int", "bool": "bool"}
 
 
 def parameters_of(operator: torch._ops.OpOverload) -> tuple[Parameter, ...]:
-    """Of an operator that is to have a kernel of Numba.
+    """Return the parameters of an operator that is to have a kernel of Numba.
 
     Raises:
         TypeError: where an argument is something else than a tensor or a number.
@@ -90,7 +90,7 @@ def _parameter(operator: torch._ops.OpOverload, argument: torch._C.Argument) -> 
 
 
 def functionalize_out(operator: torch._ops.OpOverload) -> None:
-    """Under functionalization f.out(*inputs, out=out) is out.copy_(f(*inputs)).
+    """Let f.out(*inputs, out=out) be out.copy_(f(*inputs)) under functionalization.
 
     torch.Tag.out would say the same, but Inductor 2.13 then allocates the output of the functional
     operator itself and fails for dynamic shapes: FixedLayout takes no SymInt.

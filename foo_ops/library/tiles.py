@@ -1,4 +1,4 @@
-"""Kernels over views of whole tensors, tile by tile."""
+"""Make kernels over views of whole tensors, tile by tile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from foo_ops.library.operators import Parameter, find, parameters_of, short_name
 
 @dataclasses.dataclass(frozen=True)
 class TileKernel(NumbaKernel):
-    """See `tile_kernel`."""
+    """A kernel that `tile_kernel` makes."""
 
     function: Callable[..., Any]
     tiles: Callable[..., int] | None
@@ -72,7 +72,7 @@ class TileKernel(NumbaKernel):
         return Launcher(register_for, _fake_of_out(operator, parameters))
 
     def _refusal(self, operator: torch._ops.OpOverload, count: int) -> Callable[..., None] | None:
-        """What is called with all arguments of the operator; results it does not get."""
+        """Return what is called with all arguments of the operator; results it does not get."""
         refuse = self.refuse
         if refuse is None:
             return None
@@ -86,7 +86,7 @@ class TileKernel(NumbaKernel):
         function: Callable[..., Any],
         count: int | None = None,
     ) -> tuple[int, ...]:
-        """Which of the kernel's arguments, or of the first of them, another function names."""
+        """Return which of the kernel's arguments, or of the first ones, another function names."""
         *arguments, _ = inspect.signature(self.function).parameters
         arguments = arguments[:count]
         for parameter in inspect.signature(function).parameters:
@@ -201,14 +201,14 @@ def tile_kernel(
 
 
 def _fresh(operator: torch._ops.OpOverload) -> int:
-    """How many results are no arguments that are written."""
+    """Count the results that are no arguments that are written."""
     return sum(result.alias_info is None for result in operator._schema.returns)
 
 
 def _results(
     function: Callable[..., Any], operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
 ) -> int:
-    """How many tensors the function takes after the operator's arguments."""
+    """Count the tensors that the function takes after the operator's arguments."""
     fresh = _fresh(operator)
     repeated = sum(p.role == "in place" for p in parameters)
     taken = count_parameters(function) - 1
@@ -226,7 +226,7 @@ def _results(
 def _fake_of_out(
     operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
 ) -> Callable[..., Any] | None:
-    """As of the operator without ``out``; None for that one."""
+    """Return the fake kernel of the operator without ``out``; None for that one."""
     outs = [p.name for p in parameters if p.role == "out"]
     if not outs:
         return None
@@ -254,7 +254,7 @@ def _fake_of_out(
 def _functional(
     operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
 ) -> torch._ops.OpOverload:
-    """The operator ``f`` of ``f.out``, which tells what the results are."""
+    """Return the operator ``f`` of ``f.out``, which tells what the results are."""
     functional = find(operator.name().partition(".")[0])
     inputs = [p for p in parameters if p.role != "out"]
     if (

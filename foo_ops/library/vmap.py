@@ -1,4 +1,4 @@
-"""torch.vmap, by a loop."""
+"""Map operators under torch.vmap, by a loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def vmap_by_loop(
     *inputs: Any,
     **keywords: Any,
 ) -> tuple[Any, Any]:
-    """What a function for register_vmap returns: the results, stacked, and where."""
+    """Return what a function for register_vmap does: the results, stacked, and where."""
     if info.batch_size == 0:
         return _mapped_over_nothing(operator, in_dims, inputs, keywords)
     calls = []
@@ -49,7 +49,7 @@ def _mapped_over_nothing(
     inputs: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """As of a loop without calls: the fake kernel tells what a call would have returned."""
+    """Return what a loop without calls does: the fake kernel tells what a call would return."""
 
     def element(argument: Any, in_dim: int | None) -> Any:
         if not isinstance(argument, Tensor):

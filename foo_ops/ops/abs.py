@@ -1,4 +1,4 @@
-"""foo::abs, the absolute value."""
+"""foo::abs computes the absolute value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ library.define(
 
 
 def abs(input: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """The absolute value of each element; for complex numbers the modulus.
+    """Return the absolute value of each element; for complex numbers the modulus.
 
     Args:
         input: of any shape, strides, and any integer, floating-point or complex dtype.
@@ -69,7 +69,7 @@ def identity(x: Any) -> Any:
 
 
 def clear_sign_16(bits: Any) -> Any:
-    """By the bits, which takes half the time of going through float32."""
+    """Work on the bits, which takes half the time of going through float32."""
     return bits & 0x7FFF
 
 
@@ -78,12 +78,12 @@ def clear_sign_8(bits: Any) -> Any:
 
 
 def clear_sign_8_fnuz(bits: Any) -> Any:
-    """The fnuz formats have no -0: 0x80 is their NaN."""
+    """Leave 0x80, which is NaN in the fnuz formats; they have no -0."""
     return bits if bits == 0x80 else bits & 0x7F
 
 
 def modulus(z: Any) -> Any:
-    """In float64, where the squares of float32 neither overflow nor vanish."""
+    """Compute in float64, where the squares of float32 neither overflow nor vanish."""
     real, imag = numpy.float64(z.real), numpy.float64(z.imag)
     if math.isinf(real) or math.isinf(imag):
         return math.inf
@@ -91,7 +91,7 @@ def modulus(z: Any) -> Any:
 
 
 def modulus_scaled(z: Any) -> Any:
-    """With both parts scaled by a power of two where their squares would overflow or vanish.
+    """Scale both parts by a power of two where their squares would overflow or vanish.
 
     Vectorised by LLVM, unlike a call of libm's hypot: 8 times the speed of torch.abs.
     """
@@ -128,7 +128,7 @@ def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
 
 
 def backward(ctx: Any, grad: Tensor) -> Tensor:
-    """For complex input the conjugate Wirtinger derivative, as everywhere in torch."""
+    """Return the conjugate Wirtinger derivative for complex input, as everywhere in torch."""
     (input,) = ctx.saved_tensors
     return grad * input.sgn()
 

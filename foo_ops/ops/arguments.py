@@ -1,4 +1,4 @@
-"""What fake kernels ask of an operator's arguments, in the same words for every operator."""
+"""Check arguments in fake kernels, in the same words for every operator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require_floating(operator: str, **tensors: Tensor | None) -> None:
 
 
 def require_compute_type(operator: str, of: str, like: Tensor, **tensors: Tensor) -> None:
-    """float64 beside float64, and one of the others beside one of the others."""
+    """Require float64 beside float64, and one of the others beside one of the others."""
     is_double = like.dtype == torch.float64
     allowed = "float64" if is_double else "float16, bfloat16 or float32"
     for name, tensor in tensors.items():
@@ -45,7 +45,7 @@ def require_rows(operator: str, **tensors: Tensor) -> None:
 def require_shape(
     operator: str, name: str, tensor: Tensor, shape: Sequence[int | torch.SymInt], reason: str
 ) -> None:
-    """``reason`` says whose shape that is: "as input has"."""
+    """Require a shape; ``reason`` says whose that is: "as input has"."""
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(
             f"{operator}: {name} must have shape {list(shape)} {reason}, got {list(tensor.shape)}"
@@ -53,7 +53,7 @@ def require_shape(
 
 
 def require_like(operator: str, name: str, tensor: Tensor, of: str, like: Tensor) -> None:
-    """The shape and the dtype of another argument, which is called ``of``."""
+    """Require the shape and the dtype of another argument, which is called ``of``."""
     require_shape(operator, name, tensor, like.shape, f"as {of} has")
     if tensor.dtype != like.dtype:
         raise TypeError(
@@ -63,7 +63,7 @@ def require_like(operator: str, name: str, tensor: Tensor, of: str, like: Tensor
 
 
 def require_device(operator: str, **tensors: Tensor | None) -> None:
-    """One device for all. Kernels ask that too, in the same words."""
+    """Require one device for all. Kernels check that too, in the same words."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first, *rest = given
     for name in rest:
@@ -75,5 +75,5 @@ def require_device(operator: str, **tensors: Tensor | None) -> None:
 
 
 def compute_type(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in: float32, or float64 for float64."""
+    """Return the dtype that sums are kept in: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""foo::attention, exact attention in O(length) memory."""
+"""foo::attention computes exact attention in O(length) memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def attention(
     softcap: float = 0.0,
     return_logsumexp: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Scaled dot-product attention: softmax(scale * query @ key^T + attn_bias) @ value.
+    """Compute scaled dot-product attention: softmax(scale * query @ key^T + attn_bias) @ value.
 
     Computed tile by tile with an online softmax (Dao et al. 2022, FlashAttention, algorithm 1), so
     that memory beside inputs and outputs grows with the lengths and not with their product.

@@ -1,4 +1,4 @@
-"""Second derivatives of attention, dense and packed, from a composite of torch's own operators.
+"""Differentiate attention twice, dense and packed, by a composite of torch's own operators.
 
 The first derivatives are kernels; csrc/ops/attention/autograd.cpp calls them.
 """

@@ -1,4 +1,4 @@
-"""The options of attention, described once: for schemas, public functions, checks and formulas."""
+"""Describe attention's options once: for schemas, public functions, checks and formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SCHEMA_TYPES = {"bool": "bool", "int": "int", "float": "float", "float | None":
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """What the keyword arguments of attention are, and their defaults.
+    """The keyword arguments of attention, and their defaults.
 
     csrc/ops/attention has the same as a struct; `foo_ops.attention` says what each means.
     """

@@ -1,4 +1,4 @@
-"""foo::attention_varlen, attention for packed sequences and for keys in pages."""
+"""foo::attention_varlen computes attention for packed sequences and for keys in pages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def attention_varlen(
     softcap: float = 0.0,
     return_logsumexp: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """foo_ops.attention for packed sequences, each with its own lengths, or with keys in pages.
+    """Compute attention of packed sequences, each with its own lengths, or with keys in pages.
 
     Sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1, and the keys alike.
 

@@ -1,4 +1,4 @@
-"""Where elements are, for kernels whose arrays have any number of dimensions and any strides."""
+"""Find elements, in kernels whose arrays have any number of dimensions and any strides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def offset_of(view: Any, of: Any, number: Any, trailing: Any) -> Any:
-    """Of an element of a view, by its number in the order of rows.
+    """Return the offset of an element of a view, by its number in the order of rows.
 
     Args:
         view: is broadcast over the leading dimensions of another.

@@ -1,4 +1,4 @@
-"""foo::rms_norm and foo::add_rms_norm: rows over their root mean square.
+"""foo::rms_norm and foo::add_rms_norm divide rows by their root mean square.
 
     output = input / sqrt(mean(input^2) + eps) * weight
 
@@ -70,7 +70,7 @@ def rms_norm(input: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) 
 def add_rms_norm(
     input: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """``rms_norm(input + residual)`` and the sum itself, which is read and written once.
+    """Return ``rms_norm(input + residual)`` and the sum, which is read and written once.
 
     Args:
         input: as for `rms_norm`.
@@ -94,7 +94,7 @@ def add_rms_norm(
 
 
 def write_normalised(x: Any, squares: Any, size: Any, weight: Any, eps: Any, y: Any) -> None:
-    """A row over its root mean square, from the sum of its squares."""
+    """Write a row over its root mean square, from the sum of its squares."""
     scale = language.cast(1.0 / math.sqrt(squares / size + eps), squares)
     for i in range(size):
         value = x[i] * scale
@@ -246,7 +246,7 @@ for name, kernel in (
 def gradients(
     grad_output: Tensor, input: Tensor, weight: Tensor | None, grad_sum: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Of a norm's input and weight."""
+    """Return the gradients of a norm's input and weight."""
     if torch.is_grad_enabled():
         return differentiable_gradients(grad_output, input, weight, grad_sum, eps)
     grad_input, parts = torch.ops.foo.rms_norm_backward(
@@ -258,7 +258,7 @@ def gradients(
 def differentiable_gradients(
     grad_output: Tensor, input: Tensor, weight: Tensor | None, grad_sum: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """The same made of torch's own operators, for second derivatives."""
+    """Compute them with torch's own operators, for second derivatives."""
     compute = compute_type(input.dtype)
     grad, x = grad_output.to(compute), input.to(compute)
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

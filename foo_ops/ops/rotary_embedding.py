@@ -1,4 +1,4 @@
-"""foo::rotary_embedding: positions as rotations (Su et al. 2021, equation 34).
+"""foo::rotary_embedding turns positions into rotations (Su et al. 2021, equation 34).
 
 A pair of elements (a, b) of a row turns by an angle: (a cos - b sin, a sin + b cos).
 """
@@ -76,14 +76,14 @@ def rotary_embedding(
 
 
 def step_of(view: Any) -> Any:
-    """From a row to the next, of those that differ in the last index but one."""
+    """Return the step between rows that differ in the last index but one."""
     return view.strides[-2] if view.ndim > 1 and view.shape[-2] > 1 else 0
 
 
 def turn_halves(
     x: Any, x0: Any, c: Any, c0: Any, s: Any, s0: Any, half: Any, sign: Any, y: Any, y0: Any
 ) -> None:
-    """The pairs (i, half + i) of a row, x from x0 on to y from y0 on.
+    """Turn the pairs (i, half + i) of a row, x from x0 on to y from y0 on.
 
     With explicit vectors: LLVM's would ask for each row whether x and y overlap, which takes as
     long as to turn 64 elements.
@@ -104,7 +104,7 @@ def turn_halves(
 def turn_neighbours(
     x: Any, x0: Any, c: Any, c0: Any, s: Any, s0: Any, half: Any, sign: Any, y: Any, y0: Any
 ) -> None:
-    """The pairs (2 i, 2 i + 1)."""
+    """Turn the pairs (2 i, 2 i + 1) of a row."""
     for i in range(half):
         first, second = 2 * i, 2 * i + 1
         turn_pair(
@@ -240,7 +240,7 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def table_gradients(
     grad: Tensor, input: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Of cosine and sine, made of torch's own operators."""
+    """Compute the gradients of cosine and sine with torch's own operators."""
     half = cosine.shape[-1]
 
     def parts(tensor: Tensor) -> tuple[Tensor, Tensor]:

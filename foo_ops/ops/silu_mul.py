@@ -1,4 +1,4 @@
-"""foo::silu_mul: the gate of a SwiGLU (Shazeer 2020, equation 6), silu(gate) * up."""
+"""foo::silu_mul is the gate of a SwiGLU (Shazeer 2020, equation 6): silu(gate) * up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ library.define(
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, element by element, where silu(x) = x / (1 + exp(-x)).
+    """Compute ``silu(gate) * up`` by elements, where silu(x) = x / (1 + exp(-x)).
 
     Args:
         gate, up: floating-point, of shapes that broadcast and any strides. float16 and bfloat16

@@ -1,4 +1,4 @@
-"""foo::softmax_cross_entropy: the loss of a classifier or a language model, from its logits.
+"""foo::softmax_cross_entropy computes the loss of a classifier or a language model.
 
     logsumexp = log(sum_v exp(x_v))
     loss = (1 - smoothing) (logsumexp - x_target) + smoothing (logsumexp - mean_v x_v)
@@ -59,7 +59,7 @@ def softmax_cross_entropy(
     ignore_index: int = -100,
     return_logsumexp: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The cross-entropy of softmax(logits) with the target classes, in nats.
+    """Compute the cross-entropy of softmax(logits) with the target classes, in nats.
 
     Args:
         logits: (..., V), floating-point, any strides. float16 and bfloat16 are computed in float32.
@@ -103,7 +103,7 @@ def softmax_cross_entropy(
 
 
 def number_at(view: Any, row: Any) -> Any:
-    """The element of a tensor without the dimension of classes."""
+    """Return the element of a tensor without the dimension of classes."""
     return view.data[offset_of(view, view, row, 0)]
 
 
@@ -203,7 +203,7 @@ def backward_kernel(
     output: Any,
     rows: Any,
 ) -> None:
-    """softmax(x) (grad_loss + grad_logsumexp) - grad_loss (the target, smoothed)."""
+    """Compute softmax(x) (grad_loss + grad_logsumexp) - grad_loss (the target, smoothed)."""
     size = logits.shape[-1]
     for row in rows:
         x, y = logits.row(row), output.row(row)
@@ -324,7 +324,7 @@ def differentiable_gradient(
     label_smoothing: float,
     ignore_index: int,
 ) -> Tensor:
-    """The same made of torch's own operators, for second derivatives."""
+    """Compute the gradient with torch's own operators, for second derivatives."""
     is_ignored = target == ignore_index
     slope = grad_loss.masked_fill(is_ignored, 0).unsqueeze(-1)
     scale = slope if grad_logsumexp is None else slope + grad_logsumexp.unsqueeze(-1)
