@@ -49,8 +49,7 @@ conformance: setup
 # and atomic figures: of what passes through torch it cannot tell. Kernels need Python, and so their
 # launchers stay outside.
 SANITIZED := build/sanitized
-SANITIZED_SOURCES := $(filter %.cpp,$(filter foo_ops/csrc/device/% foo_ops/csrc/aten/%,$(CSRC))) \
-	$(addprefix foo_ops/csrc/,fork_mutex.cpp registration.cpp kernel_table.cpp ops/custom_autograd.cpp)
+SANITIZED_SOURCES := $(filter %.cpp,$(filter $(addprefix foo_ops/csrc/,launch/% device/% aten/%),$(CSRC)))
 TESTS_memory := $(filter %.cpp,$(CPP_TESTS))
 TESTS_races := tests/cpp/main.cpp tests/cpp/test_threads.cpp
 SANITIZERS_memory := -fsanitize=address,undefined -fno-sanitize-recover=all -fopenmp
@@ -72,10 +71,10 @@ $(SANITIZED)/$(1)/%.o: %.cpp $(filter %.h,$(CSRC) $(CPP_TESTS)) | $(VENV)/.built
 endef
 $(eval $(call sanitized_tests,memory))
 $(eval $(call sanitized_tests,races))
-$(SANITIZED)/races/foo_ops/csrc/aten/%.o: SANITIZERS_races := -fopenmp
-$(SANITIZED)/races/foo_ops/csrc/aten/operator_counts.o: SANITIZERS_races := -fsanitize=thread -fopenmp
-$(SANITIZED)/races/foo_ops/csrc/registration.o $(SANITIZED)/races/foo_ops/csrc/ops/custom_autograd.o \
+$(SANITIZED)/races/foo_ops/csrc/aten/%.o $(SANITIZED)/races/foo_ops/csrc/launch/%.o \
 	$(SANITIZED)/races/tests/cpp/main.o: SANITIZERS_races := -fopenmp
+$(patsubst %,$(SANITIZED)/races/foo_ops/csrc/launch/%.o,fork_mutex kernel_table operator_counts): \
+	SANITIZERS_races := -fsanitize=thread -fopenmp
 
 # Eight threads for a minute, a million operators, memory that runs out, a hundred thousand steps of
 # random sequences beside the same on the CPU: all figures exact.

@@ -1,8 +1,8 @@
 #include "agreement.h"
 
-#include "kernel_table.h"
-#include "layout.h"
-#include "ops/attention_parameters.h"
+#include "launch/kernel_table.h"
+#include "launch/layout.h"
+#include "ops/attention/parameters.h"
 #include "ops/elementwise.h"
 #include "ops/tile.h"
 

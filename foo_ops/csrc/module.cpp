@@ -7,7 +7,6 @@
 #include "agreement.h"
 #include "aten/collectives.h"
 #include "aten/fallback.h"
-#include "aten/operator_counts.h"
 #include "device/allocator.h"
 #include "device/autograd_threads.h"
 #include "device/backend_meta.h"
@@ -16,13 +15,14 @@
 #include "device/guard.h"
 #include "device/pinned_memory.h"
 #include "device/process.h"
-#include "kernel_table.h"
-#include "ops/attention.h"
+#include "launch/kernel_table.h"
+#include "launch/operator_counts.h"
+#include "launch/overlap.h"
+#include "launch/parameter.h"
+#include "launch/registration.h"
+#include "ops/attention/checks.h"
 #include "ops/elementwise.h"
-#include "ops/overlap.h"
-#include "ops/parameter.h"
 #include "ops/tile.h"
-#include "registration.h"
 
 namespace py = pybind11;
 
@@ -44,7 +44,8 @@ void* resolve_kernel(const std::string& kernel, const std::string& signature) {
         py::module_::import("foo_ops.kernels.compiler.resolve").attr("resolve")(kernel, signature);
     return reinterpret_cast<void*>(address.cast<uintptr_t>());
   } catch (py::error_already_set& error) {
-    const py::object refusal = py::module_::import("foo_ops.kernels.compiler.kernel").attr("KernelError");
+    const py::object refusal =
+        py::module_::import("foo_ops.kernels.compiler.kernel").attr("KernelError");
     TORCH_CHECK(!error.matches(refusal), std::string(py::str(error.value())));
     // What came while it was compiled, such as KeyboardInterrupt.
     pass_on(error);
@@ -302,8 +303,8 @@ void bind_device(py::module_& module) {
              py::call_guard<py::gil_scoped_release>());
   device.def("set_backend_meta", torch::wrap_pybind_function(&set_backend_meta));
   device.def("get_backend_meta", torch::wrap_pybind_function(&get_backend_meta));
-  device.def("operator_counts", &foo::aten::operator_counts);
-  device.def("reset_operator_counts", &foo::aten::reset_operator_counts);
+  device.def("operator_counts", &foo::operator_counts);
+  device.def("reset_operator_counts", &foo::reset_operator_counts);
   bind_memory(device);
 }
 

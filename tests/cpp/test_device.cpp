@@ -12,13 +12,13 @@
 #include <vector>
 
 #include "aten/host_call.h"
-#include "aten/operator_counts.h"
 #include "check.h"
 #include "device/allocator.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
 #include "device/hooks.h"
 #include "device/pinned_memory.h"
+#include "launch/operator_counts.h"
 #include "threads.h"
 
 namespace foo::test {
@@ -218,9 +218,9 @@ FOO_TEST(a_host_alias_outlives_its_call) {
 }
 
 FOO_TEST(operators_are_counted) {
-  aten::reset_operator_counts();
+  reset_operator_counts();
   (at::ones({4}, kFoo) + 1).view({2, 2});
-  const auto counts = aten::operator_counts();
+  const auto counts = operator_counts();
   TORCH_CHECK((counts.at("aten::add.Tensor") == std::pair<int64_t, int64_t>(0, 1)));
   TORCH_CHECK((counts.at("aten::view") == std::pair<int64_t, int64_t>(1, 0)));
 }

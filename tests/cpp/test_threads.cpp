@@ -13,13 +13,13 @@
 #include <vector>
 
 #include "aten/host_call.h"
-#include "aten/operator_counts.h"
 #include "check.h"
 #include "device/allocator.h"
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/pinned_memory.h"
-#include "kernel_table.h"
+#include "launch/kernel_table.h"
+#include "launch/operator_counts.h"
 #include "threads.h"
 
 namespace foo::test {
@@ -112,14 +112,14 @@ FOO_TEST(threads_draw_each_number_once) {
 }
 
 FOO_TEST(threads_count_operators) {
-  aten::reset_operator_counts();
+  reset_operator_counts();
   const auto name_of = [](int step) { return "test::operator" + std::to_string(step); };
   in_threads(kThreads, [&](int thread) {
-    for (int step = 0; step < kSteps; ++step) ++aten::operator_count(name_of(step)).own;
+    for (int step = 0; step < kSteps; ++step) ++operator_count(name_of(step)).own;
     const at::Tensor tensor = at::ones({4}, device_of(thread));
     for (int step = 0; step < kSteps; ++step) (tensor + 1).view({2, 2});
   });
-  const auto counts = aten::operator_counts();
+  const auto counts = operator_counts();
   for (int step = 0; step < kSteps; ++step) {
     TORCH_CHECK((counts.at(name_of(step)) == std::pair<int64_t, int64_t>(kThreads, 0)));
   }

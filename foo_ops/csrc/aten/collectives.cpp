@@ -12,7 +12,7 @@
 #include "aten/boxed_tensors.h"
 #include "aten/host_call.h"
 #include "device/device.h"
-#include "registration.h"
+#include "launch/registration.h"
 
 namespace foo::aten {
 namespace {

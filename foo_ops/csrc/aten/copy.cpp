@@ -7,9 +7,9 @@
 
 #include "aten/fallback.h"
 #include "aten/host_call.h"
-#include "aten/operator_counts.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
+#include "launch/operator_counts.h"
 
 namespace foo::aten {
 namespace {

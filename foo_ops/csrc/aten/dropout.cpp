@@ -3,7 +3,7 @@
 
 #include <ATen/ops/native_dropout_native.h>
 
-#include "aten/operator_counts.h"
+#include "launch/operator_counts.h"
 
 namespace foo::aten {
 

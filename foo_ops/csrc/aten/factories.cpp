@@ -3,11 +3,11 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/TensorFactories.h>
 
-#include "aten/operator_counts.h"
 #include "device/allocator.h"
 #include "device/device.h"
 #include "device/guard.h"
 #include "device/storage.h"
+#include "launch/operator_counts.h"
 
 namespace foo::aten {
 namespace {

@@ -9,10 +9,10 @@
 
 #include "aten/boxed_tensors.h"
 #include "aten/host_call.h"
-#include "aten/operator_counts.h"
 #include "device/device.h"
 #include "device/generator.h"
-#include "registration.h"
+#include "launch/operator_counts.h"
+#include "launch/registration.h"
 
 namespace foo::aten {
 namespace {

@@ -11,8 +11,8 @@
 #include <ATen/quantized/Quantizer.h>
 #include <c10/core/InferenceMode.h>
 
-#include "aten/operator_counts.h"
 #include "device/guard.h"
+#include "launch/operator_counts.h"
 
 namespace foo::aten {
 namespace {

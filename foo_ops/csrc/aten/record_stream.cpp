@@ -3,7 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
-#include "aten/operator_counts.h"
+#include "launch/operator_counts.h"
 
 namespace foo::aten {
 namespace {

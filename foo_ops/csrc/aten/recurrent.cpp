@@ -11,7 +11,7 @@
 #include <tuple>
 
 #include "aten/host_call.h"
-#include "aten/operator_counts.h"
+#include "launch/operator_counts.h"
 
 namespace foo::aten {
 namespace {

@@ -6,9 +6,9 @@
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 
-#include "aten/operator_counts.h"
 #include "device/allocator.h"
 #include "device/guard.h"
+#include "launch/operator_counts.h"
 
 namespace foo::aten {
 namespace {

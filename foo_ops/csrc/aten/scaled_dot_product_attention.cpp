@@ -19,8 +19,8 @@
 #include <limits>
 #include <tuple>
 
-#include "aten/operator_counts.h"
-#include "registration.h"
+#include "launch/operator_counts.h"
+#include "launch/registration.h"
 
 namespace foo::aten {
 namespace {

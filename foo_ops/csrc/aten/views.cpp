@@ -8,7 +8,7 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 
-#include "aten/operator_counts.h"
+#include "launch/operator_counts.h"
 
 namespace foo::aten {
 

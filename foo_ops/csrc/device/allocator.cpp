@@ -19,7 +19,7 @@
 #include "device/device.h"
 #include "device/heap.h"
 #include "device/process.h"
-#include "fork_mutex.h"
+#include "launch/fork_mutex.h"
 
 namespace foo::device {
 namespace {

@@ -12,7 +12,7 @@
 #include <mutex>
 
 #include "device/process.h"
-#include "fork_mutex.h"
+#include "launch/fork_mutex.h"
 
 namespace foo::device {
 namespace {

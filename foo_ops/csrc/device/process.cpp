@@ -3,15 +3,22 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
+#include "launch/operator_counts.h"
+
 namespace foo::device {
 namespace {
 
-// Threads of the device, as those of autograd, are not in the child, nor is who held their locks.
+// Threads of the device, such as autograd's, are not in the child, nor is whoever held their locks.
 void after_fork_in_child() {
-  if (is_initialized()) process_state = ProcessState::kForked;
+  if (!is_initialized()) return;
+  process_state = ProcessState::kForked;
+  before_first_call = &initialize_slowly;
 }
 
-const int registered = pthread_atfork(nullptr, nullptr, &after_fork_in_child);
+const int registered = [] {
+  before_first_call = &initialize_slowly;
+  return pthread_atfork(nullptr, nullptr, &after_fork_in_child);
+}();
 
 }  // namespace
 
@@ -22,6 +29,7 @@ void initialize_slowly() {
               "Cannot re-initialize foo in forked subprocess. To use foo with multiprocessing, you "
               "must use the 'spawn' start method");
   process_state = ProcessState::kInitialized;
+  before_first_call = nullptr;
 }
 
 }  // namespace foo::device

@@ -11,9 +11,8 @@
 
 #include <algorithm>
 
-#include "aten/operator_counts.h"
-#include "device/process.h"
-#include "ops/overlap.h"
+#include "launch/operator_counts.h"
+#include "launch/overlap.h"
 
 namespace foo {
 
@@ -143,22 +142,17 @@ bool is_promoted(const Parameter& parameter) {
 
 class ElementwiseLauncher final : public c10::OperatorKernel {
  public:
-  ElementwiseLauncher(std::shared_ptr<Elementwise> elementwise, aten::OperatorCount* count)
+  ElementwiseLauncher(std::shared_ptr<Elementwise> elementwise, OperatorCount* count)
       : elementwise_(std::move(elementwise)), count_(count) {}
 
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    if (count_ != nullptr) {
-      // Raises in a forked child, also where nothing is allocated.
-      device::initialize();
-      count_->own.fetch_add(1, std::memory_order_relaxed);
-    }
+    begin_call(count_);
     elementwise_->launch(*stack);
   }
 
  private:
   std::shared_ptr<Elementwise> elementwise_;
-  // On foo only.
-  aten::OperatorCount* count_;
+  OperatorCount* count_;
 };
 
 }  // namespace
@@ -337,11 +331,10 @@ void Elementwise::launch(torch::jit::Stack& stack) {
 }
 
 c10::RegistrationHandleRAII Elementwise::register_for(c10::DispatchKey key) {
-  auto* count =
-      key == c10::DispatchKey::PrivateUse1 ? &aten::operator_count(operator_name_) : nullptr;
-  return hold_kernel(operator_name_, key,
-                     c10::KernelFunction::makeFromBoxedFunctor(
-                         std::make_unique<ElementwiseLauncher>(shared_from_this(), count)));
+  return hold_kernel(
+      operator_name_, key,
+      c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<ElementwiseLauncher>(
+          shared_from_this(), count_for(key, operator_name_))));
 }
 
 }  // namespace foo

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "ops/parameter.h"
-#include "registration.h"
+#include "launch/parameter.h"
+#include "launch/registration.h"
 
 namespace foo {
 

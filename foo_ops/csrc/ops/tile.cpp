@@ -10,11 +10,10 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "aten/operator_counts.h"
-#include "device/process.h"
-#include "fork_mutex.h"
-#include "ops/overlap.h"
-#include "ops/read_once.h"
+#include "launch/fork_mutex.h"
+#include "launch/operator_counts.h"
+#include "launch/overlap.h"
+#include "launch/read_once.h"
 
 namespace foo {
 
@@ -198,10 +197,6 @@ class ResultLayouts {
   std::unordered_map<Question, Layouts, QuestionHash> answers_;
 };
 
-aten::OperatorCount* count_of(const c10::OperatorHandle& op) {
-  return &aten::operator_count(c10::toString(op.operator_name()));
-}
-
 at::Tensor allocate(const Layout& layout, c10::Device device) {
   return at::empty_strided(layout.sizes, layout.strides,
                            at::TensorOptions().dtype(layout.dtype).device(device));
@@ -300,18 +295,14 @@ class TileLauncher final : public c10::OperatorKernel {
             [](const Parameter& parameter) { return parameter.role != Parameter::Role::kOut; })),
         layouts_(inputs_ == parameters_.size() ? op : find_operator(op.schema().name())),
         kernel_(*new Kernel(kernel)),
-        count_(key == c10::DispatchKey::PrivateUse1 ? count_of(op) : nullptr) {
+        count_(count_for(key, c10::toString(op.operator_name()))) {
     for (const auto& result : op.schema().returns()) {
       returns_argument_.push_back(result.alias_info() != nullptr);
     }
   }
 
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
-    if (count_ != nullptr) {
-      // Raises in a forked child, also where nothing is allocated.
-      device::initialize();
-      count_->own.fetch_add(1, std::memory_order_relaxed);
-    }
+    begin_call(count_);
     Tensors results = launch(torch::jit::last(*stack, parameters_.size()));
     torch::jit::drop(*stack, parameters_.size());
     for (at::Tensor& result : results) stack->emplace_back(std::move(result));
@@ -450,8 +441,7 @@ class TileLauncher final : public c10::OperatorKernel {
   // Of the operator without `out`.
   ResultLayouts layouts_;
   Kernel& kernel_;
-  // On foo only.
-  aten::OperatorCount* count_;
+  OperatorCount* count_;
 };
 
 }  // namespace

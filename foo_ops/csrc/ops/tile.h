@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "layout.h"
-#include "ops/parameter.h"
-#include "registration.h"
+#include "launch/layout.h"
+#include "launch/parameter.h"
+#include "launch/registration.h"
 
 namespace foo {
 

@@ -1,4 +1,4 @@
-#include "kernel_table.h"
+#include "launch/kernel_table.h"
 
 #include <c10/util/Exception.h>
 

@@ -1,10 +1,9 @@
-#include "ops/attention.h"
-
 #include <torch/library.h>
 
-#include "aten/operator_counts.h"
-#include "kernel_table.h"
-#include "ops/attention_work.h"
+#include "launch/kernel_table.h"
+#include "launch/operator_counts.h"
+#include "ops/attention/checks.h"
+#include "ops/attention/work.h"
 
 namespace foo {
 
@@ -186,7 +185,6 @@ at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
-  using aten::register_shared_kernel;
   register_shared_kernel<"foo::attention", &attention>(library);
   register_shared_kernel<"foo::attention_seeded", &attention_seeded>(library);
   register_shared_kernel<"foo::attention_backward", &attention_backward>(library);

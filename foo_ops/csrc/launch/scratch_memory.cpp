@@ -1,4 +1,4 @@
-#include "ops/kept_memory.h"
+#include "launch/scratch_memory.h"
 
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
@@ -37,7 +37,7 @@ bool reserve(int64_t bytes) {
 
 }  // namespace
 
-MemoryPool::Block* MemoryPool::take(int64_t place, int64_t bytes) {
+ScratchPool::Block* ScratchPool::take(int64_t place, int64_t bytes) {
   Block* block = places_[place].block.exchange(nullptr, std::memory_order_acq_rel);
   if (block == nullptr) {
     block = take_waiting(place, bytes);
@@ -58,7 +58,7 @@ MemoryPool::Block* MemoryPool::take(int64_t place, int64_t bytes) {
 
 // Another call has the block of this place, or there was none yet. A block of another place
 // remains its own.
-MemoryPool::Block* MemoryPool::take_waiting(int64_t place, int64_t bytes) {
+ScratchPool::Block* ScratchPool::take_waiting(int64_t place, int64_t bytes) {
   for (int64_t offset = 1; offset < kPlaces; ++offset) {
     Place& other = places_[(place + offset) % kPlaces];
     if (other.block.load(std::memory_order_relaxed) != nullptr) {
@@ -74,7 +74,7 @@ MemoryPool::Block* MemoryPool::take_waiting(int64_t place, int64_t bytes) {
   return nullptr;
 }
 
-void MemoryPool::give_back(Block* block) {
+void ScratchPool::give_back(Block* block) {
   const int64_t first = block->place;
   for (int64_t offset = 0; offset < kPlaces && block->is_kept; ++offset) {
     block->place = (first + offset) % kPlaces;
@@ -88,7 +88,7 @@ void MemoryPool::give_back(Block* block) {
   release(block);
 }
 
-void MemoryPool::release_larger_than(int64_t bytes) {
+void ScratchPool::release_larger_than(int64_t bytes) {
   for (Place& place : places_) {
     Block* const block = place.block.exchange(nullptr, std::memory_order_acq_rel);
     if (block != nullptr) {
@@ -100,7 +100,7 @@ void MemoryPool::release_larger_than(int64_t bytes) {
 // Not of torch's allocator, which counts memory as a tensor's where the call is one of foo's, and
 // not of the C library's, which keeps for a thread what it has been given back: 100 MB of 24
 // threads.
-MemoryPool::Block* MemoryPool::allocate(int64_t place, int64_t bytes) {
+ScratchPool::Block* ScratchPool::allocate(int64_t place, int64_t bytes) {
   void* const memory = mmap(nullptr, sizeof(Block) + bytes, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   TORCH_CHECK(memory != MAP_FAILED, "attention: there is no memory to work in: ", bytes, " bytes");
@@ -112,7 +112,7 @@ MemoryPool::Block* MemoryPool::allocate(int64_t place, int64_t bytes) {
   return new (memory) Block{bytes, place, 0, is_kept};
 }
 
-void MemoryPool::release(Block* block) {
+void ScratchPool::release(Block* block) {
   if (block->is_kept) {
     kept_bytes.fetch_sub(block->bytes, std::memory_order_relaxed);
   }

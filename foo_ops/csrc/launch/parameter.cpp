@@ -1,8 +1,8 @@
-#include "ops/parameter.h"
+#include "launch/parameter.h"
 
 #include <bit>
 
-#include "ops/overlap.h"
+#include "launch/overlap.h"
 
 namespace foo {
 

@@ -1,4 +1,4 @@
-#include "ops/overlap.h"
+#include "launch/overlap.h"
 
 #include <c10/core/impl/COW.h>
 #include <c10/util/SmallVector.h>

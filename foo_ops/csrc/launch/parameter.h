@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "kernel_table.h"
+#include "launch/kernel_table.h"
 
 namespace foo {
 

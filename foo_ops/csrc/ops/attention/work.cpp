@@ -1,4 +1,4 @@
-#include "ops/attention_work.h"
+#include "ops/attention/work.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
@@ -7,7 +7,7 @@
 #include <cmath>
 #include <limits>
 
-#include "kernel_table.h"
+#include "launch/kernel_table.h"
 
 namespace foo {
 
@@ -347,8 +347,8 @@ std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p) {
   return at::randint(std::numeric_limits<int64_t>::max(), {1}, query.options().dtype(at::kLong));
 }
 
-MemoryPool& scratch_memory() {
-  static auto* pool = new MemoryPool();
+ScratchPool& scratch_pool() {
+  static auto* pool = new ScratchPool();
   return *pool;
 }
 

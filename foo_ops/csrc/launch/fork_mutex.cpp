@@ -1,4 +1,4 @@
-#include "fork_mutex.h"
+#include "launch/fork_mutex.h"
 
 #include <pthread.h>
 

@@ -12,14 +12,14 @@ namespace foo {
 // to the system comes again page by page, which took 4 % of a short backward pass, and 10 % of a
 // long one with one head. It is never destroyed, and nothing of it belongs to a thread: threads
 // may end, and a process may fork, at any time.
-class MemoryPool {
+class ScratchPool {
  public:
-  MemoryPool() = default;
-  MemoryPool(const MemoryPool&) = delete;
-  MemoryPool& operator=(const MemoryPool&) = delete;
+  ScratchPool() = default;
+  ScratchPool(const ScratchPool&) = delete;
+  ScratchPool& operator=(const ScratchPool&) = delete;
 
  private:
-  friend class KeptMemory;
+  friend class ScratchMemory;
 
   // What stands before the memory. A block belongs to a place also while a call has it.
   struct alignas(64) Block {
@@ -50,20 +50,20 @@ class MemoryPool {
 
 // So many bytes, undefined, of a pool, for as long as this lives. Calls that use one place at the
 // same time get blocks of their own.
-class KeptMemory {
+class ScratchMemory {
  public:
-  KeptMemory(MemoryPool& pool, int64_t place, int64_t bytes)
-      : pool_(pool), block_(pool.take(place % MemoryPool::kPlaces, bytes)) {}
-  ~KeptMemory() { pool_.give_back(block_); }
+  ScratchMemory(ScratchPool& pool, int64_t place, int64_t bytes)
+      : pool_(pool), block_(pool.take(place % ScratchPool::kPlaces, bytes)) {}
+  ~ScratchMemory() { pool_.give_back(block_); }
 
-  KeptMemory(const KeptMemory&) = delete;
-  KeptMemory& operator=(const KeptMemory&) = delete;
+  ScratchMemory(const ScratchMemory&) = delete;
+  ScratchMemory& operator=(const ScratchMemory&) = delete;
 
   void* get() const { return block_ + 1; }
 
  private:
-  MemoryPool& pool_;
-  MemoryPool::Block* block_;
+  ScratchPool& pool_;
+  ScratchPool::Block* block_;
 };
 
 }  // namespace foo

@@ -1,13 +1,13 @@
-#include "aten/operator_counts.h"
+#include "launch/operator_counts.h"
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
 
-#include "fork_mutex.h"
+#include "launch/fork_mutex.h"
 
-namespace foo::aten {
+namespace foo {
 namespace {
 
 // The counter of an operator that runs through the fallback.
@@ -59,6 +59,12 @@ OperatorCount& operator_count(const std::string& name) {
   return registry().counts[name];
 }
 
+OperatorCount* count_for(c10::DispatchKey key, const std::string& name) {
+  return key == c10::DispatchKey::PrivateUse1 ? &operator_count(name) : nullptr;
+}
+
+std::atomic<void (*)()> before_first_call = nullptr;
+
 void count_fallback(const c10::OperatorHandle& op) {
   fallback_count(op.operator_name()).fetch_add(1, std::memory_order_relaxed);
 }
@@ -81,4 +87,4 @@ void reset_operator_counts() {
   }
 }
 
-}  // namespace foo::aten
+}  // namespace foo

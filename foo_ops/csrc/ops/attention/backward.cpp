@@ -5,9 +5,9 @@
 #include <array>
 #include <cstring>
 
-#include "kernel_table.h"
-#include "ops/attention_bias_gradient.h"
-#include "ops/attention_work.h"
+#include "launch/kernel_table.h"
+#include "ops/attention/bias_gradient.h"
+#include "ops/attention/work.h"
 
 namespace foo {
 
@@ -133,8 +133,8 @@ std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
   return jobs;
 }
 
-MemoryPool& memory_of_sums() {
-  static auto* pool = new MemoryPool();
+ScratchPool& memory_of_sums() {
+  static auto* pool = new ScratchPool();
   return *pool;
 }
 
@@ -175,7 +175,7 @@ class SumsOfKeys {
 
  private:
   std::array<GradientSums, 2> both_;
-  std::optional<KeptMemory> memory_;
+  std::optional<ScratchMemory> memory_;
 };
 
 // Calls call(piece) for each block of a chunk, which adds to the sums in a slot of so many rows.

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "ops/attention_work.h"
+#include "ops/attention/work.h"
 
 namespace foo {
 

@@ -1,17 +1,16 @@
-#include "aten/device_check.h"
+#include "launch/device_check.h"
 
 #include <ATen/core/op_registration/adaption.h>
 
 #include <algorithm>
 
-#include "device/device.h"
-#include "registration.h"
+#include "launch/registration.h"
 
-namespace foo::aten {
+namespace foo {
 
 void check_one_device(const char* operator_name, at::ArrayRef<const at::Tensor*> tensors) {
   const auto first = std::find_if(tensors.begin(), tensors.end(), [](const at::Tensor* tensor) {
-    return tensor != nullptr && tensor->device().type() == device::kFoo;
+    return tensor != nullptr && tensor->device().type() == c10::DeviceType::PrivateUse1;
   });
   if (first == tensors.end()) return;
   const c10::Device expected = (*first)->device();
@@ -23,4 +22,4 @@ void check_one_device(const char* operator_name, at::ArrayRef<const at::Tensor*>
   }
 }
 
-}  // namespace foo::aten
+}  // namespace foo

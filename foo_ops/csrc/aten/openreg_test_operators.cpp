@@ -1,5 +1,6 @@
-// Two operators whose gradient is a torch::autograd::Function in C++, as backends write it. Both
-// give back their input and half of the gradient, so that one sees whether it was asked.
+// Operators for tests only: torch's tests of an out-of-tree device, torch_openreg's, call two whose
+// gradient is a torch::autograd::Function in C++, and call them by these names in the device's
+// namespace. Both return their input and half of the gradient, which shows that the function ran.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>

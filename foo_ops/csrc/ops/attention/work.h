@@ -11,10 +11,10 @@
 #include <tuple>
 #include <vector>
 
-#include "ops/attention.h"
-#include "ops/attention_parameters.h"
-#include "ops/kept_memory.h"
-#include "ops/thread_shares.h"
+#include "launch/scratch_memory.h"
+#include "launch/thread_shares.h"
+#include "ops/attention/checks.h"
+#include "ops/attention/parameters.h"
 
 namespace foo {
 
@@ -106,7 +106,7 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
                                 const AttentionOptions& options, bool is_packed);
 
 // The memory that kernels work in, in a place for each thread of a call.
-MemoryPool& scratch_memory();
+ScratchPool& scratch_pool();
 
 // Calls work(job, thread, call) for each job, in parallel, where call(piece) runs the kernel in the
 // thread's own scratch memory, and threads are counted from 0, fewer than at::get_num_threads().
@@ -120,7 +120,7 @@ void run_jobs(const Parameters& parameters, AttentionFunction* kernel, int64_t j
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
   ThreadShares shares(jobs, threads);
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    const KeptMemory scratch(scratch_memory(), begin, bytes);
+    const ScratchMemory scratch(scratch_pool(), begin, bytes);
     for (int64_t thread = begin; thread < end; ++thread) {
       const auto call = [&](const Piece& piece) {
         kernel(&parameters, &piece, scratch.get(), nullptr);

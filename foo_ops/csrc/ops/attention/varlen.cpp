@@ -6,11 +6,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "aten/operator_counts.h"
-#include "kernel_table.h"
-#include "ops/attention.h"
-#include "ops/attention_work.h"
-#include "ops/read_once.h"
+#include "launch/kernel_table.h"
+#include "launch/operator_counts.h"
+#include "launch/read_once.h"
+#include "ops/attention/checks.h"
+#include "ops/attention/work.h"
 
 namespace foo {
 
@@ -346,7 +346,6 @@ void check_attention_sequences(const PackedInputs& inputs, const c10::SymInt& ma
 }
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
-  using aten::register_shared_kernel;
   register_shared_kernel<"foo::attention_varlen", &attention_varlen>(library);
   register_shared_kernel<"foo::attention_varlen_seeded", &attention_varlen_seeded>(library);
   register_shared_kernel<"foo::attention_varlen_backward", &attention_varlen_backward>(library);

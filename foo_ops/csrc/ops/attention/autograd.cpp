@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
-#include "ops/attention.h"
-#include "ops/attention_work.h"
-#include "registration.h"
+#include "launch/registration.h"
+#include "ops/attention/checks.h"
+#include "ops/attention/work.h"
 
 namespace foo {
 

@@ -7,7 +7,7 @@
 #include <optional>
 #include <type_traits>
 
-namespace foo::aten {
+namespace foo {
 
 // Where the tensors of a call may be.
 enum class Devices {
@@ -42,4 +42,4 @@ void check_devices(const char* operator_name, const Arguments&... arguments) {
   if constexpr (kTensors > 1) check_one_device(operator_name, {tensor_in(arguments)...});
 }
 
-}  // namespace foo::aten
+}  // namespace foo

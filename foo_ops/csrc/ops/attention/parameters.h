@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "layout.h"
+#include "launch/layout.h"
 
 namespace foo {
 

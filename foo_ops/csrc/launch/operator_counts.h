@@ -10,9 +10,9 @@
 #include <map>
 #include <string>
 
-#include "aten/device_check.h"
+#include "launch/device_check.h"
 
-namespace foo::aten {
+namespace foo {
 
 struct OperatorCount {
   std::atomic<int64_t> own = 0;
@@ -21,6 +21,21 @@ struct OperatorCount {
 
 // By the name with the overload, "aten::add.Tensor". The counter lasts as long as the process.
 OperatorCount& operator_count(const std::string& name);
+
+// The counter of an operator's kernel for a dispatch key: null for the CPU, where nothing counts.
+OperatorCount* count_for(c10::DispatchKey key, const std::string& name);
+
+// The device's work before the first call on foo, or null when it is done. The device sets it, and
+// sets it again in a forked child, where it raises.
+extern std::atomic<void (*)()> before_first_call;
+
+// Every launcher begins with this, also where it allocates nothing.
+inline void begin_call(OperatorCount* count) {
+  if (count == nullptr) return;
+  auto* const prepare = before_first_call.load(std::memory_order_relaxed);
+  if (prepare != nullptr) prepare();
+  count->own.fetch_add(1, std::memory_order_relaxed);
+}
 
 void count_fallback(const c10::OperatorHandle& op);
 
@@ -64,4 +79,4 @@ void register_shared_kernel(torch::Library& library) {
                                           &Counted<name, function, Devices::kAny>::call));
 }
 
-}  // namespace foo::aten
+}  // namespace foo

@@ -1,4 +1,4 @@
-#include "ops/attention_bias_gradient.h"
+#include "ops/attention/bias_gradient.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>

@@ -1,4 +1,4 @@
-#include "registration.h"
+#include "launch/registration.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
@@ -9,7 +9,7 @@
 #include <mutex>
 #include <vector>
 
-#include "fork_mutex.h"
+#include "launch/fork_mutex.h"
 
 namespace foo {
 

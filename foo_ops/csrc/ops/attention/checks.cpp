@@ -1,10 +1,11 @@
+#include "ops/attention/checks.h"
+
 #include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
 
-#include "kernel_table.h"
-#include "ops/attention.h"
+#include "launch/kernel_table.h"
 
 namespace foo {
 
