@@ -14,6 +14,7 @@ from foo_ops import _C
 from foo_ops.kernels.table import ELEMENTWISE
 from foo_ops.library.autograd import register_autograd
 from foo_ops.library.dtypes import COMPLEX, FLOATING, dtype_name, in_words
+from foo_ops.library.elementwise_fake import make_fake
 from foo_ops.library.kernels import (
     Launcher,
     NumbaKernel,
@@ -23,17 +24,12 @@ from foo_ops.library.kernels import (
     describe,
     kinds_of,
 )
-from foo_ops.library.operators import (
-    Parameter,
-    find,
-    library_of,
-    parameters_of,
-)
+from foo_ops.library.operators import Parameter, find, library_of, parameters_of
 
-CPU = torch.device("cpu")
 _UNSIGNED_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 Dtypes = Iterable[torch.dtype]
+
 # Of each result, None for that of the inputs; or by the dtype of the inputs.
 ResultType = (
     torch.dtype
@@ -41,6 +37,7 @@ ResultType = (
     | Sequence[torch.dtype | None]
     | Mapping[torch.dtype, torch.dtype | Sequence[torch.dtype]]
 )
+
 # A function of scalars, or a kernel of one that has a ``backward`` of its own.
 Backward: TypeAlias = "Callable[..., Any] | ElementwiseKernel"
 
@@ -91,7 +88,7 @@ class ElementwiseKernel(NumbaKernel):
             {dtype: list(results) for dtype, results in types.items()},
             in_words(self.variants),
         )
-        return Launcher(elementwise.register_for, _fake(operator, parameters, elementwise))
+        return Launcher(elementwise.register_for, make_fake(operator, parameters, elementwise))
 
     def register(
         self,
@@ -261,67 +258,6 @@ def _result_types(
             f"got {len(results)}"
         )
     return tuple(result or dtype for result in results)
-
-
-# ---------------------------------------------------------------------------------- fake kernel
-
-
-def _fake(
-    operator: torch._ops.OpOverload, parameters: Sequence[Parameter], elementwise: Any
-) -> Callable[..., Any]:
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        given = {p.name: argument for p, argument in zip(parameters, args)} | kwargs
-        tensors = [given.get(p.name) if p.is_tensor else None for p in parameters]
-        there = [(p, tensor) for p, tensor in zip(parameters, tensors) if tensor is not None]
-        inputs = [tensor for p, tensor in there if p.role != "out"]
-        outputs = [tensor for p, tensor in there if p.role != "read"]
-        types = elementwise.result_types(tensors)
-        if outputs:
-            shape = _broadcast_shape(inputs)
-            elementwise.check_shapes(tensors, shape)
-            results = [
-                output if output.shape == shape else output.resize_(shape) for output in outputs
-            ]
-        else:
-            (shape, strides), device = _layout(inputs), _common_device(inputs)
-            results = [
-                torch.empty_strided(shape, strides, dtype=dtype, device=device) for dtype in types
-            ]
-        count = len(operator._schema.returns)
-        return results[0] if count == 1 else tuple(results[:count]) or None
-
-    return fake
-
-
-def _common_device(inputs: Sequence[Tensor]) -> torch.device:
-    """Find the device as TensorIterator does: a 0-d tensor on cpu goes with any."""
-    return next((tensor.device for tensor in inputs if tensor.device.type != "cpu"), CPU)
-
-
-def _broadcast_shape(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    # Imported here, since torch._refs takes 0.1 s, and a fake kernel runs under compilation.
-    from torch._refs import _broadcast_shapes
-
-    return tuple(_broadcast_shapes(*(tensor.shape for tensor in inputs)))
-
-
-def _layout(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return shape and strides of a result, as TensorIterator chooses them."""
-    from torch._prims_common import (
-        compute_elementwise_output_strides,
-        is_contiguous_or_false,
-        make_contiguous_strides_for,
-    )
-
-    shape = _broadcast_shape(inputs)
-    # TensorIterator's own first question; it tells in empty tensors and dimensions of size 1.
-    if all(tensor.shape == shape and is_contiguous_or_false(tensor) for tensor in inputs):
-        return shape, make_contiguous_strides_for(shape)
-    expanded = (tensor.expand(shape) for tensor in inputs)
-    return shape, compute_elementwise_output_strides(*expanded)
-
-
-# ------------------------------------------------------------------------------------- gradients
 
 
 def _register_backward(
