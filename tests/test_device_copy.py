@@ -138,12 +138,13 @@ def test_generated_methods():
     assert packed.is_foo
 
 
-def test_lazy_clone():
-    tensor = torch.ones(3, device="foo:1")
+@pytest.mark.parametrize("size", [0, 3])
+def test_lazy_clone(size):
+    tensor = torch.ones(size, device="foo:1")
     clone = torch._lazy_clone(tensor)
     clone.add_(1)
-    assert tensor.tolist() == [1, 1, 1]
-    assert clone.tolist() == [2, 2, 2]
+    assert tensor.tolist() == [1] * size
+    assert clone.tolist() == [2] * size
 
 
 def test_numpy_is_refused():

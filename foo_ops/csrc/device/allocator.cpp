@@ -457,7 +457,8 @@ void release_storage(void* context) {
 // Memory that storages share must not become copy-on-write for one of them alone.
 bool is_unshared(const c10::DataPtr& memory) {
   if (memory.get() != memory.get_context()) return false;
-  return memory.get_deleter() != &free_block ||
+  // An empty tensor has no block.
+  return memory.get() == nullptr || memory.get_deleter() != &free_block ||
          Block::of(memory.get())->owners.load(std::memory_order_acquire) == 1;
 }
 
