@@ -25,11 +25,16 @@ from pathlib import Path
 import llvmlite.binding as llvm
 
 REPOSITORY = Path(__file__).parents[1]
-FILES = ("operators", "elementwise", "tile_products", "parts")
+FILES = (
+    "tests/operators/test_matrix.py",
+    "tests/library/test_elementwise.py",
+    "tests/products/test_on_amx.py",
+    "tests/products/test_limbs.py",
+)
 PRODUCTS = ("float32", "bfloat16", "float16")
 ALL = (*PRODUCTS, "float64")
 # What kernels are made of: functions, products in parts, and these parts.
-VOCABULARY = ("test_exp", "test_tanh", "test_log", "test_tile_products", "test_parts")
+VOCABULARY = ("test_exp", "test_tanh", "test_log", "test_on_amx", "test_limbs")
 SHOWN_LINES = 100
 """Of pytest's output where tests fail: some of hundreds that fail alike are enough."""
 HAS_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -133,8 +138,8 @@ def run(combination: Combination) -> tuple[bool, str]:
         [
             *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
             # With the project's own options, pytest would not say how many passed.
-            *("-o", "addopts=--strict-markers", "-q", "--tb=short"),
-            *(f"tests/test_{name}.py" for name in FILES),
+            *("-o", "addopts=--strict-markers --import-mode=importlib", "-q", "--tb=short"),
+            *FILES,
             *("-k", combination.chosen()),
         ],
         cwd=REPOSITORY,

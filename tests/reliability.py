@@ -9,10 +9,9 @@ import argparse
 import gc
 import resource
 
-import device_machine
-import threads_at_work
 import torch
 from hypothesis import stateful
+from support import device_machine, threads_at_work
 
 OPERATORS = 1_000_000
 BACKWARD_PASSES = 200

@@ -20,7 +20,7 @@ struct Agreement {
   std::map<std::string, std::variant<int64_t, double, std::string>> constants;
 };
 
-// For tests/test_agreement.py, which compares it with foo_ops/kernels.
+// For tests/project/test_agreement.py, which compares it with foo_ops/kernels.
 Agreement agreement();
 
 }  // namespace foo

@@ -11,7 +11,7 @@ from numba.core import types
 from foo_ops.kernels.vectors.struct import Struct
 from foo_ops.kernels.vectors.values import Pointer
 
-# csrc/ops/attention_parameters.h has these as well, and tests/test_agreement.py compares them.
+# csrc/ops/attention_parameters.h has these as well: tests/project/test_agreement.py compares them.
 QUERY_BLOCK = 1024
 
 KEY_BLOCK = 128

@@ -1,5 +1,5 @@
-// What launchers and kernels of attention both know. tests/test_agreement.py compares all of it
-// with foo_ops/kernels.
+// Launchers and kernels of attention both know this. tests/project/test_agreement.py compares it with
+// foo_ops/kernels.
 
 #pragma once
 

@@ -1,0 +1,14 @@
+"""Random sequences on foo beside the same on the CPU, the same in each run."""
+
+import pytest
+from hypothesis import stateful
+from support import device_machine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_foo_does_what_the_cpu_does():
+    stateful.run_state_machine_as_test(
+        device_machine.DeviceMachine,
+        settings=device_machine.settings(60, 40, derandomize=True),
+    )

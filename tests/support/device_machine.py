@@ -1,0 +1,509 @@
+"""Random sequences of calls on device foo, each beside the same on the CPU.
+
+Every tensor exists twice, as twins: one on the CPU and one on foo. A step calls one function on
+both sides. After each step the two sides must agree in everything that can be seen of them: values
+bit by bit, sizes, strides, offsets, version counters, pending conjugations, which tensors share
+memory, how large their storages are, and what was raised. Hypothesis chooses the steps and, where
+the sides differ, looks for the shortest sequence that shows it.
+
+`tests/device/test_machine.py` runs some hundred steps, `make reliability` a hundred thousand.
+"""
+
+import copy
+import dataclasses
+import gc
+import io
+import itertools
+import re
+import warnings
+
+import hypothesis
+import torch
+from hypothesis import stateful, strategies
+from torch import Tensor
+
+import foo_ops
+
+MOST_TWINS = 8
+MOST_ELEMENTS = 200_000
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
+)
+
+
+def saved_and_loaded(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    # On the CPU a storage from a file cannot be resized, so it is not kept.
+    return torch.load(io.BytesIO(file.getvalue())).clone()
+
+
+def gradient(function):
+    """The gradient of a sum of squares, beside the function's value."""
+
+    def call(*tensors):
+        inputs = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+        result = function(*inputs)
+        return result.detach(), *torch.autograd.grad(result.square().sum(), inputs)
+
+    return call
+
+
+def other_device_and_back(tensor):
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    return tensor.to("foo:1").to("foo:0")
+
+
+def through_the_host(tensor):
+    return tensor.cpu().clone().to(tensor.device)
+
+
+def on_a_stream(tensor):
+    if tensor.device.type == "cpu":
+        return tensor + tensor
+    stream = torch.foo.Stream()
+    stream.wait_stream(torch.foo.current_stream())
+    with torch.foo.stream(stream):
+        result = tensor + tensor
+        result.record_stream(stream)
+        event = torch.foo.Event()
+        event.record()
+    event.synchronize()
+    return result
+
+
+# By name, so that a sequence that fails prints what it calls.
+UNARY = {
+    "abs": torch.abs,
+    "foo abs": foo_ops.abs,
+    "neg": torch.neg,
+    "exp": torch.exp,
+    "sqrt": torch.sqrt,
+    "sum": torch.sum,
+    "sum of rows": lambda x: x.sum(-1),
+    "mean": lambda x: x.mean(0, keepdim=True),
+    "amax": lambda x: x.amax(-1),
+    "argmax": torch.argmax,
+    "sort": lambda x: x.sort(stable=True),
+    "topk": lambda x: x.topk(1),
+    "cumsum": lambda x: x.cumsum(0),
+    "softmax": lambda x: x.softmax(-1),
+    "flip": lambda x: x.flip(0),
+    "roll": lambda x: x.roll(1),
+    "nonzero": torch.nonzero,
+    "unique": torch.unique,
+    "tril": torch.tril,
+    "clone": torch.clone,
+    "clone as contiguous": lambda x: x.clone(memory_format=torch.contiguous_format),
+    "contiguous": lambda x: x.contiguous(),
+    "lazy clone": torch._lazy_clone,
+    "reshape": lambda x: x.reshape(-1),
+    "zeros like": torch.zeros_like,
+    "full like": lambda x: torch.full_like(x, 3),
+    "new ones": lambda x: x.new_ones(2, 3),
+    "logical not": torch.logical_not,
+    "bitwise not": torch.bitwise_not,
+    "isnan": torch.isnan,
+    "to float64": lambda x: x.double(),
+    "to float32": lambda x: x.float(),
+    "to bfloat16": lambda x: x.bfloat16(),
+    "to int64": lambda x: x.nan_to_num(0, 1, -1).long(),
+    "to bool": lambda x: x.bool(),
+    "unbind": lambda x: x.unbind(),
+    "chunk": lambda x: x.chunk(2, -1),
+    "deepcopy": copy.deepcopy,
+    "saved and loaded": saved_and_loaded,
+    "other device and back": other_device_and_back,
+    "through the host": through_the_host,
+    "on a stream": on_a_stream,
+    "gradient of tanh": gradient(torch.tanh),
+    "gradient of rms norm": gradient(foo_ops.rms_norm),
+    "gradient of softmax": gradient(lambda x: x.softmax(-1)),
+    "foo rms norm": foo_ops.rms_norm,
+}
+
+BINARY = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "maximum": torch.maximum,
+    "eq": torch.eq,
+    "lt": torch.lt,
+    "where": lambda x, y: torch.where(x > y, x, y),
+    "matmul": torch.matmul,
+    "outer": lambda x, y: torch.outer(x[:30], y[:30]),
+    "cat": lambda x, y: torch.cat([x, y]),
+    "stack": lambda x, y: torch.stack([x, y], -1),
+    "foreach": lambda x, y: torch._foreach_add([x, y], [y, x]),
+    "index": lambda x, y: x[y.long().abs() % max(1, len(x))],
+    "masked select": lambda x, y: x.masked_select(y > 0),
+    "gather": lambda x, y: x.gather(-1, y.long().abs() % max(1, x.shape[-1])),
+    "equal": lambda x, y: torch.tensor(torch.equal(x, y), device=x.device),
+    "to dtype of": lambda x, y: x.to(y.dtype),
+    "foo silu mul": foo_ops.silu_mul,
+    "gradient of mul": gradient(torch.mul),
+    "gradient of silu mul": gradient(foo_ops.silu_mul),
+}
+
+VIEWS = {
+    "transpose": lambda x, i: x.transpose(i % 4, -1),
+    "t": lambda x, i: x.t(),
+    "select": lambda x, i: x.select(i % 3, i),
+    "slice": lambda x, i: x[i:],
+    "step": lambda x, i: x[..., :: i + 1],
+    "narrow": lambda x, i: x.narrow(-1, i, 1),
+    "unsqueeze": lambda x, i: x.unsqueeze(i % 3),
+    "squeeze": lambda x, i: x.squeeze(),
+    "expand": lambda x, i: x.expand(i % 4, *x.shape),
+    "unfold": lambda x, i: x.unfold(-1, i % 4, 1),
+    "diagonal": lambda x, i: x.diagonal(i % 3),
+    "view": lambda x, i: x.view(-1, i % 4 + 1),
+    "view as int32": lambda x, i: x.view(torch.int32),
+    "view as uint8": lambda x, i: x.view(torch.uint8),
+    "view as real": lambda x, i: torch.view_as_real(x),
+    "view as complex": lambda x, i: torch.view_as_complex(x),
+    "conj": lambda x, i: x.conj(),
+    "imag": lambda x, i: x.imag,
+    "negative view": lambda x, i: x.conj().imag,
+    "detach": lambda x, i: x.detach(),
+    "split": lambda x, i: x.split(i % 4 + 1),
+    "as strided": lambda x, i: x.as_strided((min(2, i), 1), (1, 1), min(i, x.storage_offset())),
+}
+
+IN_PLACE = {
+    "zero_": lambda x, i: x.zero_(),
+    "fill_": lambda x, i: x.fill_(i),
+    "add_": lambda x, i: x.add_(i),
+    "mul_": lambda x, i: x.mul_(-1.5),
+    "abs_": lambda x, i: x.abs_(),
+    "foo abs_": lambda x, i: torch.ops.foo.abs_(x),
+    "sqrt_": lambda x, i: x.sqrt_(),
+    "clamp_": lambda x, i: x.clamp_(-i, i),
+    "cumsum_": lambda x, i: x.cumsum_(0),
+    "index_fill_": lambda x, i: x.index_fill_(0, torch.tensor([i], device=x.device), 7),
+    "set item": lambda x, i: x.__setitem__(i, 5),
+    "random_": lambda x, i: x.random_(0, 100),
+    "t_": lambda x, i: x.t_(),
+    "transpose_": lambda x, i: x.transpose_(0, -1),
+    "squeeze_": lambda x, i: x.squeeze_(),
+    "unsqueeze_": lambda x, i: x.unsqueeze_(i % 3),
+    "conj_physical_": lambda x, i: x.conj_physical_(),
+    "set_ to nothing": lambda x, i: x.set_(),
+}
+
+IN_PLACE_OF_TWO = {
+    "copy_": lambda x, y: x.copy_(y),
+    "copy_ without waiting": lambda x, y: x.copy_(y, non_blocking=True),
+    "add_": lambda x, y: x.add_(y),
+    "mul_": lambda x, y: x.mul_(y),
+    "masked_fill_": lambda x, y: x.masked_fill_(y > 0, 3),
+    "index_put_": lambda x, y: x.index_put_((y.long().abs() % max(1, len(x)),), x.sum()),
+    "set item": lambda x, y: x.__setitem__(slice(None), y),
+    "set_": lambda x, y: x.set_(y),
+    "set_ to storage": lambda x, y: x.set_(
+        y.untyped_storage(), 0, (y.numel() * y.itemsize // x.itemsize,)
+    ),
+    "data": lambda x, y: setattr(x, "data", y),
+    "swap": torch.utils.swap_tensors,
+    "foreach": lambda x, y: torch._foreach_mul_([x, y], 2),
+}
+
+# The last tensor is `out`.
+OUT = {
+    "abs": lambda x, out: torch.abs(x, out=out),
+    "foo abs": lambda x, out: torch.ops.foo.abs.out(x, out=out),
+    "add": lambda x, out: torch.add(x, x, out=out),
+    "sum": lambda x, out: torch.sum(x, -1, out=out),
+    "cat": lambda x, out: torch.cat([x, x], out=out),
+    # Not matmul: where a composite resizes `out`, other devices than the CPU count a version more.
+    "mm": lambda x, out: torch.mm(x, x, out=out),
+    "cumsum": lambda x, out: torch.cumsum(x, 0, out=out),
+    "nonzero": lambda x, out: torch.nonzero(x, out=out),
+    "sort": lambda x, out: torch.sort(x, stable=True, out=(out, out.new_empty(0).long())),
+    "foo silu mul": lambda x, out: torch.ops.foo.silu_mul.out(x, x, out=out),
+}
+
+
+@dataclasses.dataclass(eq=False)
+class Twins:
+    """The same tensor on both sides."""
+
+    host: Tensor
+    foo: Tensor
+
+
+def tensors_in(result):
+    """The tensors that a call has returned."""
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, (tuple, list)):
+        return list(itertools.chain.from_iterable(map(tensors_in, result)))
+    return []
+
+
+def words_of(error):
+    """What an error says, without the names of devices and addresses."""
+    words = re.sub(r"(torch\.|CPU|foo)(\w+)(Type|Tensor)\b", r"\2", f"{error}")
+    words = re.sub(r"foo(:\d)?|PrivateUse1", "cpu", words)
+    return re.sub(r"0x[0-9a-f]+", "address", words)
+
+
+def outcome(function, tensors):
+    """What a call returns, or what it raises."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return function(*tensors), None
+    except Exception as error:
+        return None, error
+
+
+def bits_of(tensor):
+    """The values of a tensor on the CPU as integers, so that NaN equals itself."""
+    tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return tensor.view(-1).view(torch.uint8)
+
+
+def facts_of(tensor):
+    """What can be seen of a tensor, apart from its values and its device."""
+    return {
+        "dtype": tensor.dtype,
+        "shape": tuple(tensor.shape),
+        "strides": tensor.stride(),
+        "offset": tensor.storage_offset(),
+        "version": tensor._version,
+        "conjugation": tensor.is_conj(),
+        "negation": tensor.is_neg(),
+        "bytes of storage": tensor.untyped_storage().nbytes(),
+        "is a leaf": tensor.is_leaf,
+        "requires_grad": tensor.requires_grad,
+    }
+
+
+def sharing(tensors):
+    """For each tensor the first one that has the same storage."""
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    return [storages.index(storage) for storage in storages]
+
+
+def fill_storage(tensor, since=0):
+    """Zeros in a storage's bytes from one on, which nobody has written yet."""
+    storage = tensor.untyped_storage()
+    everything = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    everything[since:].zero_()
+
+
+positions = strategies.integers(0, MOST_TWINS - 1)
+numbers = strategies.integers(0, 5)
+shapes = strategies.lists(strategies.integers(0, 5), max_size=4)
+
+
+def names(table):
+    return strategies.sampled_from(list(table))
+
+
+class DeviceMachine(stateful.RuleBasedStateMachine):
+    """See the module. A rule is a kind of step."""
+
+    steps = 0
+
+    def __init__(self):
+        super().__init__()
+        gc.collect()
+        self.allocated = torch.foo.memory_allocated()
+        self.twins = []
+        self.agrees = True
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def call(self, function, *positions):
+        """Call a function on both sides, and keep what it returns."""
+        self.agrees = False
+        chosen = [self.twins[position % len(self.twins)] for position in positions]
+        host, host_error = outcome(function, [twins.host for twins in chosen])
+        foo, foo_error = outcome(function, [twins.foo for twins in chosen])
+        assert type(host_error) is type(foo_error), (host_error, foo_error)
+        assert words_of(host_error) == words_of(foo_error), f"{host_error}\nand on foo {foo_error}"
+        if host_error is not None:
+            self.twins = [t for t in self.twins if t.host.shape == t.foo.shape]  # TEMP
+            if not self.twins:
+                self.add(torch.ones(3))
+            return
+        host, foo = tensors_in(host), tensors_in(foo)
+        assert len(host) == len(foo)
+        known = [id(twins.host) for twins in self.twins]
+        for each_host, each_foo in zip(host, foo):
+            assert each_foo.device.type == "foo"
+            if id(each_host) in known:
+                assert self.twins[known.index(id(each_host))].foo is each_foo
+            elif each_host.numel() <= MOST_ELEMENTS:
+                self.twins.append(Twins(each_host, each_foo))
+        del self.twins[:-MOST_TWINS]
+
+    def are_too_large(self, *positions):
+        """Whether large tensors would be broadcast to one that nobody can hold."""
+        shapes = {self.twins[position % len(self.twins)].host.shape for position in positions}
+        return len(shapes) > 1 and min(shape.numel() for shape in shapes) > 1000
+
+    def cannot_be_resized(self, position):
+        """Whether torch fails with an internal error: on the CPU it does after _lazy_clone."""
+        twins = self.twins[position % len(self.twins)]
+        return any(torch._C._is_cow_tensor(tensor) for tensor in (twins.host, twins.foo))
+
+    @stateful.initialize(seed=strategies.integers(0, 100))
+    def seed(self, seed):
+        torch.manual_seed(seed)
+        self.add(torch.randn(3, 4))
+        self.add(torch.arange(6))
+
+    def add(self, host):
+        self.twins.append(Twins(host, host.to("foo")))
+        del self.twins[:-MOST_TWINS]
+
+    @stateful.rule(shape=shapes, dtype=strategies.sampled_from(DTYPES))
+    def create(self, shape, dtype):
+        is_unsigned = dtype in (torch.uint8, torch.bool)
+        self.add(
+            (torch.randn(shape) * 4).abs().to(dtype)
+            if is_unsigned
+            else torch.randn(shape).to(dtype)
+        )
+
+    @stateful.rule(count=strategies.sampled_from([1000, 33_000, 140_000]))
+    def create_large(self, count):
+        """Several threads, and blocks of memory of another kind."""
+        self.add(torch.arange(count) % 1000 / 7)
+
+    @stateful.rule(shape=shapes)
+    def draw(self, shape):
+        """Both sides have the same random numbers from the same seed."""
+        torch.manual_seed(len(shape))
+        host = torch.randn(shape)
+        torch.manual_seed(len(shape))
+        self.twins.append(Twins(host, torch.randn(shape, device="foo")))
+        del self.twins[:-MOST_TWINS]
+
+    @stateful.rule(name=names(UNARY), position=positions)
+    def unary(self, name, position):
+        self.call(UNARY[name], position)
+
+    @stateful.rule(name=names(BINARY), one=positions, other=positions)
+    def binary(self, name, one, other):
+        if not self.are_too_large(one, other):
+            self.call(BINARY[name], one, other)
+
+    @stateful.rule(name=names(VIEWS), position=positions, number=numbers)
+    def view(self, name, position, number):
+        self.call(lambda x: VIEWS[name](x, number), position)
+
+    @stateful.rule(name=names(IN_PLACE), position=positions, number=numbers)
+    def write(self, name, position, number):
+        torch.manual_seed(number)
+        self.call(lambda x: IN_PLACE[name](x, number), position)
+
+    @stateful.rule(name=names(IN_PLACE_OF_TWO), one=positions, other=positions)
+    def write_from(self, name, one, other):
+        self.call(IN_PLACE_OF_TWO[name], one, other)
+
+    @stateful.rule(name=names(OUT), one=positions, out=positions)
+    def write_out(self, name, one, out):
+        def write(x, out):
+            old = out.untyped_storage().nbytes()
+            try:
+                return OUT[name](x, out)
+            except Exception:
+                # Some calls are refused only after `out` has been resized.
+                fill_storage(out, old)
+                raise
+
+        if not self.cannot_be_resized(out):
+            self.call(write, one, out)
+
+    @stateful.rule(position=positions, shape=shapes)
+    def resize(self, position, shape):
+        """What a larger storage holds beyond the old one is undefined, so it is written."""
+
+        def resize(tensor):
+            old = tensor.untyped_storage().nbytes()
+            tensor.resize_(shape)
+            fill_storage(tensor, old)
+            return tensor
+
+        if not self.cannot_be_resized(position):
+            self.call(resize, position)
+
+    @stateful.rule(position=positions, other=positions, name=names(UNARY))
+    def free_and_restore_storage(self, position, other, name):
+        """As sharded parameters do: between uses they have no memory."""
+        chosen = self.twins[position % len(self.twins)]
+        sizes = []
+
+        def free(tensor):
+            sizes.append(tensor.untyped_storage().nbytes())
+            tensor.untyped_storage().resize_(0)
+
+        def restore(tensor):
+            tensor.untyped_storage().resize_(sizes[0])
+            fill_storage(tensor)
+
+        if self.cannot_be_resized(position):
+            return
+        self.call(free, position)
+        if self.twins[other % len(self.twins)].host.untyped_storage().nbytes():
+            torch.foo.empty_cache()
+            self.call(UNARY[name], other)
+        if sizes:
+            restore(chosen.host)
+            restore(chosen.foo)
+
+    @stateful.rule(position=positions)
+    def forget(self, position):
+        if len(self.twins) > 1:
+            del self.twins[position % len(self.twins)]
+
+    @stateful.rule()
+    def empty_cache(self):
+        torch.foo.empty_cache()
+
+    @stateful.rule(one=positions, other=positions)
+    def mix_devices(self, one, other):
+        """Refused on foo, and nothing changes."""
+        one, other = (self.twins[position % len(self.twins)] for position in (one, other))
+        if one.host.dim() > 0 and other.host.dim() > 0:
+            _, error = outcome(torch.add, [one.foo, other.host])
+            assert error is not None
+            _, error = outcome(lambda x, y: x.add_(y), [one.foo, other.host])
+            assert error is not None
+
+    # ------------------------------------------------------------------------------------ agreed
+
+    @stateful.invariant()
+    def agree(self):
+        type(self).steps += 1
+        hosts = [twins.host for twins in self.twins]
+        foos = [twins.foo for twins in self.twins]
+        assert sharing(hosts) == sharing(foos)
+        for host, foo in zip(hosts, foos):
+            assert facts_of(host) == facts_of(foo), f"{facts_of(host)}\nand on foo {facts_of(foo)}"
+            assert torch.equal(bits_of(host), bits_of(foo)), f"{host}\nand on foo {foo}"
+        self.agrees = True
+
+    def teardown(self):
+        """All memory comes back."""
+        self.twins.clear()
+        gc.collect()
+        assert not self.agrees or torch.foo.memory_allocated() == self.allocated
+
+
+def settings(examples, steps, **others):
+    return hypothesis.settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        **others,
+    )

@@ -1,0 +1,107 @@
+"""Small models of Hugging Face transformers with random weights, for several files of tests."""
+
+import torch
+import transformers
+from support.exact import Doubles, exact_copy
+
+import foo_ops.integrations.transformers  # noqa: F401  (registers "foo")
+
+VOCABULARY = 97
+WINDOW = 6
+"""Shorter than the sequences of these tests, so that windows and chunks matter."""
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+    # Larger than is usual: with nearly equal scores, a wrong mask would hardly be seen.
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+# Each model brings another way to ask for a mask.
+DECODERS = {
+    "llama: plain": lambda: transformers.LlamaConfig(**GROUPED),
+    "mistral: windows": lambda: transformers.MistralConfig(**GROUPED, sliding_window=WINDOW),
+    "gemma2: softcap, windows in every second layer": lambda: transformers.Gemma2Config(
+        **GROUPED, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=8
+    ),
+    "gpt_oss: sinks, windows in every second layer": lambda: transformers.GptOssConfig(
+        **GROUPED, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "qwen2_moe: windows that only the mask tells of": lambda: transformers.Qwen2MoeConfig(
+        **GROUPED,
+        **EXPERTS,
+        shared_expert_intermediate_size=32,
+        sliding_window=WINDOW,
+        use_sliding_window=True,
+        max_window_layers=1,
+    ),
+    "llama4: chunks": lambda: transformers.Llama4TextConfig(
+        **GROUPED, attention_chunk_size=WINDOW, num_local_experts=2, intermediate_size_mlp=64
+    ),
+}
+ENCODERS = {
+    "bert: plain": lambda: transformers.BertConfig(**SIZES, hidden_act="gelu"),
+    "modernbert: windows on both sides": lambda: transformers.ModernBertConfig(
+        **SIZES,
+        local_attention=WINDOW,
+        global_attn_every_n_layers=2,
+        cls_token_id=None,
+        sep_token_id=None,
+    ),
+}
+
+
+def build(auto_class, config, device="cpu", dtype=torch.float32):
+    """A model with random weights, the same for every device and dtype."""
+    torch.manual_seed(0)
+    # The other implementations of experts count integers with torch.histc, but not on the cpu.
+    model = auto_class.from_config(config(), experts_implementation="eager")
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def decoder(name, device="cpu", dtype=torch.float32):
+    return build(transformers.AutoModelForCausalLM, DECODERS[name], device, dtype)
+
+
+def encoder(name, device="cpu", dtype=torch.float32):
+    return build(transformers.AutoModel, ENCODERS[name], device, dtype)
+
+
+def tokens(*shape):
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
+
+
+def padding(side, length):
+    """Which positions hold a token, for three sequences; the first has no padding."""
+    counts = torch.tensor([length, length - 3, 4])[:, None]
+    positions = torch.arange(length)
+    return (positions >= length - counts) if side == "left" else (positions < counts)
+
+
+def run(model, implementation, *inputs, **options):
+    """The first output of a model, on the cpu."""
+    model.set_attn_implementation(implementation)
+    device = model.device
+    options = {
+        name: option.to(device) if isinstance(option, torch.Tensor) else option
+        for name, option in options.items()
+    }
+    with torch.no_grad():
+        output = model(*(each.to(device) for each in inputs), **options)[0]
+    return output.cpu()
+
+
+def run_exactly(model, *inputs, **options):
+    """The first output of the model's own attention, in float64 throughout."""
+    twin = exact_copy(model)
+    with Doubles():
+        return run(twin, "eager", *inputs, **options)

@@ -1,0 +1,196 @@
+"""A stranger's project: files outside the package, in fresh processes, without a conftest."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import pytest
+
+import foo_ops
+
+OPERATOR = """\
+import pytest
+import torch
+
+from foo_ops import language, library
+from foo_ops.testing import OpSpec, Sample, random
+
+library.define(
+    "stranger::rms_norm",
+    "(Tensor input, Tensor weight, *, float eps=1e-6) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+@library.register_fake("stranger::rms_norm")
+def rms_norm_fake(input, weight, *, eps=1e-6):
+    return input.new_empty(input.shape)
+
+
+@library.register_kernel("stranger::rms_norm", ("cpu", "foo"))
+@library.tile_kernel(contiguous_rows=True)
+def rms_norm(input, weight, eps, output, rows):
+    size = input.shape[-1]
+    for row in rows:
+        x, y = input.row(row), output.row(row)
+        total = language.zero(input)
+        for i in range(size):
+            total = language.accumulate(total, x[i] * x[i])
+        scale = language.cast(1 / (total / size + eps) ** 0.5, input)
+        for i in range(SIZE):
+            y[i] = x[i] * scale * weight.data[i]
+
+
+def setup_context(ctx, inputs, keyword_only_inputs, output):
+    ctx.save_for_backward(*inputs)
+    ctx.eps = keyword_only_inputs["eps"]
+
+
+def backward(ctx, grad):
+    input, weight = ctx.saved_tensors
+    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    x, w, g = (tensor.to(wide) for tensor in (input, weight, grad))
+    scale = (x.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+    gw = g * w
+    grad_x = scale * gw - x * scale**3 * (gw * x).mean(-1, keepdim=True)
+    grad_w = (g * x * scale).flatten(0, -2).sum(0)
+    return grad_x.to(input.dtype), grad_w.to(weight.dtype)
+
+
+library.register_autograd("stranger::rms_norm", backward, setup_context=setup_context)
+
+
+def sized(dtype, size):
+    return Sample(tuple(random("rms_norm", (3, size), (size,), dtype=dtype)), {"eps": 1e-5})
+
+
+def reference(input, weight, *, eps=1e-6):
+    return input * (input.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+RMS_NORM = OpSpec(
+    operator=torch.ops.stranger.rms_norm,
+    reference=reference,
+    dtypes=(torch.float32, torch.float64, torch.bfloat16),
+    sized=sized,
+    sizes=(7,),
+)
+
+
+@pytest.mark.operators(RMS_NORM)
+def test_operator(operator_check):
+    operator_check()
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+def test_compiled(device):
+    def block(x, weight):
+        return torch.ops.stranger.rms_norm(x * 2, weight).relu()
+
+    x, weight = torch.randn(4, 8, device=device), torch.ones(8, device=device)
+    backend = "inductor" if device == "cpu" else "aot_eager"
+    graph = torch.compile(block, backend=backend, fullgraph=True)
+    torch.testing.assert_close(graph(x, weight), block(x, weight))
+"""
+RIGHT = OPERATOR.replace("SIZE", "size")
+# The last element of each row is forgotten.
+WRONG = OPERATOR.replace("SIZE", "size - 1")
+
+WHERE = """
+
+def test_where():
+    import os
+    import foo_ops
+    import pytest_foo_ops
+
+    for module in (foo_ops, pytest_foo_ops):
+        assert module.__file__.startswith(os.environ["PYTHONPATH"])
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Write a test file into a folder of its own and run pytest on it there."""
+
+    def run_pytest(text, *options):
+        (tmp_path / "test_of_a_stranger.py").write_text(text)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    return run_pytest
+
+
+def counts(process):
+    """How many tests passed or failed."""
+    found = re.findall(r"(\d+) (\w+)", process.stdout.splitlines()[-1])
+    return {word: int(count) for count, word in found if word in ("passed", "failed")}
+
+
+def test_operator_passes_its_matrix(run):
+    process = run(RIGHT)
+    assert process.returncode == 0, process.stdout
+    assert counts(process)["passed"] > 120
+
+
+def test_tests_are_chosen_by_words(run):
+    process = run(RIGHT, "--collect-only", "-q", "-k", "rms_norm and foo and opcheck")
+    names = re.findall(r"::test_operator\[(\S+)\]", process.stdout)
+    assert names == [
+        f"rms_norm-foo-{dtype}-opcheck-size7{gradient}"
+        for dtype in ("float32", "bfloat16")
+        for gradient in ("", "-gradient")
+    ]
+
+
+def test_what_is_wrong_is_said(run):
+    process = run(WRONG, "-k", "cpu and float32 and (values or fake_kernel)")
+    assert process.returncode == 1
+    assert counts(process) == {"failed": 1, "passed": 7}
+    assert re.search(
+        r"AssertionError: output 0 is wrong in 3 of 21 elements; .* 3 of them are nan: memory that "
+        "nobody has written is full of it here",
+        process.stdout,
+    )
+    # The checks' own code says nothing to the author.
+    assert "foo_ops/testing/checks/" not in process.stdout
+
+
+def test_operators_must_be_named(run):
+    process = run("def test_operator(operator_check): ...")
+    assert process.returncode != 0
+    assert "test_operator asks for operator_check: say of which operators" in process.stdout
+
+
+def test_torch_is_imported_only_where_it_is_needed(run):
+    process = run("def test_nothing():\n    import sys\n    assert 'torch' not in sys.modules\n")
+    assert process.returncode == 0, process.stdout
+
+
+@pytest.fixture
+def installation(tmp_path):
+    """The package's files and entry points as a wheel brings them, beside the compiled library."""
+    folder, project = tmp_path / "installed", Path(__file__).parents[2]
+    folder.mkdir()
+    command = ["setup.py", "--quiet", "egg_info", "--egg-base", folder, "build_py", "--build-lib"]
+    subprocess.run([sys.executable, *command, folder], cwd=project, check=True, capture_output=True)
+    library = Path(foo_ops._C.__file__)
+    (folder / "foo_ops" / library.name).symlink_to(library)
+    return folder
+
+
+def test_plugin_of_an_installation(run, installation, monkeypatch):
+    """Without the project's folder: what setup.py says is all that there is."""
+    monkeypatch.setenv("PYTHONPATH", str(installation))
+    process = run(RIGHT + WHERE, "-k", "where or (values and cpu and float32)")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert counts(process)["passed"] > 5
+    # It came by its entry point.
+    (entry,) = Distribution.at(installation / "foo_ops.egg-info").entry_points.select(
+        group="pytest11"
+    )
+    assert entry.value == "pytest_foo_ops"
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    process = run("def test_operator(operator_check): ...")
+    assert "fixture 'operator_check' not found" in process.stdout
