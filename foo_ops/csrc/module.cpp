@@ -13,6 +13,7 @@
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/guard.h"
+#include "device/ownership.h"
 #include "device/pinned_memory.h"
 #include "device/process.h"
 #include "launch/kernel_table.h"

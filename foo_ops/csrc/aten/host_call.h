@@ -12,8 +12,8 @@
 
 #include "aten/host_aliases.h"
 #include "aten/layouts.h"
-#include "device/allocator.h"
 #include "device/guard.h"
+#include "device/host_allocator.h"
 
 namespace foo::aten {
 

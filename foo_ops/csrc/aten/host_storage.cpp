@@ -10,6 +10,7 @@
 #include "device/allocator.h"
 #include "device/device.h"
 #include "device/guard.h"
+#include "device/ownership.h"
 #include "device/storage.h"
 
 namespace foo::aten {

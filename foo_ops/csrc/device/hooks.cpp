@@ -8,6 +8,7 @@
 #include "device/guard.h"
 #include "device/pinned_memory.h"
 #include "device/process.h"
+#include "device/segment_map.h"
 
 namespace foo::device {
 

@@ -1,29 +1,26 @@
 #include "ops/tile.h"
 
-#include <ATen/Context.h>
 #include <ATen/Parallel.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/accumulate.h>
 
-#include <mutex>
-#include <unordered_map>
+#include <algorithm>
 
-#include "launch/fork_mutex.h"
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
 #include "launch/read_once.h"
+#include "ops/result_layouts.h"
 
 namespace foo {
 
 namespace {
 
-// A tensor that is only read must not be asked for a pointer to write to: that would copy one that
-// shares its memory until it is written to.
-// Of a tensor without dimensions the last one, at -1, has size 1: its row is of one element.
+// A tensor without dimensions has one row of one element: the size at -1 is 1.
 constexpr int64_t kNoDimensions[] = {1, 1};
 
+// A pointer to write to would copy a tensor that shares its memory until it is written to: one that
+// is only read gives a pointer to read from.
 View view_of(const at::Tensor& tensor, bool is_written) {
   const at::IntArrayRef sizes = tensor.sizes();
   const bool has_dimensions = tensor.dim() > 0;
@@ -37,167 +34,7 @@ View view_of(const at::Tensor& tensor, bool is_written) {
 
 using Tensors = c10::SmallVector<at::Tensor, 8>;
 
-struct Layout {
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;
-  at::ScalarType dtype;
-};
-
-// Of all results of a call. Calls share one that is remembered.
-using Layouts = std::shared_ptr<const std::vector<Layout>>;
-
-// What a fake kernel depends on: the arguments, but for the contents of tensors, and what torch
-// lets a program set for all that follows.
-using Question = c10::SmallVector<int64_t, 48>;
-
-struct QuestionHash {
-  size_t operator()(const Question& question) const {
-    size_t hash = question.size();
-    for (const int64_t number : question) hash = c10::hash_combine(hash, size_t(number));
-    return hash;
-  }
-};
-
-void ask_tensor(Question& question, const at::Tensor& tensor) {
-  question.push_back(int64_t(tensor.scalar_type()));
-  question.push_back(tensor.dim());
-  question.append(tensor.sizes().begin(), tensor.sizes().end());
-  question.append(tensor.strides().begin(), tensor.strides().end());
-}
-
-void ask_settings(Question& question) {
-  const auto& context = at::globalContext();
-  question.push_back(int64_t(c10::get_default_dtype_as_scalartype()));
-  question.push_back(context.deterministicAlgorithms() | c10::GradMode::is_enabled() << 1 |
-                     c10::InferenceMode::is_enabled() << 2);
-  for (const auto device : {at::kCPU, at::kPrivateUse1}) {
-    const bool is_enabled = at::autocast::is_autocast_enabled(device);
-    question.push_back(is_enabled ? int64_t(at::autocast::get_autocast_dtype(device)) : -1);
-  }
-}
-
-at::Tensor without_data(const at::Tensor& tensor) {
-  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
-}
-
-bool has_fake_kernel(const c10::OperatorHandle& op) {
-  return op.hasKernelForDispatchKey(c10::DispatchKey::Meta);
-}
-
-// The operator `f` beside one called `f_` that takes the same arguments and returns, for each that
-// `f_` writes, what is written there.
-std::optional<c10::OperatorHandle> functional_twin(const c10::OperatorHandle& op) {
-  c10::OperatorName name = op.operator_name();
-  if (!name.name.ends_with('_')) return std::nullopt;
-  name.name.pop_back();
-  auto twin = c10::Dispatcher::singleton().findSchema(name);
-  const auto& own = op.schema().arguments();
-  if (!twin.has_value() || twin->schema().is_mutable()) return std::nullopt;
-  const auto is_alike = [](const c10::Argument& one, const c10::Argument& other) {
-    return *one.real_type() == *other.real_type();
-  };
-  const auto& taken = twin->schema().arguments();
-  const auto written = std::count_if(own.begin(), own.end(), [](const c10::Argument& argument) {
-    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-  });
-  const bool is_twin = std::equal(own.begin(), own.end(), taken.begin(), taken.end(), is_alike) &&
-                       std::ssize(twin->schema().returns()) == written;
-  return is_twin ? twin : std::nullopt;
-}
-
-// The layouts of an operator's results, as its fake kernel says, which also refuses arguments. It
-// is called once for arguments of the same shapes and values, since it is Python. Where an operator
-// that works in place has none, that of its functional twin is asked.
-class ResultLayouts {
- public:
-  explicit ResultLayouts(c10::OperatorHandle op) : op_(std::move(op)) {}
-
-  // Without arguments `out`.
-  Layouts of(c10::ArrayRef<c10::IValue> arguments) {
-    Question question;
-    ask_settings(question);
-    for (const c10::IValue& argument : arguments) {
-      if (argument.isTensor()) {
-        ask_tensor(question, argument.toTensor());
-      } else if (argument.isNone()) {
-        question.push_back(-1);
-      } else {
-        question.push_back(-2);
-        question.push_back(scalar_bits(argument));
-      }
-    }
-    {
-      const std::lock_guard lock(mutex_);
-      const auto known = answers_.find(question);
-      if (known != answers_.end()) return known->second;
-    }
-    const auto answer = std::make_shared<const std::vector<Layout>>(ask(arguments));
-    const std::lock_guard lock(mutex_);
-    if (answers_.size() >= kMostAnswers) answers_.clear();
-    answers_.emplace(question, answer);
-    return answer;
-  }
-
- private:
-  // Some megabytes at most.
-  static constexpr size_t kMostAnswers = 4096;
-
-  std::vector<Layout> ask(c10::ArrayRef<c10::IValue> arguments) const {
-    if (has_fake_kernel(op_)) return ask_fake_kernel(op_, arguments);
-    const auto twin = functional_twin(op_);
-    TORCH_CHECK(twin.has_value() && has_fake_kernel(*twin), c10::toString(op_.operator_name()),
-                ": the results of a tile kernel are allocated as the operator's fake kernel says, "
-                "and it has none: register one with foo_ops.library.register_fake");
-    const auto layouts = ask_fake_kernel(*twin, arguments);
-    check_written_as(layouts, arguments);
-    return layouts;
-  }
-
-  static std::vector<Layout> ask_fake_kernel(const c10::OperatorHandle& op,
-                                             c10::ArrayRef<c10::IValue> arguments) {
-    const std::string name = c10::toString(op.operator_name());
-    torch::jit::Stack stack;
-    for (const c10::IValue& argument : arguments) {
-      stack.push_back(argument.isTensor() ? without_data(argument.toTensor()) : argument);
-    }
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
-    std::vector<Layout> layouts;
-    for (size_t i = 0; i < stack.size(); ++i) {
-      const at::Tensor& tensor = stack[i].toTensor();
-      const bool is_argument = op.schema().returns()[i].alias_info() != nullptr;
-      TORCH_CHECK_TYPE(tensor.defined() || is_argument, name,
-                       ": its fake kernel must return a tensor, got None");
-      layouts.push_back(tensor.defined() ? Layout{tensor.sizes().vec(), tensor.strides().vec(),
-                                                  tensor.scalar_type()}
-                                         : Layout{});
-    }
-    return layouts;
-  }
-
-  // What the twin would return has to fit what is written.
-  void check_written_as(const std::vector<Layout>& layouts,
-                        c10::ArrayRef<c10::IValue> arguments) const {
-    const std::string name = short_name(c10::toString(op_.operator_name()));
-    auto result = layouts.begin();
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      const c10::Argument& declared = op_.schema().arguments()[i];
-      if (declared.alias_info() == nullptr || !declared.alias_info()->isWrite()) continue;
-      const Layout& layout = *result++;
-      if (arguments[i].isNone()) continue;
-      const at::Tensor& target = arguments[i].toTensor();
-      TORCH_CHECK_VALUE(target.sizes().equals(layout.sizes), name, ": ", declared.name(),
-                        " must have shape ", at::IntArrayRef(layout.sizes),
-                        " as the result has, got ", target.sizes());
-      check_can_cast(name, declared.name(), layout.dtype, target);
-    }
-  }
-
-  c10::OperatorHandle op_;
-  ForkMutex mutex_;
-  std::unordered_map<Question, Layouts, QuestionHash> answers_;
-};
-
-at::Tensor allocate(const Layout& layout, c10::Device device) {
+at::Tensor allocate(const ResultLayout& layout, c10::Device device) {
   return at::empty_strided(layout.sizes, layout.strides,
                            at::TensorOptions().dtype(layout.dtype).device(device));
 }
@@ -312,7 +149,7 @@ class TileLauncher final : public c10::OperatorKernel {
   // What the operator returns.
   Tensors launch(c10::ArrayRef<c10::IValue> arguments) {
     const c10::Device device = common_device(name_, parameters_, arguments);
-    const Layouts layouts = layouts_.of(arguments.slice(0, inputs_));
+    const SharedLayouts layouts = layouts_.of(arguments.slice(0, inputs_));
     check_written(arguments, *layouts);
     Call call;
     AllWritten written;
@@ -337,12 +174,12 @@ class TileLauncher final : public c10::OperatorKernel {
 
   // Throws for a tensor that cannot be written. Nothing has been, nor has anything been resized.
   void check_written(c10::ArrayRef<c10::IValue> arguments,
-                     const std::vector<Layout>& layouts) const {
+                     const std::vector<ResultLayout>& layouts) const {
     auto result = layouts.begin();
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const Parameter& parameter = parameters_[i];
       if (parameter.role == Parameter::Role::kRead) continue;
-      const Layout* layout = parameter.role == Parameter::Role::kOut ? &*result++ : nullptr;
+      const ResultLayout* layout = parameter.role == Parameter::Role::kOut ? &*result++ : nullptr;
       if (arguments[i].isNone()) continue;
       const at::Tensor& target = arguments[i].toTensor();
       if (layout != nullptr) check_can_cast(name_, parameter.name, layout->dtype, target);
@@ -358,7 +195,7 @@ class TileLauncher final : public c10::OperatorKernel {
   }
 
   void add_argument(Call& call, AllWritten& written, Copies& copies,
-                    const std::vector<Layout>& layouts, c10::ArrayRef<c10::IValue> arguments,
+                    const std::vector<ResultLayout>& layouts, c10::ArrayRef<c10::IValue> arguments,
                     size_t index) const {
     const Parameter& parameter = parameters_[index];
     const c10::IValue& argument = arguments[index];
@@ -405,7 +242,7 @@ class TileLauncher final : public c10::OperatorKernel {
   }
 
   // One of another shape is resized when the kernel has run, which may refuse what tensors contain.
-  at::Tensor buffer_for_out(const at::Tensor& target, const Layout& layout,
+  at::Tensor buffer_for_out(const at::Tensor& target, const ResultLayout& layout,
                             c10::ArrayRef<c10::IValue> inputs, size_t index) const {
     const bool is_direct = target.sizes().equals(layout.sizes) && !needs_copy(target) &&
                            target.scalar_type() == layout.dtype &&

@@ -15,7 +15,7 @@
 
 #include "launch/registration.h"
 #include "ops/attention/checks.h"
-#include "ops/attention/work.h"
+#include "ops/attention/parameters.h"
 
 namespace foo {
 

@@ -1,3 +1,5 @@
+#include "ops/attention/backward.h"
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -7,7 +9,7 @@
 
 #include "launch/kernel_table.h"
 #include "ops/attention/bias_gradient.h"
-#include "ops/attention/work.h"
+#include "ops/attention/run.h"
 
 namespace foo {
 

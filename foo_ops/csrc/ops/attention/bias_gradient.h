@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "ops/attention/work.h"
+#include "ops/attention/parameters.h"
 
 namespace foo {
 

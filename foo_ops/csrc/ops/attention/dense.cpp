@@ -1,9 +1,11 @@
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
+#include "ops/attention/backward.h"
 #include "ops/attention/checks.h"
-#include "ops/attention/work.h"
+#include "ops/attention/run.h"
 
 namespace foo {
 

@@ -1,11 +1,14 @@
-// Launchers and kernels of attention both know this. tests/project/test_agreement.py compares it with
-// foo_ops/kernels.
+// Structs and constants that launchers and kernels of attention share.
+// tests/project/test_agreement.py compares all of them with foo_ops/kernels.
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 #include "launch/layout.h"
+#include "ops/attention/checks.h"
 
 namespace foo {
 
@@ -129,5 +132,28 @@ using AttentionFunction = void(const Parameters* parameters, const Piece* piece,
 using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t chunk_stride,
                          int64_t width, int64_t rows, int64_t columns, int64_t chunks,
                          double factor);
+
+// The plain kernels, without options, take half the time to compile, and most models need no other.
+inline bool is_plain(const Parameters& parameters) {
+  return parameters.modifies == 0 && parameters.dropout_threshold == 0;
+}
+
+inline at::ScalarType compute_type(const at::Tensor& query) {
+  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Tensors in the compute type that parameters point to.
+struct Extras {
+  at::Tensor alibi_slopes, sinks;
+};
+
+// Everything that does not depend on how the sequences lie in memory.
+void set_options(Parameters& parameters, Extras& extras, const at::Tensor& query,
+                 const std::optional<at::Tensor>& alibi_slopes,
+                 const std::optional<at::Tensor>& sinks, const AttentionOptions& options,
+                 const std::optional<at::Tensor>& seed);
+
+// The seed of a call without one: drawn from the default generator if there is dropout.
+std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p);
 
 }  // namespace foo

@@ -1,3 +1,4 @@
+#include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -9,8 +10,9 @@
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
 #include "launch/read_once.h"
+#include "ops/attention/backward.h"
 #include "ops/attention/checks.h"
-#include "ops/attention/work.h"
+#include "ops/attention/run.h"
 
 namespace foo {
 

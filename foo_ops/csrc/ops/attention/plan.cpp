@@ -1,13 +1,11 @@
-#include "ops/attention/work.h"
+#include "ops/attention/plan.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/randint.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
+#include <utility>
 
-#include "launch/kernel_table.h"
+#include "launch/thread_shares.h"
 
 namespace foo {
 
@@ -16,37 +14,16 @@ namespace {
 // Keys are split where there are fewer blocks. This does not depend on the threads, so that neither
 // do the sums.
 constexpr int64_t kEnoughPieces = 64;
-constexpr int64_t kPartLength = 1024;
-// Of merged blocks each of several threads has to have so many, so that none has long to wait for
+constexpr int64_t kSplitLength = 1024;
+// Each of several threads has to have so many merged blocks, so that none has long to wait for
 // another.
 constexpr int64_t kBlocksOfThread = 4;
 // The most elements of query and output in a merged block: a megabyte of float32, of caches that
 // have one or two.
 constexpr int64_t kBlockElements = int64_t{1} << 18;
-// From here on a rounding of the logsumexp changes weights by more than 2^-16. Beside a mask of
-// -1e9 nothing is left of the logarithm of how many keys share it.
-constexpr double kLargeLogsumexp = 256.0;
 // A block of few registers, where there are many. It is whole panels of 3 vectors of 8.
 constexpr int64_t kLargeBlock = 144;
 static_assert(kLargeBlock <= kTileStride);
-
-// Kernels live as long as the process: they are never destroyed.
-Kernel& forward_kernel(const Parameters& parameters) {
-  static auto* kernel = new Kernel("attention_forward");
-  static auto* plain = new Kernel("attention_forward.plain");
-  return is_plain(parameters) ? *plain : *kernel;
-}
-
-Kernel& decode_kernel(const Parameters& parameters) {
-  static auto* kernel = new Kernel("attention_decode");
-  static auto* plain = new Kernel("attention_decode.plain");
-  return is_plain(parameters) ? *plain : *kernel;
-}
-
-Kernel& merge_kernel() {
-  static auto* kernel = new Kernel("attention_merge");
-  return *kernel;
-}
 
 // Whole panels of the matrix product, which are 3 vectors of 8 wide with 16 registers, and 4 of 16
 // with 32. Kernels for another processor than this compute the same, slower.
@@ -157,27 +134,27 @@ std::vector<Piece> cut_into_blocks_of(const Parameters& parameters,
   return blocks;
 }
 
-// Splits the keys of each block into ``parts``, or fewer where there are few keys. Split blocks get
-// a slot each. The same part of all blocks follow one another.
-std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t parts) {
+// Cuts the keys of each block into ``splits``, or fewer where there are few keys. Blocks with
+// several get a slot each. The first splits of all blocks come first, then the second ones.
+std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t splits) {
   std::vector<int64_t> lengths;
-  int64_t slots = 0, most_parts = 1;
+  int64_t slots = 0, most_splits = 1;
   for (Piece& block : blocks) {
     const int64_t keys = block.key_stop - block.key_start;
     const int64_t length =
-        std::max(kPartLength, ceil_divide(ceil_divide(keys, parts), kKeyBlock) * kKeyBlock);
+        std::max(kSplitLength, ceil_divide(ceil_divide(keys, splits), kKeyBlock) * kKeyBlock);
     lengths.push_back(length);
     block.parts = std::max<int64_t>(1, ceil_divide(keys, length));
     block.slot = block.parts > 1 ? slots++ : -1;
-    most_parts = std::max(most_parts, block.parts);
+    most_splits = std::max(most_splits, block.parts);
   }
   std::vector<Piece> pieces;
-  for (int64_t part = 0; part < most_parts; ++part) {
+  for (int64_t split = 0; split < most_splits; ++split) {
     for (size_t i = 0; i < blocks.size(); ++i) {
-      if (part < blocks[i].parts) {
+      if (split < blocks[i].parts) {
         Piece piece = blocks[i];
-        piece.part = part;
-        piece.key_start += part * lengths[i];
+        piece.part = split;
+        piece.key_start += split * lengths[i];
         piece.key_stop = std::min(piece.key_stop, piece.key_start + lengths[i]);
         pieces.push_back(piece);
       }
@@ -187,9 +164,8 @@ std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t parts) {
 }
 
 // Whether two blocks as one give the same results, to the last bit: their panels and their tiles of
-// keys are the same, and neither is one for the kernel for few queries. Parts of them have their
-// place in slots of ``slot_rows``, of which the first then fills its own.
-// They are merged where the second begins with a panel.
+// keys are the same, neither is one for the kernel for few queries, and the second begins with a
+// panel. Their key splits have places in slots of ``slot_rows``, and the first fills its own.
 bool can_merge(const Piece& first, const Piece& second, int64_t most, int64_t slot_rows) {
   const bool are_neighbours = first.batch == second.batch && first.head == second.head &&
                               first.query_offset == second.query_offset &&
@@ -197,7 +173,7 @@ bool can_merge(const Piece& first, const Piece& second, int64_t most, int64_t sl
   const bool have_whole_panels = first.heads == 1 && first.query_count % kWidestPanel == 0 &&
                                  first.query_count + second.query_count <= most &&
                                  second.query_count > kFewQueries;
-  // Only where no other part follows may the second go on where the first has ended.
+  // Only where no other key split follows may the second go on where the first has ended.
   const bool goes_on = first.part + 1 == first.parts && first.key_stop < second.key_stop &&
                        (first.key_stop - first.key_start) % kKeyBlock == 0;
   const bool have_same_tiles =
@@ -249,44 +225,6 @@ int64_t work_of(const Piece& piece) {
   return rows_of(piece) * (piece.key_stop - piece.key_start);
 }
 
-// The largest of each thread's share first, so that at the end none has long to wait for another.
-void sort_by_work(std::vector<Piece>& pieces) {
-  const int64_t threads = at::get_num_threads(), count = static_cast<int64_t>(pieces.size());
-  const auto begin = [&](int64_t thread) {
-    return pieces.begin() + ThreadShares::begin(thread, count, threads);
-  };
-  for (int64_t thread = 0; thread < threads; ++thread) {
-    std::stable_sort(begin(thread), begin(thread + 1),
-                     [](const Piece& a, const Piece& b) { return work_of(a) > work_of(b); });
-  }
-}
-
-void run_pieces(const Parameters& parameters, AttentionFunction* kernel,
-                std::vector<Piece> pieces) {
-  if (!pieces.empty()) {
-    sort_by_work(pieces);
-    run_jobs(parameters, kernel, static_cast<int64_t>(pieces.size()), largest_of(pieces),
-             [&](int64_t job, int64_t, const auto& call) { call(pieces[job]); });
-  }
-}
-
-template <class Number>
-bool has_large_logsumexp(const Parameters& parameters, const Piece& block) {
-  const Operand& logsumexp = parameters.logsumexp;
-  const auto* const first = static_cast<const Number*>(logsumexp.data) +
-                            block.batch * logsumexp.strides[0] +
-                            (block.query_offset + block.query_start) * logsumexp.strides[2];
-  for (int64_t head = block.head; head < block.head + block.heads; ++head) {
-    for (int64_t row = 0; row < block.query_count; ++row) {
-      const auto value = first[head * logsumexp.strides[1] + row * logsumexp.strides[2]];
-      if (std::isfinite(value) && std::abs(value) > kLargeLogsumexp) {
-        return true;
-      }
-    }
-  }
-  return false;
-}
-
 std::vector<Piece> take_if(std::vector<Piece>& pieces, bool (*condition)(const Piece&)) {
   std::vector<Piece> taken;
   const auto rest = std::stable_partition(pieces.begin(), pieces.end(),
@@ -303,128 +241,43 @@ const Piece& largest_of(const std::vector<Piece>& pieces) {
                            [](const Piece& a, const Piece& b) { return rows_of(a) < rows_of(b); });
 }
 
-void set_options(Parameters& parameters, Extras& extras, const at::Tensor& query,
-                 const std::optional<at::Tensor>& alibi_slopes,
-                 const std::optional<at::Tensor>& sinks, const AttentionOptions& options,
-                 const std::optional<at::Tensor>& seed) {
-  const auto type = compute_type(query);
-  parameters.scale =
-      options.scale.value_or(1.0 / std::sqrt(static_cast<double>(parameters.head_dim)));
-  parameters.softcap = options.softcap;
-  if (alibi_slopes.has_value()) {
-    extras.alibi_slopes = alibi_slopes->to(type);
-    parameters.has_alibi_slopes = true;
-    parameters.alibi_slopes.data = extras.alibi_slopes.data_ptr();
-    const bool has_batch = extras.alibi_slopes.dim() == 2;
-    parameters.alibi_slopes.strides[0] = has_batch ? extras.alibi_slopes.stride(0) : 0;
-    parameters.alibi_slopes.strides[1] = extras.alibi_slopes.stride(-1);
-  }
-  if (sinks.has_value()) {
-    extras.sinks = sinks->to(type);
-    parameters.has_sinks = true;
-    parameters.sinks.data = extras.sinks.data_ptr();
-    parameters.sinks.strides[1] = extras.sinks.stride(0);
-  }
-  // A factor that is not positive would turn the largest product into the smallest score.
-  parameters.modifies = parameters.softcap > 0.0 || parameters.bias_kind != kNone ||
-                        parameters.has_alibi_slopes ||
-                        !(parameters.scale > 0.0 && std::isfinite(parameters.scale));
-  parameters.factor = parameters.modifies ? kLog2E : kLog2E * parameters.scale;
-  parameters.kept_scale = 1.0 / (1.0 - options.dropout_p);
-  if (options.dropout_p > 0.0) {
-    // A weight is kept if its 32 random bits are at least this.
-    const double threshold = std::round(options.dropout_p * 4294967296.0);
-    parameters.dropout_threshold =
-        std::clamp<int64_t>(static_cast<int64_t>(threshold), 1, (int64_t{1} << 32) - 1);
-    parameters.seed = *seed->const_data_ptr<int64_t>();
-  }
-}
-
-std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p) {
-  if (dropout_p <= 0.0) {
-    return std::nullopt;
-  }
-  return at::randint(std::numeric_limits<int64_t>::max(), {1}, query.options().dtype(at::kLong));
-}
-
-ScratchPool& scratch_pool() {
-  static auto* pool = new ScratchPool();
-  return *pool;
-}
-
 std::vector<Piece> cut_into_blocks(const Parameters& parameters,
                                    const std::vector<Sequence>& sequences,
                                    const AttentionOptions& options) {
   return cut_into_blocks_of(parameters, sequences, options, usual_block());
 }
 
-void PartialResults::allocate(Parameters& parameters, int64_t parts, int64_t slots, int64_t rows,
-                              at::ScalarType type) {
-  const auto of_type = at::TensorOptions().dtype(type).device(at::kCPU);
-  output_ = at::empty({parts, slots, rows, round_up_to_vector(parameters.value_dim)}, of_type);
-  largest_ = at::empty({parts, slots, rows}, of_type);
-  total_ = at::empty({parts, slots, rows}, of_type);
-  parameters.partial_output = Operand(output_);
-  parameters.partial_largest = Operand(largest_);
-  parameters.partial_total = Operand(total_);
-}
-
-void compute_statistics(Parameters& parameters, PartialResults& results, std::vector<Piece>& blocks,
-                        const at::Tensor& query) {
-  const auto type = compute_type(query);
-  const auto is_large =
-      type == at::kDouble ? &has_large_logsumexp<double> : &has_large_logsumexp<float>;
-  std::vector<Piece> pieces;
-  int64_t rows = 0;
-  for (Piece& block : blocks) {
-    if (is_large(parameters, block)) {
-      block.statistics = static_cast<int64_t>(pieces.size());
-      rows = std::max(rows, rows_of(block));
-      pieces.push_back(block);
-      pieces.back().slot = block.statistics;
-    }
-  }
-  if (!pieces.empty()) {
-    results.allocate(parameters, 1, static_cast<int64_t>(pieces.size()), rows, type);
-    auto* const kernel = forward_kernel(parameters).get<AttentionFunction>(query.scalar_type());
-    run_pieces(parameters, kernel, std::move(pieces));
-  }
-}
-
-void run_forward(Parameters& parameters, const at::Tensor& query,
-                 const std::vector<Sequence>& sequences, const AttentionOptions& options) {
+ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequence>& sequences,
+                         const AttentionOptions& options) {
+  ForwardPlan plan;
   std::vector<Piece> blocks =
       cut_into_blocks_of(parameters, sequences, options, forward_block(parameters, sequences));
-  const auto type = compute_type(query);
-  const auto dtype = query.scalar_type();
-  const int64_t count = static_cast<int64_t>(blocks.size());
-  if (count == 0) {
-    return;
+  if (blocks.empty()) {
+    return plan;
   }
-  std::vector<Piece> pieces = split_keys(blocks, ceil_divide(kEnoughPieces, count));
-  std::vector<Piece> split = take_if(blocks, [](const Piece& piece) { return piece.parts > 1; });
-  int64_t parts = 0, rows = 0;
-  for (const Piece& piece : split) {
-    parts = std::max(parts, piece.parts);
-    rows = std::max(rows, rows_of(piece));
-  }
-  PartialResults partial;
-  if (!split.empty()) {
-    partial.allocate(parameters, parts, static_cast<int64_t>(split.size()), rows, type);
+  const auto count = static_cast<int64_t>(blocks.size());
+  plan.pieces = split_keys(blocks, ceil_divide(kEnoughPieces, count));
+  plan.split_blocks = take_if(blocks, [](const Piece& piece) { return piece.parts > 1; });
+  for (const Piece& block : plan.split_blocks) {
+    plan.key_splits = std::max(plan.key_splits, block.parts);
+    plan.rows = std::max(plan.rows, rows_of(block));
   }
   if (!parameters.modifies && !has_16_registers()) {
-    pieces = merge_neighbours(parameters, std::move(pieces), rows);
+    plan.pieces = merge_neighbours(parameters, std::move(plan.pieces), plan.rows);
   }
-  const std::vector<Piece> few =
-      take_if(pieces, [](const Piece& piece) { return rows_of(piece) <= kFewQueries; });
-  if (!few.empty()) {
-    run_pieces(parameters, decode_kernel(parameters).get<AttentionFunction>(dtype), few);
-  }
-  if (!pieces.empty()) {
-    run_pieces(parameters, forward_kernel(parameters).get<AttentionFunction>(dtype), pieces);
-  }
-  if (!split.empty()) {
-    run_pieces(parameters, merge_kernel().get<AttentionFunction>(dtype), split);
+  plan.few_queries =
+      take_if(plan.pieces, [](const Piece& piece) { return rows_of(piece) <= kFewQueries; });
+  return plan;
+}
+
+void sort_by_work(std::vector<Piece>& pieces) {
+  const int64_t threads = at::get_num_threads(), count = static_cast<int64_t>(pieces.size());
+  const auto begin = [&](int64_t thread) {
+    return pieces.begin() + ThreadShares::begin(thread, count, threads);
+  };
+  for (int64_t thread = 0; thread < threads; ++thread) {
+    std::stable_sort(begin(thread), begin(thread + 1),
+                     [](const Piece& a, const Piece& b) { return work_of(a) > work_of(b); });
   }
 }
 

@@ -1,0 +1,319 @@
+#include "device/device_memory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+
+#include "device/allocator.h"
+#include "device/device.h"
+#include "device/segment_map.h"
+#include "device/system_memory.h"
+
+namespace foo::device {
+namespace {
+
+using c10::CachingAllocator::format_size;
+using c10::CachingAllocator::Stat;
+using c10::CachingAllocator::StatArray;
+using c10::CachingAllocator::StatType;
+using c10::CachingDeviceAllocator::BlockInfo;
+using c10::CachingDeviceAllocator::DeviceStats;
+using c10::CachingDeviceAllocator::SegmentInfo;
+
+// Larger blocks have segments of their own, so that small ones do not cut them up.
+constexpr size_t kLargestSmallBlock = size_t{1} << 20;
+constexpr size_t kSmallSegment = kHugePage;
+constexpr size_t kLargeSegment = 10 * kHugePage;
+constexpr size_t kSmallestSmallRest = kAlignment;
+constexpr size_t kSmallestLargeRest = kLargestSmallBlock;
+
+// Beyond it, sums of sizes and headers could overflow.
+constexpr size_t kLargestRequest = size_t{1} << 62;
+
+static_assert(kBlockHeaderBytes == sizeof(Block));
+
+// The figures of one pool and of all, changed together.
+class PoolStat {
+ public:
+  PoolStat(StatArray& stat, StatType pool) : stat_(stat), pool_(static_cast<size_t>(pool)) {}
+  void increase(size_t amount) {
+    stat_[kAll].increase(amount);
+    stat_[pool_].increase(amount);
+  }
+  void decrease(size_t amount) {
+    stat_[kAll].decrease(amount);
+    stat_[pool_].decrease(amount);
+  }
+  void change(int64_t amount) { amount >= 0 ? increase(amount) : decrease(-amount); }
+
+ private:
+  static constexpr auto kAll = static_cast<size_t>(StatType::AGGREGATE);
+  StatArray& stat_;
+  size_t pool_;
+};
+
+template <typename Function>
+void for_each_figure(DeviceStats& statistics, Function function) {
+  for (StatArray* statistic :
+       {&statistics.allocation, &statistics.segment, &statistics.active, &statistics.inactive_split,
+        &statistics.allocated_bytes, &statistics.reserved_bytes, &statistics.active_bytes,
+        &statistics.inactive_split_bytes, &statistics.requested_bytes}) {
+    for (Stat& figure : *statistic) function(figure);
+  }
+}
+
+int64_t current_of(const StatArray& statistic) {
+  return statistic[static_cast<size_t>(StatType::AGGREGATE)].current;
+}
+
+}  // namespace
+
+DeviceMemory::DeviceMemory()
+    : small_{Heap(kSmallestSmallRest), StatType::SMALL_POOL, kSmallSegment, {}},
+      large_{Heap(kSmallestLargeRest), StatType::LARGE_POOL, kLargeSegment, {}} {}
+
+void* DeviceMemory::allocate(size_t bytes) {
+  const size_t rounded = round_up(std::min(bytes, kLargestRequest), kAlignment);
+  Pool& pool = rounded <= kLargestSmallBlock ? small_ : large_;
+  Block* block = nullptr;
+  Totals totals;
+  {
+    const std::lock_guard lock(mutex_);
+    block = take(pool, rounded);
+    if (block != nullptr) {
+      block->requested_bytes = bytes;
+      block->owners.store(1, std::memory_order_relaxed);
+      count_allocation(pool, *block);
+      totals = current_totals();
+    }
+  }
+  TORCH_CHECK_WITH(OutOfMemoryError, block != nullptr, out_of_memory(bytes));
+  report(block->memory(), static_cast<int64_t>(rounded), totals);
+  return block->memory();
+}
+
+void DeviceMemory::free(Block* block) {
+  void* memory = block->memory();
+  const size_t rounded = round_up(block->requested_bytes, kAlignment);
+  Totals totals;
+  {
+    const std::lock_guard lock(mutex_);
+    Pool& pool = pool_of(*block);
+    count_free(pool, *block);
+    pool.heap.give_back(block);
+    count_splits(pool);
+    totals = current_totals();
+  }
+  report(memory, -static_cast<int64_t>(rounded), totals);
+}
+
+void DeviceMemory::count_adopted(void* address, size_t bytes, int64_t sign) {
+  Totals totals;
+  {
+    const std::lock_guard lock(mutex_);
+    Pool& pool = bytes <= kLargestSmallBlock ? small_ : large_;
+    for (StatArray* count : {&statistics_.allocation, &statistics_.active, &statistics_.segment}) {
+      PoolStat(*count, pool.type).change(sign);
+    }
+    for (StatArray* figure : {&statistics_.allocated_bytes, &statistics_.active_bytes,
+                              &statistics_.requested_bytes, &statistics_.reserved_bytes}) {
+      PoolStat(*figure, pool.type).change(sign * static_cast<int64_t>(bytes));
+    }
+    totals = current_totals();
+  }
+  report(address, sign * static_cast<int64_t>(bytes), totals);
+}
+
+void DeviceMemory::empty_cache() {
+  const std::lock_guard lock(mutex_);
+  release_unused_segments();
+}
+
+DeviceStats DeviceMemory::statistics() {
+  const std::lock_guard lock(mutex_);
+  return statistics_;
+}
+
+void DeviceMemory::reset_accumulated() {
+  const std::lock_guard lock(mutex_);
+  for_each_figure(statistics_, [](Stat& figure) { figure.reset_accumulated(); });
+  statistics_.num_alloc_retries = 0;
+  statistics_.num_ooms = 0;
+  statistics_.num_device_alloc = 0;
+  statistics_.num_device_free = 0;
+}
+
+void DeviceMemory::reset_peak() {
+  const std::lock_guard lock(mutex_);
+  for_each_figure(statistics_, [](Stat& figure) { figure.reset_peak(); });
+}
+
+std::pair<size_t, size_t> DeviceMemory::free_and_total() {
+  const size_t available = available_memory();
+  const std::lock_guard lock(mutex_);
+  const size_t allowed = allowed_bytes();
+  const size_t reserved = reserved_bytes();
+  const size_t left = reserved < allowed ? allowed - reserved : 0;
+  return {std::min(left, available), total_memory()};
+}
+
+void DeviceMemory::set_fraction(double fraction) {
+  const std::lock_guard lock(mutex_);
+  fraction_ = fraction;
+}
+
+double DeviceMemory::fraction() {
+  const std::lock_guard lock(mutex_);
+  return fraction_;
+}
+
+void DeviceMemory::append_snapshot(std::vector<SegmentInfo>& segments) {
+  const std::lock_guard lock(mutex_);
+  for (Pool* pool : {&small_, &large_}) {
+    for (Segment* each = pool->heap.first_segment(); each != nullptr; each = each->next) {
+      segments.push_back(describe(*each, pool->type == StatType::LARGE_POOL));
+    }
+  }
+}
+
+DeviceMemory::Pool& DeviceMemory::pool_of(const Block& block) {
+  return block.segment->heap == &small_.heap ? small_ : large_;
+}
+
+size_t DeviceMemory::total_memory() const {
+  static const size_t physical = physical_memory();
+  return memory_limit().value_or(physical);
+}
+
+size_t DeviceMemory::allowed_bytes() const {
+  return static_cast<size_t>(fraction_ * static_cast<double>(total_memory()));
+}
+
+size_t DeviceMemory::reserved_bytes() const {
+  return static_cast<size_t>(current_of(statistics_.reserved_bytes));
+}
+
+DeviceMemory::Totals DeviceMemory::current_totals() const {
+  return {current_of(statistics_.allocated_bytes), current_of(statistics_.reserved_bytes)};
+}
+
+void DeviceMemory::report(void* address, int64_t bytes, const Totals& totals) const {
+  c10::reportMemoryUsageToProfiler(address, bytes, totals.allocated, totals.reserved,
+                                   {kFoo, index_});
+}
+
+Block* DeviceMemory::take(Pool& pool, size_t bytes) {
+  Block* block = pool.heap.take(bytes);
+  if (block == nullptr && reserve(pool, bytes)) block = pool.heap.take(bytes);
+  if (block == nullptr) {
+    ++statistics_.num_alloc_retries;
+    release_unused_segments();
+    if (reserve(pool, bytes)) block = pool.heap.take(bytes);
+  }
+  count_splits(pool);
+  if (block == nullptr) ++statistics_.num_ooms;
+  return block;
+}
+
+bool DeviceMemory::reserve(Pool& pool, size_t bytes) {
+  const size_t needed = round_up(bytes + sizeof(Block), kHugePage);
+  return reserve_segment(pool, std::max(needed, pool.segment_bytes)) ||
+         (needed < pool.segment_bytes && reserve_segment(pool, needed));
+}
+
+bool DeviceMemory::reserve_segment(Pool& pool, size_t bytes) {
+  if (reserved_bytes() + bytes > allowed_bytes()) return false;
+  char* begin = map_memory(bytes);
+  if (begin == nullptr) return false;
+  pool.heap.add(begin, bytes, index_);
+  segment_map().add(begin, bytes, index_);
+  PoolStat(statistics_.segment, pool.type).increase(1);
+  PoolStat(statistics_.reserved_bytes, pool.type).increase(bytes);
+  ++statistics_.num_device_alloc;
+  return true;
+}
+
+void DeviceMemory::release_unused_segments() {
+  for (Pool* pool : {&small_, &large_}) {
+    while (Segment* segment = pool->heap.remove_unused_segment()) {
+      segment_map().remove(segment->begin);
+      munmap(segment->begin, segment->bytes);
+      PoolStat(statistics_.segment, pool->type).decrease(1);
+      PoolStat(statistics_.reserved_bytes, pool->type).decrease(segment->bytes);
+      ++statistics_.num_device_free;
+      delete segment;
+    }
+  }
+}
+
+void DeviceMemory::count_allocation(Pool& pool, const Block& block) {
+  PoolStat(statistics_.allocation, pool.type).increase(1);
+  PoolStat(statistics_.active, pool.type).increase(1);
+  PoolStat(statistics_.allocated_bytes, pool.type)
+      .increase(round_up(block.requested_bytes, kAlignment));
+  PoolStat(statistics_.active_bytes, pool.type).increase(block.bytes);
+  PoolStat(statistics_.requested_bytes, pool.type).increase(block.requested_bytes);
+}
+
+void DeviceMemory::count_free(Pool& pool, const Block& block) {
+  PoolStat(statistics_.allocation, pool.type).decrease(1);
+  PoolStat(statistics_.active, pool.type).decrease(1);
+  PoolStat(statistics_.allocated_bytes, pool.type)
+      .decrease(round_up(block.requested_bytes, kAlignment));
+  PoolStat(statistics_.active_bytes, pool.type).decrease(block.bytes);
+  PoolStat(statistics_.requested_bytes, pool.type).decrease(block.requested_bytes);
+}
+
+void DeviceMemory::count_splits(Pool& pool) {
+  const SplitFigures& now = pool.heap.split_figures();
+  PoolStat(statistics_.inactive_split, pool.type).change(now.blocks - pool.counted.blocks);
+  PoolStat(statistics_.inactive_split_bytes, pool.type).change(now.bytes - pool.counted.bytes);
+  pool.counted = now;
+}
+
+std::string DeviceMemory::out_of_memory(size_t bytes) {
+  const auto [free_bytes, total] = free_and_total();
+  const std::lock_guard lock(mutex_);
+  const Totals totals = current_totals();
+  const std::string limit =
+      fraction_ < 1 ? c10::str(" This process may use ", format_size(allowed_bytes()), ".") : "";
+  return c10::str(
+      "foo out of memory. Tried to allocate ", format_size(bytes), ". Device foo:", int{index_},
+      " has a total capacity of ", format_size(total), " of which ", format_size(free_bytes),
+      " is free.", limit, " ", format_size(totals.allocated), " is allocated, and ",
+      format_size(totals.reserved - totals.allocated), " is reserved but not allocated.");
+}
+
+SegmentInfo DeviceMemory::describe(const Segment& segment, bool is_large) const {
+  SegmentInfo info;
+  info.device = index_;
+  info.address = reinterpret_cast<size_t>(segment.begin);
+  info.total_size = segment.bytes;
+  info.is_large = is_large;
+  for (Block* block = segment.first_block(); block != nullptr; block = block->next()) {
+    BlockInfo each;
+    each.size = block->bytes;
+    each.requested_size = block->is_free ? 0 : block->requested_bytes;
+    each.allocated = each.active = !block->is_free;
+    info.requested_size += each.requested_size;
+    info.allocated_size += round_up(each.requested_size, kAlignment);
+    info.active_size += block->is_free ? 0 : block->bytes;
+    info.blocks.push_back(std::move(each));
+  }
+  return info;
+}
+
+DeviceMemory& memory_of(c10::DeviceIndex index) {
+  static auto* devices = [] {
+    // Their mutexes are held while that of the map is taken.
+    segment_map();
+    auto* memories = new std::array<DeviceMemory, kMaxDevices>();
+    for (c10::DeviceIndex each = 0; each < kMaxDevices; ++each) (*memories)[each].set_index(each);
+    return memories;
+  }();
+  return (*devices)[index];
+}
+
+}  // namespace foo::device

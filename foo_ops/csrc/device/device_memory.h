@@ -1,0 +1,82 @@
+// The memory of one device: blocks for tensors, in segments from the system, with the figures that
+// torch shows of them.
+#pragma once
+
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device/heap.h"
+#include "launch/fork_mutex.h"
+
+namespace foo::device {
+
+class DeviceMemory {
+  using DeviceStats = c10::CachingDeviceAllocator::DeviceStats;
+  using SegmentInfo = c10::CachingDeviceAllocator::SegmentInfo;
+  using StatType = c10::CachingAllocator::StatType;
+
+ public:
+  DeviceMemory();
+
+  void set_index(c10::DeviceIndex index) { index_ = index; }
+
+  void* allocate(size_t bytes);
+  void free(Block* block);
+  void count_adopted(void* address, size_t bytes, int64_t sign);
+  void empty_cache();
+  DeviceStats statistics();
+  void reset_accumulated();
+  void reset_peak();
+  std::pair<size_t, size_t> free_and_total();
+  void set_fraction(double fraction);
+  double fraction();
+  void append_snapshot(std::vector<SegmentInfo>& segments);
+
+ private:
+  struct Pool {
+    Heap heap;
+    StatType type;
+    size_t segment_bytes;
+    // The last figures of the heap that went into the statistics.
+    SplitFigures counted;
+  };
+
+  // The figures that torch's profiler gets after each change.
+  struct Totals {
+    int64_t allocated = 0;
+    int64_t reserved = 0;
+  };
+
+  Pool& pool_of(const Block& block);
+  size_t total_memory() const;
+  size_t allowed_bytes() const;
+  size_t reserved_bytes() const;
+  Totals current_totals() const;
+  void report(void* address, int64_t bytes, const Totals& totals) const;
+  // A block from the free ones, else from the system, else from the system after all that is
+  // cached went back to it.
+  Block* take(Pool& pool, size_t bytes);
+  // A segment of the pool's usual size, or where the limit forbids it, one that just suffices.
+  bool reserve(Pool& pool, size_t bytes);
+  bool reserve_segment(Pool& pool, size_t bytes);
+  void release_unused_segments();
+  void count_allocation(Pool& pool, const Block& block);
+  void count_free(Pool& pool, const Block& block);
+  void count_splits(Pool& pool);
+  std::string out_of_memory(size_t bytes);
+  SegmentInfo describe(const Segment& segment, bool is_large) const;
+
+  ForkMutex mutex_;
+  c10::DeviceIndex index_ = 0;
+  double fraction_ = 1;
+  DeviceStats statistics_;
+  Pool small_, large_;
+};
+
+// It is never destroyed: storages may be freed after the static objects of this library.
+DeviceMemory& memory_of(c10::DeviceIndex index);
+
+}  // namespace foo::device

@@ -1,0 +1,105 @@
+#include "device/ownership.h"
+
+#include <c10/core/impl/COWDeleter.h>
+
+#include <atomic>
+#include <memory>
+#include <utility>
+
+#include "device/device_memory.h"
+#include "device/heap.h"
+#include "device/process.h"
+
+namespace foo::device {
+namespace {
+
+struct AdoptedMemory {
+  c10::Storage host;
+  size_t bytes;
+  c10::DeviceIndex device;
+  std::atomic<uint32_t> owners = 1;
+};
+
+// Whether that was the last owner. A single one needs no atomic change: nobody can join it.
+bool release_owner(std::atomic<uint32_t>& owners) {
+  return owners.load(std::memory_order_acquire) == 1 ||
+         owners.fetch_sub(1, std::memory_order_acq_rel) == 1;
+}
+
+void add_owner(std::atomic<uint32_t>& owners) {
+  owners.fetch_add(1, std::memory_order_relaxed);
+}
+
+void free_adopted(void* context) {
+  auto* adopted = static_cast<AdoptedMemory*>(context);
+  if (!release_owner(adopted->owners)) return;
+  const std::unique_ptr<AdoptedMemory> memory(adopted);
+  if (!is_in_bad_fork()) memory_of(memory->device).count_adopted(memory.get(), memory->bytes, -1);
+}
+
+void release_storage(void* context) {
+  c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(context));
+}
+
+}  // namespace
+
+void free_block(void* data) {
+  // The memory goes with the process, whose figures are those of its parent.
+  if (data == nullptr || is_in_bad_fork()) return;
+  Block* block = Block::of(data);
+  if (release_owner(block->owners)) memory_of(block->segment->device).free(block);
+}
+
+bool is_unshared(const c10::DataPtr& memory) {
+  if (memory.get() != memory.get_context()) return false;
+  // An empty tensor has no block.
+  return memory.get() == nullptr || memory.get_deleter() != &free_block ||
+         Block::of(memory.get())->owners.load(std::memory_order_acquire) == 1;
+}
+
+c10::DataPtr allocate_on(c10::DeviceIndex index, size_t bytes, c10::Device label) {
+  initialize();
+  void* data = bytes == 0 ? nullptr : memory_of(index).allocate(bytes);
+  return {data, data, &free_block, label};
+}
+
+c10::DataPtr adopt(c10::Storage host, c10::Device device) {
+  void* data = host.mutable_data();
+  if (data == nullptr) return {nullptr, nullptr, &free_block, device};
+  const size_t bytes = host.nbytes();
+  // Whoever keeps the storage, too, must not move it from under this one. Tensor.numpy does the
+  // same.
+  host.unsafeGetStorageImpl()->set_resizable(false);
+  auto* memory = new AdoptedMemory{std::move(host), bytes, device.index()};
+  memory_of(device.index()).count_adopted(memory, bytes, +1);
+  return {data, memory, &free_adopted, device};
+}
+
+bool is_own_memory(const c10::DataPtr& memory) {
+  return memory.get_deleter() == &free_block || memory.get_deleter() == &free_adopted;
+}
+
+c10::DataPtr share(const c10::Storage& storage, c10::Device device) {
+  const c10::DataPtr& memory = storage.data_ptr();
+  void* data = memory.get();
+  if (data == nullptr) return {nullptr, nullptr, &free_block, device};
+  const c10::DeleterFnPtr deleter = memory.get_deleter();
+  if (C10_LIKELY(deleter == &free_block)) {
+    add_owner(Block::of(data)->owners);
+    return {data, data, deleter, device};
+  }
+  void* context = memory.get_context();
+  if (deleter == &free_adopted) {
+    add_owner(static_cast<AdoptedMemory*>(context)->owners);
+    return {data, context, deleter, device};
+  }
+  if (deleter == &c10::impl::cow::cow_deleter) {
+    static_cast<c10::impl::cow::COWDeleterContext*>(context)->increment_refcount();
+    return {data, context, deleter, device};
+  }
+  auto* owner = storage.unsafeGetStorageImpl();
+  c10::raw::intrusive_ptr::incref(owner);
+  return {data, owner, &release_storage, device};
+}
+
+}  // namespace foo::device

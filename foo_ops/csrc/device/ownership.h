@@ -1,0 +1,30 @@
+// Who owns memory of a device: several storages may, and some of it came from the CPU.
+#pragma once
+
+#include <c10/core/Storage.h>
+
+namespace foo::device {
+
+// Memory of a storage of the CPU, from now on memory of `device` as well: no byte moves, and the
+// statistics of the device count it until it is freed. The storage can no longer be resized.
+c10::DataPtr adopt(c10::Storage host, c10::Device device);
+
+// Whether the memory comes from allocator().allocate or adopt, so that share makes it that of a
+// storage on any device.
+bool is_own_memory(const c10::DataPtr& memory);
+
+// The memory of a storage once more, for another storage: it is freed with the last of them, also
+// when one of them moves elsewhere. Memory that is copied on writing stays so. Memory that neither
+// allocate nor adopt gave lives as long as `storage`.
+c10::DataPtr share(const c10::Storage& storage, c10::Device device);
+
+// Memory that storages share must not become copy-on-write for one of them alone.
+bool is_unshared(const c10::DataPtr& memory);
+
+// Memory of a device, in a pointer that says it is on `label`.
+c10::DataPtr allocate_on(c10::DeviceIndex index, size_t bytes, c10::Device label);
+
+// Frees such memory when its last owner is gone.
+void free_block(void* data);
+
+}  // namespace foo::device

@@ -1,0 +1,31 @@
+// The gradients of attention, dense and packed.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "ops/attention/parameters.h"
+#include "ops/attention/plan.h"
+
+namespace foo {
+
+// The gradients for query, key, value, attn_bias, alibi_slopes and sinks; of size 0 for what was
+// not given.
+using AttentionGradients =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// Runs the backward kernel on the blocks of all sequences. Tensors are (total, heads, dim) if they
+// are packed, else (batch, heads, length, dim). attn_bias is given if its gradient is wanted.
+AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
+                                const at::Tensor& key, const at::Tensor& value,
+                                const std::optional<at::Tensor>& attn_bias,
+                                const std::optional<at::Tensor>& alibi_slopes,
+                                const std::optional<at::Tensor>& sinks,
+                                const std::vector<Sequence>& sequences,
+                                const AttentionOptions& options, bool is_packed);
+
+}  // namespace foo

@@ -1,0 +1,55 @@
+#include "ops/attention/parameters.h"
+
+#include <ATen/ops/randint.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace foo {
+
+void set_options(Parameters& parameters, Extras& extras, const at::Tensor& query,
+                 const std::optional<at::Tensor>& alibi_slopes,
+                 const std::optional<at::Tensor>& sinks, const AttentionOptions& options,
+                 const std::optional<at::Tensor>& seed) {
+  const auto type = compute_type(query);
+  parameters.scale =
+      options.scale.value_or(1.0 / std::sqrt(static_cast<double>(parameters.head_dim)));
+  parameters.softcap = options.softcap;
+  if (alibi_slopes.has_value()) {
+    extras.alibi_slopes = alibi_slopes->to(type);
+    parameters.has_alibi_slopes = true;
+    parameters.alibi_slopes.data = extras.alibi_slopes.data_ptr();
+    const bool has_batch = extras.alibi_slopes.dim() == 2;
+    parameters.alibi_slopes.strides[0] = has_batch ? extras.alibi_slopes.stride(0) : 0;
+    parameters.alibi_slopes.strides[1] = extras.alibi_slopes.stride(-1);
+  }
+  if (sinks.has_value()) {
+    extras.sinks = sinks->to(type);
+    parameters.has_sinks = true;
+    parameters.sinks.data = extras.sinks.data_ptr();
+    parameters.sinks.strides[1] = extras.sinks.stride(0);
+  }
+  // A factor that is not positive would turn the largest product into the smallest score.
+  parameters.modifies = parameters.softcap > 0.0 || parameters.bias_kind != kNone ||
+                        parameters.has_alibi_slopes ||
+                        !(parameters.scale > 0.0 && std::isfinite(parameters.scale));
+  parameters.factor = parameters.modifies ? kLog2E : kLog2E * parameters.scale;
+  parameters.kept_scale = 1.0 / (1.0 - options.dropout_p);
+  if (options.dropout_p > 0.0) {
+    // A weight is kept if its 32 random bits are at least this.
+    const double threshold = std::round(options.dropout_p * 4294967296.0);
+    parameters.dropout_threshold =
+        std::clamp<int64_t>(static_cast<int64_t>(threshold), 1, (int64_t{1} << 32) - 1);
+    parameters.seed = *seed->const_data_ptr<int64_t>();
+  }
+}
+
+std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p) {
+  if (dropout_p <= 0.0) {
+    return std::nullopt;
+  }
+  return at::randint(std::numeric_limits<int64_t>::max(), {1}, query.options().dtype(at::kLong));
+}
+
+}  // namespace foo

@@ -1,0 +1,57 @@
+// How the work of a call is cut into blocks of queries, and these into pieces for the kernels.
+
+#pragma once
+
+#include <vector>
+
+#include "ops/attention/checks.h"
+#include "ops/attention/parameters.h"
+
+namespace foo {
+
+// The queries of all heads.
+inline int64_t rows_of(const Piece& piece) {
+  return piece.heads * piece.query_count;
+}
+
+// The piece with the most rows, for which a kernel needs the most memory. There must be some.
+const Piece& largest_of(const std::vector<Piece>& pieces);
+
+// A row of the batch, or a packed sequence.
+struct Sequence {
+  int64_t batch, query_offset, query_length, key_offset, key_length;
+};
+
+inline int64_t ceil_divide(int64_t count, int64_t size) {
+  return (count + size - 1) / size;
+}
+
+inline int64_t round_up_to_vector(int64_t count) {
+  return ceil_divide(count, kWidestVector) * kWidestVector;
+}
+
+// All blocks of queries of all sequences and heads, with the keys that they see. The blocks of the
+// heads that share a key head follow one another. They have as many queries as are quickest where a
+// tile holds all of them.
+std::vector<Piece> cut_into_blocks(const Parameters& parameters,
+                                   const std::vector<Sequence>& sequences,
+                                   const AttentionOptions& options);
+
+// The pieces of a forward pass.
+struct ForwardPlan {
+  // Pieces with few queries, for a kernel of their own, and all others.
+  std::vector<Piece> few_queries, pieces;
+  // The blocks whose keys are split, the most splits of one of them, and the most rows.
+  std::vector<Piece> split_blocks;
+  int64_t key_splits = 0, rows = 0;
+};
+
+// Keys are split where there are few blocks.
+ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequence>& sequences,
+                         const AttentionOptions& options);
+
+// Puts the largest piece of each thread's share first, so that at the end none has long to wait for
+// another.
+void sort_by_work(std::vector<Piece>& pieces);
+
+}  // namespace foo

@@ -1,0 +1,142 @@
+#include "ops/result_layouts.h"
+
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "launch/parameter.h"
+#include "launch/registration.h"
+
+namespace foo {
+
+namespace {
+
+at::Tensor without_data(const at::Tensor& tensor) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+}
+
+bool has_fake_kernel(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::Meta);
+}
+
+// The operator `f` beside one called `f_` that takes the same arguments and returns, for each that
+// `f_` writes, what is written there.
+std::optional<c10::OperatorHandle> functional_twin(const c10::OperatorHandle& op) {
+  c10::OperatorName name = op.operator_name();
+  if (!name.name.ends_with('_')) return std::nullopt;
+  name.name.pop_back();
+  auto twin = c10::Dispatcher::singleton().findSchema(name);
+  const auto& own = op.schema().arguments();
+  if (!twin.has_value() || twin->schema().is_mutable()) return std::nullopt;
+  const auto is_alike = [](const c10::Argument& one, const c10::Argument& other) {
+    return *one.real_type() == *other.real_type();
+  };
+  const auto& taken = twin->schema().arguments();
+  const auto written = std::count_if(own.begin(), own.end(), [](const c10::Argument& argument) {
+    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+  });
+  const bool is_twin = std::equal(own.begin(), own.end(), taken.begin(), taken.end(), is_alike) &&
+                       std::ssize(twin->schema().returns()) == written;
+  return is_twin ? twin : std::nullopt;
+}
+
+std::vector<ResultLayout> ask_fake_kernel(const c10::OperatorHandle& op,
+                                          c10::ArrayRef<c10::IValue> arguments) {
+  const std::string name = c10::toString(op.operator_name());
+  torch::jit::Stack stack;
+  for (const c10::IValue& argument : arguments) {
+    stack.push_back(argument.isTensor() ? without_data(argument.toTensor()) : argument);
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+  std::vector<ResultLayout> layouts;
+  for (size_t i = 0; i < stack.size(); ++i) {
+    const at::Tensor& tensor = stack[i].toTensor();
+    const bool is_argument = op.schema().returns()[i].alias_info() != nullptr;
+    TORCH_CHECK_TYPE(tensor.defined() || is_argument, name,
+                     ": its fake kernel must return a tensor, got None");
+    layouts.push_back(tensor.defined() ? ResultLayout{tensor.sizes().vec(), tensor.strides().vec(),
+                                                      tensor.scalar_type()}
+                                       : ResultLayout{});
+  }
+  return layouts;
+}
+
+}  // namespace
+
+void ResultLayouts::ask_tensor(Question& question, const at::Tensor& tensor) {
+  question.push_back(int64_t(tensor.scalar_type()));
+  question.push_back(tensor.dim());
+  question.append(tensor.sizes().begin(), tensor.sizes().end());
+  question.append(tensor.strides().begin(), tensor.strides().end());
+}
+
+void ResultLayouts::ask_settings(Question& question) {
+  const auto& context = at::globalContext();
+  question.push_back(int64_t(c10::get_default_dtype_as_scalartype()));
+  question.push_back(context.deterministicAlgorithms() | c10::GradMode::is_enabled() << 1 |
+                     c10::InferenceMode::is_enabled() << 2);
+  for (const auto device : {at::kCPU, at::kPrivateUse1}) {
+    const bool is_enabled = at::autocast::is_autocast_enabled(device);
+    question.push_back(is_enabled ? int64_t(at::autocast::get_autocast_dtype(device)) : -1);
+  }
+}
+
+SharedLayouts ResultLayouts::of(c10::ArrayRef<c10::IValue> arguments) {
+  Question question;
+  ask_settings(question);
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isTensor()) {
+      ask_tensor(question, argument.toTensor());
+    } else if (argument.isNone()) {
+      question.push_back(-1);
+    } else {
+      question.push_back(-2);
+      question.push_back(scalar_bits(argument));
+    }
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    const auto known = answers_.find(question);
+    if (known != answers_.end()) return known->second;
+  }
+  const auto answer = std::make_shared<const std::vector<ResultLayout>>(ask(arguments));
+  const std::lock_guard lock(mutex_);
+  if (answers_.size() >= kMostAnswers) answers_.clear();
+  answers_.emplace(question, answer);
+  return answer;
+}
+
+std::vector<ResultLayout> ResultLayouts::ask(c10::ArrayRef<c10::IValue> arguments) const {
+  if (has_fake_kernel(op_)) return ask_fake_kernel(op_, arguments);
+  const auto twin = functional_twin(op_);
+  TORCH_CHECK(twin.has_value() && has_fake_kernel(*twin), c10::toString(op_.operator_name()),
+              ": the results of a tile kernel are allocated as the operator's fake kernel says, "
+              "and it has none: register one with foo_ops.library.register_fake");
+  const auto layouts = ask_fake_kernel(*twin, arguments);
+  check_written_as(layouts, arguments);
+  return layouts;
+}
+
+void ResultLayouts::check_written_as(const std::vector<ResultLayout>& layouts,
+                                     c10::ArrayRef<c10::IValue> arguments) const {
+  const std::string name = short_name(c10::toString(op_.operator_name()));
+  auto result = layouts.begin();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::Argument& declared = op_.schema().arguments()[i];
+    if (declared.alias_info() == nullptr || !declared.alias_info()->isWrite()) continue;
+    const ResultLayout& layout = *result++;
+    if (arguments[i].isNone()) continue;
+    const at::Tensor& target = arguments[i].toTensor();
+    TORCH_CHECK_VALUE(target.sizes().equals(layout.sizes), name, ": ", declared.name(),
+                      " must have shape ", at::IntArrayRef(layout.sizes),
+                      " as the result has, got ", target.sizes());
+    check_can_cast(name, declared.name(), layout.dtype, target);
+  }
+}
+
+}  // namespace foo
