@@ -54,7 +54,7 @@ library.define(
 
 # The weights that dropout keeps, 1.0 or 0.0, in the shape (batch, heads, queries, keys).
 library.define(
-    "foo::attention_kept",
+    "foo::attention_dropout_mask",
     "(Tensor seed, int[] shape, float dropout_p, *, ScalarType dtype) -> Tensor",
     tags=TAGS,
 )
@@ -209,19 +209,22 @@ def fake_backward(
     return tuple(empty_gradient(tensor, query) for tensor in tensors)
 
 
-@library.register_fake("foo::attention_kept")
-def fake_kept(seed: Tensor, shape: list[int], dropout_p: float, *, dtype: torch.dtype) -> Tensor:
+@library.register_fake("foo::attention_dropout_mask")
+def fake_dropout_mask(
+    seed: Tensor, shape: list[int], dropout_p: float, *, dtype: torch.dtype
+) -> Tensor:
     if len(shape) != 4:
-        raise ValueError(f"attention_kept: shape must have 4 dimensions, got {len(shape)}")
+        raise ValueError(f"attention_dropout_mask: shape must have 4 dimensions, got {len(shape)}")
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"attention_kept: dtype must be float32 or float64, got {dtype_name(dtype)}"
+            f"attention_dropout_mask: dtype must be float32 or float64, got {dtype_name(dtype)}"
         )
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(
-            f"attention_kept: dropout_p must be at least 0 and less than 1, got {dropout_p:g}"
+            "attention_dropout_mask: dropout_p must be at least 0 and less than 1, got "
+            f"{dropout_p:g}"
         )
-    _C.check_attention_seed("attention_kept", seed, seed, dropout_p)
+    _C.check_attention_seed("attention_dropout_mask", seed, seed, dropout_p)
     return seed.new_empty(shape, dtype=dtype)
 
 

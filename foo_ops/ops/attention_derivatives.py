@@ -99,7 +99,9 @@ def make_dropout_mask(
     """Make the mask of what dropout keeps: 1.0 or 0.0 for each weight, or None."""
     if seed is None:
         return None
-    return torch.ops.foo.attention_kept(seed, shape, dropout_p, dtype=compute_type(query.dtype))
+    return torch.ops.foo.attention_dropout_mask(
+        seed, shape, dropout_p, dtype=compute_type(query.dtype)
+    )
 
 
 def composite(

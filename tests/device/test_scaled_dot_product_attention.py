@@ -263,7 +263,9 @@ def test_dropout(dtype):
     assert torch.equal(F.scaled_dot_product_attention(*inputs, dropout_p=0.3), output)
     torch.foo.set_rng_state(state)
     seed = torch.randint(torch.iinfo(torch.int64).max, (1,), device="foo")
-    keep = torch.ops.foo.attention_kept(seed, [2, 2, 40, 40], 0.3, dtype=torch.float64).cpu()
+    keep = torch.ops.foo.attention_dropout_mask(
+        seed, [2, 2, 40, 40], 0.3, dtype=torch.float64
+    ).cpu()
     assert 0.6 < keep.mean() < 0.8
     expected, expected_gradients = expected_of(
         inputs, {}, cotangent, keep=keep.bool(), dropout_p=0.3

@@ -323,10 +323,10 @@ def test_attention_seed_on_another_device(name, own, other):
         ([1, 2], ValueError, "must have 1 element, got 2"),
     ],
 )
-def test_attention_kept_seed(seed, error, message, mode, device):
-    with mode, raises(error, f"attention_kept: seed {message}"):
+def test_attention_dropout_mask_seed(seed, error, message, mode, device):
+    with mode, raises(error, f"attention_dropout_mask: seed {message}"):
         seed = torch.tensor(seed, device=device)
-        torch.ops.foo.attention_kept(seed, (1, 2, 3, 4), 0.5, dtype=torch.float32)
+        torch.ops.foo.attention_dropout_mask(seed, (1, 2, 3, 4), 0.5, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -338,13 +338,13 @@ def test_attention_kept_seed(seed, error, message, mode, device):
         ({"dropout_p": -0.1}, ValueError, "dropout_p must be at least 0 and less than 1, got -0.1"),
     ],
 )
-def test_attention_kept(replaced, error, message, mode, device):
+def test_attention_dropout_mask(replaced, error, message, mode, device):
     with mode:
         seed = torch.zeros(1, dtype=torch.int64, device=device)
         good = {"shape": (1, 2, 3, 4), "dropout_p": 0.5, "dtype": torch.float32}
-        torch.ops.foo.attention_kept(seed, **good)
-        with raises(error, f"attention_kept: {message}"):
-            torch.ops.foo.attention_kept(seed, **(good | replaced))
+        torch.ops.foo.attention_dropout_mask(seed, **good)
+        with raises(error, f"attention_dropout_mask: {message}"):
+            torch.ops.foo.attention_dropout_mask(seed, **(good | replaced))
 
 
 def test_attention_backward_has_no_gradient_of_a_mask(mode, device):

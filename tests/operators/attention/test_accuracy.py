@@ -189,7 +189,9 @@ def test_gradients_that_are_sums_over_keys_with_dropout(dtype):
     inputs = leaves(dtype, 16, 700, bias=(16, 1), sinks=True)
     seed = torch.tensor([7])
     ours = torch.ops.foo.attention_seeded(*inputs, seed, dropout_p=0.3)
-    kept = torch.ops.foo.attention_kept(seed, (1, 4, 16, 700), 0.3, dtype=compute_type(dtype))
+    kept = torch.ops.foo.attention_dropout_mask(
+        seed, (1, 4, 16, 700), 0.3, dtype=compute_type(dtype)
+    )
     options = {"kept": kept / (1 - 0.3)}
     check_sums(inputs, ours, True, options)
 

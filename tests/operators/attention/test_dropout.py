@@ -241,7 +241,7 @@ def seeded(operator, inputs, **keywords):
 
 def kept_by_seed(shape, dtype, device):
     seed = torch.tensor([SEED], device=device)
-    result = torch.ops.foo.attention_kept(seed, shape, 0.25, dtype=dtype)
+    result = torch.ops.foo.attention_dropout_mask(seed, shape, 0.25, dtype=dtype)
     assert (result.shape, result.dtype, result.device.type) == (shape, dtype, device)
     assert ((result == 0) | (result == 1)).all()
     return result.cpu() == 1

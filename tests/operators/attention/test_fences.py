@@ -178,7 +178,7 @@ if len(sys.argv) == 2:
     run_shapes(dtype)
     if dtype in (torch.float32, torch.float64):
         seed = torch.tensor([3])
-        torch.ops.foo.attention_kept(seed, (1, 2, 150, 300), dropout_p=0.5, dtype=dtype)
+        torch.ops.foo.attention_dropout_mask(seed, (1, 2, 150, 300), dropout_p=0.5, dtype=dtype)
 for kernel, where, sizes in sorted(broken):
     print(kernel, where, *sizes)
 print(*sorted(called))

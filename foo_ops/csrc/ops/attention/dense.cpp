@@ -11,7 +11,7 @@ namespace foo {
 
 namespace {
 
-Kernel& kept_kernel() {
+Kernel& dropout_mask_kernel() {
   static auto* kernel = new Kernel("attention_kept");
   return *kernel;
 }
@@ -153,17 +153,18 @@ AttentionGradients attention_backward(
                       alibi_slopes, sinks, sequences_of(parameters), options, false);
 }
 
-at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double dropout_p,
-                          at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(shape.size() == 4, "attention_kept: shape must have 4 dimensions, got ",
+at::Tensor attention_dropout_mask(const at::Tensor& seed, at::IntArrayRef shape, double dropout_p,
+                                  at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(shape.size() == 4, "attention_dropout_mask: shape must have 4 dimensions, got ",
                     shape.size());
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble,
-                   "attention_kept: dtype must be float32 or float64, got ", dtype_name(dtype));
+                   "attention_dropout_mask: dtype must be float32 or float64, got ",
+                   dtype_name(dtype));
   TORCH_CHECK_VALUE(dropout_p >= 0.0 && dropout_p < 1.0,
-                    "attention_kept: dropout_p must be at least 0 and less than 1, got ",
+                    "attention_dropout_mask: dropout_p must be at least 0 and less than 1, got ",
                     dropout_p);
-  check_attention_seed("attention_kept", seed, seed, dropout_p);
-  const at::Tensor kept = at::empty(shape, seed.options().dtype(dtype));
+  check_attention_seed("attention_dropout_mask", seed, seed, dropout_p);
+  const at::Tensor mask = at::empty(shape, seed.options().dtype(dtype));
   Parameters parameters{};
   parameters.batch = shape[0];
   parameters.query_heads = parameters.key_heads = shape[1];
@@ -173,15 +174,15 @@ at::Tensor attention_kept(const at::Tensor& seed, at::IntArrayRef shape, double 
   AttentionOptions options;
   options.dropout_p = dropout_p;
   Extras extras;
-  set_options(parameters, extras, kept, std::nullopt, std::nullopt, options, seed);
-  parameters.partial_output = Operand(kept);
+  set_options(parameters, extras, mask, std::nullopt, std::nullopt, options, seed);
+  parameters.partial_output = Operand(mask);
   const auto blocks = cut_into_blocks(parameters, sequences_of(parameters), options);
   if (!blocks.empty()) {
-    run_jobs(parameters, kept_kernel().get<AttentionFunction>(dtype),
+    run_jobs(parameters, dropout_mask_kernel().get<AttentionFunction>(dtype),
              static_cast<int64_t>(blocks.size()), largest_of(blocks),
              [&](int64_t job, int64_t, const auto& call) { call(blocks[job]); });
   }
-  return kept;
+  return mask;
 }
 
 }  // namespace
@@ -190,7 +191,7 @@ TORCH_LIBRARY_FRAGMENT(foo, library) {
   register_shared_kernel<"foo::attention", &attention>(library);
   register_shared_kernel<"foo::attention_seeded", &attention_seeded>(library);
   register_shared_kernel<"foo::attention_backward", &attention_backward>(library);
-  register_shared_kernel<"foo::attention_kept", &attention_kept>(library);
+  register_shared_kernel<"foo::attention_dropout_mask", &attention_dropout_mask>(library);
 }
 
 }  // namespace foo
