@@ -37,7 +37,8 @@ Agreement agreement() {
       FOO_CONSTANT(kFewQueries),  FOO_CONSTANT(kRowMultiple),  FOO_CONSTANT(kLog2E),
       FOO_CONSTANT(kNone),        FOO_CONSTANT(kBool),         FOO_CONSTANT(kOfQueryDtype),
       FOO_CONSTANT(kFloat32),     FOO_CONSTANT(kNotWanted),    FOO_CONSTANT(kStored),
-      FOO_CONSTANT(kAdded),       FOO_CONSTANT(kAbsentCode),   FOO_CONSTANT(kGivenCode)};
+      FOO_CONSTANT(kAdded),       FOO_CONSTANT(kCountTiles),   FOO_CONSTANT(kRunTiles),
+      FOO_CONSTANT(kFinishTiles), FOO_CONSTANT(kAbsentCode),   FOO_CONSTANT(kGivenCode)};
 #undef FOO_CONSTANT
   return result;
 }

@@ -158,6 +158,9 @@ def test_constants():
         "kNotWanted": parameters.GRADIENT_NONE,
         "kStored": parameters.GRADIENT_STORED,
         "kAdded": parameters.GRADIENT_ADDED,
+        "kCountTiles": tile.COUNT_TILES,
+        "kRunTiles": tile.RUN_TILES,
+        "kFinishTiles": tile.FINISH_TILES,
         "kAbsentCode": elementwise.ABSENT,
         "kGivenCode": elementwise.GIVEN,
     }

@@ -47,13 +47,13 @@ std::vector<at::Tensor> other_tensors(c10::ArrayRef<c10::IValue> arguments, size
 
 void check_apart(const std::string& name, const std::vector<Parameter>& parameters,
                  c10::ArrayRef<c10::IValue> arguments, size_t index) {
-  for (size_t i = 0; i < index; ++i) {
-    if (parameters[i].role == Parameter::Role::kRead || arguments[i].isNone()) continue;
-    const auto overlap = overlap_of(arguments[i].toTensor(), arguments[index].toTensor());
+  for_each_written(parameters, arguments, [&](size_t i, const at::Tensor& other) {
+    if (i >= index) return;
+    const auto overlap = overlap_of(other, arguments[index].toTensor());
     TORCH_CHECK(overlap == Overlap::kNone, name, ": ", parameters[index].name,
                 " is written, and must not share memory with ", parameters[i].name,
                 ", which is written, too");
-  }
+  });
 }
 
 }  // namespace foo

@@ -44,6 +44,17 @@ void check_can_cast(const std::string& name, const std::string& parameter, at::S
 // The tensors among the arguments, but for one.
 std::vector<at::Tensor> other_tensors(c10::ArrayRef<c10::IValue> arguments, size_t index);
 
+// Calls visit(index, tensor) for each tensor that is written.
+template <class Visit>
+void for_each_written(const std::vector<Parameter>& parameters,
+                      c10::ArrayRef<c10::IValue> arguments, Visit visit) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (parameters[i].role != Parameter::Role::kRead && arguments[i].isTensor()) {
+      visit(i, arguments[i].toTensor());
+    }
+  }
+}
+
 // Refuses an argument that is written where it shares elements with another one that is.
 void check_apart(const std::string& name, const std::vector<Parameter>& parameters,
                  c10::ArrayRef<c10::IValue> arguments, size_t index);

@@ -225,10 +225,8 @@ Elementwise::Types Elementwise::types_of(c10::ArrayRef<c10::IValue> arguments) c
 
 void Elementwise::check_shapes(c10::ArrayRef<c10::IValue> arguments,
                                c10::SymIntArrayRef sizes) const {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!is_written(arguments, i)) continue;
-    const at::Tensor& target = arguments[i].toTensor();
-    if (target.sym_sizes() == sizes) continue;
+  for_each_written(parameters_, arguments, [&](size_t i, const at::Tensor& target) {
+    if (target.sym_sizes() == sizes) return;
     const bool is_input = std::any_of(
         arguments.begin(), arguments.end(), [&, out = &arguments[i]](const auto& argument) {
           return &argument != out && argument.isTensor() && argument.toTensor().is_same(target);
@@ -236,7 +234,7 @@ void Elementwise::check_shapes(c10::ArrayRef<c10::IValue> arguments,
     TORCH_CHECK(parameters_[i].role == Parameter::Role::kOut && !is_input, "output with shape ",
                 target.sym_sizes(), " doesn't match the broadcast shape ", sizes);
     check_resizable(name_, parameters_[i].name, target, sizes, other_tensors(arguments, i));
-  }
+  });
 }
 
 void Elementwise::check_overlaps(c10::ArrayRef<c10::IValue> arguments, size_t index) const {
@@ -263,12 +261,10 @@ at::DimVector Elementwise::check_written(c10::ArrayRef<c10::IValue> arguments) c
     sizes = at::infer_size_dimvector(sizes, arguments[i].toTensor().sizes());
   }
   check_shapes(arguments, c10::fromIntArrayRefUnchecked(sizes));
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    // What is resized is alone in its memory.
-    if (is_written(arguments, i) && arguments[i].toTensor().sizes().equals(sizes)) {
-      check_overlaps(arguments, i);
-    }
-  }
+  for_each_written(parameters_, arguments, [&](size_t i, const at::Tensor& target) {
+    // A tensor that is resized is alone in its memory.
+    if (target.sizes().equals(sizes)) check_overlaps(arguments, i);
+  });
   return sizes;
 }
 

@@ -93,13 +93,13 @@ class Call {
       if (tensor_of_[i] >= 0) numbers_[i] = reinterpret_cast<int64_t>(&views[tensor_of_[i]]);
     }
     int64_t tiles = 0;
-    function(numbers_.data(), &tiles, 0, 0);
+    function(numbers_.data(), kCountTiles, &tiles, 0, 0);
     if (tiles < 0) return false;
     const int64_t grain = std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1));
     at::parallel_for(0, tiles, grain, [&](int64_t begin, int64_t end) {
-      function(numbers_.data(), nullptr, begin, end);
+      function(numbers_.data(), kRunTiles, nullptr, begin, end);
     });
-    if (finishes) function(numbers_.data(), nullptr, 0, -1);
+    if (finishes) function(numbers_.data(), kFinishTiles, nullptr, 0, 0);
     return true;
   }
 
@@ -175,23 +175,21 @@ class TileLauncher final : public c10::OperatorKernel {
   // Throws for a tensor that cannot be written. Nothing has been, nor has anything been resized.
   void check_written(c10::ArrayRef<c10::IValue> arguments,
                      const std::vector<ResultLayout>& layouts) const {
-    auto result = layouts.begin();
-    for (size_t i = 0; i < parameters_.size(); ++i) {
-      const Parameter& parameter = parameters_[i];
-      if (parameter.role == Parameter::Role::kRead) continue;
-      const ResultLayout* layout = parameter.role == Parameter::Role::kOut ? &*result++ : nullptr;
-      if (arguments[i].isNone()) continue;
-      const at::Tensor& target = arguments[i].toTensor();
-      if (layout != nullptr) check_can_cast(name_, parameter.name, layout->dtype, target);
-      if (layout != nullptr && !target.sizes().equals(layout->sizes)) {
-        check_resizable(name_, parameter.name, target, c10::fromIntArrayRefUnchecked(layout->sizes),
-                        other_tensors(arguments, i));
-        continue;
+    for_each_written(parameters_, arguments, [&](size_t i, const at::Tensor& target) {
+      const std::string& parameter = parameters_[i].name;
+      if (parameters_[i].role == Parameter::Role::kOut) {
+        const ResultLayout& layout = layouts[i - inputs_];
+        check_can_cast(name_, parameter, layout.dtype, target);
+        if (!target.sizes().equals(layout.sizes)) {
+          check_resizable(name_, parameter, target, c10::fromIntArrayRefUnchecked(layout.sizes),
+                          other_tensors(arguments, i));
+          return;
+        }
       }
-      TORCH_CHECK(!overlaps_itself(target), name_, ": ", parameter.name,
+      TORCH_CHECK(!overlaps_itself(target), name_, ": ", parameter,
                   " is written, and must not have elements that share memory");
       check_apart(name_, parameters_, arguments, i);
-    }
+    });
   }
 
   void add_argument(Call& call, AllWritten& written, Copies& copies,

@@ -32,10 +32,15 @@ struct Layout<View> {
 };
 static_assert(is_whole<View>());
 
-// `arguments` points to a number for each argument: a View's address, or a scalar's bits. Where
-// `count` is given, the kernel only writes there how many tiles there are, or a negative number
-// where its check does not pass. A range that ends before it begins asks it to finish.
-using TileFunction = void(const int64_t* arguments, int64_t* count, int64_t begin, int64_t end);
+// The phases of a call, in this order. The kernel runs ranges of tiles on several threads, and
+// finishes on one, if it has something to do then.
+enum TilePhase : int64_t { kCountTiles, kRunTiles, kFinishTiles };
+
+// `arguments` points to a number for each argument: a View's address, or a scalar's bits. In the
+// phase kCountTiles the kernel writes to `count` how many tiles there are, or a negative number
+// where its check does not pass. In the phase kRunTiles it runs the tiles from `begin` to `end`.
+using TileFunction = void(const int64_t* arguments, int64_t phase, int64_t* count, int64_t begin,
+                          int64_t end);
 
 // Throws what is wrong with the contents of an operator's arguments.
 using Refusal = std::function<void(c10::ArrayRef<c10::IValue> arguments)>;

@@ -14,13 +14,18 @@ from foo_ops.kernels.vectors.arguments import make_argument_reader
 from foo_ops.kernels.vectors.elements import ELEMENTS
 from foo_ops.kernels.vectors.views import View
 
-# const int64_t* arguments, int64_t* count, int64_t begin, int64_t end: see csrc/ops/tile.h.
+# const int64_t* arguments, int64_t phase, int64_t* count, int64_t begin, int64_t end: see
+# csrc/ops/tile.h.
 ARGUMENT_TYPES = (
     types.CPointer(types.int64),
+    types.int64,
     types.CPointer(types.int64),
     types.int64,
     types.int64,
 )
+
+# The phases of a call. tests/project/test_agreement.py compares them with C++'s.
+COUNT_TILES, RUN_TILES, FINISH_TILES = range(3)
 
 SCALARS = {"float": types.float64, "int": types.int64, "bool": types.boolean}
 
@@ -62,13 +67,13 @@ def make_tile_kernel(
     check = called("check", _always)
     finish = called("finish", _always)
 
-    def loop(arguments, count, begin, end):
-        if begin == end:
+    def loop(arguments, phase, count, begin, end):
+        if phase == COUNT_TILES:
             count[0] = tiles(arguments) if check(arguments) else -1
-        elif begin > end:
-            finish(arguments)
-        else:
+        elif phase == RUN_TILES:
             function(*arguments_at(arguments), range(begin, end))
+        else:
+            finish(arguments)
 
     return Kernel(loop, ARGUMENT_TYPES, vectorizes=True)
 
