@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
-
-if TYPE_CHECKING:
-    from foo_ops.custom_ops.operators import CustomOp
 
 
 class Formula:
@@ -18,25 +15,31 @@ class Formula:
 
     def __init__(
         self,
-        operator: CustomOp,
+        schema: Any,
+        where: str,
         parts: dict[str, Callable[..., Any]],
         output_differentiability: list[bool] | None,
     ) -> None:
-        arguments = operator.schema.arguments
+        """Make the two functions.
+
+        Args:
+            schema: the operator's, parsed.
+            where: the operator and the place of its backward function, for messages.
+            parts: the functions ``save_for_backward`` and ``backward``.
+            output_differentiability: for each output, whether it may have a gradient.
+        """
+        arguments = schema.arguments
         self._save = parts["save_for_backward"]
         self._gradients = parts["backward"]
         self._differentiability = output_differentiability
-        self._where = (
-            f"In the backward function defined for {operator} at {operator.locations['backward']} "
-            "using the CustomOp API, "
-        )
+        self._where = f"In the backward function defined for {where} using the CustomOp API, "
         self._positional = [argument.name for argument in arguments.flat_positional]
         self._expected = {
             argument.name for argument in arguments.flat_all if argument.type.is_tensor_like()
         }
         names = [argument.name for argument in arguments.flat_all]
         self._arguments = collections.namedtuple(  # type: ignore[misc]
-            f"{operator.schema.name}_args", names
+            f"{schema.name}_args", names
         )
 
     def setup_context(

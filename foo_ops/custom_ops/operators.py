@@ -132,7 +132,8 @@ class CustomOp:
         self._stand_in._destroy()
         self._stand_in = None
         self._has_formula = True
-        formula = Formula(self, self._parts, self._output_differentiability)
+        where = f"{self} at {self.locations['backward']}"
+        formula = Formula(self.schema, where, self._parts, self._output_differentiability)
         register_autograd(
             self.qualname, formula.backward, setup_context=formula.setup_context, lib=self.library
         )
