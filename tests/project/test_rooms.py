@@ -1,0 +1,191 @@
+"""Each folder is a room that may import the rooms below it, and no file has more than 400 lines.
+
+A room is a folder or a file. It may import the rooms that its row names, and all that these may.
+"""
+
+import ast
+import graphlib
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "foo_ops"
+LINES = 400
+CPP = (".cpp", ".h")
+
+PYTHON_ROOMS = {
+    "kernels/compiler": (),
+    "kernels/vectors": ("kernels/compiler",),
+    "kernels/products": ("kernels/vectors",),
+    "kernels/user": ("kernels/vectors",),
+    "kernels/attention": ("kernels/products",),
+    "kernels/table.py": ("kernels/compiler",),
+    "kernels/__init__.py": ("kernels/table.py",),
+    "_after_import.py": (),
+    "language.py": ("kernels/vectors",),
+    "library": ("kernels/user", "kernels/table.py", "_after_import.py"),
+    "ops": ("library", "language.py"),
+    "device": ("_after_import.py",),
+    "_autoload.py": ("ops", "device", "__init__.py"),
+    "__init__.py": ("_autoload.py",),
+    "custom_ops": ("library",),
+    "testing": ("library",),
+    "integrations": ("ops",),
+    "demo": ("__init__.py",),
+    "info.py": ("__init__.py", "kernels/compiler"),
+}
+CPP_ROOMS = {
+    "csrc/launch": (),
+    "csrc/ops": ("csrc/launch",),
+    "csrc/ops/attention": ("csrc/ops",),
+    "csrc/device": ("csrc/launch",),
+    "csrc/aten": ("csrc/device",),
+    "csrc/agreement.h": (),
+    "csrc/agreement.cpp": ("csrc/agreement.h", "csrc/ops/attention"),
+    "csrc/module.cpp": ("csrc/agreement.h", "csrc/ops/attention", "csrc/aten"),
+}
+ROOMS = PYTHON_ROOMS | CPP_ROOMS
+COMPANION = "foo_ops._C"
+# Every room may know these, but kernels not the companion, which calls them.
+IN_NO_ROOM = (COMPANION, "foo_ops.__version__")
+OUTSIDE_OF_KERNELS = [f"foo_ops/{it}" for it in PYTHON_ROOMS if not it.startswith("kernels")]
+LIBRARIES = {
+    "torch": [*OUTSIDE_OF_KERNELS, "benchmarks"],
+    "numba": ["foo_ops/kernels", "benchmarks"],
+    "llvmlite": [
+        *("foo_ops/kernels/compiler", "foo_ops/kernels/vectors"),
+        *("foo_ops/info.py", "benchmarks/peaks.py"),
+    ],
+}
+"""Who may import these libraries of others."""
+
+# These are above the limit. A file that no longer is must leave the list.
+LONG_FILES = {
+    "benchmarks/report.py",
+    "foo_ops/kernels/attention/backward.py",
+    "tests/conformance/cases.py",
+    "tests/device/distributed_checks.py",
+    "tests/device/test_allocator.py",
+    "tests/device/test_scaled_dot_product_attention.py",
+    "tests/library/test_custom_ops.py",
+    "tests/library/test_numba_op.py",
+    "tests/library/test_tile_kernel.py",
+    "tests/library/test_written_tensors.py",
+    "tests/operators/attention/test_dropout.py",
+    "tests/operators/attention/test_semantics.py",
+    "tests/operators/test_abs.py",
+    "tests/operators/test_errors.py",
+    "tests/support/device_machine.py",
+    "tests/testing/test_check_operator.py",
+}
+
+
+def module_name(path):
+    *folders, last = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(folders if last == "__init__" else [*folders, last])
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+FILES = [
+    *MODULES.values(),
+    *(it for it in sorted((PACKAGE / "csrc").rglob("*")) if it.suffix in CPP),
+]
+
+
+def room_of(path):
+    """The room that a file lies in, or None."""
+    name = path.relative_to(PACKAGE)
+    names = (str(it) for it in (name, *name.parents))
+    return next((it for it in names if it in ROOMS), None)
+
+
+def allowed(room):
+    """The room itself, and all rooms below it."""
+    found, waiting = set(), [room]
+    while waiting:
+        room = waiting.pop()
+        if room not in found:
+            found.add(room)
+            waiting += ROOMS[room]
+    return found
+
+
+def nodes(tree, *, inside_functions):
+    """The nodes of a module, in its functions too or only those that run when it is imported."""
+    for child in ast.iter_child_nodes(tree):
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield child
+        if inside_functions or not is_function:
+            yield from nodes(child, inside_functions=inside_functions)
+
+
+def imported_modules(path, *, inside_functions=True):
+    for node in nodes(ast.parse(path.read_text()), inside_functions=inside_functions):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports have the full name"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES or full in IN_NO_ROOM else node.module
+
+
+def included_files(path):
+    for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+        yield PACKAGE / "csrc" / name
+
+
+def imported_files(path):
+    """The files of the package that a file imports or includes."""
+    if path.suffix != ".py":
+        return included_files(path)
+    ours = (name for name in imported_modules(path) if name.partition(".")[0] == "foo_ops")
+    return (MODULES[name] for name in ours if name not in IN_NO_ROOM)
+
+
+def test_every_file_is_in_a_room():
+    assert [str(path) for path in FILES if room_of(path) is None] == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_imports_those_below(room):
+    files = [path for path in FILES if room_of(path) == room]
+    assert files, "the room is empty"
+    for path in files:
+        for other in imported_files(path):
+            assert other.exists(), f"{path} imports {other}"
+            assert room_of(other) in allowed(room), f"{path} must not import {other}"
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_library_is_imported_only_in(library):
+    places = [REPOSITORY / name for name in LIBRARIES[library]]
+    for path in (*MODULES.values(), *(REPOSITORY / "benchmarks").rglob("*.py")):
+        names = {name.partition(".")[0] for name in imported_modules(path)}
+        if library in names:
+            assert any(it in (path, *path.parents) for it in places), path
+
+
+def test_kernels_do_not_know_the_companion():
+    for path in (PACKAGE / "kernels").rglob("*.py"):
+        assert COMPANION not in imported_modules(path), path
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    """Annotations count, and imports inside of functions do not."""
+    imports = {
+        module: {name for name in imported_modules(path, inside_functions=False) if name in MODULES}
+        for module, path in MODULES.items()
+    }
+    graphlib.TopologicalSorter(imports).prepare()
+
+
+def test_files_have_at_most_400_lines():
+    files = [*REPOSITORY.glob("*.py")]
+    for folder in ("foo_ops", "tests", "benchmarks", "examples"):
+        found = (REPOSITORY / folder).rglob("*")
+        files += [it for it in found if it.suffix in (".py", *CPP)]
+    long = {str(it.relative_to(REPOSITORY)) for it in files if it.read_bytes().count(b"\n") > LINES}
+    assert long == LONG_FILES
