@@ -62,7 +62,7 @@ void bind_attention_checks(py::module_& module) {
       torch::wrap_pybind_function([](Tensor query, Tensor key, Tensor value, Optional attn_bias,
                                      Optional alibi_slopes, Optional sinks, double dropout_p,
                                      int64_t window_left, int64_t window_right, double softcap) {
-        foo::check_attention({query, key, value, attn_bias, alibi_slopes, sinks},
+        foo::check_attention({query, key, value, alibi_slopes, sinks, attn_bias},
                              {false, {}, dropout_p, window_left, window_right, softcap});
       }));
   module.def(
@@ -71,8 +71,8 @@ void bind_attention_checks(py::module_& module) {
                                      Tensor cu_seqlens_k, Optional seqused_k, Optional block_table,
                                      Optional alibi_slopes, Optional sinks, double dropout_p,
                                      int64_t window_left, int64_t window_right, double softcap) {
-        foo::check_attention_varlen({query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k,
-                                     block_table, alibi_slopes, sinks},
+        foo::check_attention_varlen({query, key, value, alibi_slopes, sinks, foo::kNotGiven,
+                                     cu_seqlens_q, cu_seqlens_k, seqused_k, block_table},
                                     {false, {}, dropout_p, window_left, window_right, softcap});
       }));
   module.def("check_attention_results", torch::wrap_pybind_function(foo::check_attention_results));

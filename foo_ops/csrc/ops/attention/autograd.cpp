@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "launch/registration.h"
+#include "ops/attention/arguments.h"
 #include "ops/attention/checks.h"
 #include "ops/attention/parameters.h"
 
@@ -126,55 +127,24 @@ class Gradient : public torch::autograd::Function<Self> {
   }
 };
 
-// The arguments of a call, by position and by name.
-class Arguments {
- public:
-  Arguments(const OperatorHandle& op, const Stack& stack, size_t tensors)
-      : op_(op), values_(torch::jit::last(stack, op.schema().arguments().size())) {
-    for (size_t input = 0; input < tensors; ++input) {
-      tensors_.push_back(values_[input].toOptional<Tensor>());
-    }
-  }
-
-  const Tensor& tensor(size_t input) const { return *tensors_[input]; }
-  const std::optional<Tensor>& optional(size_t input) const { return tensors_[input]; }
-
-  const c10::IValue& option(const std::string& name) const {
-    return values_[*op_.schema().argumentIndexWithName(name)];
-  }
-
-  // What the checks look at.
-  AttentionOptions options() const {
-    AttentionOptions options;
-    options.dropout_p = option("dropout_p").toDouble();
-    options.window_left = option("window_left").toInt();
-    options.window_right = option("window_right").toInt();
-    options.softcap = option("softcap").toDouble();
-    return options;
-  }
-
- private:
-  const OperatorHandle& op_;
-  c10::ArrayRef<c10::IValue> values_;
-  std::vector<std::optional<Tensor>> tensors_;
-};
-
 // Fake tensors have no elements, and those under torch.vmap and torch.compile are within others.
-bool has_elements(const std::optional<Tensor>& tensor) {
+bool has_elements(const Tensor& tensor) {
   constexpr c10::DispatchKeySet kWithin(
       {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
        c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize});
-  return !tensor.has_value() || (!tensor->is_meta() && !tensor->key_set().has_any(kWithin));
+  return !tensor.is_meta() && !tensor.key_set().has_any(kWithin);
+}
+
+bool has_elements(const std::optional<Tensor>& tensor) {
+  return !tensor.has_value() || has_elements(*tensor);
 }
 
 struct AttentionGradient : Gradient<AttentionGradient> {
   static constexpr Form kForm{
       "foo::attention_seeded", "foo::attention_backward", 6, {0, 1, 2, kBias, 4, 5}};
 
-  static void check(const Arguments& given) {
-    check_attention({given.tensor(0), given.tensor(1), given.tensor(2), given.optional(kBias),
-                     given.optional(4), given.optional(5)},
-                    given.options());
+  static void check(const AttentionArguments& given) {
+    check_attention(given.inputs(), given.options());
   }
 };
 
@@ -182,15 +152,12 @@ struct AttentionVarlenGradient : Gradient<AttentionVarlenGradient> {
   static constexpr Form kForm{
       "foo::attention_varlen_seeded", "foo::attention_varlen_backward", 9, {0, 1, 2, 7, 8}};
 
-  static void check(const Arguments& given) {
-    const PackedInputs inputs{given.tensor(0),   given.tensor(1),   given.tensor(2),
-                              given.tensor(3),   given.tensor(4),   given.optional(5),
-                              given.optional(6), given.optional(7), given.optional(8)};
+  static void check(const AttentionArguments& given) {
+    const auto inputs = given.inputs();
     check_attention_varlen(inputs, given.options());
-    if (has_elements(given.optional(3)) && has_elements(given.optional(4)) &&
+    if (has_elements(inputs.cu_seqlens_q) && has_elements(inputs.cu_seqlens_k) &&
         has_elements(inputs.seqused_k) && has_elements(inputs.block_table)) {
-      check_attention_sequences(inputs, given.option("max_seqlen_q").toSymInt(),
-                                given.option("max_seqlen_k").toSymInt());
+      check_attention_sequences(inputs, given.options());
     }
   }
 };
@@ -211,6 +178,13 @@ void differentiate(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   }
   const auto results = Own::apply(at::TensorList(given), arguments, op, keys);
   torch::jit::push(*stack, results[0], results[1]);
+}
+
+// The arguments on the stack of an operator that draws its seed.
+template <class Own>
+AttentionArguments arguments_of(const OperatorHandle& op, const Stack& stack) {
+  static const ArgumentPlaces places(op.schema());
+  return {places, torch::jit::last(stack, op.schema().arguments().size())};
 }
 
 double dropout_of(const OperatorHandle& op, const Stack& stack) {
@@ -238,7 +212,7 @@ void draw_and_differentiate(const OperatorHandle& op, c10::DispatchKeySet keys, 
     return;
   }
   if (dropout_of(op, *stack) > 0.0) {
-    Own::check(Arguments(op, *stack, Own::kForm.inputs));
+    Own::check(arguments_of<Own>(op, *stack));
   }
   call_seeded<Own>(op, stack);
 }
@@ -253,8 +227,8 @@ bool will_be_cast(const Tensor& query) {
 // for a slice, in its own words; but autocast is yet to come, and to make dtypes the same.
 template <class Own>
 void draw_for_vmap(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const Arguments given(op, *stack, Own::kForm.inputs);
-  if (!will_be_cast(given.tensor(0))) {
+  const auto given = arguments_of<Own>(op, *stack);
+  if (!will_be_cast(given.inputs().query)) {
     Own::check(given);
   }
   if (dropout_of(op, *stack) > 0.0) {

@@ -287,13 +287,11 @@ at::Tensor sum_blocks(const at::Tensor& of_blocks, const at::Tensor& like) {
 
 }  // namespace
 
-AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
-                                const at::Tensor& key, const at::Tensor& value,
-                                const std::optional<at::Tensor>& attn_bias,
-                                const std::optional<at::Tensor>& alibi_slopes,
-                                const std::optional<at::Tensor>& sinks,
+AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& inputs,
                                 const std::vector<Sequence>& sequences,
-                                const AttentionOptions& options, bool is_packed) {
+                                const AttentionOptions& options, bool bias_requires_grad,
+                                bool is_packed) {
+  const at::Tensor& query = inputs.query;
   const auto type = compute_type(query);
   std::vector<Piece> blocks = cut_into_blocks(parameters, sequences, options);
   // Packed rows may belong to no sequence, or to one without queries.
@@ -303,15 +301,15 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
                                 : at::zeros(tensor.sizes(), tensor.options());
   };
   const at::Tensor grad_query = gradient_of(query);
-  const at::Tensor grad_key = gradient_of(key);
-  const at::Tensor grad_value = gradient_of(value);
+  const at::Tensor grad_key = gradient_of(inputs.key);
+  const at::Tensor grad_value = gradient_of(inputs.value);
   int64_t most_blocks = 1;
   for (const Piece& block : blocks) {
     most_blocks = std::max(most_blocks, block.block + 1);
   }
   std::optional<BiasGradient> bias;
-  if (attn_bias.has_value()) {
-    bias.emplace(parameters, *attn_bias, type);
+  if (bias_requires_grad) {
+    bias.emplace(parameters, *inputs.attn_bias, type);
   }
   const bool is_shared = bias.has_value() && bias->is_shared();
   const int64_t families =
@@ -332,11 +330,12 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
                ? at::zeros({parameters.batch, parameters.query_heads, most_blocks}, of_type)
                : at::Tensor();
   };
-  const at::Tensor slope_sums = sums_of_blocks(alibi_slopes), sink_sums = sums_of_blocks(sinks);
+  const at::Tensor slope_sums = sums_of_blocks(inputs.alibi_slopes),
+                   sink_sums = sums_of_blocks(inputs.sinks);
   parameters.grad_query = Operand(is_packed ? grad_query.transpose(0, 1).unsqueeze(0) : grad_query);
   parameters.grad_query.strides[0] = is_packed ? 0 : parameters.grad_query.strides[0];
-  parameters.grad_alibi_slopes = alibi_slopes.has_value() ? Operand(slope_sums) : Operand();
-  parameters.grad_sinks = sinks.has_value() ? Operand(sink_sums) : Operand();
+  parameters.grad_alibi_slopes = inputs.alibi_slopes.has_value() ? Operand(slope_sums) : Operand();
+  parameters.grad_sinks = inputs.sinks.has_value() ? Operand(sink_sums) : Operand();
 
   if (!blocks.empty()) {
     PartialResults results;
@@ -363,8 +362,8 @@ AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
           grad_key,
           grad_value,
           bias.has_value() ? bias->total() : at::empty({0}, query.options()),
-          total(alibi_slopes, slope_sums),
-          total(sinks, sink_sums)};
+          total(inputs.alibi_slopes, slope_sums),
+          total(inputs.sinks, sink_sums)};
 }
 
 }  // namespace foo

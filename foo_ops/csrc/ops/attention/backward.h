@@ -19,13 +19,10 @@ using AttentionGradients =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 // Runs the backward kernel on the blocks of all sequences. Tensors are (total, heads, dim) if they
-// are packed, else (batch, heads, length, dim). attn_bias is given if its gradient is wanted.
-AttentionGradients run_backward(Parameters& parameters, const at::Tensor& query,
-                                const at::Tensor& key, const at::Tensor& value,
-                                const std::optional<at::Tensor>& attn_bias,
-                                const std::optional<at::Tensor>& alibi_slopes,
-                                const std::optional<at::Tensor>& sinks,
+// are packed, else (batch, heads, length, dim).
+AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& inputs,
                                 const std::vector<Sequence>& sequences,
-                                const AttentionOptions& options, bool is_packed);
+                                const AttentionOptions& options, bool bias_requires_grad,
+                                bool is_packed);
 
 }  // namespace foo

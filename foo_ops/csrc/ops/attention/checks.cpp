@@ -146,7 +146,7 @@ void check_bias(const Checker& checker, const at::Tensor& bias, const at::Tensor
                     c10::SymIntArrayRef(target), ", got ", sizes);
 }
 
-void check_packed_sizes(const Checker& checker, const PackedInputs& inputs) {
+void check_packed_sizes(const Checker& checker, const AttentionInputs& inputs) {
   const auto q = inputs.query.sym_sizes();
   const auto k = inputs.key.sym_sizes();
   const auto v = inputs.value.sym_sizes();
@@ -167,7 +167,7 @@ void check_packed_sizes(const Checker& checker, const PackedInputs& inputs) {
   checker.check_groups(q[1], k[head]);
 }
 
-void check_sequences(const Checker& checker, const PackedInputs& inputs) {
+void check_sequences(const Checker& checker, const AttentionInputs& inputs) {
   checker.check_integers("cu_seqlens_q", inputs.cu_seqlens_q, 1, "");
   const auto count = inputs.cu_seqlens_q.sym_size(0);
   TORCH_CHECK_VALUE(count >= 1, checker.name, ": cu_seqlens_q must have at least 1 element, got ",
@@ -217,7 +217,7 @@ void check_attention(const AttentionInputs& inputs, const AttentionOptions& opti
   checker.check_options(options);
 }
 
-void check_attention_varlen(const PackedInputs& inputs, const AttentionOptions& options) {
+void check_attention_varlen(const AttentionInputs& inputs, const AttentionOptions& options) {
   const Checker checker{"attention_varlen", inputs.query};
   const bool paged = inputs.block_table.has_value();
   const int64_t dimensions = paged ? 4 : 3;

@@ -83,74 +83,57 @@ Outputs attend(const AttentionInputs& inputs, const AttentionOptions& options,
                                          query.options().dtype(compute_type(query)));
   Extras extras;
   auto parameters = make_parameters(inputs);
-  set_options(parameters, extras, query, inputs.alibi_slopes, inputs.sinks, options, seed);
+  set_options(parameters, extras, inputs, options, seed);
   parameters.output = Operand(output);
   parameters.logsumexp = Operand(logsumexp);
   run_forward(parameters, query, sequences_of(parameters), options);
   return {output, logsumexp};
 }
 
-Outputs attention_seeded(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                         const std::optional<at::Tensor>& attn_bias,
-                         const std::optional<at::Tensor>& alibi_slopes,
-                         const std::optional<at::Tensor>& sinks,
-                         const std::optional<at::Tensor>& seed, bool is_causal,
-                         std::optional<double> scale, double dropout_p, int64_t window_left,
-                         int64_t window_right, double softcap) {
-  const AttentionInputs inputs{query, key, value, attn_bias, alibi_slopes, sinks};
-  const AttentionOptions options{is_causal, scale, dropout_p, window_left, window_right, softcap};
+Outputs attention_seeded(const AttentionArguments& arguments) {
+  const auto inputs = arguments.inputs();
+  const auto options = arguments.options();
   check_attention(inputs, options);
-  check_attention_seed("attention", query, seed, dropout_p);
-  return attend(inputs, options, seed);
+  check_attention_seed("attention", inputs.query, arguments.seed(), options.dropout_p);
+  return attend(inputs, options, arguments.seed());
 }
 
+// The dispatcher hands arguments over as they are: this is called for every layer of a model.
 Outputs attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                   const std::optional<at::Tensor>& attn_bias,
                   const std::optional<at::Tensor>& alibi_slopes,
                   const std::optional<at::Tensor>& sinks, bool is_causal,
                   std::optional<double> scale, double dropout_p, int64_t window_left,
                   int64_t window_right, double softcap) {
-  const AttentionInputs inputs{query, key, value, attn_bias, alibi_slopes, sinks};
+  const AttentionInputs inputs{.query = query,
+                               .key = key,
+                               .value = value,
+                               .alibi_slopes = alibi_slopes,
+                               .sinks = sinks,
+                               .attn_bias = attn_bias};
   const AttentionOptions options{is_causal, scale, dropout_p, window_left, window_right, softcap};
   check_attention(inputs, options);
   return attend(inputs, options, draw_seed(query, dropout_p));
 }
 
-// The arguments of the operators that compute gradients.
-struct Saved {
-  Parameters parameters;
+AttentionGradients attention_backward(const AttentionArguments& arguments) {
+  const auto inputs = arguments.inputs();
+  const auto options = arguments.options();
+  const auto results = arguments.results();
+  check_attention(inputs, options);
+  check_attention_results("attention_backward", results.grad_output, results.grad_logsumexp,
+                          inputs.query, inputs.value, results.output, results.logsumexp);
+  check_attention_seed("attention_backward", inputs.query, arguments.seed(), options.dropout_p);
+  check_attention_bias(inputs.attn_bias, arguments.bias_requires_grad());
   Extras extras;
-
-  Saved(const AttentionInputs& inputs, const AttentionOptions& options,
-        const std::optional<at::Tensor>& seed, const at::Tensor& grad_output,
-        const at::Tensor& grad_logsumexp, const at::Tensor& output, const at::Tensor& logsumexp) {
-    check_attention(inputs, options);
-    check_attention_results("attention_backward", grad_output, grad_logsumexp, inputs.query,
-                            inputs.value, output, logsumexp);
-    check_attention_seed("attention_backward", inputs.query, seed, options.dropout_p);
-    parameters = make_parameters(inputs);
-    set_options(parameters, extras, inputs.query, inputs.alibi_slopes, inputs.sinks, options, seed);
-    parameters.output = Operand(output);
-    parameters.logsumexp = Operand(logsumexp);
-    parameters.grad_output = Operand(grad_output);
-    parameters.grad_logsumexp = Operand(grad_logsumexp);
-  }
-};
-
-AttentionGradients attention_backward(
-    const at::Tensor& grad_output, const at::Tensor& grad_logsumexp, const at::Tensor& query,
-    const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& attn_bias,
-    const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& sinks,
-    const at::Tensor& output, const at::Tensor& logsumexp, const std::optional<at::Tensor>& seed,
-    bool bias_requires_grad, bool is_causal, std::optional<double> scale, double dropout_p,
-    int64_t window_left, int64_t window_right, double softcap) {
-  const AttentionInputs inputs{query, key, value, attn_bias, alibi_slopes, sinks};
-  const AttentionOptions options{is_causal, scale, dropout_p, window_left, window_right, softcap};
-  Saved saved(inputs, options, seed, grad_output, grad_logsumexp, output, logsumexp);
-  check_attention_bias(attn_bias, bias_requires_grad);
-  auto& parameters = saved.parameters;
-  return run_backward(parameters, query, key, value, bias_requires_grad ? attn_bias : std::nullopt,
-                      alibi_slopes, sinks, sequences_of(parameters), options, false);
+  auto parameters = make_parameters(inputs);
+  set_options(parameters, extras, inputs, options, arguments.seed());
+  parameters.output = Operand(results.output);
+  parameters.logsumexp = Operand(results.logsumexp);
+  parameters.grad_output = Operand(results.grad_output);
+  parameters.grad_logsumexp = Operand(results.grad_logsumexp);
+  return run_backward(parameters, inputs, sequences_of(parameters), options,
+                      arguments.bias_requires_grad(), false);
 }
 
 at::Tensor attention_dropout_mask(const at::Tensor& seed, at::IntArrayRef shape, double dropout_p,
@@ -174,7 +157,7 @@ at::Tensor attention_dropout_mask(const at::Tensor& seed, at::IntArrayRef shape,
   AttentionOptions options;
   options.dropout_p = dropout_p;
   Extras extras;
-  set_options(parameters, extras, mask, std::nullopt, std::nullopt, options, seed);
+  set_options(parameters, extras, {mask, mask, mask, kNotGiven, kNotGiven}, options, seed);
   parameters.partial_output = Operand(mask);
   const auto blocks = cut_into_blocks(parameters, sequences_of(parameters), options);
   if (!blocks.empty()) {
@@ -189,8 +172,8 @@ at::Tensor attention_dropout_mask(const at::Tensor& seed, at::IntArrayRef shape,
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
   register_shared_kernel<"foo::attention", &attention>(library);
-  register_shared_kernel<"foo::attention_seeded", &attention_seeded>(library);
-  register_shared_kernel<"foo::attention_backward", &attention_backward>(library);
+  register_boxed_kernel<"foo::attention_seeded", &attention_seeded>(library);
+  register_boxed_kernel<"foo::attention_backward", &attention_backward>(library);
   register_shared_kernel<"foo::attention_dropout_mask", &attention_dropout_mask>(library);
 }
 

@@ -8,24 +8,22 @@
 
 namespace foo {
 
-void set_options(Parameters& parameters, Extras& extras, const at::Tensor& query,
-                 const std::optional<at::Tensor>& alibi_slopes,
-                 const std::optional<at::Tensor>& sinks, const AttentionOptions& options,
-                 const std::optional<at::Tensor>& seed) {
-  const auto type = compute_type(query);
+void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& inputs,
+                 const AttentionOptions& options, const std::optional<at::Tensor>& seed) {
+  const auto type = compute_type(inputs.query);
   parameters.scale =
       options.scale.value_or(1.0 / std::sqrt(static_cast<double>(parameters.head_dim)));
   parameters.softcap = options.softcap;
-  if (alibi_slopes.has_value()) {
-    extras.alibi_slopes = alibi_slopes->to(type);
+  if (inputs.alibi_slopes.has_value()) {
+    extras.alibi_slopes = inputs.alibi_slopes->to(type);
     parameters.has_alibi_slopes = true;
     parameters.alibi_slopes.data = extras.alibi_slopes.data_ptr();
     const bool has_batch = extras.alibi_slopes.dim() == 2;
     parameters.alibi_slopes.strides[0] = has_batch ? extras.alibi_slopes.stride(0) : 0;
     parameters.alibi_slopes.strides[1] = extras.alibi_slopes.stride(-1);
   }
-  if (sinks.has_value()) {
-    extras.sinks = sinks->to(type);
+  if (inputs.sinks.has_value()) {
+    extras.sinks = inputs.sinks->to(type);
     parameters.has_sinks = true;
     parameters.sinks.data = extras.sinks.data_ptr();
     parameters.sinks.strides[1] = extras.sinks.stride(0);

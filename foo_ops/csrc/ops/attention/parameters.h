@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "launch/layout.h"
-#include "ops/attention/checks.h"
+#include "ops/attention/arguments.h"
 
 namespace foo {
 
@@ -148,10 +148,8 @@ struct Extras {
 };
 
 // Everything that does not depend on how the sequences lie in memory.
-void set_options(Parameters& parameters, Extras& extras, const at::Tensor& query,
-                 const std::optional<at::Tensor>& alibi_slopes,
-                 const std::optional<at::Tensor>& sinks, const AttentionOptions& options,
-                 const std::optional<at::Tensor>& seed);
+void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& inputs,
+                 const AttentionOptions& options, const std::optional<at::Tensor>& seed);
 
 // The seed of a call without one: drawn from the default generator if there is dropout.
 std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p);

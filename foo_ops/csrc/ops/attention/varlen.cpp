@@ -83,8 +83,7 @@ void check_longest(const char* argument, const std::vector<int64_t>& lengths, in
                     " as the longest sequence has, got ", given);
 }
 
-Lengths lengths_of(const PackedInputs& inputs, const c10::SymInt& max_seqlen_q,
-                   const c10::SymInt& max_seqlen_k) {
+Lengths lengths_of(const AttentionInputs& inputs, const AttentionOptions& options) {
   const int64_t count = inputs.cu_seqlens_q.numel();
   const bool is_paged = inputs.block_table.has_value();
   const at::Tensor query_starts = read_once(inputs.cu_seqlens_q);
@@ -114,8 +113,8 @@ Lengths lengths_of(const PackedInputs& inputs, const c10::SymInt& max_seqlen_q,
   if (is_paged) {
     read_pages(lengths, *inputs.block_table, page_size, inputs.key.size(0));
   }
-  check_longest("max_seqlen_q", lengths.query_lengths, max_seqlen_q.expect_int());
-  check_longest("max_seqlen_k", lengths.key_lengths, max_seqlen_k.expect_int());
+  check_longest("max_seqlen_q", lengths.query_lengths, options.max_seqlen_q.expect_int());
+  check_longest("max_seqlen_k", lengths.key_lengths, options.max_seqlen_k.expect_int());
   return lengths;
 }
 
@@ -144,7 +143,7 @@ struct Call {
   std::vector<Sequence> sequences;
 
   // ``lengths`` must outlive the call.
-  Call(const PackedInputs& inputs, const Lengths& lengths, const AttentionOptions& options,
+  Call(const AttentionInputs& inputs, const Lengths& lengths, const AttentionOptions& options,
        const std::optional<at::Tensor>& seed) {
     const bool is_paged = inputs.block_table.has_value();
     if (is_paged) {
@@ -162,7 +161,7 @@ struct Call {
     parameters.query = packed(inputs.query);
     parameters.key = is_paged ? paged(inputs.key) : packed(inputs.key);
     parameters.value = is_paged ? paged(inputs.value) : packed(inputs.value);
-    set_options(parameters, extras, inputs.query, inputs.alibi_slopes, inputs.sinks, options, seed);
+    set_options(parameters, extras, inputs, options, seed);
     for (int64_t i = 0; i < parameters.batch; ++i) {
       sequences.push_back({i, lengths.query_offsets[i], lengths.query_lengths[i],
                            lengths.key_offsets[i], lengths.key_lengths[i]});
@@ -172,8 +171,8 @@ struct Call {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor>;
 
-Outputs attend(const PackedInputs& inputs, const Lengths& lengths, const AttentionOptions& options,
-               const std::optional<at::Tensor>& seed) {
+Outputs attend(const AttentionInputs& inputs, const Lengths& lengths,
+               const AttentionOptions& options, const std::optional<at::Tensor>& seed) {
   const auto& query = inputs.query;
   Call call(inputs, lengths, options, seed);
   const at::Tensor output =
@@ -186,6 +185,7 @@ Outputs attend(const PackedInputs& inputs, const Lengths& lengths, const Attenti
   return {output, logsumexp};
 }
 
+// The dispatcher hands arguments over as they are: this is called for every layer of a model.
 Outputs attention_varlen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
                          const std::optional<at::Tensor>& seqused_k,
@@ -194,44 +194,35 @@ Outputs attention_varlen(const at::Tensor& query, const at::Tensor& key, const a
                          const std::optional<at::Tensor>& sinks, c10::SymInt max_seqlen_q,
                          c10::SymInt max_seqlen_k, std::optional<double> scale, double dropout_p,
                          int64_t window_left, int64_t window_right, double softcap) {
-  const PackedInputs inputs{query,     key,         value,        cu_seqlens_q, cu_seqlens_k,
-                            seqused_k, block_table, alibi_slopes, sinks};
-  const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
+  const AttentionInputs inputs{.query = query,
+                               .key = key,
+                               .value = value,
+                               .alibi_slopes = alibi_slopes,
+                               .sinks = sinks,
+                               .cu_seqlens_q = cu_seqlens_q,
+                               .cu_seqlens_k = cu_seqlens_k,
+                               .seqused_k = seqused_k,
+                               .block_table = block_table};
+  const AttentionOptions options{false,        scale,   dropout_p,    window_left,
+                                 window_right, softcap, max_seqlen_q, max_seqlen_k};
   check_attention_varlen(inputs, options);
-  const auto lengths = lengths_of(inputs, max_seqlen_q, max_seqlen_k);
+  const auto lengths = lengths_of(inputs, options);
   return attend(inputs, lengths, options, draw_seed(query, dropout_p));
 }
 
-Outputs attention_varlen_seeded(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
-    const std::optional<at::Tensor>& seqused_k, const std::optional<at::Tensor>& block_table,
-    const std::optional<at::Tensor>& alibi_slopes, const std::optional<at::Tensor>& sinks,
-    const std::optional<at::Tensor>& seed, c10::SymInt max_seqlen_q, c10::SymInt max_seqlen_k,
-    std::optional<double> scale, double dropout_p, int64_t window_left, int64_t window_right,
-    double softcap) {
-  const PackedInputs inputs{query,     key,         value,        cu_seqlens_q, cu_seqlens_k,
-                            seqused_k, block_table, alibi_slopes, sinks};
-  const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
+Outputs attention_varlen_seeded(const AttentionArguments& arguments) {
+  const auto inputs = arguments.inputs();
+  const auto options = arguments.options();
   check_attention_varlen(inputs, options);
-  check_attention_seed("attention_varlen", query, seed, dropout_p);
-  const auto lengths = lengths_of(inputs, max_seqlen_q, max_seqlen_k);
-  return attend(inputs, lengths, options, seed);
+  check_attention_seed("attention_varlen", inputs.query, arguments.seed(), options.dropout_p);
+  return attend(inputs, lengths_of(inputs, options), options, arguments.seed());
 }
-
-// What the backward pass is given beside the inputs.
-struct Results {
-  const at::Tensor& grad_output;
-  const at::Tensor& grad_logsumexp;
-  const at::Tensor& output;
-  const at::Tensor& logsumexp;
-};
 
 // The gradients for query, key, value, alibi_slopes and sinks; of size 0 for what was not given.
 using PackedGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-PackedGradients packed_backward(const PackedInputs& inputs, const Lengths& lengths,
-                                const AttentionOptions& options, const Results& results,
+PackedGradients packed_backward(const AttentionInputs& inputs, const Lengths& lengths,
+                                const AttentionOptions& options, const AttentionResults& results,
                                 const std::optional<at::Tensor>& seed) {
   Call call(inputs, lengths, options, seed);
   auto& parameters = call.parameters;
@@ -240,8 +231,7 @@ PackedGradients packed_backward(const PackedInputs& inputs, const Lengths& lengt
   parameters.grad_output = packed(results.grad_output);
   parameters.grad_logsumexp = packed_rows(results.grad_logsumexp);
   auto [grad_query, grad_key, grad_value, grad_attn_bias, grad_alibi_slopes, grad_sinks] =
-      run_backward(parameters, inputs.query, inputs.key, inputs.value, std::nullopt,
-                   inputs.alibi_slopes, inputs.sinks, call.sequences, options, true);
+      run_backward(parameters, inputs, call.sequences, options, false, true);
   return {grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks};
 }
 
@@ -294,21 +284,28 @@ class UsedBlocks {
 };
 
 // In the compute type, so that nothing is rounded before it is summed.
-PackedGradients paged_backward(const PackedInputs& inputs, Lengths lengths,
-                               const AttentionOptions& options, const Results& results,
+PackedGradients paged_backward(const AttentionInputs& inputs, const Lengths& given,
+                               const AttentionOptions& options, const AttentionResults& results,
                                const std::optional<at::Tensor>& seed) {
   const auto type = compute_type(inputs.query);
+  Lengths lengths = given;
   const UsedBlocks blocks(lengths, inputs.key);
   const at::Tensor query = inputs.query.to(type);
   const at::Tensor key = blocks.gather(inputs.key, type);
   const at::Tensor value = blocks.gather(inputs.value, type);
   const at::Tensor grad_output = results.grad_output.to(type);
   const at::Tensor output = results.output.to(type);
-  const std::optional<at::Tensor> no_table;
-  auto [grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks] = packed_backward(
-      {query, key, value, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k, no_table,
-       inputs.alibi_slopes, inputs.sinks},
-      lengths, options, {grad_output, results.grad_logsumexp, output, results.logsumexp}, seed);
+  const AttentionInputs gathered{.query = query,
+                                 .key = key,
+                                 .value = value,
+                                 .alibi_slopes = inputs.alibi_slopes,
+                                 .sinks = inputs.sinks,
+                                 .cu_seqlens_q = inputs.cu_seqlens_q,
+                                 .cu_seqlens_k = inputs.cu_seqlens_k,
+                                 .seqused_k = inputs.seqused_k};
+  auto [grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks] =
+      packed_backward(gathered, lengths, options,
+                      {grad_output, results.grad_logsumexp, output, results.logsumexp}, seed);
   // What was not given has a gradient of size 0, in query's dtype.
   const auto own_type = [&](const at::Tensor& gradient, const std::optional<at::Tensor>& tensor) {
     return gradient.to(tensor.value_or(inputs.query).scalar_type());
@@ -318,39 +315,29 @@ PackedGradients paged_backward(const PackedInputs& inputs, Lengths lengths,
           own_type(grad_alibi_slopes, inputs.alibi_slopes), own_type(grad_sinks, inputs.sinks)};
 }
 
-PackedGradients attention_varlen_backward(
-    const at::Tensor& grad_output, const at::Tensor& grad_logsumexp, const at::Tensor& query,
-    const at::Tensor& key, const at::Tensor& value, const at::Tensor& cu_seqlens_q,
-    const at::Tensor& cu_seqlens_k, const std::optional<at::Tensor>& seqused_k,
-    const std::optional<at::Tensor>& block_table, const std::optional<at::Tensor>& alibi_slopes,
-    const std::optional<at::Tensor>& sinks, const at::Tensor& output, const at::Tensor& logsumexp,
-    const std::optional<at::Tensor>& seed, c10::SymInt max_seqlen_q, c10::SymInt max_seqlen_k,
-    std::optional<double> scale, double dropout_p, int64_t window_left, int64_t window_right,
-    double softcap) {
-  const PackedInputs inputs{query,     key,         value,        cu_seqlens_q, cu_seqlens_k,
-                            seqused_k, block_table, alibi_slopes, sinks};
-  const AttentionOptions options{false, scale, dropout_p, window_left, window_right, softcap};
-  const Results results{grad_output, grad_logsumexp, output, logsumexp};
+PackedGradients attention_varlen_backward(const AttentionArguments& arguments) {
+  const auto inputs = arguments.inputs();
+  const auto options = arguments.options();
+  const auto results = arguments.results();
   check_attention_varlen(inputs, options);
-  check_attention_results("attention_varlen_backward", grad_output, grad_logsumexp, query, value,
-                          output, logsumexp);
-  check_attention_seed("attention_varlen_backward", query, seed, dropout_p);
-  const auto lengths = lengths_of(inputs, max_seqlen_q, max_seqlen_k);
-  return block_table.has_value() ? paged_backward(inputs, lengths, options, results, seed)
-                                 : packed_backward(inputs, lengths, options, results, seed);
+  check_attention_results("attention_varlen_backward", results.grad_output, results.grad_logsumexp,
+                          inputs.query, inputs.value, results.output, results.logsumexp);
+  check_attention_seed("attention_varlen_backward", inputs.query, arguments.seed(),
+                       options.dropout_p);
+  const auto backward = inputs.block_table.has_value() ? &paged_backward : &packed_backward;
+  return backward(inputs, lengths_of(inputs, options), options, results, arguments.seed());
 }
 
 }  // namespace
 
-void check_attention_sequences(const PackedInputs& inputs, const c10::SymInt& max_seqlen_q,
-                               const c10::SymInt& max_seqlen_k) {
-  lengths_of(inputs, max_seqlen_q, max_seqlen_k);
+void check_attention_sequences(const AttentionInputs& inputs, const AttentionOptions& options) {
+  lengths_of(inputs, options);
 }
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
   register_shared_kernel<"foo::attention_varlen", &attention_varlen>(library);
-  register_shared_kernel<"foo::attention_varlen_seeded", &attention_varlen_seeded>(library);
-  register_shared_kernel<"foo::attention_varlen_backward", &attention_varlen_backward>(library);
+  register_boxed_kernel<"foo::attention_varlen_seeded", &attention_varlen_seeded>(library);
+  register_boxed_kernel<"foo::attention_varlen_backward", &attention_varlen_backward>(library);
 }
 
 }  // namespace foo
