@@ -69,16 +69,8 @@ LONG_FILES = {
     "tests/device/distributed_checks.py",
     "tests/device/test_allocator.py",
     "tests/device/test_scaled_dot_product_attention.py",
-    "tests/library/test_custom_ops.py",
-    "tests/library/test_numba_op.py",
-    "tests/library/test_tile_kernel.py",
     "tests/library/test_written_tensors.py",
-    "tests/operators/attention/test_dropout.py",
-    "tests/operators/attention/test_semantics.py",
-    "tests/operators/test_abs.py",
-    "tests/operators/test_errors.py",
     "tests/support/device_machine.py",
-    "tests/testing/test_check_operator.py",
 }
 
 

@@ -1,0 +1,12 @@
+"""Fixtures for tests of operators."""
+
+import contextlib
+
+import pytest
+from torch._subclasses import FakeTensorMode
+
+
+@pytest.fixture(params=["eager", "fake"])
+def mode(request):
+    """Both the operators and their fake kernels."""
+    return FakeTensorMode() if request.param == "fake" else contextlib.nullcontext()

@@ -1,0 +1,257 @@
+"""Operators that are wrong in one way each."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from support.product_operator import (
+    empty_product,
+    product,
+    product_backward,
+)
+
+
+def without_last(a, b):
+    result = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    result.view(-1)[:-1] = (a * b).view(-1)[:-1]
+    return result
+
+
+def added_to_fresh_memory(a, b):
+    return torch.empty(a.shape, dtype=a.dtype, device=a.device).add_(a * b)
+
+
+def ignoring_strides(a, b):
+    first, second = (torch.as_strided(t, t.shape, (3, 1)) for t in (a, b))
+    return first * second
+
+
+def ignoring_offset(a, b):
+    return product(*(torch.as_strided(t, t.shape, t.stride(), 0) for t in (a, b)))
+
+
+def multiples_of_four(a, b):
+    result = torch.zeros(a.shape, dtype=a.dtype, device=a.device)
+    count = a.numel() // 4 * 4
+    result.view(-1)[:count] = (a * b).view(-1)[:count]
+    return result
+
+
+def refusing_empty(a, b):
+    if a.numel() == 0:
+        raise ValueError("a must not be empty")
+    return product(a, b)
+
+
+def refusing_bfloat16(a, b):
+    if a.dtype == torch.bfloat16:
+        raise TypeError("a must be float32 or float64, got torch.bfloat16")
+    return product(a, b)
+
+
+def writing_b(a, b):
+    result = product(a, b)
+    b.zero_()
+    return result
+
+
+def writing_beside_a(a, b):
+    if a.storage_offset() > 0:
+        torch.as_strided(a, (1,), (1,), 0).fill_(5)
+    return product(a, b)
+
+
+def aliasing(a, b):
+    return a.mul_(b)
+
+
+def on_cpu(a, b):
+    return product(a, b).cpu()
+
+
+def wrong_backward(ctx, grad):
+    a, b = ctx.saved_tensors
+    return grad * b, grad * a * 2
+
+
+def forgetful_backward(ctx, grad):
+    return grad * ctx.saved_tensors[1], None
+
+
+def raising_backward(ctx, grad):
+    raise RuntimeError("no such formula")
+
+
+def backward_of_dense_gradients(ctx, grad):
+    dense = torch.as_strided(grad, grad.shape, (3, 1), 0)
+    return product_backward(ctx, dense)
+
+
+def backward_that_asks_who_needs_it(ctx, grad):
+    grad_a, grad_b = product_backward(ctx, grad)
+    return (grad_a, grad_b) if ctx.needs_input_grad[0] else (None, grad_b * 2)
+
+
+def looking_at_data(a, b):
+    return a.new_empty(a.shape) if a.sum().item() > 0 else b.new_empty(b.shape)
+
+
+def specialised_on_a_size(a, b):
+    # Asked of a symbolic size, this makes the graph valid for one size alone.
+    return a.new_empty(int(a.shape[0]), 3)
+
+
+def fake_of_dense_input(a, b):
+    if not a.is_contiguous():
+        raise ValueError("only dense input")
+    return empty_product(a, b)
+
+
+@dataclasses.dataclass
+class Broken:
+    """What is broken, the check that finds it, and what it says."""
+
+    check: str
+    message: str
+    make: Callable = product
+    fake: Callable | None = empty_product
+    backward: Callable | None = product_backward
+
+
+BROKEN = {
+    "fake shape": Broken(
+        "fake_kernel",
+        r"the fake kernel gives output 0 the shape \(7, 4\), the kernel gives it \(7, 3\)",
+        fake=lambda a, b: a.new_empty(a.shape[0], a.shape[1] + 1),
+    ),
+    "fake dtype": Broken(
+        "fake_kernel",
+        r"gives output 0 the dtype torch\.float32, the kernel gives it torch\.bfloat16",
+        fake=lambda a, b: torch.empty(a.shape, device=a.device),
+    ),
+    "fake stride": Broken(
+        "fake_kernel",
+        r"gives output 0 the stride \(1, 7\), the kernel gives it \(3, 1\)",
+        fake=lambda a, b: a.new_empty(a.shape[::-1]).t(),
+    ),
+    "fake stride of strided input": Broken(
+        "fake_kernel_in_layouts",
+        r"gives output 0 the stride \(1, 7\), the kernel gives it \(3, 1\)",
+        fake=lambda a, b: torch.empty_like(a),
+    ),
+    "fake device": Broken(
+        "fake_kernel",
+        r"gives output 0 the device cpu, the kernel gives it foo:0",
+        fake=lambda a, b: torch.empty(a.shape, dtype=a.dtype),
+    ),
+    "fake kernel raises": Broken(
+        "fake_kernel",
+        r"the fake kernel \(torch\.library\.register_fake\) raised ZeroDivisionError",
+        fake=lambda a, b: 1 // 0,
+    ),
+    "no fake kernel": Broken(
+        "fake_kernel", r"^there is no fake kernel: register one \(torch\.library", fake=None
+    ),
+    "fake kernel looks at data": Broken("compiled_graph", "torch.compile", fake=looking_at_data),
+    "fake kernel of one size": Broken(
+        "compiled_for_dynamic_shapes",
+        "the graph that was compiled for size 9 does not serve size 6: the fake kernel",
+        fake=specialised_on_a_size,
+    ),
+    "values": Broken(
+        "values",
+        r"output 0 is wrong in 2[01] of 21 elements; the worst, at \(\d, \d\), is \S+ instead of "
+        r"\S+, where \S+ is allowed",
+        make=lambda a, b: product(a, b) * 1.1,
+    ),
+    "an element not written": Broken(
+        "values",
+        r"wrong in 1 of 21 .* 1 of them are nan: memory that nobody has written is full of it",
+        make=without_last,
+    ),
+    "fresh memory read": Broken(
+        "values", r"21 of them are nan: .* or reads fresh memory", make=added_to_fresh_memory
+    ),
+    "strides ignored": Broken(
+        "layouts",
+        "The same numbers in contiguous tensors give the right result: the kernel, or its formula, "
+        "does not follow the strides and the offset of reversed_dimensions",
+        make=ignoring_strides,
+    ),
+    "strides of the gradient ignored": Broken(
+        "layouts",
+        "the gradient of a .* give the right result",
+        backward=backward_of_dense_gradients,
+    ),
+    "offset ignored": Broken(
+        "layouts", "strides and the offset of at_odd_offset", make=ignoring_offset
+    ),
+    "tail of a vector forgotten": Broken("values", "wrong in 1 of 21", make=multiples_of_four),
+    "empty refused": Broken(
+        "values",
+        r"called with float32 \(0, 3\), float32 \(0, 3\) raised ValueError: a must not be empty",
+        make=refusing_empty,
+    ),
+    "dtype refused": Broken(
+        "values",
+        "whose OpSpec promises bfloat16 on foo, called with .* raised TypeError: a must be float32",
+        make=refusing_bfloat16,
+    ),
+    "device of an output": Broken(
+        "values", "output 0 is on cpu, its inputs are on foo", make=on_cpu
+    ),
+    "argument written": Broken(
+        "writes_only_what_is_declared",
+        r"it writes its argument b, and its schema does not say so: .*\(Tensor a, Tensor b\)",
+        make=writing_b,
+    ),
+    "memory beside an argument written": Broken(
+        "writes_only_what_is_declared",
+        "it writes to the memory of its argument a beside the elements that it got",
+        make=writing_beside_a,
+    ),
+    "argument returned": Broken(
+        "aliases_only_what_is_declared",
+        "output 0 shares memory with its argument a, and its schema does not say so",
+        make=aliasing,
+    ),
+    "gradient": Broken("gradients", "the gradient of b is wrong", backward=wrong_backward),
+    "gradient, numerically": Broken(
+        "gradcheck", "gradcheck raised .*Jacobian mismatch", backward=wrong_backward
+    ),
+    "gradient, compiled": Broken(
+        "compiled_graph", "the gradient of b is wrong", backward=wrong_backward
+    ),
+    "gradient forgotten": Broken(
+        "gradients", "the gradient of b is wrong", backward=forgetful_backward
+    ),
+    "gradient raises": Broken(
+        "gradients",
+        "the formula of its gradient raised RuntimeError: no such formula",
+        backward=raising_backward,
+    ),
+    "gradient that nobody needs": Broken(
+        "gradient_only_where_needed",
+        "an output requires a gradient although no input does",
+        make=lambda a, b: product(a, b).requires_grad_(),
+    ),
+    "index of a device": Broken(
+        "second_device",
+        "output 0 is on foo:0, its inputs are on foo:1",
+        make=lambda a, b: product(a, b).to("foo:0"),
+    ),
+    "fake kernel wants dense input": Broken(
+        "compiled_for_layouts", "torch.compile.* raised .*only dense", fake=fake_of_dense_input
+    ),
+    "gradient of one input alone": Broken(
+        "gradient_of_each_input",
+        "the gradient differs where b alone requires a gradient",
+        backward=backward_that_asks_who_needs_it,
+    ),
+    "no formula": Broken(
+        "gradients",
+        r"there is no formula of its gradient: register one \(torch\.library\.register_autograd",
+        backward=None,
+    ),
+    "opcheck": Broken("opcheck", "test_schema", make=writing_b),
+}
