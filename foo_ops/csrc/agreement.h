@@ -1,4 +1,4 @@
-// What this library and the kernels, which are Python, must both know: structs, functions,
+// Facts that this library and the kernels, which are Python, must share: structs, functions,
 // constants.
 
 #pragma once

@@ -48,7 +48,7 @@ void* resolve_kernel(const std::string& kernel, const std::string& signature) {
     const py::object refusal =
         py::module_::import("foo_ops.kernels.compiler.kernel").attr("KernelError");
     TORCH_CHECK(!error.matches(refusal), std::string(py::str(error.value())));
-    // What came while it was compiled, such as KeyboardInterrupt.
+    // Anything else came while it was compiled, such as KeyboardInterrupt.
     pass_on(error);
   }
 }
@@ -196,7 +196,7 @@ void bind_kernels(py::module_& module) {
   });
 }
 
-// What kernels must know as well, by name: structs, functions and constants.
+// Facts that kernels must know as well, by name: structs, functions and constants.
 py::dict describe_agreement() {
   const foo::Agreement agreement = foo::agreement();
   py::dict description;

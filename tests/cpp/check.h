@@ -1,4 +1,4 @@
-// What the C++ tests use instead of a framework: a test is a function, a failure an exception.
+// The framework of the C++ tests: a test is a function, a failure an exception.
 #pragma once
 
 #include <c10/util/Exception.h>

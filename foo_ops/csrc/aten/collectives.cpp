@@ -21,7 +21,7 @@ using c10::IValue;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-// A collective under way on host aliases. Those that see it get tensors of foo from it.
+// A collective under way on host aliases. Code that sees it gets tensors of foo from it.
 class Work final : public c10d::Work {
  public:
   Work(WorkPtr host, c10::Device device)
@@ -60,7 +60,7 @@ class Work final : public c10d::Work {
   struct ToFoo {
     c10::Device device;
 
-    // What is no alias is a sparse tensor, with parts that gloo has made.
+    // A tensor that is no alias is a sparse one, with parts that gloo has made.
     at::Tensor operator()(const at::Tensor& host) const {
       const std::optional<at::Tensor> foo = foo_tensor_over(host);
       return foo.has_value() ? *foo : host.to(device);

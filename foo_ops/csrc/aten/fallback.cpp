@@ -47,10 +47,11 @@ void check_generator_device(at::ArrayRef<IValue> arguments) {
 }
 
 struct CallDevices {
-  // Of the arguments. None is on foo where the call makes a copy of one there, or a tensor like it.
+  // The device of the arguments. None is on foo where the call makes a copy of one there, or a
+  // tensor like it.
   c10::Device arguments;
-  // Of new tensors that the kernel makes on the CPU: the one that the call names, such as that of
-  // empty_like, if it is foo or the CPU.
+  // The device of new tensors that the kernel makes on the CPU: the one that the call names, such
+  // as that of empty_like, if it is foo or the CPU.
   c10::Device results;
 };
 
@@ -104,7 +105,7 @@ void check_device(const at::Tensor& tensor, const c10::Argument& argument, c10::
                                          argument.name().c_str());
 }
 
-// That of the indexed tensor, which is first, or of the first one on foo.
+// The device of the indexed tensor, which is first, or of the first one on foo.
 c10::Device expected_device(const c10::OperatorHandle& op, at::ArrayRef<IValue> values,
                             c10::Device foo) {
   const auto& arguments = op.schema().arguments();
@@ -178,7 +179,7 @@ void call_host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op.redispatchBoxed(keys, stack);
 }
 
-// What tensors of foo can be, each with its counterpart of the CPU.
+// The kinds of tensors of foo, each with its counterpart of the CPU.
 constexpr std::pair<c10::DispatchKey, c10::DispatchKey> kKindsOfTensors[] = {
     {c10::DispatchKey::PrivateUse1, c10::DispatchKey::CPU},
     {c10::DispatchKey::QuantizedPrivateUse1, c10::DispatchKey::QuantizedCPU},

@@ -1,4 +1,4 @@
-// What takes part in one call on the CPU: storages or tensors of foo, each with its host alias.
+// The participants of one call on the CPU: storages or tensors of foo, each with its host alias.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -138,7 +138,7 @@ PartMap HostCall::parts_to_host() {
 
 at::Tensor HostCall::to_foo(const at::Tensor& host) {
   at::Tensor foo = part_to_foo(host);
-  // What nobody else has cannot come again.
+  // A storage that nobody else has cannot come again.
   if (host.use_count() > 1 && !foo.is_same(host)) tensors_.add(foo, host);
   return foo;
 }

@@ -60,13 +60,13 @@ class HostCall {
   c10::Device result_device_;
   device::DeviceGuard device_guard_;
   device::HostTensorsInDeviceMemory host_tensors_in_device_memory_;
-  // Autograd has run, and autocast for cpu is not asked for by a call on foo.
+  // Autograd has run, and a call on foo does not want autocast for the CPU.
   c10::impl::ExcludeDispatchKeyGuard below_autograd_;
   HostAliases<c10::Storage> storages_;
   HostAliases<at::Tensor> tensors_;
   // One for each pair of tensors; of those that are more than dense nothing is known.
   c10::SmallVector<Layout, 4> layouts_;
-  // Of arguments that are on the CPU, each its own alias.
+  // The arguments that are on the CPU, each its own alias.
   HostAliases<c10::Storage> host_storages_;
 };
 

@@ -1,4 +1,4 @@
-// What torch asks of a device through c10: the current device, streams and events.
+// The guard by which c10 reaches a device: the current device, streams and events.
 #pragma once
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>

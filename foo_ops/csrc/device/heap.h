@@ -59,7 +59,7 @@ inline Block* Segment::first_block() const {
   return reinterpret_cast<Block*>(begin);
 }
 
-// What the heap tells about free blocks that share their segment with others.
+// Figures of free blocks that share their segment with others.
 struct SplitFigures {
   int64_t blocks = 0;
   int64_t bytes = 0;

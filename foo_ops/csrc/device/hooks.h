@@ -1,4 +1,4 @@
-// What torch asks of an accelerator through ATen: devices, generators, storage growth.
+// The hooks by which ATen reaches an accelerator: devices, generators, storage growth.
 #pragma once
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>

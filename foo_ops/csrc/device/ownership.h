@@ -1,4 +1,4 @@
-// Who owns memory of a device: several storages may, and some of it came from the CPU.
+// Owners of a device's memory: several storages may share it, and some of it came from the CPU.
 #pragma once
 
 #include <c10/core/Storage.h>

@@ -1,4 +1,4 @@
-// Which process the device lives in: like a driver's, its state does not survive a fork.
+// The process that the device lives in: like a driver's, its state does not survive a fork.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// What torch's profiler asks of a device to time operators on it, with
+// The calls by which torch's profiler uses a device to time operators on it, with
 // torch.autograd.profiler.profile(use_device="foo"). Each operator is done when it returns, so the
 // time of the host is that of the device.
 

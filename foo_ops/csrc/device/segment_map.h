@@ -1,4 +1,4 @@
-// Which segments of which device lie where in memory.
+// A map from addresses to the segments of all devices.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -15,7 +15,7 @@ using Format = std::pair<int64_t, int64_t>;
 struct StorageImpl final : c10::StorageImpl {
   using c10::StorageImpl::StorageImpl;
 
-  // What backend_meta.h stores: all tensors over one memory have one format.
+  // The metadata of backend_meta.h: all tensors over one memory have one format.
   std::optional<Format> format;
 };
 

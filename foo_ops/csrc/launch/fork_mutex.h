@@ -6,8 +6,8 @@
 namespace foo {
 
 // A mutex that no thread holds during a fork. Otherwise a child could wait for ever, as the thread
-// that held it is not there to release it. What it guards may lock only mutexes that were made
-// before it, and make none.
+// that held it is not there to release it. The code that it guards may lock only mutexes that were
+// made before it, and make none.
 class ForkMutex {
  public:
   ForkMutex();

@@ -13,8 +13,8 @@ namespace foo {
 // Name of a dtype as Python writes it: float32, bfloat16, complex64 ...
 std::string dtype_name(at::ScalarType dtype);
 
-// What a kernel is compiled for, a number for each argument that matters: a tensor's dtype; for an
-// optional argument whether it is there.
+// The arguments that a kernel is compiled for, a number for each argument that matters: a tensor's
+// dtype; for an optional argument whether it is there.
 using Signature = c10::SmallVector<int8_t, 16>;
 constexpr int8_t kAbsent = -1;
 constexpr int8_t kGiven = -2;

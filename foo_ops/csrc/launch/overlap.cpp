@@ -120,7 +120,7 @@ void check_resizable(const std::string& operator_name, const std::string& parame
   c10::SymInt last = out.sym_storage_offset();
   for (int64_t i = 0; i < out.dim(); ++i) last += (out.sym_size(i) - 1) * out.sym_stride(i);
   const bool is_empty = out.sym_numel() == 0;
-  // Who has emptied a tensor with resize_(0) wants its memory used again.
+  // A program that empties a tensor with resize_(0) wants its memory used again.
   const bool is_whole = out.sym_storage_offset() == 0 && (is_empty || items == last + 1);
   const bool is_alone = std::none_of(others.begin(), others.end(), [&](const at::Tensor& other) {
     return items > 0 && out.is_alias_of(other);

@@ -1,4 +1,4 @@
-// Which elements of tensors share memory, and what may be resized.
+// Checks for elements of tensors that share memory, and for tensors that may be resized.
 
 #pragma once
 

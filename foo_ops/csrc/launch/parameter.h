@@ -14,15 +14,15 @@ namespace foo {
 
 struct Parameter {
   enum class Kind { kTensor, kFloat, kInt, kBool };
-  // What happens to a tensor: kOut is an argument `out` of the schema.
+  // The use of a tensor: kOut is an argument `out` of the schema.
   enum class Role { kRead, kInPlace, kOut };
 
   std::string name;
   Kind kind;
   bool is_optional;
   Role role = Role::kRead;
-  // Of a tensor that an elementwise kernel reads in its own dtype, not in the common one: those
-  // that it may have, and what messages call them.
+  // The dtypes that a tensor may have which an elementwise kernel reads in its own dtype, not in
+  // the common one, and their name in messages.
   std::vector<at::ScalarType> own_types = {};
   std::string own_types_in_words = {};
 

@@ -8,10 +8,10 @@
 
 namespace foo {
 
-// Blocks of memory that wait for the next call, in places that calls number from 0. What goes back
-// to the system comes again page by page, which took 4 % of a short backward pass, and 10 % of a
-// long one with one head. It is never destroyed, and nothing of it belongs to a thread: threads
-// may end, and a process may fork, at any time.
+// Blocks of memory that wait for the next call, in places that calls number from 0. Memory that
+// goes back to the system comes again page by page, which took 4 % of a short backward pass, and 10
+// % of a long one with one head. It is never destroyed, and nothing of it belongs to a thread:
+// threads may end, and a process may fork, at any time.
 class ScratchPool {
  public:
   ScratchPool() = default;
@@ -21,11 +21,11 @@ class ScratchPool {
  private:
   friend class ScratchMemory;
 
-  // What stands before the memory. A block belongs to a place also while a call has it.
+  // The header before the memory. A block belongs to a place also while a call has it.
   struct alignas(64) Block {
     int64_t bytes;
     int64_t place;
-    // Of the calls that had it, so many in a row needed only a small part.
+    // How many calls in a row needed only a small part of it.
     int64_t calls_with_little;
     bool is_kept;
   };

@@ -1,4 +1,4 @@
-// Which thread does which of a call's jobs.
+// The division of a call's jobs among threads.
 
 #pragma once
 

@@ -20,7 +20,7 @@ namespace {
 
 using Tensors = c10::SmallVector<at::Tensor, 4>;
 
-// What a call is made of.
+// The tensors and numbers of a call.
 struct Operands {
   Tensors inputs;
   // Arguments that are written, or undefined tensors to be allocated.
@@ -55,8 +55,8 @@ at::TensorIterator make_iterator(const Operands& operands, at::TensorList output
   return config.build();
 }
 
-// A TensorIterator allocates outputs of one dtype. Where there are several, the first is asked how
-// the others have to lie in memory.
+// A TensorIterator allocates outputs of one dtype. Where there are several, the others lie in
+// memory as the first does.
 void allocate_of_several_types(Operands& operands) {
   const auto iterator = make_iterator(operands, {at::Tensor()});
   for (size_t i = 0; i < operands.outputs.size(); ++i) {
@@ -103,7 +103,7 @@ at::Tensor allocate(const at::Tensor& like, at::ScalarType dtype) {
 
 void run_plain(Operands& operands, Kernel& kernel, const Signature& signature) {
   c10::SmallVector<char*, 8> data;
-  // Of the inner loop, and of the outer one, which takes a single step.
+  // Strides of the inner loop, and of the outer one, which takes a single step.
   c10::SmallVector<int64_t, 16> strides;
   for (size_t i = 0; i < operands.outputs.size(); ++i) {
     operands.outputs[i] = allocate(operands.inputs.front(), operands.output_types[i]);
@@ -307,7 +307,7 @@ void Elementwise::launch(torch::jit::Stack& stack) {
   Tensors targets = operands.outputs;
   if (!targets.empty()) {
     const auto sizes = check_written(arguments);
-    // What cannot be compiled is refused before anything is resized.
+    // A kernel that cannot be compiled is refused before anything is resized.
     const bool is_empty = c10::multiply_integers(sizes) == 0;
     if (!is_empty) kernel_.get<ElementwiseFunction>(signature);
   }

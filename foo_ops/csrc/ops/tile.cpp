@@ -54,7 +54,7 @@ bool has_contiguous_rows(const at::Tensor& tensor) {
   return tensor.dim() == 0 || tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
 }
 
-// What the kernel reads in place of some arguments.
+// Copies that the kernel reads in place of some arguments.
 using Copies = c10::SmallVector<std::pair<size_t, at::Tensor>, 2>;
 
 // The arguments of one call of a kernel.
@@ -146,7 +146,7 @@ class TileLauncher final : public c10::OperatorKernel {
   }
 
  private:
-  // What the operator returns.
+  // Returns the operator's results.
   Tensors launch(c10::ArrayRef<c10::IValue> arguments) {
     const c10::Device device = common_device(name_, parameters_, arguments);
     const SharedLayouts layouts = layouts_.of(arguments.slice(0, inputs_));
@@ -220,8 +220,8 @@ class TileLauncher final : public c10::OperatorKernel {
     }
   }
 
-  // Numbers that the kernel's check looks at are indices as a rule. What it has seen is what the
-  // kernel must use, whoever writes to the tensor meanwhile.
+  // Numbers that the kernel's check looks at are indices as a rule. The kernel must use
+  // the same ones, whoever writes to the tensor meanwhile.
   bool is_checked(size_t index, const at::Tensor& tensor) const {
     return options_.checks[index] && at::isIntegralType(tensor.scalar_type(), true);
   }
@@ -273,7 +273,7 @@ class TileLauncher final : public c10::OperatorKernel {
   size_t inputs_;
   // For each result whether it is an argument that was written.
   c10::SmallVector<bool, 4> returns_argument_;
-  // Of the operator without `out`.
+  // The layouts of the operator without `out`.
   ResultLayouts layouts_;
   Kernel& kernel_;
   OperatorCount* count_;

@@ -58,9 +58,9 @@ struct TileOptions {
   Refusal refuse;
 };
 
-// Gives an operator a tile kernel on a dispatch key, CPU or PrivateUse1. What the schema returns,
-// and is no argument that it writes to, is allocated with the sizes, strides and dtypes that the
-// fake kernel says. All that it refuses is refused before anything is written.
+// Gives an operator a tile kernel on a dispatch key, CPU or PrivateUse1. Whatever the schema
+// returns, and is no argument that it writes to, is allocated with the sizes, strides and dtypes
+// that the fake kernel says. All that it refuses is refused before anything is written.
 c10::RegistrationHandleRAII register_tile(const std::string& operator_name, c10::DispatchKey key,
                                           const std::string& kernel,
                                           std::vector<Parameter> parameters, TileOptions options);

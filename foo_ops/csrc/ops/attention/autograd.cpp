@@ -1,5 +1,5 @@
 // The first derivatives of foo::attention and foo::attention_varlen, and the seed that dropout gets
-// where they are differentiated or mapped. Those of the backward operators, for second derivatives,
+// where they are differentiated or mapped. The formulas for second derivatives
 // are in foo_ops/ops/.
 
 #include <ATen/autocast_mode.h>
@@ -36,7 +36,7 @@ struct Form {
   const char* backward;
   // The number of tensors.
   size_t inputs;
-  // Those that backward returns gradients for.
+  // The inputs that backward returns gradients for.
   std::array<size_t, 6> differentiable;
 };
 
@@ -85,7 +85,7 @@ class Gradient : public torch::autograd::Function<Self> {
  public:
   static constexpr bool is_traceable = true;
 
-  // Of the tensors among the arguments those that were given, for autograd to see; all arguments.
+  // Takes the tensors that were given, for autograd to see, and then all arguments.
   static variable_list forward(AutogradContext* context, at::TensorList, const Stack& arguments,
                                const OperatorHandle& op, c10::DispatchKeySet keys) {
     Stack stack = arguments;
@@ -223,7 +223,7 @@ bool will_be_cast(const Tensor& query) {
 }
 
 // Under torch.vmap, where the seed is drawn by an operator of torch, which knows what its argument
-// ``randomness`` demands: one seed for all, one for each, or an error. What is refused is refused
+// ``randomness`` demands: one seed for all, one for each, or an error. A call is refused
 // for a slice, in its own words; but autocast is yet to come, and to make dtypes the same.
 template <class Own>
 void draw_for_vmap(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {

@@ -18,7 +18,7 @@ namespace {
 // The blocks of so many key heads are work for all threads; fewer key heads have theirs in chunks.
 // Does not depend on the threads, so that neither do the sums.
 constexpr int64_t kBackwardPieces = 8;
-constexpr int64_t kRowsOfPart = 256;
+constexpr int64_t kRowsOfRange = 256;
 
 // Kernels live as long as the process: they are never destroyed.
 Kernel& backward_kernel(const Parameters& parameters) {
@@ -227,23 +227,23 @@ bool begin_with_whole_products(const std::vector<Piece>& blocks) {
                      [](const Piece& block) { return block.key_start % kRowMultiple == 0; });
 }
 
-// A key head's rows in parts, so that there is work for all threads if there is one head.
+// Cuts a key head's rows into ranges, so that there is work for all threads if there is one head.
 void add_up_chunks(const std::vector<KeyHead>& key_heads, const SumsOfKeys& sums, int64_t chunks,
                    int64_t most_rows) {
   const int64_t count = static_cast<int64_t>(key_heads.size());
-  const int64_t parts = ceil_divide(most_rows, kRowsOfPart);
-  at::parallel_for(0, count * parts, 1, [&](int64_t begin, int64_t end) {
+  const int64_t ranges = ceil_divide(most_rows, kRowsOfRange);
+  at::parallel_for(0, count * ranges, 1, [&](int64_t begin, int64_t end) {
     for (int64_t job = begin; job < end; ++job) {
-      const KeyHead& key_head = key_heads[job / parts];
-      const int64_t row = std::min(key_head.rows, job % parts * kRowsOfPart);
-      const int64_t stop = std::min(key_head.rows, row + kRowsOfPart);
-      sums.write(key_head, row, stop, job / parts * chunks, chunks);
+      const KeyHead& key_head = key_heads[job / ranges];
+      const int64_t row = std::min(key_head.rows, job % ranges * kRowsOfRange);
+      const int64_t stop = std::min(key_head.rows, row + kRowsOfRange);
+      sums.write(key_head, row, stop, job / ranges * chunks, chunks);
     }
   });
 }
 
 // The sums of a key head that is one chunk lie in the gradient itself, or in the slot of the thread
-// that runs it, and are rounded while they are in its cache. Those of several chunks are added up
+// that runs it, and are rounded while they are in its cache. Sums of several chunks are added up
 // when all are there.
 void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
                       const std::vector<std::vector<Chunk>>& jobs,
@@ -347,7 +347,7 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
         key_heads.push_back({place, sequence.key_offset, sequence.key_length});
       }
     }
-    // Which spares a copy: 4 to 7 % of a short pass.
+    // This spares a copy: 4 to 7 % of a short pass.
     const bool in_place = parameters.chunks == 1 && can_hold_sums(grad_key, type) &&
                           can_hold_sums(grad_value, type) && begin_with_whole_products(blocks);
     run_jobs_of_keys(parameters,

@@ -39,7 +39,7 @@ class BiasGradient {
   Parameters& parameters_;
   const at::Tensor& bias_;
   const at::ScalarType compute_type_;
-  // Of the bias with four dimensions.
+  // The sizes of the bias with four dimensions.
   std::vector<int64_t> sizes_;
   bool is_shared_;
   at::Tensor sums_;

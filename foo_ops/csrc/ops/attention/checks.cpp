@@ -66,7 +66,7 @@ struct Checker {
     }
   }
 
-  // What is added to scores: float32, or of query's dtype.
+  // A tensor that is added to scores is float32, or of query's dtype.
   void check_number(const char* argument, const at::Tensor& tensor, const char* also) const {
     const auto dtype = tensor.scalar_type();
     const auto query_dtype = query.scalar_type();

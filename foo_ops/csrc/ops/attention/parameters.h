@@ -42,8 +42,8 @@ struct Operand {
   int64_t strides[4] = {0, 0, 0, 0};
 
   Operand() = default;
-  // Of shape (batch, heads, rows, columns), or without the last ones.
-  // An input must not be asked for a pointer to write to: that would copy one that shares its
+  // The shape is (batch, heads, rows, columns), or without the last ones.
+  // The pointer is one to read from: one to write to would copy an input that shares its
   // memory until it is written to. Outputs are new, and share it with nobody.
   explicit Operand(const at::Tensor& tensor) : data(const_cast<void*>(tensor.const_data_ptr())) {
     for (int64_t i = 0; i < tensor.dim(); ++i) {

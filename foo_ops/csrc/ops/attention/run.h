@@ -42,7 +42,7 @@ ScratchPool& scratch_pool();
 
 // Calls work(job, thread, call) for each job, in parallel, where call(piece) runs the kernel in the
 // thread's own scratch memory, and threads are counted from 0, fewer than at::get_num_threads().
-// Which thread does a job makes no difference to the result. No piece has more rows than
+// The result is the same whichever thread does a job. No piece has more rows than
 // ``largest``.
 template <class Work>
 void run_jobs(const Parameters& parameters, AttentionFunction* kernel, int64_t jobs,

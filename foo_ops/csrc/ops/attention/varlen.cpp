@@ -18,13 +18,13 @@ namespace foo {
 
 namespace {
 
-// What the tensors of integers say, and has been checked. They are read once, since another thread
-// may write to them at any time.
+// The checked numbers of the tensors of integers, which are read once, since another thread may
+// write to them at any time.
 struct Lengths {
   std::vector<int64_t> query_offsets, key_offsets, query_lengths, key_lengths;
   // A row for each sequence with the numbers of the blocks in use.
   std::vector<int32_t> pages;
-  // Of such a row.
+  // The length of such a row.
   int64_t columns = 0;
 };
 
@@ -50,7 +50,7 @@ void check_used(const Lengths& lengths, const int32_t* used, bool is_paged, int6
   }
 }
 
-// Of a large table only the blocks in use are copied.
+// Copies only the blocks in use, of a table that may be large.
 void read_pages(Lengths& lengths, const at::Tensor& table, int64_t page_size, int64_t pages) {
   const int64_t room = table.size(1) * page_size;
   for (size_t i = 0; i < lengths.key_lengths.size(); ++i) {
@@ -279,7 +279,7 @@ class UsedBlocks {
   }
 
  private:
-  // Of all blocks; of those with another number; and which of these each block is.
+  // The numbers of all blocks, each number once, and for each block its place among the latter.
   at::Tensor numbers_, distinct_, places_;
 };
 
@@ -306,7 +306,7 @@ PackedGradients paged_backward(const AttentionInputs& inputs, const Lengths& giv
   auto [grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks] =
       packed_backward(gathered, lengths, options,
                       {grad_output, results.grad_logsumexp, output, results.logsumexp}, seed);
-  // What was not given has a gradient of size 0, in query's dtype.
+  // A tensor that was not given has a gradient of size 0, in query's dtype.
   const auto own_type = [&](const at::Tensor& gradient, const std::optional<at::Tensor>& tensor) {
     return gradient.to(tensor.value_or(inputs.query).scalar_type());
   };
