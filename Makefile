@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CSRC := $(shell find foo_ops/csrc -name '*.cpp' -o -name '*.h')
 CPP_TESTS := $(wildcard tests/cpp/*)
 
-.PHONY: setup demo examples test test-processors conformance sanitize reliability bench lint clean
+.PHONY: setup demo examples test test-processors conformance sanitize reliability bench docs lint clean
 
 setup: $(VENV)/.built
 
@@ -18,7 +18,7 @@ $(VENV)/.created:
 # torch comes first, and the build uses that one: an isolated build would download it again.
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt setup.py
 	$(PIP) install -c constraints.txt torch numpy setuptools ninja
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,test,bench,lint]'
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,test,bench,docs,lint]'
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(CSRC)
@@ -83,6 +83,10 @@ reliability: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# Strict: a broken link fails.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lint: setup
 	$(BIN)/ruff check .

@@ -15,13 +15,12 @@ from rich.progress import Progress
 from benchmarks import cases, peaks, report
 from benchmarks.awake import processors_awake
 from benchmarks.cores import one_core
-from benchmarks.first_call import CALLS, REPOSITORY, measure_first_calls
+from benchmarks.first_call import CALLS, measure_first_calls
 from benchmarks.measure import Limits, Result, measure
 from benchmarks.plots import save_plots
+from benchmarks.publish import Published, publish
 from foo_ops import info
 
-README = REPOSITORY / "README.md"
-IMAGES = REPOSITORY / "docs" / "images"
 RESULTS = Path("benchmarks/results/latest.json")
 WIDTH = 200
 """Of the tables where the output is no terminal."""
@@ -46,8 +45,8 @@ MODES = {
 
 def main() -> None:
     options = parse_options()
-    if options.readme:
-        write_readme(options.output)
+    if options.publish:
+        publish_figures(options.output, Published())
         return
     start = time.monotonic()
     with processors_awake():
@@ -90,9 +89,9 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=RESULTS, help="the results file")
     parser.add_argument(
-        "--readme",
+        "--publish",
         action="store_true",
-        help="measure nothing: write the figures and plots of the results file for README.md",
+        help="measure nothing: write the results file's figures and plots into README.md and docs/",
     )
     return parser.parse_args()
 
@@ -122,7 +121,7 @@ def dashed(section: str) -> str:
     return section.replace(" ", "-")
 
 
-def write_readme(results_file: Path) -> None:
+def publish_figures(results_file: Path, places: Published) -> None:
     if not results_file.is_file():
         sys.exit(f"{results_file} does not exist: run `make bench` first")
     content = report.load(results_file)
@@ -130,11 +129,10 @@ def write_readme(results_file: Path) -> None:
         sys.exit(f"{results_file} is from a quick run, whose figures are not worth publishing")
     if missing := [name for name in report.SECTIONS if name not in content.by_section()]:
         sys.exit(f"{results_file} has no rows of {', '.join(missing)}: run all of `make bench`")
-    plots = save_plots(content, IMAGES)
-    folder = IMAGES.relative_to(REPOSITORY)
-    images = {f"{folder}/{name}": description for name, description in plots.items()}
-    report.rewrite_readme(README, content, images)
-    print(f"{README.name} and {folder} now have the figures of {results_file}")
+    publish(content, places)
+    print(
+        f"{places.readme.name} and {places.performance.name} now have the figures of {results_file}"
+    )
 
 
 if __name__ == "__main__":

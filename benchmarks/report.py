@@ -38,8 +38,6 @@ from benchmarks.workload import Workload
 from foo_ops import info
 from foo_ops.kernels.compiler.processor import vector_bits
 
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-
 
 @dataclass(frozen=True)
 class Section:
@@ -384,32 +382,3 @@ def print_tables(console: Console, content: Content) -> None:
         console.print(text, markup=False)
     for failure in content.failures():
         console.print(f"Not measured: {failure}", markup=False)
-
-
-# ---------------------------------------------------------------------------------------- README
-
-
-def markdown(content: Content, images: dict[str, str]) -> str:
-    """The headline rows as Markdown, in short, and the plots: descriptions by path."""
-    parts = []
-    for name, results in content.by_section(headline=True).items():
-        if results[0].workload is None:
-            header, *rows = table_of(content, name, results)
-        else:
-            header, *rows = digest_table(content, results, SECTIONS[name].unit)
-        alignment = ["---" if column in ("case", "verdict") else "---:" for column in header]
-        table = "\n".join(f"| {' | '.join(cells)} |" for cells in (header, alignment, *rows))
-        parts.append(f"**{SECTIONS[name].title}**\n\n{table}")
-    plots = [f"![{description}]({path})" for path, description in images.items()]
-    texts = filter(None, (content.one_core, tally(content), LEGEND, caption(content)))
-    return "\n\n".join([*parts, *plots, *texts])
-
-
-def rewrite_readme(path: Path, content: Content, images: dict[str, str]) -> None:
-    """Put the headline rows and the plots between the two marks."""
-    text = path.read_text()
-    before, found_begin, rest = text.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
-    if not (found_begin and found_end):
-        raise ValueError(f"{path} must have the marks {BEGIN} and {END}")
-    path.write_text(f"{before}{BEGIN}\n\n{markdown(content, images)}\n\n{END}{after}")

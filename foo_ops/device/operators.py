@@ -19,7 +19,7 @@ def operator_counts() -> dict[str, OperatorCount]:
     up by giving kernels of its own to what runs often through the fallback.
 
     >>> torch.foo.reset_operator_counts()
-    >>> torch.ones(3, device="foo").view(1, 3) + 1
+    >>> total = torch.ones(3, device="foo").view(1, 3) + 1
     >>> torch.foo.operator_counts()["aten::add.Tensor"]
     OperatorCount(own=0, fallback=1)
     """

@@ -3,7 +3,14 @@
 Importing this module is all that is needed:
 
     >>> import foo_ops.integrations.transformers
-    >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="foo")
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=9, num_attention_heads=2))
+    >>> model.set_attn_implementation("foo")
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 9])
+
+``from_pretrained(path, attn_implementation="foo")`` does the same for a stored model.
 
 transformers asks two functions of each implementation. One makes a mask, once for a forward pass.
 The other computes attention, once for a layer. That one learns nothing of the cache and of padding,
@@ -19,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foo_ops.ops.attention import given_options
+from foo_ops.ops.attention_options import given_options
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -15,7 +15,7 @@ class Library(torch.library.Library):
 
     Example:
         >>> lib = foo_ops.library.Library("mylib", "FRAGMENT")
-        >>> lib.define("thrice(Tensor input) -> Tensor")
+        >>> name = lib.define("thrice(Tensor input) -> Tensor")
         >>> lib.impl("thrice", foo_ops.library.elementwise_kernel(lambda x: 3 * x), "CPU")
     """
 

@@ -65,7 +65,7 @@ def rotary_embedding(
     Example:
         >>> angle = torch.tensor([torch.pi / 2, 0.0])
         >>> query = torch.tensor([1.0, 2.0, 3.0, 4.0])
-        >>> foo_ops.rotary_embedding(query, angle.cos(), angle.sin())
+        >>> foo_ops.rotary_embedding(query, angle.cos(), angle.sin()).round()
         tensor([-3.,  2.,  1.,  4.])
     """
     function = torch.ops.foo.rotary_embedding_ if inplace else torch.ops.foo.rotary_embedding

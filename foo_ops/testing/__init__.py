@@ -1,11 +1,11 @@
 """Show that an operator is right, on cpu and on foo, whoever wrote it.
 
 An `OpSpec` says what the operator computes and gives samples. `check_operator` runs every check on
-it; pytest makes a test of each check by itself, since the package brings a plugin:
+it; pytest makes a test of each check by itself, since the package brings a plugin::
 
-    >>> @pytest.mark.operators(SCALE)
-    ... def test_operator(operator_check):
-    ...     operator_check()
+    @pytest.mark.operators(SCALE)
+    def test_operator(operator_check):
+        operator_check()
 
 `OPERATORS` is the table of the package's own.
 """

@@ -15,6 +15,7 @@ from benchmarks import (
     device,
     peaks,
     plots,
+    publish,
     report,
     targets,
 )
@@ -262,23 +263,41 @@ def test_tally_counts_verdicts():
     )
 
 
-def test_readme_has_the_headlines_between_its_marks(content, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before {report.BEGIN} of yesterday {report.END} after")
-    report.rewrite_readme(readme, content, {"images/plot.png": "A plot"})
-    text = readme.read_text()
-    assert text.startswith(f"before {report.BEGIN}")
-    assert text.endswith(f"{report.END} after")
-    assert "of yesterday" not in text
+def test_tables_have_the_headlines(content):
+    text = publish.tables(content, {"images/plot.png": "A plot"})
     assert "![A plot](images/plot.png)" in text
     # Lengths and decoding, on one thread each: four in either direction, and two.
     assert text.count("| float32 dense | 0.00 |") == 6
     assert "| float32 dense | 0.00 | 0.80 | 0.82 | 1.00 x | flash 0.00 | 4.00 (3.00-4.00) |" in text
     assert report.tally(content) in text
     assert report.SECTIONS["calls"].title not in text
-    readme.write_text("no marks")
+
+
+def test_figures_go_between_the_marks(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before {publish.BEGIN} of yesterday {publish.END} after")
+    publish.replace_between_marks(page, "new")
+    assert page.read_text() == f"before {publish.BEGIN}\n\nnew\n\n{publish.END} after"
+    page.write_text("no marks")
     with pytest.raises(ValueError, match="must have the marks"):
-        report.rewrite_readme(readme, content, {})
+        publish.replace_between_marks(page, "new")
+
+
+def test_the_front_page_names_where_a_peer_is_faster():
+    def of_forward(name, foo, flash):
+        seconds = {"foo": [foo] * 4, "flash": [flash] * 4}
+        return Result("attention forward", name, 1, 1e9, False, seconds)
+
+    rows = [of_forward("quick", 1.0, 3.0), of_forward("slow", 2.0, 1.0)]
+    content = report.Content("2026-01-01", "default", {}, rows)
+    header, row = publish.summary(content)
+    assert row == ["attention", "2", "1.75", "0.50 to 3.00", "slow (1 thread)"]
+    assert len(header) == len(row)
+    alone = report.Content("2026-01-01", "default", {}, rows[:1])
+    assert publish.summary(alone)[1][-1] == "none"
+    many = [of_forward(f"slow {number}", 2.0, 1.0) for number in range(5)]
+    named = publish.summary(report.Content("2026-01-01", "default", {}, many))[1][-1]
+    assert named.endswith("slow 2 (1 thread), and 2 more")
 
 
 @pytest.mark.parametrize(
@@ -305,16 +324,19 @@ def test_plots_of_nothing(tmp_path):
     assert plots.save_plots(content, tmp_path) == {}
 
 
-def test_readme_and_images(monkeypatch, tmp_path, content):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{report.BEGIN}{report.END}")
-    monkeypatch.setattr(command, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(command, "README", readme)
-    monkeypatch.setattr(command, "IMAGES", tmp_path / "docs" / "images")
+def test_pages_and_images(monkeypatch, tmp_path, content):
+    places = publish.Published(
+        tmp_path / "README.md", tmp_path / "docs" / "performance.md", tmp_path / "docs" / "images"
+    )
+    places.performance.parent.mkdir()
+    for page in (places.readme, places.performance):
+        page.write_text(f"{publish.BEGIN}{publish.END}")
     monkeypatch.setattr(
         report, "SECTIONS", {name: report.SECTIONS[name] for name in content.by_section()}
     )
-    command.write_readme(tmp_path / "folder" / "results.json")
+    command.publish_figures(tmp_path / "folder" / "results.json", places)
     for name in ("attention_speed_64.png", "attention_decoding.png"):
-        assert (tmp_path / "docs" / "images" / name).is_file()
-        assert f"](docs/images/{name})" in readme.read_text()
+        assert (places.images / name).is_file()
+        assert f"](images/{name})" in places.performance.read_text()
+    assert "](docs/images/attention_speed_64.png)" in places.readme.read_text()
+    assert "| attention | " in places.readme.read_text()

@@ -20,6 +20,7 @@ from benchmarks import (
     zentorch_process,
 )
 from benchmarks.measure import Limits, measure
+from benchmarks.publish import Published
 from benchmarks.workload import Workload
 
 TINY = Limits(rounds=3, turn=1e-4, contender=1e-3)
@@ -230,12 +231,12 @@ def test_quick_run(monkeypatch, tmp_path, capsys):
     assert f"Written: {results}" in printed
     assert [it.section for it in report.load(results).results][-1] == "attention forward"
     with pytest.raises(SystemExit, match="is from a quick run"):
-        command.write_readme(results)
+        command.publish_figures(results, Published())
     report.save(results, report.load(results).results, "default")
     with pytest.raises(SystemExit, match=r"no rows of calls, abs, .*: run all of `make bench`"):
-        command.write_readme(results)
+        command.publish_figures(results, Published())
     with pytest.raises(SystemExit, match="does not exist: run `make bench` first"):
-        command.write_readme(tmp_path / "none.json")
+        command.publish_figures(tmp_path / "none.json", Published())
 
 
 def test_some_sections_alone(monkeypatch, tmp_path):

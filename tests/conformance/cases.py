@@ -10,9 +10,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch  # loads foo: torch's tests read the name of the device when they are imported
+import torch
+from comparison import (
+    agree,
+    begin,
+    compare,
+    leaf,
+    map_sample,
+    mapper,
+    outcome,
+    sample_on_foo,
+    to_foo,
+)
 from fakes import check_announced, to_channels_last
-from torch.testing._comparison import default_tolerances
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import optim_db
@@ -21,7 +31,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # Samples of an operator for a dtype that are run, evenly over all that there are.
 MAX_SAMPLES = 6
+
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.complex64)
+
 OPTIMIZER_STEPS = 3
 
 # Their results hold whatever the memory held before.
@@ -33,24 +45,6 @@ UNINITIALIZED = {
     "new_empty",
     "new_empty_strided",
 }
-
-
-# Computed in other steps than on the CPU, and so rounded otherwise: attention has kernels of foo's
-# own, and torch chooses the steps of this loss by the name of the device.
-OTHER_ROUNDING = {
-    "nn.functional.scaled_dot_product_attention",
-    "nn.LinearCrossEntropyLoss",
-    "nn.MultiheadAttention",
-    "nn.Transformer",
-    "nn.TransformerDecoderLayer",
-    "nn.TransformerEncoder",
-    "nn.TransformerEncoderLayer",
-}
-# In units of the last place of the largest element.
-ALLOWED_ROUNDINGS = 8
-
-# Their arguments are on the CPU for every device.
-HOST_ARGUMENTS = {"tensor_split"}
 
 
 class Case(NamedTuple):
@@ -82,8 +76,7 @@ def all_cases() -> list[Case]:
 
 def run(case: Case) -> None:
     """Raises an AssertionError where foo differs from the CPU, or what foo raised."""
-    global _current
-    _current = case.name
+    begin(case.name)
     dtype = getattr(torch, case.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -95,150 +88,10 @@ def _name(op: Any) -> str:
 
 
 _OPERATORS = {_name(op): op for op in op_db}
+
 _MODULES = {info.name: info for info in module_db}
+
 _OPTIMIZERS = {info.optim_cls.__name__: info for info in optim_db}
-
-
-def to_foo(value: Any) -> Any:
-    """The same tensor on foo: strides, storage, pending conjugation and requires_grad too."""
-    if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
-        return torch.device("foo")
-    if isinstance(value, torch.Generator):
-        return torch.Generator("foo").manual_seed(value.initial_seed())
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.layout != torch.strided or value.is_quantized or value.is_nested:
-        return value.detach().to("foo").requires_grad_(value.requires_grad)
-    plain = value.detach()
-    if plain.is_conj():
-        result = to_foo(plain.conj()).conj()
-    elif plain.is_neg():
-        result = to_foo(plain._neg_view())._neg_view()
-    else:
-        storage = plain.untyped_storage()
-        memory = torch.empty(0, dtype=torch.uint8).set_(storage).to("foo")
-        memory = memory[: len(memory) // value.itemsize * value.itemsize].view(value.dtype)
-        result = memory.as_strided(plain.size(), plain.stride(), plain.storage_offset())
-    return result.requires_grad_(value.requires_grad)
-
-
-def leaf(value: Any) -> Any:
-    """The same tensor without a history: some samples have one, where they look like leaves."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
-
-
-def mapper(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The function, but what comes twice is one tensor in the results, too."""
-    results: dict[int, Any] = {}
-
-    def call(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return function(value)
-        if id(value) not in results:
-            results[id(value)] = function(value)
-        return results[id(value)]
-
-    return call
-
-
-def _sample_on_foo(op: Any, sample: SampleInput) -> SampleInput:
-    result = _map_sample(mapper(to_foo), sample)
-    if op.name in HOST_ARGUMENTS:
-        result.args = sample.args
-    return result
-
-
-def _map_sample(function: Callable[[Any], Any], sample: SampleInput) -> SampleInput:
-    """Unlike the sample's own method, maps devices and generators too."""
-    result = SampleInput(
-        tree_map(function, sample.input),
-        args=tree_map(function, sample.args),
-        kwargs=tree_map(function, sample.kwargs),
-    )
-    result.output_process_fn_grad = sample.output_process_fn_grad
-    result.broadcasts_input = sample.broadcasts_input
-    return result
-
-
-# The state of the CPU's generator when a call starts, which no call on foo may change.
-_SEEDED = torch.manual_seed(0).get_state()
-
-
-def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What a function returns, or what it raises. Random numbers start at the same seed."""
-    torch.manual_seed(0)
-    try:
-        return function(), None
-    except Exception as error:
-        return None, error
-
-
-# The name of the case that runs.
-_current = ""
-
-
-def _tolerance(expected: torch.Tensor) -> dict[str, float]:
-    """For assert_close: torch's own, and what follows from the dtype and the largest element."""
-    if _current not in OTHER_ROUNDING or not expected.is_floating_point():
-        return {}
-    finite = expected[expected.isfinite()]
-    largest = finite.abs().max().item() if finite.numel() else 0.0
-    rtol, atol = default_tolerances(expected.dtype)
-    rounding = torch.finfo(expected.dtype).eps * largest
-    return {"rtol": rtol, "atol": max(atol, ALLOWED_ROUNDINGS * rounding)}
-
-
-def compare(actual: Any, expected: Any, what: str, *, values: bool = True) -> None:
-    actual_leaves, expected_leaves = tree_leaves(actual), tree_leaves(expected)
-    assert len(actual_leaves) == len(expected_leaves), f"{what}: other number of results"
-    for one, other in zip(actual_leaves, expected_leaves):
-        if not isinstance(other, torch.Tensor):
-            # A dtype, a number, a size; devices differ by their nature.
-            assert isinstance(other, torch.device) or one == other or one != one, (
-                f"{what}: {one} instead of {other}"
-            )
-            continue
-        _compare_tensors(one, other, what, values)
-
-
-def _compare_tensors(actual: Any, expected: torch.Tensor, what: str, values: bool) -> None:
-    assert isinstance(actual, torch.Tensor), f"{what}: {type(actual)} instead of a tensor"
-    assert actual.device.type == "foo", f"{what}: result on {actual.device}"
-    for attribute in ("dtype", "layout", "requires_grad"):
-        one, other = getattr(actual, attribute), getattr(expected, attribute)
-        assert one == other, f"{what}: {attribute} {one} instead of {other}"
-    if expected.is_nested:
-        compare(list(actual.unbind()), list(expected.unbind()), what)
-        return
-    assert actual.shape == expected.shape, f"{what}: shape {actual.shape} not {expected.shape}"
-    if expected.layout == torch.strided:
-        assert actual.stride() == expected.stride(), f"{what}: strides {actual.stride()}"
-    if values:
-        torch.testing.assert_close(
-            actual.detach().cpu(),
-            expected.detach(),
-            equal_nan=True,
-            **_tolerance(expected.detach()),
-            msg=lambda message: f"{what}: {message}",
-        )
-
-
-def _agree(
-    on_foo: Callable[[], Any], on_cpu: Callable[[], Any], what: str, *, values: bool = True
-) -> tuple[Any, Any] | None:
-    """The results of both, which are the same; None if both raise."""
-    expected, expected_error = outcome(on_cpu)
-    actual, error = outcome(on_foo)
-    assert torch.equal(torch.get_rng_state(), _SEEDED), f"{what}: draws from the CPU's generator"
-    if expected_error is not None:
-        assert error is not None, f"{what}: only the cpu raises {expected_error!r}"
-        return None
-    if error is not None:
-        raise AssertionError(f"{what}: raises {error!r}") from error
-    compare(actual, expected, what, values=values)
-    return actual, expected
 
 
 def _evenly(items: Iterator[Any], count: int) -> list[Any]:
@@ -282,17 +135,17 @@ def _run_strides(name: str, dtype: torch.dtype) -> None:
     named = [(f"sample {position}", sample) for position, sample in enumerate(samples)]
     if samples and _is_strided(samples[0]):
         named.append(("sample 0, strided", samples[0].noncontiguous()))
-        named.append(("sample 0, channels_last", _map_sample(mapper(to_channels_last), samples[0])))
+        named.append(("sample 0, channels_last", map_sample(mapper(to_channels_last), samples[0])))
     for what, sample in named:
         _check_strides(op, sample, what)
 
 
 def _check_strides(op: Any, sample: Any, what: str) -> None:
-    there = _sample_on_foo(op, sample)
-    results = _agree(_call(op, there), _call(op, sample), what, values=False)
+    there = sample_on_foo(op, sample)
+    results = agree(_call(op, there), _call(op, sample), what, values=False)
     if results is not None:
         check_announced(
-            results[0], lambda to_fake: _call(op, _map_sample(mapper(to_fake), there)), what
+            results[0], lambda to_fake: _call(op, map_sample(mapper(to_fake), there)), what
         )
 
 
@@ -301,11 +154,11 @@ def _run_devices(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     samples = filter(_is_about_a_device, op.sample_inputs("cpu", dtype))
     for position, sample in enumerate(_evenly(samples, MAX_SAMPLES)):
-        _check_mixed_devices(op, _sample_on_foo(op, sample), f"sample {position}")
+        _check_mixed_devices(op, sample_on_foo(op, sample), f"sample {position}")
 
 
 def _with_one_on_cpu(sample: Any, moved: torch.Tensor) -> SampleInput:
-    return _map_sample(mapper(lambda each: each.cpu() if each is moved else each), sample)
+    return map_sample(mapper(lambda each: each.cpu() if each is moved else each), sample)
 
 
 def _check_mixed_devices(op: Any, sample: Any, what: str) -> None:
@@ -345,9 +198,9 @@ def _drops(name: str, sample: Any) -> bool:
 
 
 def _check_sample(op: Any, sample: Any, what: str, gradients: bool, values: bool) -> None:
-    sample = _map_sample(mapper(leaf), sample)
-    there = _sample_on_foo(op, sample)
-    results = _agree(_call(op, there), _call(op, sample), what, values=values)
+    sample = map_sample(mapper(leaf), sample)
+    there = sample_on_foo(op, sample)
+    results = agree(_call(op, there), _call(op, sample), what, values=values)
     if results is None or not gradients or not values:
         return
     actual, expected = (
@@ -390,7 +243,7 @@ def _check_gradients(
 
     if not differentiable(expected) or not cpu_inputs:
         return
-    _agree(
+    agree(
         lambda: gradients(actual, foo_inputs),
         lambda: gradients(expected, cpu_inputs),
         f"{what}, gradient",
@@ -419,11 +272,11 @@ def _check_out(op: Any, sample: Any, what: str, values: bool) -> None:
         make = torch.zeros_like if size_matches else lambda each: each.new_empty(0)
         return tree_map(make, expected)
 
-    there = _sample_on_foo(op, sample)
+    there = sample_on_foo(op, sample)
     for size_matches in (True, False):
         cpu_out = fresh(size_matches)
         foo_out = tree_map(to_foo, fresh(size_matches))
-        results = _agree(call(there, foo_out), call(sample, cpu_out), what, values=values)
+        results = agree(call(there, foo_out), call(sample, cpu_out), what, values=values)
         if results is not None:
             (foo_result, _), (cpu_result, _) = results
             for leaves in zip(*map(tree_leaves, (foo_result, foo_out, cpu_result, cpu_out))):
@@ -443,7 +296,7 @@ def _check_in_place(op: Any, sample: Any, what: str, values: bool) -> None:
         )
         return lambda: (in_place(target, *sample.args, **sample.kwargs), target)
 
-    _agree(call(_sample_on_foo(op, sample)), call(sample), what, values=values)
+    agree(call(sample_on_foo(op, sample)), call(sample), what, values=values)
 
 
 def _run_module(name: str, dtype: torch.dtype) -> None:
@@ -470,7 +323,7 @@ def _check_module(info: Any, each: Any, dtype: torch.dtype, training: bool, what
         module(*forward.args, **forward.kwargs)
     there = copy.deepcopy(module).to("foo")
     foo_args, foo_kwargs = tree_map(mapper(to_foo), (forward.args, forward.kwargs))
-    results = _agree(
+    results = agree(
         lambda: there(*foo_args, **foo_kwargs),
         lambda: module(*forward.args, **forward.kwargs),
         what,
@@ -532,7 +385,7 @@ def _check_optimizer(info: Any, kwargs: dict[str, Any], what: str) -> None:
 
     if info.optim_cls.__name__ == "Muon":
         cpu, foo = cpu[:2], foo[:2]
-    assert _agree(train(foo), train(cpu), what) is not None, f"{what}: both raise"
+    assert agree(train(foo), train(cpu), what) is not None, f"{what}: both raise"
 
 
 _RUNNERS: dict[str, Callable[[str, torch.dtype], None]] = {

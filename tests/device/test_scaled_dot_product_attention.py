@@ -5,9 +5,9 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from support.exact import assert_near, exact_copy
+from support.exact import assert_near
+from support.fused_attention import Operators, expected_of, heads_in_front, on_foo, some_keys
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from foo_ops.testing import reference
@@ -15,22 +15,12 @@ from foo_ops.testing import reference
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FUSED_OPERATOR = "aten::_scaled_dot_product_fused_attention_overrideable"
+
 FUSED = "aten._scaled_dot_product_fused_attention_overrideable.default"
+
 FUSED_BACKWARD = "aten._scaled_dot_product_fused_attention_overrideable_backward.default"
+
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def heads_in_front(*shape):
-    """(batch, heads, length, head_dim) as a model makes it of (batch, length, heads, head_dim)."""
-    batch, heads, length, size = shape
-    return torch.randn(batch, length, heads, size, dtype=torch.float64).transpose(1, 2)
-
-
-def some_keys(*shape):
-    mask = torch.rand(shape) < 0.6
-    mask[..., 0] = True
-    return mask
-
 
 # Shapes of query, key and value, then options.
 CALLS = {
@@ -68,41 +58,6 @@ def example(request):
     torch.manual_seed(0)
     *shapes, options = CALLS[request.param]
     return [heads_in_front(*shape) for shape in shapes], dict(options)
-
-
-class Operators(TorchDispatchMode):
-    """Notes which operators run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
-def on_foo(tensor, dtype=None):
-    """A leaf, with the strides of the tensor."""
-    return (
-        tensor.to("foo", dtype if tensor.is_floating_point() else None)
-        .detach()
-        .requires_grad_(tensor.is_floating_point())
-    )
-
-
-def expected_of(inputs, options, cotangent, **more):
-    """Output and gradients of the plain float64 formula, for what foo got."""
-    options = {name: value for name, value in options.items() if name != "enable_gqa"}
-    mask = options.pop("attn_mask", None)
-    leaves = [tensor.detach().cpu().double().requires_grad_() for tensor in inputs]
-    if mask is not None and mask.is_floating_point():
-        mask = mask.detach().cpu().double().requires_grad_()
-        leaves.append(mask)
-    output, _ = reference.attention(
-        *leaves[:3], None if mask is None else mask.cpu(), **options, **more
-    )
-    return output, torch.autograd.grad(output, leaves, cotangent.cpu().double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -431,58 +386,4 @@ def test_tensors_of_other_devices_raise(position):
         F.scaled_dot_product_attention(*tensors)
 
 
-NESTED = {"cpu": torch.float64, "foo:1": torch.float32}
 """The dtypes of nested tensors, by device: exact ones, and those that are compared with them."""
-
-
-def nested_heads(layout, device):
-    """Three sequences, two heads of eight numbers each."""
-    generator = torch.Generator().manual_seed(0)
-    parts = [torch.randn(length, 16, generator=generator) for length in (5, 3, 7)]
-    parts = [part.to(NESTED[device]) for part in parts]
-    leaf = torch.nested.nested_tensor(parts, layout=layout, device=device, requires_grad=True)
-    heads = []
-    for input in (leaf, leaf * 0.5, leaf + 1):
-        if layout == torch.strided:
-            heads.append(input.view(3, -1, 2, 8).transpose(1, 2).contiguous())
-        else:
-            heads.append(input.unflatten(-1, (2, 8)).transpose(1, 2))
-    return leaf, heads
-
-
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-def test_nested_tensors(layout):
-    results = []
-    for device in NESTED:
-        leaf, heads = nested_heads(layout, device)
-        output = F.scaled_dot_product_attention(*heads)
-        assert output.is_nested
-        assert output.device == torch.device(device)
-        loss = sum((part * (n + 1)).square().sum() for n, part in enumerate(output.unbind()))
-        (gradient,) = torch.autograd.grad(loss, leaf)
-        results.append([*output.detach().unbind(), *gradient.unbind()])
-    for expected, actual in zip(*results):
-        assert actual.device == torch.device("foo:1")
-        assert_near(actual, expected)
-
-
-def test_inference_with_nested_tensors():
-    with torch.inference_mode():
-        expected, actual = (
-            F.scaled_dot_product_attention(*nested_heads(torch.strided, device)[1])
-            for device in NESTED
-        )
-        assert_near(actual.to_padded_tensor(0), expected.to_padded_tensor(0))
-
-
-def test_encoder_makes_nested_tensors_of_padded_ones():
-    """What torch.nn.TransformerEncoder does without gradients, on kernels of its own."""
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    model = torch.nn.TransformerEncoder(layer, 2).eval()
-    data, padding = torch.randn(3, 7, 16), torch.arange(7) >= torch.tensor([[5], [3], [7]])
-    with torch.no_grad():
-        expected = exact_copy(model)(data.double(), src_key_padding_mask=padding)
-        actual = model.foo()(data.foo(), src_key_padding_mask=padding.foo())
-    assert actual.device == torch.device("foo:0")
-    assert_near(actual, expected)

@@ -10,7 +10,9 @@ from torch._subclasses import FakeTensorMode
 from foo_ops import language, library
 
 DEVICES = ("cpu", "foo")
+
 ARGUMENTS = "Tensor input, Tensor weight"
+
 serial = itertools.count()
 
 
@@ -114,9 +116,6 @@ def out_of(operator):
 def pair_of(operator):
     names = [a.name for a in operator.out._schema.arguments if a.kwarg_only]
     return lambda x, y, *outs: operator.out(x, y, **dict(zip(names, outs)))
-
-
-# ---------------------------------------------------------------------------------- tile kernels
 
 
 def test_rotary_embedding_in_place(device):
@@ -244,9 +243,6 @@ def test_elements_that_share_memory(device):
     assert memory.tolist() == [2, 1, 2, 2, 2, 2, 1, 2, 1]
 
 
-# ---------------------------------------------------------------------------- elementwise kernels
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_elementwise_in_place_is_never_resized(dtype, device):
     """Beside float32 a float16 was, and its neighbours were overwritten."""
@@ -364,44 +360,3 @@ def test_a_kernel_that_cannot_be_compiled_resizes_nothing(lib, device):
         out = torch.empty(0, device=device)
         x = torch.ones(3, device=device)
         refused(RuntimeError, "", out_of(getattr(ops, name)), x, x.clone(), out)
-
-
-# ------------------------------------------------------------------------------------ definitions
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        "(Tensor input, *, Tensor(a!) out) -> Tensor(a!)",
-        f"({ARGUMENTS}, *, Tensor(a!) out, Tensor(b!) more) -> (Tensor(a!), Tensor(b!))",
-        "(Tensor input, Tensor? weight, *, Tensor(a!) out) -> Tensor(a!)",
-    ],
-)
-def test_out_that_does_not_match_the_functional_operator(lib, schema):
-    name = f"unlike{next(serial)}"
-    lib.define(f"{name}({ARGUMENTS}) -> Tensor")
-    lib.define(f"{name}.out{schema}")
-    functions = {
-        2: lambda a, b, rows: None,
-        3: lambda a, b, c, rows: None,
-        4: lambda a, b, c, d, rows: None,
-    }
-    kernel = library.tile_kernel(functions[schema.partition("->")[0].count("Tensor")])
-    message = (
-        f"foo_written::{name}.out: it must take the arguments of foo_written::{name}, and then an "
-        f"out for each result: foo_written::{name}({ARGUMENTS}) -> Tensor, got foo_written::{name}"
-    )
-    with pytest.raises(TypeError, match=rf"\A{re.escape(message)}"):
-        library.register_kernel(f"foo_written::{name}.out", "cpu", kernel, lib=lib)
-
-
-def test_optional_argument_that_is_returned(lib):
-    name = f"maybe{next(serial)}_"
-    lib.define(f"{name}(Tensor x, Tensor(a!)? y=None) -> Tensor(a!)")
-    message = f"foo_written::{name}: an argument that it writes and returns must not be optional"
-    for kernel in (
-        library.elementwise_kernel(lambda x, y: x),
-        library.tile_kernel(lambda x, y, rows: None),
-    ):
-        with pytest.raises(TypeError, match=rf"\A{re.escape(message)}, got y\Z"):
-            library.register_kernel(f"foo_written::{name}", "cpu", kernel, lib=lib)

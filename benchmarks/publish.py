@@ -1,0 +1,129 @@
+"""Put the figures of a results file into README.md and docs/performance.md, between their marks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.first_call import REPOSITORY
+from benchmarks.measure import OURS, Result
+from benchmarks.plots import save_plots
+from benchmarks.targets import against_peer, best_peer, ratios
+
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+README = REPOSITORY / "README.md"
+PERFORMANCE = REPOSITORY / "docs" / "performance.md"
+IMAGES = REPOSITORY / "docs" / "images"
+FRONT_PLOT = "attention_speed_64.png"
+# The rows of the front page: for each kind of work a table of the benchmark.
+KINDS = {
+    "attention": "attention forward",
+    "its gradients": "attention backward",
+    "attention with a bias, dropout, a window, packed sequences": "attention options",
+    "attention of one new token": "attention decoding",
+    "norms, rotary embedding, SwiGLU, loss": "operators",
+}
+MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class Published:
+    """Where the figures go, so that a test can choose other places."""
+
+    readme: Path = README
+    performance: Path = PERFORMANCE
+    images: Path = IMAGES
+
+
+def publish(content: report.Content, places: Published) -> None:
+    """Write the summary into README, and the headline rows into the manual, with their plots."""
+    plots = save_plots(content, places.images)
+    folder = places.images.name
+    images = {f"{folder}/{name}": description for name, description in plots.items()}
+    replace_between_marks(places.performance, tables(content, images))
+    front = {f"docs/{folder}/{FRONT_PLOT}": plots[FRONT_PLOT]} if FRONT_PLOT in plots else {}
+    replace_between_marks(places.readme, front_page(content, front))
+
+
+def replace_between_marks(path: Path, figures: str) -> None:
+    text = path.read_text()
+    before, found_begin, rest = text.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not (found_begin and found_end):
+        raise ValueError(f"{path} must have the marks {BEGIN} and {END}")
+    path.write_text(f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}")
+
+
+def tables(content: report.Content, images: dict[str, str]) -> str:
+    """Write the headline rows as Markdown, in short, and the plots: descriptions by path."""
+    parts = []
+    for name, results in content.by_section(headline=True).items():
+        section = report.SECTIONS[name]
+        if results[0].workload is None:
+            rows = report.table_of(content, name, results)
+        else:
+            rows = report.digest_table(content, results, section.unit)
+        parts.append(f"**{section.title}**\n\n{markdown_table(rows)}")
+    texts = (content.one_core, report.tally(content), report.LEGEND, report.caption(content))
+    return "\n\n".join([*parts, *plots_of(images), *filter(None, texts)])
+
+
+def front_page(content: report.Content, images: dict[str, str]) -> str:
+    """Write a row for each kind of work, one plot, and where it was measured."""
+    texts = (content.one_core, f"Measured on: {report.caption(content)}")
+    return "\n\n".join([markdown_table(summary(content)), *plots_of(images), *filter(None, texts)])
+
+
+def summary(content: report.Content) -> list[list[str]]:
+    """Compare each kind of work with its best peers, and name the rows in which one is faster."""
+    rows = [["kind of work", "rows", "times the best peer", "least to most", "a peer is faster in"]]
+    for kind, section in KINDS.items():
+        compared = [
+            it for it in content.results if it.section == section and is_compared(content, it)
+        ]
+        if not compared:
+            continue
+        times = [times_the_best_peer(result) for result in compared]
+        rows.append(
+            [
+                kind,
+                str(len(compared)),
+                f"{statistics.median(times):.2f}",
+                f"{min(times):.2f} to {max(times):.2f}",
+                in_short([it for it in compared if "slower" in against_peer(it)]),
+            ]
+        )
+    return rows
+
+
+def is_compared(content: report.Content, result: Result) -> bool:
+    return content.is_judged(result) and best_peer(result) is not None
+
+
+def times_the_best_peer(result: Result) -> float:
+    peer = best_peer(result)
+    assert peer is not None
+    return statistics.median(ratios(result.rates(OURS), result.rates(peer)))
+
+
+def in_short(results: Sequence[Result]) -> str:
+    """Name some of the rows, and count the others."""
+    if not results:
+        return "none"
+    names = [f"{it.name} ({it.threads} thread{'s' * (it.threads > 1)})" for it in results]
+    others = f", and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{'; '.join(names[:MOST_NAMES])}{others}"
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    header, *others = rows
+    texts = ("case", "verdict", "kind of work", "a peer is faster in")
+    alignment = ["---" if column in texts else "---:" for column in header]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, alignment, *others))
+
+
+def plots_of(images: dict[str, str]) -> list[str]:
+    return [f"![{description}]({path})" for path, description in images.items()]

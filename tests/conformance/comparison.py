@@ -1,0 +1,175 @@
+"""Bring samples to foo, and compare what comes out with the CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.testing._comparison import default_tolerances
+from torch.testing._internal.opinfo.core import SampleInput
+from torch.utils._pytree import tree_leaves, tree_map
+
+# Computed in other steps than on the CPU, and so rounded otherwise: attention has kernels of foo's
+# own, and torch chooses the steps of this loss by the name of the device.
+OTHER_ROUNDING = {
+    "nn.functional.scaled_dot_product_attention",
+    "nn.LinearCrossEntropyLoss",
+    "nn.MultiheadAttention",
+    "nn.Transformer",
+    "nn.TransformerDecoderLayer",
+    "nn.TransformerEncoder",
+    "nn.TransformerEncoderLayer",
+}
+
+# In units of the last place of the largest element.
+ALLOWED_ROUNDINGS = 8
+
+
+# Their arguments are on the CPU for every device.
+HOST_ARGUMENTS = {"tensor_split"}
+
+# The name of the case that runs.
+_current = ""
+
+
+def begin(name: str) -> None:
+    """Remember which operator or module is compared next."""
+    global _current
+    _current = name
+
+
+def to_foo(value: Any) -> Any:
+    """The same tensor on foo: strides, storage, pending conjugation and requires_grad too."""
+    if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
+        return torch.device("foo")
+    if isinstance(value, torch.Generator):
+        return torch.Generator("foo").manual_seed(value.initial_seed())
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.layout != torch.strided or value.is_quantized or value.is_nested:
+        return value.detach().to("foo").requires_grad_(value.requires_grad)
+    plain = value.detach()
+    if plain.is_conj():
+        result = to_foo(plain.conj()).conj()
+    elif plain.is_neg():
+        result = to_foo(plain._neg_view())._neg_view()
+    else:
+        storage = plain.untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage).to("foo")
+        memory = memory[: len(memory) // value.itemsize * value.itemsize].view(value.dtype)
+        result = memory.as_strided(plain.size(), plain.stride(), plain.storage_offset())
+    return result.requires_grad_(value.requires_grad)
+
+
+def leaf(value: Any) -> Any:
+    """The same tensor without a history: some samples have one, where they look like leaves."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def mapper(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function, but what comes twice is one tensor in the results, too."""
+    results: dict[int, Any] = {}
+
+    def call(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return function(value)
+        if id(value) not in results:
+            results[id(value)] = function(value)
+        return results[id(value)]
+
+    return call
+
+
+def sample_on_foo(op: Any, sample: SampleInput) -> SampleInput:
+    result = map_sample(mapper(to_foo), sample)
+    if op.name in HOST_ARGUMENTS:
+        result.args = sample.args
+    return result
+
+
+def map_sample(function: Callable[[Any], Any], sample: SampleInput) -> SampleInput:
+    """Unlike the sample's own method, maps devices and generators too."""
+    result = SampleInput(
+        tree_map(function, sample.input),
+        args=tree_map(function, sample.args),
+        kwargs=tree_map(function, sample.kwargs),
+    )
+    result.output_process_fn_grad = sample.output_process_fn_grad
+    result.broadcasts_input = sample.broadcasts_input
+    return result
+
+
+# The state of the CPU's generator when a call starts, which no call on foo may change.
+SEEDED = torch.manual_seed(0).get_state()
+
+
+def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a function returns, or what it raises. Random numbers start at the same seed."""
+    torch.manual_seed(0)
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def tolerance(expected: torch.Tensor) -> dict[str, float]:
+    """For assert_close: torch's own, and what follows from the dtype and the largest element."""
+    if _current not in OTHER_ROUNDING or not expected.is_floating_point():
+        return {}
+    finite = expected[expected.isfinite()]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    rtol, atol = default_tolerances(expected.dtype)
+    rounding = torch.finfo(expected.dtype).eps * largest
+    return {"rtol": rtol, "atol": max(atol, ALLOWED_ROUNDINGS * rounding)}
+
+
+def compare(actual: Any, expected: Any, what: str, *, values: bool = True) -> None:
+    actual_leaves, expected_leaves = tree_leaves(actual), tree_leaves(expected)
+    assert len(actual_leaves) == len(expected_leaves), f"{what}: other number of results"
+    for one, other in zip(actual_leaves, expected_leaves):
+        if not isinstance(other, torch.Tensor):
+            # A dtype, a number, a size; devices differ by their nature.
+            assert isinstance(other, torch.device) or one == other or one != one, (
+                f"{what}: {one} instead of {other}"
+            )
+            continue
+        compare_tensors(one, other, what, values)
+
+
+def compare_tensors(actual: Any, expected: torch.Tensor, what: str, values: bool) -> None:
+    assert isinstance(actual, torch.Tensor), f"{what}: {type(actual)} instead of a tensor"
+    assert actual.device.type == "foo", f"{what}: result on {actual.device}"
+    for attribute in ("dtype", "layout", "requires_grad"):
+        one, other = getattr(actual, attribute), getattr(expected, attribute)
+        assert one == other, f"{what}: {attribute} {one} instead of {other}"
+    if expected.is_nested:
+        compare(list(actual.unbind()), list(expected.unbind()), what)
+        return
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape} not {expected.shape}"
+    if expected.layout == torch.strided:
+        assert actual.stride() == expected.stride(), f"{what}: strides {actual.stride()}"
+    if values:
+        torch.testing.assert_close(
+            actual.detach().cpu(),
+            expected.detach(),
+            equal_nan=True,
+            **tolerance(expected.detach()),
+            msg=lambda message: f"{what}: {message}",
+        )
+
+
+def agree(
+    on_foo: Callable[[], Any], on_cpu: Callable[[], Any], what: str, *, values: bool = True
+) -> tuple[Any, Any] | None:
+    """The results of both, which are the same; None if both raise."""
+    expected, expected_error = outcome(on_cpu)
+    actual, error = outcome(on_foo)
+    assert torch.equal(torch.get_rng_state(), SEEDED), f"{what}: draws from the CPU's generator"
+    if expected_error is not None:
+        assert error is not None, f"{what}: only the cpu raises {expected_error!r}"
+        return None
+    if error is not None:
+        raise AssertionError(f"{what}: raises {error!r}") from error
+    compare(actual, expected, what, values=values)
+    return actual, expected
