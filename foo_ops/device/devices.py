@@ -24,7 +24,7 @@ _DEVICE_COUNT: int = _C.device_count()
 
 
 def init() -> None:
-    """Initialize the device, as its first use does. Raises in a forked child, see there."""
+    """Initialize the device, as its first use does. Raises in a child of a process that used it."""
     # What torch.compile traces goes through operators, which do it themselves.
     if not torch.compiler.is_compiling():
         _C.initialize()

@@ -1,4 +1,4 @@
-"""Ways for the same tensor to lie in memory."""
+"""Lay the same tensor out in memory in different ways."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Layout = Callable[[Tensor], Tensor]
 
 
 def copy_with_layout(tensor: Tensor, device: str) -> Tensor:
-    """A copy of the whole storage on a device, seen with the tensor's own strides and offset."""
+    """Copy the whole storage to a device, seen with the tensor's own strides and offset."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     whole = tensor.as_strided((elements,), (1,), 0).to(device, copy=True)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def junk(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Elements that must not be read: NaN, the largest integer, or True."""
+    """Return elements that must not be read: NaN, the largest integer, or True."""
     value: float = math.nan
     if tensor.dtype == torch.bool:
         value = True
@@ -29,18 +29,18 @@ def junk(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def reversed_dimensions(tensor: Tensor) -> Tensor:
-    """The first dimension is dense in memory, the last has the largest stride."""
+    """Make the first dimension dense in memory, and give the last the largest stride."""
     order = list(reversed(range(tensor.dim())))
     return tensor.permute(order).contiguous().permute(order)
 
 
 def every_second(tensor: Tensor) -> Tensor:
-    """The last dimension has stride 2."""
+    """Give the last dimension a stride of 2."""
     return torch.stack((tensor, junk(tensor, tensor.shape)), -1)[..., 0]
 
 
 def inside_padding(tensor: Tensor) -> Tensor:
-    """A slice of a larger tensor in every dimension, so that no two dimensions can be merged."""
+    """Slice a larger tensor in every dimension, so that no two dimensions can be merged."""
     larger = junk(tensor, [size + 3 for size in tensor.shape])
     place = tuple(slice(1, 1 + size) for size in tensor.shape)
     larger[place] = tensor
@@ -48,20 +48,20 @@ def inside_padding(tensor: Tensor) -> Tensor:
 
 
 def at_odd_offset(tensor: Tensor) -> Tensor:
-    """Dense, but its first element is aligned to nothing but the element's size."""
+    """Align the first element to nothing but its own size."""
     flat = torch.cat((junk(tensor, [3]), tensor.flatten()))
     return flat[3:].view(tensor.shape)
 
 
 def second_and_third_exchanged(tensor: Tensor) -> Tensor:
-    """As (batch, length, heads, head_dim) lies in memory, seen as (batch, heads, length, ...)."""
+    """Store (batch, length, heads, ...), and show it as (batch, heads, length, ...)."""
     if tensor.dim() < 3:
         return tensor
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def expanded(tensor: Tensor) -> Tensor:
-    """The first slice of each dimension but the last, repeated with stride 0."""
+    """Repeat the first slice of each dimension but the last, with stride 0."""
     first = tensor[tuple(slice(0, 1) for _ in tensor.shape[:-1])]
     return first.expand(tensor.shape) if tensor.numel() > 0 else tensor
 

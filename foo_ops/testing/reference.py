@@ -1,4 +1,4 @@
-"""What each operator computes, as plainly as it can be written, for tests and benchmarks alone.
+"""Compute each operator as plainly as it can be written, for tests and benchmarks alone.
 
 Inputs and results are float64 (complex128), and gradients come from autograd. Nothing here is
 shared with the operators, and none of it is fast: attention builds the whole matrix of scores.
@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 def abs(input: Tensor) -> Tensor:
-    """The absolute value; of complex numbers the modulus."""
+    """Return the absolute value; of complex numbers the modulus."""
     return torch.abs(input)
 
 
 def rms_norm(input: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
-    """Rows over their root mean square, times a weight."""
+    """Divide rows by their root mean square, and multiply by a weight."""
     output = input / torch.sqrt(input.square().mean(-1, keepdim=True) + eps)
     return output if weight is None else output * weight
 
@@ -29,13 +29,13 @@ def rms_norm(input: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) 
 def add_rms_norm(
     input: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """The norm of a sum, and the sum."""
+    """Return the norm of a sum, and the sum."""
     total = input + residual
     return rms_norm(total, weight, eps=eps), total
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """The gate of a SwiGLU."""
+    """Compute the gate of a SwiGLU."""
     return gate * torch.sigmoid(gate) * up
 
 
@@ -47,7 +47,7 @@ def rotary_embedding(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> Tensor:
-    """Pairs of elements as complex numbers, times those of the angles."""
+    """Multiply pairs of elements, as complex numbers, by those of the angles."""
     half = cosine.shape[-1]
     angles = torch.complex(cosine, -sine if inverse else sine)
     turning, rest = input[..., : 2 * half], input[..., 2 * half :]
@@ -63,7 +63,7 @@ def rotary_embedding(
 def softmax_cross_entropy(
     logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's loss, the logarithm of the softmax's denominator, and the mean of the losses."""
+    """Return each row's loss, the logarithm of its denominator, and the mean of the losses."""
     logsumexp = logits.logsumexp(-1)
     is_ignored = target == ignore_index
     chosen = logits.gather(-1, target.masked_fill(is_ignored, 0).unsqueeze(-1)).squeeze(-1)
@@ -89,7 +89,7 @@ def attention(
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax of the scores, times value; and the logarithm of the softmax's denominator.
+    """Return the softmax of the scores times value, and the logarithm of its denominator.
 
     Args:
         query: (batch, heads, queries, head_dim)
@@ -146,7 +146,7 @@ def masked_scores(
     window_right: int = -1,
     softcap: float = 0.0,
 ) -> Tensor:
-    """The scores (batch, heads, queries, keys), -inf where a query does not see a key."""
+    """Return scores (batch, heads, queries, keys), -inf where a query does not see a key."""
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     scores = scale * (query @ for_each_query_head(key, query).mT)
@@ -170,7 +170,7 @@ def masked_scores(
 
 
 def distances(queries: int, keys: int) -> Tensor:
-    """How far (queries, keys) each key lies before each query, where both end together."""
+    """Return how far each key lies before each query, (queries, keys), aligned at the end."""
     return torch.arange(keys - queries, keys).unsqueeze(-1) - torch.arange(keys)
 
 
@@ -196,7 +196,7 @@ def attention_varlen(
     keep: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention within each of several sequences (one at least), which lie one after the other.
+    """Attend within each of several sequences (one at least), one after the other.
 
     Args:
         query: (total_queries, heads, head_dim); sequence ``b`` has the rows from
@@ -234,7 +234,7 @@ def attention_varlen(
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """Where a sequence of a packed batch lies.
+    """A sequence of a packed batch, by where it lies.
 
     Attributes:
         index: its number in the batch.
@@ -249,7 +249,7 @@ class Sequence:
     paged: bool
 
     def select(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sequence's own query, key and value, as for attention, in a batch of one."""
+        """Return the sequence's own query, key and value, as for attention, in a batch of one."""
         if self.paged:
             key, value = key.flatten(0, 1), value.flatten(0, 1)
         parts = (query[self.queries], key[self.keys], value[self.keys])
@@ -257,7 +257,7 @@ class Sequence:
         return query, key, value
 
     def slopes(self, alibi_slopes: Tensor | None) -> Tensor | None:
-        """The sequence's own slopes (heads,)."""
+        """Return the sequence's own slopes (heads,)."""
         if alibi_slopes is None or alibi_slopes.dim() == 1:
             return alibi_slopes
         return alibi_slopes[self.index]
@@ -270,7 +270,7 @@ def sequences(
     block_table: Tensor | None,
     key: Tensor,
 ) -> Iterator[Sequence]:
-    """The sequences of a packed batch, in their order."""
+    """Yield the sequences of a packed batch, in their order."""
     for index in range(len(cu_seqlens_q) - 1):
         first_query, last_query = cu_seqlens_q[index : index + 2].tolist()
         first_key, last_key = cu_seqlens_k[index : index + 2].tolist()

@@ -1,4 +1,4 @@
-"""What an operator's schema says about its arguments, for checks that name them."""
+"""Read an operator's schema, for checks that name its arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Operator = torch._ops.OpOverload
 
 
 def overload(operator: Any) -> Operator:
-    """The overload that was given, the default one of a packet, that of a CustomOpDef.
+    """Return the overload given, the default one of a packet, or that of a CustomOpDef.
 
     Raises:
         TypeError: for anything else.
@@ -33,14 +33,14 @@ def overload(operator: Any) -> Operator:
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors in lists, tuples and dicts, in their order."""
+    """Return the tensors in lists, tuples and dicts, in their order."""
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def named_tensors(
     operator: Operator, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a call as the schema names them: ``input``, ``tensors[1]``."""
+    """Return the tensors of a call as the schema names them: ``input``, ``tensors[1]``."""
     for argument, value in _bound(operator, inputs, keywords):
         if isinstance(value, Tensor):
             yield argument.name, value
@@ -53,7 +53,7 @@ def named_tensors(
 def written_tensors(
     operator: Operator, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Those that the schema declares to be written."""
+    """Return the tensors that the schema declares to be written."""
     arguments = _bound(operator, inputs, keywords)
     return [
         tensor for argument, value in arguments if writes(argument) for tensor in tensors_in(value)
@@ -76,7 +76,7 @@ def writes(argument: Any) -> bool:
 
 
 def out_names(operator: Operator, functional: Operator | None) -> list[str]:
-    """The arguments of an out variant that the functional operator does not have."""
+    """Return the arguments of an out variant that the functional operator does not have."""
     if functional is None:
         return []
     known = {argument.name for argument in functional._schema.arguments}
@@ -85,7 +85,7 @@ def out_names(operator: Operator, functional: Operator | None) -> list[str]:
 
 
 def functional_form(operator: Operator, functional: Operator | None) -> Callable[..., Any]:
-    """The operator as a function that writes none of its arguments and that torch.compile takes.
+    """Make a function of the operator that writes no argument and can be compiled.
 
     It writes copies, with the same strides, and returns these after what the operator returns
     beside them. Of an out variant it makes the out arguments, like the results of ``functional``.
@@ -115,19 +115,19 @@ def functional_form(operator: Operator, functional: Operator | None) -> Callable
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
-    """What an operator returned, as a tuple."""
+    """Return what an operator returned, as a tuple."""
     if result is None:
         return ()
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def unwritten(tensor: Tensor) -> Tensor:
-    """A tensor for results like this one, full of what must not be in them."""
+    """Return a tensor for results like this one, full of what must not be in them."""
     return junk(tensor, tensor.shape)
 
 
 def copies(value: Any) -> Any:
-    """Of a tensor or a list of them, with their strides; through autograd."""
+    """Copy a tensor or a list of them, with their strides; autograd sees it."""
     if isinstance(value, (list, tuple)):
         return [copies(element) for element in value]
     if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What an entry in the table of operators is, and how results are compared with it.
+"""Describe an entry in the table of operators, and compare results with it.
 
 Results are compared with a reference in float64, each element within its *error budget*: a bound
 in float64. A spec may derive one from how often the operator may round and from the magnitude of
@@ -62,15 +62,15 @@ class Sample:
         return Sample(inputs, keywords)
 
     def to(self, device: str) -> Sample:
-        """On a device, with the strides and the offset that each tensor has."""
+        """Return the sample on a device, with the strides and the offset that each tensor has."""
         return self.map(lambda tensor: copy_with_layout(tensor, device))
 
     def exact(self) -> Sample:
-        """In float64 or complex128, on the cpu."""
+        """Return the sample in float64 or complex128, on the cpu."""
         return self.map(exact)
 
     def requiring_grad(self) -> Sample:
-        """With fresh leaves; those that can have a gradient require one."""
+        """Return the sample with fresh leaves; those that can have a gradient require one."""
         return self.map(lambda t: t.detach().requires_grad_(has_gradients(t.dtype)))
 
     def tensors(self) -> list[Tensor]:
@@ -80,7 +80,7 @@ class Sample:
         return [tensor for tensor in self.tensors() if tensor.requires_grad]
 
     def call(self, function: Callable[..., Any]) -> Tensors:
-        """The tensors that a function returns, those in lists too."""
+        """Return the tensors that a function returns, those in lists too."""
         return tuple(tensors_in(function(*self.inputs, **self.keywords)))
 
 
@@ -187,20 +187,20 @@ class OpSpec:
 
     @property
     def mutates(self) -> bool:
-        """The schema declares arguments that are written."""
+        """Whether the schema declares arguments that are written."""
         return self.operator._schema.is_mutable
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
-        """The operator as a function that writes none of its arguments; it can be compiled."""
+        """Return the operator as a function that writes no argument; it can be compiled."""
         return functional_form(self.operator, self.functional)
 
     def call(self, sample: Sample) -> Tensors:
-        """The outputs: what the operator returns, then the arguments that it writes, in copies."""
+        """Return what the operator returns, then the arguments that it writes, in copies."""
         return sample.call(self.function)
 
     def variant(self, operator: Any, **changes: Any) -> OpSpec:
-        """The spec of this operator's in-place or out variant: with the essential samples.
+        """Return the spec of the in-place or out variant, with the essential samples.
 
         Args:
             operator: the variant. Out arguments need not be in the samples: they are made, full of
@@ -292,7 +292,7 @@ def check_gradients(
 def gradients_of(
     outputs: Tensors, tensors: Sequence[Tensor], cotangents: Tensors
 ) -> tuple[Tensor, ...]:
-    """From those outputs that have a history; zeros where none depends on a tensor."""
+    """Differentiate the outputs that have a history; zeros where none depends on a tensor."""
     recorded = [index for index, output in enumerate(outputs) if output.requires_grad]
     if not tensors:
         return ()
@@ -306,7 +306,7 @@ def gradients_of(
 
 
 def _tolerance(spec: OpSpec, actual: Tensor, expected: Tensor) -> Tensor:
-    """The budget that follows from the dtype of a result. Integers and bool must be equal."""
+    """Return the budget that follows from a result's dtype. Integers and bool must be equal."""
     relative, absolute = (TOLERANCES | dict(spec.tolerances)).get(actual.dtype, (0.0, 0.0))
     if not has_gradients(expected.dtype):
         return torch.full(expected.shape, absolute)
@@ -318,7 +318,7 @@ def has_gradients(dtype: torch.dtype) -> bool:
 
 
 def cotangents_for(outputs: Tensors) -> Tensors:
-    """Random gradients of the outputs, the same for the same shapes on every device.
+    """Draw gradients of the outputs, the same for the same shapes on every device.
 
     Those of outputs that can have none, such as indices, are zeros.
     """
@@ -353,7 +353,7 @@ def assert_within(what: str, actual: Tensor, expected: Tensor, budget: Tensor) -
 
 
 def _hint_at_junk(values: Tensor) -> str:
-    """Where wrong elements are what the checks fill memory with that must not be read."""
+    """Say where wrong elements are what the checks fill memory with."""
     nothing = junk(values, ())
     is_junk = values.isnan() if has_gradients(values.dtype) else values == nothing
     count = int(is_junk.sum())
@@ -367,7 +367,7 @@ def _hint_at_junk(values: Tensor) -> str:
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """The same numbers in float64 or complex128, on the cpu; integers and bool stay as they are."""
+    """Return the same numbers in float64 or complex128; integers and bool stay as they are."""
     tensor = tensor.cpu()
     if tensor.is_complex():
         return tensor.to(torch.complex128)
@@ -378,7 +378,7 @@ def exact(tensor: Tensor) -> Tensor:
 
 
 def random(name: str, *shapes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Normal random tensors, the same for the same name in every process, and in every dtype."""
+    """Draw normal random tensors, the same for the same name in every process and dtype."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     wide = torch.complex128 if dtype.is_complex else torch.float64
     return [

@@ -6,7 +6,7 @@ import os
 import pytest
 from rich.console import Console
 
-from benchmarks import cores, device, operators, peaks, report
+from benchmarks import cores, device, operators, peaks, publish, report
 from benchmarks.measure import Result
 from benchmarks.workload import Workload
 
@@ -168,7 +168,7 @@ def test_tables_and_readme_say_that_there_is_one_core():
         content = content_of(one_core)
         report.print_tables(Console(width=1000, file=printed), content)
         assert printed.getvalue().count(SENTENCE) == count
-        assert report.markdown(content, {}).count(SENTENCE) == count
+        assert publish.tables(content, {}).count(SENTENCE) == count
 
 
 def test_results_files_keep_the_sentence(tmp_path):

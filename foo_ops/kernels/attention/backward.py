@@ -39,7 +39,6 @@ from foo_ops.kernels.attention.parameters import (
     TILE,
     TILE_STRIDE,
     argument_types,
-    compute_dtype,
 )
 from foo_ops.kernels.attention.row_sums import (
     SUM_ROWS,
@@ -59,7 +58,7 @@ from foo_ops.kernels.attention.scores import ROW_FACTS, make_row_facts_filler
 from foo_ops.kernels.attention.tile_matrices import make_tile_matrices
 from foo_ops.kernels.attention.weights import make_statistics_loader, make_weights
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.vectors.elements import lanes_of
+from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import shift
 from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
 from foo_ops.kernels.vectors.struct import row_of

@@ -21,7 +21,6 @@ from foo_ops.kernels.attention.parameters import (
     TILE,
     TILE_STRIDE,
     argument_types,
-    compute_dtype,
     dim_name_of,
 )
 from foo_ops.kernels.attention.rows import make_block_loader, make_copy_row, make_fill, round_up
@@ -35,7 +34,7 @@ from foo_ops.kernels.attention.scores import (
 from foo_ops.kernels.attention.softmax import make_online_softmax, make_softmax_start
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.vectors.arithmetic import fma, splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
+from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import (
     address_of,
     load,

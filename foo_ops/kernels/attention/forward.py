@@ -23,7 +23,6 @@ from foo_ops.kernels.attention.parameters import (
     TILE,
     TILE_STRIDE,
     argument_types,
-    compute_dtype,
 )
 from foo_ops.kernels.attention.queries import make_query_packer
 from foo_ops.kernels.attention.rows import (
@@ -46,7 +45,7 @@ from foo_ops.kernels.attention.softmax import (
 )
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.products.limbs import limbs_of
-from foo_ops.kernels.vectors.elements import lanes_of
+from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
 from foo_ops.kernels.vectors.scratch import Scratch, larger, make_kernel_with_scratch
 

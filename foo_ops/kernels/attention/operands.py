@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from numba import njit
 
-from foo_ops.kernels.attention.parameters import TILE_STRIDE, compute_dtype, dim_name_of
+from foo_ops.kernels.attention.parameters import TILE_STRIDE, dim_name_of
 from foo_ops.kernels.attention.rows import make_copy_row, make_fill, make_transpose, round_up
 from foo_ops.kernels.compiler.processor import use_pairs
 from foo_ops.kernels.products.limbs import (
@@ -30,7 +30,7 @@ from foo_ops.kernels.products.limbs import (
 )
 from foo_ops.kernels.products.on_amx import TILE_MULTIPLE, make_amx_products, nothing
 from foo_ops.kernels.products.on_vectors import make_matmul, make_next_register_panel
-from foo_ops.kernels.vectors.elements import lanes_of
+from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import address_of, load_vector, pointer_to, shift, store
 from foo_ops.kernels.vectors.pairs import PAIRS, pack_pairs
 from foo_ops.kernels.vectors.struct import field

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numba.core import types
 
+from foo_ops.kernels.vectors.elements import compute_dtype
 from foo_ops.kernels.vectors.struct import Struct
 from foo_ops.kernels.vectors.values import Pointer
 
@@ -58,10 +59,6 @@ PIECE = Struct("AttentionPiece", tuple((name, types.int64) for name in PIECE_FIE
 
 # Scores and maxima are in units of this: exp(x) = 2^(x / LOG2).
 LOG2 = math.log(2.0)
-
-
-def compute_dtype(dtype: str) -> str:
-    return "float64" if dtype == "float64" else "float32"
 
 
 def lowest_score(dtype: str) -> float:

@@ -15,7 +15,6 @@ from foo_ops.kernels.attention.operands import (
     make_stored_row_splitter,
     sizes_of,
 )
-from foo_ops.kernels.attention.parameters import compute_dtype
 from foo_ops.kernels.attention.rows import (
     make_block_loader,
     make_fill,
@@ -23,6 +22,7 @@ from foo_ops.kernels.attention.rows import (
     make_transpose,
 )
 from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, limbs_of
+from foo_ops.kernels.vectors.elements import compute_dtype
 from foo_ops.kernels.vectors.memory import address_of, pointer_to, shift, store
 from foo_ops.kernels.vectors.pairs import PAIRS
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from numba import njit
 
-from foo_ops.kernels.attention.parameters import TILE_STRIDE, compute_dtype
+from foo_ops.kernels.attention.parameters import TILE_STRIDE
 from foo_ops.kernels.vectors.arithmetic import splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
+from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import load, load_vector, shift, store
 from foo_ops.kernels.vectors.struct import field, row_of
 from foo_ops.kernels.vectors.transpose import transpose_square

@@ -22,12 +22,11 @@ from foo_ops.kernels.attention.parameters import (
     BIAS_OF_QUERY_DTYPE,
     QUERY_BLOCK,
     TILE_STRIDE,
-    compute_dtype,
     lowest_score,
 )
 from foo_ops.kernels.attention.rows import make_fill, round_up
 from foo_ops.kernels.vectors.arithmetic import absolute, less, maximum, select, splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
+from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
 from foo_ops.kernels.vectors.functions import tanh, tanh_derivative
 from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
 from foo_ops.kernels.vectors.philox import WORDS, store_dropout_mask

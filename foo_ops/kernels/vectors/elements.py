@@ -102,6 +102,11 @@ def round_to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(builder.select(is_nan, quiet, rounded), narrow)
 
 
+def compute_dtype(dtype: str) -> str:
+    """The name of the compute type of a floating-point dtype."""
+    return str(ELEMENTS[dtype].compute)
+
+
 def lanes_of(dtype: str) -> int:
     """The number of elements of a compute dtype in a vector."""
     return vector_bits() // 8 // ELEMENTS[dtype].size

@@ -1,4 +1,4 @@
-"""How checks call an operator, and compare what comes out."""
+"""Call an operator in checks, and compare what comes out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from foo_ops.testing.spec import (
 
 
 def arguments(case: Case) -> Sample:
-    """Those of a plain call, out arguments included."""
+    """Return the arguments of a plain call, out arguments included."""
     sample = case.sample()
     functional = case.spec.functional
     if functional is None:
@@ -34,7 +34,7 @@ def arguments(case: Case) -> Sample:
 
 
 def run(case: Case, sample: Sample) -> Tensors:
-    """The outputs of a call."""
+    """Return the outputs of a call."""
     what = (
         f"{case.spec.name}, whose OpSpec promises {dtype_name(case.dtype)} on {case.device}, "
         f"called with {described(sample)}"
@@ -44,13 +44,13 @@ def run(case: Case, sample: Sample) -> Tensors:
 
 
 def run_backward(outputs: Tensors, sample: Sample, cotangents: Tensors) -> Tensors:
-    """The gradients of a sample's tensors."""
+    """Return the gradients of a sample's tensors."""
     with failing_as("the formula of its gradient"):
         return gradients_of(outputs, sample.differentiable(), cotangents)
 
 
 def run_both(case: Case, sample: Sample) -> tuple[Tensors, Tensors, Tensors]:
-    """Outputs, their gradients, and the gradients of the sample's tensors."""
+    """Return outputs, their gradients, and the gradients of the sample's tensors."""
     outputs = run(case, sample)
     require_history(case, sample, outputs)
     cotangents = cotangents_for(outputs)
@@ -61,7 +61,7 @@ AUTOGRAD_KEYS = {"cpu": ("AutogradCPU",), "foo": ("AutogradPrivateUse1",)}
 
 
 def require_history(case: Case, sample: Sample, outputs: Tensors) -> None:
-    """There is a formula, and outputs require a gradient where those of the reference do."""
+    """Require a formula, and gradients of outputs where the reference has them."""
     keys = ("CompositeImplicitAutograd", "Autograd", *AUTOGRAD_KEYS[torch.device(case.device).type])
     name = case.spec.name
     if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys):
@@ -83,7 +83,7 @@ def require_history(case: Case, sample: Sample, outputs: Tensors) -> None:
 
 
 def check_both(case: Case, sample: Sample, outputs: Tensors, cotangents: Tensors) -> None:
-    """Values, and the gradients that follow from them."""
+    """Check values, and the gradients that follow from them."""
     check_outputs(case.spec, sample, case.dtype, outputs)
     gradients = run_backward(outputs, sample, cotangents)
     names = differentiable_names(case.spec, sample)
@@ -102,7 +102,7 @@ def described(sample: Sample) -> str:
 
 
 def same(what: str, actual: Tensors, expected: Tensors, *, check_stride: bool = True) -> None:
-    """Bit for bit, dtypes and layouts included, but for the payload of a NaN."""
+    """Whether two results agree bit for bit, but for the payload of a NaN."""
     try:
         torch.testing.assert_close(
             actual, expected, rtol=0, atol=0, equal_nan=True, check_stride=check_stride

@@ -1,4 +1,4 @@
-"""torch.compile: one graph without breaks, for one size and for all."""
+"""Check torch.compile: one graph without breaks, for one size and for all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BACKENDS = {"cpu": "inductor", "foo": "aot_eager"}
 
 @contextlib.contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Nothing that another check compiled, in memory or on disk, and nothing left for the next."""
+    """Forget what another check compiled, in memory or on disk, and leave nothing behind."""
     import torch._functorch.config
     import torch._inductor.config
 
@@ -53,7 +53,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def doubled(value: Any) -> Any:
-    """Tensors that may have gradients times two, which is exact."""
+    """Multiply tensors that may have gradients by two, which is exact."""
     if isinstance(value, (list, tuple)):
         return [doubled(element) for element in value]
     if isinstance(value, Tensor) and has_gradients(value.dtype):
@@ -62,7 +62,7 @@ def doubled(value: Any) -> Any:
 
 
 def compiled(case: Case, **options: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The operator between others, so that there is a graph around it; eager and compiled."""
+    """Put the operator between others, so that there is a graph; eager and compiled."""
     operator = case.spec.function
 
     def function(inputs: Any, keywords: Any) -> list[Any]:
@@ -77,7 +77,7 @@ def compiled(case: Case, **options: Any) -> tuple[Callable[..., Any], Callable[.
 def check_compiled(
     case: Case, sample: Sample, eager: Callable[..., Any], graph: Callable[..., Any]
 ) -> None:
-    """Forward with and without gradients, and backward."""
+    """Check forward with and without gradients, and backward."""
     keywords = dict(sample.keywords)
     with torch.no_grad():
         expected = tuple(tensors_in(eager(sample.inputs, keywords)))
@@ -89,7 +89,7 @@ def check_compiled(
 
 
 def check_compiled_outputs(case: Case, sample: Sample, outputs: Tensors, expected: Tensors) -> None:
-    """Bit for bit, unless the operator is made of others, which a compiler may change."""
+    """Compare bit for bit, unless the operator is made of others that may be changed."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(case.spec.name, "CompositeImplicitAutograd"):
         halves = tuple(output / 2 if has_gradients(output.dtype) else output for output in outputs)
         check_outputs(case.spec, sample.map(doubled), case.dtype, halves)
@@ -100,7 +100,7 @@ def check_compiled_outputs(case: Case, sample: Sample, outputs: Tensors, expecte
 def check_compiled_gradients(
     case: Case, leaves: Sample, expected: Tensors, graph: Callable[..., Any]
 ) -> None:
-    """A compiler may have formulas round otherwise: they are compared with the reference's."""
+    """Compare with the reference: a compiler may have formulas round otherwise."""
     with failing_as("torch.compile(fullgraph=True), where a gradient is needed,"):
         outputs = tuple(tensors_in(graph(leaves.inputs, dict(leaves.keywords))))
         plain = tuple(output.detach() for output in outputs)
@@ -129,7 +129,7 @@ def compiled_for_layouts(case: Case) -> None:
 
 @check(dtypes=single_and_brain, names=no_name)
 def compiled_for_dynamic_shapes(case: Case) -> None:
-    """One graph serves all sizes."""
+    """Check that one graph serves all sizes."""
     with fresh_compiler():
         functions = compiled(case, dynamic=True)
         check_compiled(case, case.sized(9), *functions)

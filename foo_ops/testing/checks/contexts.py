@@ -1,4 +1,4 @@
-"""What a check changes of the process while it runs."""
+"""Change the process for the time of a check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
-    """Samples may come from torch.randn, and each call is to give the same."""
+    """Seed torch: samples may come from torch.randn, and each call is to give the same."""
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(0)
     try:
@@ -21,7 +21,7 @@ def seeded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """For many small tensors one: on a busy machine threads mostly wait for each other."""
+    """Set one thread for many small tensors: threads mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -32,7 +32,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Memory that is allocated and not initialised is full of NaN, or of the largest integer."""
+    """Fill memory that is not initialised with NaN, or with the largest integer."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_as(what: str) -> Iterator[None]:
-    """Errors that are no verdict of a check become one: ``what`` raised them."""
+    """Turn errors that are no verdict of a check into one: ``what`` raised them."""
     try:
         yield
     except AssertionError:

@@ -1,4 +1,4 @@
-"""The same results for every number of threads, and on every device."""
+"""Check that results are the same for every number of threads, and on every device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def second_foo(spec: OpSpec) -> tuple[str, ...]:
 
 @check(dtypes=first, names=no_name, devices=second_foo)
 def second_device(case: Case) -> None:
-    """As on the first."""
+    """Check that results on the second device are those of the first."""
     outputs = run(case, case.sized(5))
     for position, output in enumerate(outputs):
         if output.device != torch.device(case.device):

@@ -1,4 +1,4 @@
-"""The fake kernel, and torch.library.opcheck."""
+"""Check the fake kernel, and run torch.library.opcheck."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from foo_ops.testing.checks.matrix import (
 
 @check(dtypes=first_and_last, names=essential, gradients=gradient_or_not)
 def opcheck(case: Case) -> None:
-    """torch.library.opcheck: schema, autograd registration, fake kernel, AOTAutograd."""
+    """Run torch.library.opcheck: schema, autograd registration, fake kernel, AOTAutograd."""
     sample = arguments(case)
     if case.gradient:
         sample = sample.requiring_grad()
@@ -38,7 +38,7 @@ def opcheck(case: Case) -> None:
 
 
 def hint_at_tag(operator: torch._ops.OpOverload) -> str:
-    """torch functionalizes an operator that returns what it writes only if a tag says so."""
+    """Explain that torch functionalizes what returns its writes only if a tag says so."""
     returned = any(result.alias_info is not None for result in operator._schema.returns)
     if not returned or torch.Tag.inplace in operator.tags or operator._overloadname != "default":
         return ""
@@ -56,7 +56,7 @@ def fake_kernel_in_layouts(case: Case) -> None:
 
 
 def check_fake(case: Case) -> None:
-    """Shape, dtype, device and strides."""
+    """Compare shape, dtype, device and strides."""
     from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -82,7 +82,7 @@ def check_fake(case: Case) -> None:
 
 
 def properties(output: Tensor, fake: Tensor) -> Iterator[tuple[str, Any, Any]]:
-    """What must agree, that of the fake first. A size that depends on data may be any."""
+    """Return what must agree, the fake's first. A size that depends on data may be any."""
     known = [size if isinstance(size, int) else None for size in fake.shape]
     if len(known) == output.dim():
         sizes = tuple(real if size is None else size for size, real in zip(known, output.shape))

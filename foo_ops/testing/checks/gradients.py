@@ -1,4 +1,4 @@
-"""Gradients: against the reference, against numerical ones, and where none is needed."""
+"""Check gradients: against the reference, numerically, and where none is needed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gradients(case: Case) -> None:
 
 @check(dtypes=differentiable, names=essential)
 def gradient_of_each_input(case: Case) -> None:
-    """Which inputs need a gradient decides who computes, and never what comes out."""
+    """Check that which inputs need a gradient never changes what comes out."""
     sample = case.sample().requiring_grad()
     outputs, cotangents, expected = run_both(case, sample)
     tensors, names = sample.differentiable(), differentiable_names(case.spec, sample)
@@ -51,7 +51,7 @@ def gradient_of_each_input(case: Case) -> None:
 
 @check(dtypes=differentiable, names=essential)
 def gradient_through_each_output(case: Case) -> None:
-    """An output that nothing depends on has no gradient: as good as one of zeros."""
+    """Check that an output without gradient is as good as one of zeros."""
     sample = case.sample().requiring_grad()
     names = differentiable_names(case.spec, sample)
     outputs, *_ = run_both(case, sample)
@@ -91,13 +91,13 @@ def gradient_only_where_needed(case: Case) -> None:
 
 
 def finite(outputs: Iterable[Tensor]) -> Tensors:
-    """Numerical derivatives know no infinity."""
+    """Whether a sample is finite: numerical derivatives know no infinity."""
     return tuple(output.where(output.isfinite(), 0) for output in outputs)
 
 
 @check(dtypes=double_precision, names=essential)
 def gradcheck(case: Case) -> None:
-    """The formula against numerical derivatives of the kernel itself."""
+    """Check the formula against numerical derivatives of the kernel itself."""
     sample = case.sample().requiring_grad()
     tensors = sample.differentiable()
     require_history(case, sample, run(case, sample))

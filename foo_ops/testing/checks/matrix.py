@@ -1,4 +1,4 @@
-"""What is checked: for each check the combinations of devices, dtypes, samples and layouts.
+"""List what is checked: combinations of devices, dtypes, samples and layouts.
 
 A check is a function of a `Case` with the decorator `check`, which says what it is run for.
 """
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Such as ``rms_norm-foo-float32-opcheck-size7-gradient``."""
+        """Name the case, such as ``rms_norm-foo-float32-opcheck-size7-gradient``."""
         words = [self._operator_name(), self.device, dtype_name(self.dtype), self.check, self.name]
         words += [self.layout.__name__] if self.layout is not None else []
         words += ["gradient"] if self.gradient else []
@@ -52,7 +52,7 @@ class Case:
         return self.spec.name.partition("::")[2].removesuffix(".default")
 
     def sample(self) -> Sample:
-        """On the device, in the layout."""
+        """Return the sample on the device, in the layout."""
         with seeded():
             sample = self.spec.samples[self.name](self.dtype)
         return self.placed(sample)
@@ -118,7 +118,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def cases(spec: OpSpec, checks: Collection[str] | None = None) -> list[Case]:
-    """All that is to be checked of an operator.
+    """List all that is to be checked of an operator.
 
     Args:
         spec: the operator.
@@ -173,12 +173,12 @@ def first(spec: OpSpec) -> Sequence[torch.dtype]:
 
 
 def first_and_last(spec: OpSpec) -> list[torch.dtype]:
-    """The last is the one that lies farthest from the first."""
+    """Choose the first and the last, which lies farthest from it."""
     return list(dict.fromkeys((spec.dtypes[0], spec.dtypes[-1])))
 
 
 def single_and_brain(spec: OpSpec) -> list[torch.dtype]:
-    """float32 and bfloat16, or else the first."""
+    """Choose float32 and bfloat16, or else the first."""
     chosen = [dtype for dtype in (torch.float32, torch.bfloat16) if dtype in spec.dtypes]
     return chosen or list(first(spec))
 
@@ -196,7 +196,7 @@ def in_layouts(spec: OpSpec) -> Collection[str]:
 
 
 def all_layouts(spec: OpSpec) -> list[Layout]:
-    """What is written cannot lie in memory that is repeated."""
+    """Choose all layouts; what is written cannot lie in memory that is repeated."""
     return [layout for layout in LAYOUTS if not (spec.mutates and layout is expanded)]
 
 

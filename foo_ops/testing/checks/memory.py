@@ -1,4 +1,4 @@
-"""What an operator writes, and what shares memory, against its schema."""
+"""Check what an operator writes, and what shares memory, against its schema."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from foo_ops.testing.spec import Sample, check_outputs
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The bytes of the memory that a tensor lies in."""
+    """Return the bytes of the memory that a tensor lies in."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @check(names=essential, layouts=lambda spec: (None, inside_padding))
 def writes_only_what_is_declared(case: Case) -> None:
-    """Neither an argument nor memory beside it, unless the schema says ``Tensor(a!)``."""
+    """Check that nothing is written, arguments or memory beside them, but ``Tensor(a!)``."""
     sample, operator = arguments(case), case.spec.operator
     named = list(named_tensors(operator, sample.inputs, sample.keywords))
     declared = {id(tensor) for tensor in written_tensors(operator, sample.inputs, sample.keywords)}
@@ -49,7 +49,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 @check(names=essential)
 def aliases_only_what_is_declared(case: Case) -> None:
-    """An output shares memory with an argument, or with another, only where the schema says so."""
+    """Check that outputs share memory only where the schema says so."""
     sample, operator = arguments(case), case.spec.operator
     named = list(named_tensors(operator, sample.inputs, sample.keywords))
     returns = operator._schema.returns
@@ -74,7 +74,7 @@ def aliases_only_what_is_declared(case: Case) -> None:
 def require_alias(
     case: Case, what: str, result: Tensor, declared: Any, named: dict[str, Tensor]
 ) -> None:
-    """A return that is declared to alias an argument does so; one that is written is it."""
+    """Require that a return aliases the argument it declares; one that is written is it."""
     for argument in case.spec.operator._schema.arguments:
         alias = argument.alias_info
         if alias is None or alias.before_set != declared.alias_info.before_set:
@@ -99,7 +99,7 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
     layouts=all_layouts,
 )
 def out_in_layouts(case: Case) -> None:
-    """Out arguments of the right shape keep their memory and their strides, and get the values."""
+    """Check that out arguments keep memory and strides, and get the values."""
     sample = arguments(case)
     outs = written_tensors(case.spec.operator, sample.inputs, sample.keywords)
     places = [(out.data_ptr(), out.stride()) for out in outs]

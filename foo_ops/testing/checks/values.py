@@ -1,4 +1,4 @@
-"""Values, of contiguous tensors and of others."""
+"""Check values, of contiguous tensors and of others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foo_ops.testing.spec import check_outputs, cotangents_for
 
 @check()
 def values(case: Case) -> None:
-    """Of every sample, in memory that is full of NaN where it was not written."""
+    """Check every sample, in memory that is full of NaN where it was not written."""
     sample = case.sample()
     with poisoned_memory():
         outputs = run(case, sample)
@@ -30,7 +30,7 @@ def values(case: Case) -> None:
 
 @check(names=in_layouts, layouts=all_layouts)
 def layouts(case: Case) -> None:
-    """Values and gradients of tensors that are not contiguous; what lies beside them is NaN."""
+    """Check tensors that are not contiguous, with NaN beside them."""
     assert case.layout is not None
     try:
         check_in_layout(case, case.layout)
@@ -53,7 +53,7 @@ def check_in_layout(case: Case, layout: Layout) -> None:
 
 
 def layout_verdict(case: Case, layout: Layout) -> str:
-    """Whether the layout is to blame."""
+    """Say whether the layout is to blame."""
 
     def contiguous(tensor: Tensor) -> Tensor:
         return layout(tensor).clone(memory_format=torch.contiguous_format)

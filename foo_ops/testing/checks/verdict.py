@@ -1,4 +1,4 @@
-"""What fails of all that is checked, in one report."""
+"""Report at once what fails of all that is checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OperatorCheckError(AssertionError):
 
 
 def listed(failures: Sequence[tuple[Case, Exception]]) -> str:
-    """The first ten."""
+    """List the first ten."""
     names = [case.id for case, _ in failures[:10]]
     return ", ".join(names + ["..."] * (len(failures) > len(names)))
 

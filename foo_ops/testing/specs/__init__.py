@@ -1,1 +1,1 @@
-"""What each operator of the package computes, with samples: one `OpSpec` in a file of its own."""
+"""Tell what each operator of the package computes, with samples: one `OpSpec` a file."""

@@ -1,4 +1,4 @@
-"""How far the results of attention may be from the exact ones.
+"""Bound how far the results of attention may be from the exact ones.
 
 The bounds are of first order in the roundoff u of the compute type (float32, or float64), element
 by element, from the exact values. Sizes are sums of magnitudes; results are rounded once more, to
@@ -49,13 +49,13 @@ class Sum:
         return Sum(function(self.value), function(self.size), function(self.error))
 
     def stored(self, dtype: torch.dtype) -> Tensor:
-        """The error once it is rounded to a dtype."""
+        """Return the error once it is rounded to a dtype."""
         return self.error + roundoff(dtype) * self.value.abs() + smallest(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """What the numbers of a call are rounded to.
+    """The dtypes that the numbers of a call are rounded to.
 
     Attributes:
         unit: the roundoff of the compute type.
@@ -80,7 +80,7 @@ class Rounding:
         return (roundings(terms) + 4) * self.unit
 
     def product(self, left: Tensor, left_error: Tensor, right: Tensor, groups: int = 1) -> Sum:
-        """left @ right, summed over groups of heads that share a head of key and value."""
+        """Multiply left @ right, summed over groups of heads that share a key head."""
         left_error = left_error + self.operand * left.abs() + self.tiny
         parts = Sum(left @ right, left.abs() @ right.abs(), left_error @ right.abs())
         if groups > 1:
@@ -90,7 +90,7 @@ class Rounding:
         return dataclasses.replace(parts, error=error)
 
     def sum_to(self, shape: torch.Size, value: Tensor, error: Tensor) -> Sum:
-        """The sum over all that a tensor of this shape was broadcast to."""
+        """Sum over all that a tensor of this shape was broadcast to."""
         parts = Sum(value, value.abs(), error).map(lambda part: part.sum_to_size(shape))
         terms = value.numel() // max(shape.numel(), 1)
         return dataclasses.replace(parts, error=parts.error + self.summing(terms) * parts.size)
@@ -204,13 +204,13 @@ class Forward:
 
 
 def output_budget(sample: Sample, dtype: torch.dtype) -> Tensors:
-    """How far the output and the logsumexp of a sample may be from the reference's."""
+    """Bound how far output and logsumexp of a sample may be from the reference's."""
     forward = Forward.of(sample, dtype)
     return forward.output.stored(dtype), forward.logsumexp_error
 
 
 def gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
-    """How far the gradients of those inputs may be that require one."""
+    """Bound how far the gradients may be of those inputs that require one."""
     assert dtypes[0] is not None
     sums = gradient_sums(sample, dtypes[0], cotangents)
     return stored_gradients(sample, dtypes, sums)
@@ -225,7 +225,7 @@ def stored_gradients(sample: Sample, dtypes: Dtypes, sums: Sequence[Sum | None])
 
 
 def gradient_sums(sample: Sample, dtype: torch.dtype, cotangents: Tensors) -> list[Sum | None]:
-    """The gradient of each input, or None for an input that has none."""
+    """Return the gradient of each input, or None for an input that has none."""
     grad_output, grad_logsumexp = cotangents
     forward = Forward.of(sample, dtype)
     rounding, scores, weights = forward.rounding, forward.scores, forward.weights

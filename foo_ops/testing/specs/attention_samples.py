@@ -28,7 +28,7 @@ def attention_sample(
     sinks: Maker | None = None,
     **keywords: Any,
 ) -> Callable[[torch.dtype], Sample]:
-    """The maker of a sample with random query, key and value of these sizes."""
+    """Make the function that draws query, key and value of these sizes."""
     key_heads = heads if key_heads is None else key_heads
     value_dim = head_dim if value_dim is None else value_dim
 
@@ -48,17 +48,17 @@ def attention_sample(
 
 
 def random_bias(*shape: int, float32: bool = False) -> Maker:
-    """In the query's dtype or in float32. Sinks alike."""
+    """Draw a bias, or sinks, in the query's dtype or in float32."""
     return lambda dtype: random(f"{shape}", shape, dtype=torch.float32 if float32 else dtype)[0]
 
 
 def random_slopes(*shape: int, float32: bool = False) -> Maker:
-    """Small, so that keys at a distance still count; of both signs."""
+    """Draw small slopes of both signs, so that keys at a distance still count."""
     return lambda dtype: random_bias(*shape, float32=float32)(dtype) / 8
 
 
 def random_mask(*shape: int, blind: Sequence[int] = ()) -> Maker:
-    """A bool mask with one half True; the rows ``blind`` see no key."""
+    """Draw a bool mask with one half True; the rows ``blind`` see no key."""
 
     def make(dtype: torch.dtype) -> Tensor:
         mask = random(f"mask {shape}", shape, dtype=torch.float64)[0] > 0
@@ -69,20 +69,20 @@ def random_mask(*shape: int, blind: Sequence[int] = ()) -> Maker:
 
 
 def half_infinite_bias(*shape: int) -> Maker:
-    """A bias with -inf in the places where a mask would be False; the last row sees nothing."""
+    """Draw a bias with -inf where a mask would be False; the last row sees nothing."""
     sees = random_mask(*shape, blind=[-1])
     return lambda dtype: random_bias(*shape)(dtype).where(sees(dtype), -math.inf)
 
 
 def large_scores(dtype: torch.dtype) -> Sample:
-    """Scores of up to 1e4, and softmaxes that are a single one: exp must never overflow."""
+    """Make scores of up to 1e4, and softmaxes that are a single one: exp must not overflow."""
     query, *others = attention_sample(head_dim=32, keys=70)(dtype).inputs
     assert query is not None
     return Sample((query * 1000, *others))
 
 
 def rising_scores(queries: int, keys: int) -> Callable[[torch.dtype], Sample]:
-    """The largest score comes last, so that every tile of keys rescales what came before."""
+    """Put the largest score last, so that every tile of keys rescales what came before."""
 
     def make(dtype: torch.dtype) -> Sample:
         sample = attention_sample(queries=queries, keys=keys, head_dim=8, scale=0.5)(dtype)
@@ -100,13 +100,13 @@ def large_scores_with_softcap(dtype: torch.dtype) -> Sample:
 
 
 def large_scores_with_sinks(dtype: torch.dtype) -> Sample:
-    """The sink of the first head is in the midst of the scores, that of the second above all."""
+    """Put the first head's sink amid the scores, and the second's above all."""
     *tensors, _ = large_scores(dtype).inputs
     return Sample((*tensors, torch.tensor([100.0, 20_000.0]).to(dtype)))
 
 
 def mask_of_parts(keys: int) -> Maker:
-    """A mask (2, 1, 1, keys): of one batch a run of keys is seen, of the other a single key."""
+    """Make a mask (2, 1, 1, keys): one batch sees a run of keys, the other a single key."""
     mask = torch.zeros(2, 1, 1, keys, dtype=torch.bool)
     mask[0, :, :, keys // 3 : keys // 2] = True
     mask[1, :, :, -1] = True

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from foo_ops.kernels.attention.parameters import compute_dtype
 from foo_ops.kernels.compiler.cache import cache_directory
 from foo_ops.kernels.compiler.resolve import resolve
+from foo_ops.kernels.vectors.elements import compute_dtype
 
 # Each call of a kernel goes through `checked`, which fills the fences between the parts of scratch
 # memory before it, and looks at them afterwards. The sums of keys and values are moved to memory
@@ -120,18 +120,19 @@ def run(call, *tensors):
 
 
 def run_shapes(dtype):
-    chosen = random.Random(0)
+    chosen = random.Random(str(dtype))
     dims = (1, 3, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 192, 255, 257, 300)
     lengths = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 95, 97, 127, 128, 129, 145, 177, 200)
     for head_dim in dims:
-        for value_dim in (head_dim, *chosen.sample(dims, 2)):
+        for value_dim in (head_dim, chosen.choice(dims)):
             queries, keys = chosen.choices(lengths, k=2)
             group, heads = chosen.choice((1, 1, 3, 4)), chosen.choice((1, 2))
             query = torch.randn(1, heads * group, queries, head_dim).to(dtype)
             key = torch.randn(1, heads, keys, head_dim).to(dtype)
             value = torch.randn(1, heads, keys, value_dim).to(dtype)
-            for options in options_for(chosen, heads * group, queries, keys, dtype):
-                run(functools.partial(torch.ops.foo.attention, **options), query, key, value)
+            # One of plain and every option: with all dtypes and widths both meet most sizes.
+            options = chosen.choice(options_for(chosen, heads * group, queries, keys, dtype))
+            run(functools.partial(torch.ops.foo.attention, **options), query, key, value)
     # Blocks of many queries, and keys in parts.
     for shape in ((1, 1, 2100, 16), (1, 1, 1500, 33)):
         query, key, value = torch.randn(3, *shape).to(dtype).unbind()
