@@ -1,13 +1,14 @@
 """Forked children use operators of the CPU, whatever the threads of their parent were doing."""
 
 import pytest
-from support.processes import run
+from support.processes import AT_MOMENT, run
 
 # ``in_child(function)`` runs a function in a forked child, which must end in time.
-FORKS = """
+FORKS = (
+    AT_MOMENT
+    + """
 import os, signal, sys, threading, time, traceback
 import torch
-from foo_ops.kernels.compiler import emit, load
 
 def in_child(function):
     child = os.fork()
@@ -27,15 +28,8 @@ def in_child(function):
 # also when a fork waits for it.
 stopped = threading.Event()
 
-def stop_at(moment, module=None):
-    module = module or {"_key": load, "_emit": emit, "link": load}[moment]
-    function = getattr(module, moment)
-    def changed(*arguments):
-        setattr(module, moment, function)
-        stopped.set()
-        time.sleep(0.5)
-        return function(*arguments)
-    setattr(module, moment, changed)
+def stop_at(moment):
+    at(moment, lambda: (stopped.set(), time.sleep(0.5)))
 
 def use():
     query = torch.ones(1, 2, 5, 8)
@@ -46,6 +40,7 @@ def use():
 
 torch.set_num_threads(1)
 """
+)
 
 
 @pytest.mark.parametrize("moment", ["_key", "_emit", "link"])

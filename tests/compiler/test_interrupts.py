@@ -1,29 +1,15 @@
 """Signals and exceptions that come while a kernel is compiled reach the caller as they are."""
 
 import pytest
-from support.processes import run
+from support.processes import AT_MOMENT, run
 
-# ``at(moment, action)`` acts when the compiler comes to a moment for the first time, in the
-# middle of its work.
-MOMENTS = """
+MOMENTS = f"""{AT_MOMENT}
 import os, signal, sys, threading, time
 import torch
 from foo_ops import library
-from foo_ops.kernels.compiler import emit, load
 
 # A process that was started in the background ignores Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-def at(moment, action):
-    module = load if moment in ("_key", "link") else emit
-    function = getattr(module, moment)
-    def changed(*arguments):
-        setattr(module, moment, function)
-        action()
-        # The main thread gets to see a signal.
-        time.sleep(0.1)
-        return function(*arguments)
-    setattr(module, moment, changed)
 
 def send(number):
     os.kill(os.getpid(), number)

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from support.random_numbers import drawn_on_both
 
 RANDOM = {
     "rand": lambda device: torch.rand(50, device=device),
@@ -43,15 +44,9 @@ def unchanged_state():
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_same_numbers_as_cpu(name):
-    torch.manual_seed(5)
-    expected = RANDOM[name]("cpu"), RANDOM[name]("cpu")
-    torch.manual_seed(5)
-    cpu_state = torch.get_rng_state()
-    actual = RANDOM[name]("foo"), RANDOM[name]("foo")
-    assert not torch.equal(*expected)
+    expected, actual = drawn_on_both(RANDOM[name])
     assert torch.equal(actual[0].cpu(), expected[0])
     assert torch.equal(actual[1].cpu(), expected[1])
-    assert torch.equal(torch.get_rng_state(), cpu_state)
 
 
 def test_devices_have_generators_of_their_own():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from support.random_numbers import drawn_on_both
 
 ROUNDS = 200
 
@@ -144,16 +145,10 @@ DROPOUTS = {
 
 @pytest.mark.parametrize("name", DROPOUTS)
 def test_dropout_has_the_cpu_s_numbers_and_leaves_its_generator(name):
-    torch.manual_seed(5)
-    expected = DROPOUTS[name]("cpu"), DROPOUTS[name]("cpu")
-    torch.manual_seed(5)
-    cpu_state = torch.get_rng_state()
-    actual = DROPOUTS[name]("foo"), DROPOUTS[name]("foo")
-    assert not torch.equal(*expected)
+    expected, actual = drawn_on_both(DROPOUTS[name])
     for one, other in zip(actual, expected):
         torch.testing.assert_close(one.cpu(), other)
         assert one.stride() == other.stride()
-    assert torch.equal(torch.get_rng_state(), cpu_state)
 
 
 def test_dropout_draws_from_the_generator_of_its_device():

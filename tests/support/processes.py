@@ -27,6 +27,25 @@ def become(user):
 """
 
 
+# ``at(moment, action)`` acts when the compiler comes to a moment for the first time, in the
+# middle of its work.
+AT_MOMENT = """
+import time
+from foo_ops.kernels.compiler import emit, load
+
+def at(moment, action):
+    module = load if moment in ("_key", "link") else emit
+    function = getattr(module, moment)
+    def changed(*arguments):
+        setattr(module, moment, function)
+        action()
+        # The main thread gets to see a signal.
+        time.sleep(0.1)
+        return function(*arguments)
+    setattr(module, moment, changed)
+"""
+
+
 def run(program, cache, *arguments, **environment):
     """What the program printed, and what it logged. It keeps its kernels in a folder of its own."""
     process = subprocess.run(
