@@ -16,6 +16,7 @@
 #include "device/ownership.h"
 #include "device/pinned_memory.h"
 #include "device/process.h"
+#include "launch/autograd.h"
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
@@ -191,9 +192,6 @@ void bind_kernels(py::module_& module) {
                                            {contiguous_rows, repeats_written, finishes,
                                             std::move(checks), refusal(std::move(refuse))}));
   });
-  module.def("count_versions", [](const std::string& operator_name) {
-    return Registration(foo::count_versions(operator_name));
-  });
 }
 
 // Facts that kernels must know as well, by name: structs, functions and constants.
@@ -206,18 +204,49 @@ py::dict describe_agreement() {
   return description;
 }
 
+void bind_autograd(py::module_& module) {
+  using foo::Tangents;
+  py::enum_<Tangents>(module, "Tangents")
+      .value("partial_derivatives", Tangents::kPartialDerivatives)
+      .value("composite", Tangents::kComposite)
+      .value("not_implemented", Tangents::kNotImplemented);
+  const py::arg name("operator_name");
+  module.def(
+      "register_autograd_shortcut",
+      [](const std::string& name) { return Registration(foo::register_autograd_shortcut(name)); },
+      name);
+  module.def(
+      "register_composite",
+      [](const std::string& name) { return Registration(foo::register_composite(name)); }, name);
+  module.def(
+      "register_backward_operator",
+      torch::wrap_pybind_function(
+          [](const std::string& name, const std::string& backward, Tangents tangents) {
+            return Registration(foo::register_backward_operator(name, backward, tangents));
+          }),
+      name, py::arg("backward_name"), py::arg("tangents"));
+  module.def(
+      "refuse_to_differentiate",
+      [](const std::string& name, const std::string& message) {
+        return Registration(foo::refuse_to_differentiate(name, message));
+      },
+      name, py::arg("message"));
+  module.def(
+      "register_variant_autograd",
+      [](const std::string& name) { return Registration(foo::register_variant_autograd(name)); },
+      name);
+  module.def(
+      "count_versions",
+      [](const std::string& name) { return Registration(foo::count_versions(name)); }, name);
+}
+
 void bind_operators(py::module_& module) {
   foo::set_resolver(resolve_kernel);
   module.def("agreement", &describe_agreement);
   bind_kernels(module);
   bind_attention_checks(module);
   bind_checks_of_out(module);
-  module.def(
-      "register_autograd_shortcut",
-      [](const std::string& operator_name) {
-        return Registration(foo::register_autograd_shortcut(operator_name));
-      },
-      py::arg("operator_name"));
+  bind_autograd(module);
 }
 
 py::list describe_blocks(const c10::CachingDeviceAllocator::SegmentInfo& segment) {

@@ -1,4 +1,4 @@
-"""Register gradients: formulas in Python that cost nothing where no gradient is needed."""
+"""Register gradients: operators that compute them, composites, and formulas in Python."""
 
 from __future__ import annotations
 
@@ -6,60 +6,116 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from foo_ops import _C
-from foo_ops.library.operators import find, keep, library_of
+from foo_ops.library.operators import keep, library_of
 
 
 def register_autograd(
     op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
-    backward: Callable[..., Any],
+    backward: Callable[..., Any] | str | torch._ops.OpOverload | None = None,
     /,
     *,
     setup_context: Callable[..., None] | None = None,
+    composite: Callable[..., Any] | None = None,
     lib: torch.library.Library | None = None,
 ) -> None:
-    """Register a formula as torch.library does, but calls without gradients enter no Python.
+    """Register gradients; calls without any enter no Python.
+
+    There are three ways to tell them:
+
+    - ``backward`` names an operator that computes the gradients. A call that needs some is recorded
+      in C++, as those of PyTorch's own operators are, and torch.func differentiates it. What the
+      operator's arguments are is told by their names: an argument of ``op``, a result of ``op``,
+      ``grad_<result>``, or ``<argument>_requires_grad``, a bool. Where the results of ``op`` have
+      no names, other names stand for their gradients, in their order. A gradient that is optional
+      is None where nothing depends on the result, else it is zeros. A tensor that is optional there
+      and not in ``op`` is a factor of the gradients of others, and is saved where one of those is
+      needed. The results are ``grad_<argument>``, or without names one for each tensor.
+    - ``composite`` computes the same as ``op`` with PyTorch's own operators. It is called where
+      there are tangents of forward-mode differentiation, and without ``backward`` where there are
+      gradients, so that derivatives of every order follow from it.
+    - ``backward`` is a formula in Python, as torch.library.register_autograd takes it.
 
     Args:
         op: the operator, such as ``"foo::abs"``; its schema must be functional.
-        backward: ``backward(ctx, *gradients)``, returns a gradient or None for each input.
-        setup_context: ``setup_context(ctx, inputs, output)``, saves what backward needs; with
+        backward: ``"foo::abs_backward"``, or ``backward(ctx, *gradients)``, which returns a
+            gradient or None for each input.
+        setup_context: ``setup_context(ctx, inputs, output)``, saves what a formula needs; with
             keyword-only arguments in the schema also ``keyword_only_inputs``.
+        composite: takes the arguments of the operator and returns its results.
         lib: the registration ends with it; without it, with the process.
+
+    Raises:
+        TypeError: for a backward operator whose names or types do not fit, and for a composite
+            beside a formula.
+
+    Example:
+        >>> foo_ops.library.define("mylib::scaled", "(Tensor x, float by) -> Tensor")
+        >>> foo_ops.library.register_kernel(
+        ...     "mylib::scaled", "cpu", foo_ops.library.elementwise_kernel(lambda x, by: by * x)
+        ... )
+        >>> foo_ops.library.define("mylib::scaled_backward", "(Tensor grad, float by) -> Tensor")
+        >>> foo_ops.library.register_kernel(
+        ...     "mylib::scaled_backward",
+        ...     "cpu",
+        ...     foo_ops.library.elementwise_kernel(lambda grad, by: by * grad),
+        ... )
+        >>> foo_ops.library.register_autograd(
+        ...     "mylib::scaled", "mylib::scaled_backward", composite=lambda x, by: by * x
+        ... )
+        >>> torch.func.grad(lambda x: torch.ops.mylib.scaled(x, 3.0))(torch.tensor(1.0))
+        tensor(3.)
     """
-    torch.library.register_autograd(op, backward, setup_context=setup_context, lib=lib)
-    if isinstance(op, torch.library.CustomOpDef):
+    if callable(backward) and not isinstance(backward, torch._ops.OpOverload):
+        _register_formula(op, backward, setup_context, composite, lib)
         return
-    keep(_C.register_autograd_shortcut(op if isinstance(op, str) else op.name()), lib)
+    if isinstance(op, torch.library.CustomOpDef):
+        op = op._opoverload
+    name = op if isinstance(op, str) else op.name()
+    if setup_context is not None:
+        raise TypeError(f"{name}: setup_context is for a formula in Python, backward=function")
+    if backward is None and composite is None:
+        raise TypeError(f"{name}: register_autograd must be given backward, composite or both")
+    if composite is not None:
+        _register_on_autograd_key(name, composite, lib)
+    if backward is None:
+        keep(_C.register_composite(name), lib)
+        return
+    backward_name = backward if isinstance(backward, str) else backward.name()
+    tangents = _C.Tangents.not_implemented if composite is None else _C.Tangents.composite
+    keep(_C.register_backward_operator(name, backward_name, tangents), lib)
+
+
+def _register_on_autograd_key(
+    name: str, function: Callable[..., Any], lib: torch.library.Library | None
+) -> None:
+    library_of(name, lib).impl(name.partition("::")[2], function, "Autograd")
+
+
+def _register_formula(
+    op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
+    formula: Callable[..., Any],
+    setup_context: Callable[..., None] | None,
+    composite: Callable[..., Any] | None,
+    lib: torch.library.Library | None,
+) -> None:
+    if composite is not None:
+        raise TypeError(
+            f"{op}: a composite is for a backward operator, or for none; a formula in Python takes "
+            "its place"
+        )
+    torch.library.register_autograd(op, formula, setup_context=setup_context, lib=lib)
+    if not isinstance(op, torch.library.CustomOpDef):
+        keep(_C.register_autograd_shortcut(op if isinstance(op, str) else op.name()), lib)
 
 
 def register_variant_autograd(
     op: str | torch._ops.OpOverload, /, *, lib: torch.library.Library | None = None
 ) -> None:
-    """Register autograd for the in-place or out variant of an operator that has a formula.
+    """Register autograd for the in-place or out variant of an operator that has gradients.
 
     In place, ``f_(a)`` is differentiated as ``a.copy_(f(a.clone()))``, which handles views and
     versions. An out variant refuses tensors that need a gradient, as torch's own do.
     """
-    operator = find(op) if isinstance(op, str) else op
-    packet = operator._overloadpacket
-    name = operator.name()
-
-    def in_place(keyset: torch._C.DispatchKeySet, *inputs: Any, **keywords: Any) -> Tensor:
-        functional = find(name.removesuffix("_"))
-        # The formula may keep its input, which is about to be overwritten.
-        return inputs[0].copy_(functional(inputs[0].clone(), *inputs[1:], **keywords))
-
-    def refuse(keyset: torch._C.DispatchKeySet, *inputs: Any, **keywords: Any) -> None:
-        raise RuntimeError(
-            f"{packet.__name__}(): functions with out=... arguments don't support automatic "
-            "differentiation, but one of the arguments requires grad."
-        )
-
-    is_in_place = operator._overloadname == "default"
-    library = library_of(name, lib)
-    formula = in_place if is_in_place else refuse
-    library.impl(name.partition("::")[2], formula, "Autograd", with_keyset=True)
-    keep(_C.register_autograd_shortcut(name), lib)
+    keep(_C.register_variant_autograd(op if isinstance(op, str) else op.name()), lib)

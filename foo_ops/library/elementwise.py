@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
 import torch
-from torch import Tensor
 
 from foo_ops import _C
 from foo_ops.kernels.table import ELEMENTWISE
-from foo_ops.library.autograd import register_autograd
 from foo_ops.library.dtypes import COMPLEX, FLOATING, dtype_name, in_words
 from foo_ops.library.elementwise_fake import make_fake
 from foo_ops.library.kernels import (
@@ -24,7 +22,7 @@ from foo_ops.library.kernels import (
     describe,
     kinds_of,
 )
-from foo_ops.library.operators import Parameter, find, library_of, parameters_of
+from foo_ops.library.operators import Parameter, find, keep, library_of, parameters_of
 
 _UNSIGNED_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
@@ -275,11 +273,17 @@ def _register_backward(
         raise TypeError(f"{name}: backward= is for tensors that are not optional")
     if not torch._C._dispatch_has_kernel(f"{name}_backward"):
         _define_backward(operator, parameters, results, lib)
-        _register_formula(operator, parameters, lib)
+        tangents = _C.Tangents.partial_derivatives
+        keep(_C.register_backward_operator(name, f"{name}_backward", tangents), lib)
     derivative = _derivative(kernel, operator)
     derivative.register(find(f"{name}_backward"), keys, lib)
     if derivative.backward is None:
-        _refuse_to_differentiate(f"{name}_backward", operator, lib)
+        message = (
+            f"{name}: its backward= has no derivative: give it as "
+            "elementwise_kernel(function, backward=...), or give the operator a formula with "
+            "foo_ops.library.register_autograd instead of backward="
+        )
+        keep(_C.refuse_to_differentiate(f"{name}_backward", message), lib)
 
 
 def _derivative(kernel: ElementwiseKernel, operator: torch._ops.OpOverload) -> ElementwiseKernel:
@@ -322,63 +326,3 @@ def _gradient_names(parameters: Sequence[Parameter], count: int) -> list[str]:
     while any(p.name.startswith(prefix) for p in parameters):
         prefix = f"grad_{prefix}"
     return [f"{prefix}{position}" for position in range(count)]
-
-
-def _register_formula(
-    operator: torch._ops.OpOverload,
-    parameters: Sequence[Parameter],
-    lib: torch.library.Library | None,
-) -> None:
-    name = operator.name()
-    positional = [p for p, a in zip(parameters, operator._schema.arguments) if not a.kwarg_only]
-    keywords = [p for p in parameters if p not in positional]
-
-    def save(ctx: Any, inputs: tuple[Any, ...], numbers: Mapping[str, Any]) -> None:
-        ctx.save_for_backward(*(x for p, x in zip(positional, inputs) if p.is_tensor))
-        ctx.numbers = [x for p, x in zip(positional, inputs) if not p.is_tensor]
-        ctx.keywords = [numbers[p.name] for p in keywords]
-
-    def save_all(
-        ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Mapping[str, Any], output: Any
-    ) -> None:
-        save(ctx, inputs, keyword_only_inputs)
-
-    def save_positional(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        save(ctx, inputs, {})
-
-    def formula(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, numbers = iter(ctx.saved_tensors), iter(ctx.numbers)
-        inputs = [next(tensors if p.is_tensor else numbers) for p in positional]
-        results = find(f"{name}_backward")(*gradients, *inputs, *ctx.keywords)
-        found = iter((results,) if isinstance(results, Tensor) else results)
-        return tuple(
-            _gradient_of(x, next(found)) if p.is_tensor else None
-            for p, x in zip(positional, inputs)
-        )
-
-    register_autograd(
-        name, formula, setup_context=save_all if keywords else save_positional, lib=lib
-    )
-
-
-def _refuse_to_differentiate(
-    name: str, operator: torch._ops.OpOverload, lib: torch.library.Library | None
-) -> None:
-    def formula(ctx: Any, *gradients: Tensor) -> None:
-        raise NotImplementedError(
-            f"{operator.name()}: its backward= has no derivative: give it as "
-            "elementwise_kernel(function, backward=...), or give the operator a formula with "
-            "foo_ops.library.register_autograd instead of backward="
-        )
-
-    register_autograd(name, formula, lib=lib)
-
-
-def _gradient_of(input: Tensor, gradient: Tensor) -> Tensor | None:
-    """Give integers no gradient, and real numbers a real one.
-
-    PyTorch sums it over what was broadcast, and rounds it to the input's dtype.
-    """
-    if not (input.is_floating_point() or input.is_complex()):
-        return None
-    return gradient.real if gradient.is_complex() and not input.is_complex() else gradient

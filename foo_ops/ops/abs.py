@@ -58,7 +58,44 @@ UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 COMPLEX_TO_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32}
 
 
-@library.elementwise_kernel(dtypes=(*INTEGERS, torch.float32, torch.float64))
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
+
+def gradient(grad: Any, x: Any) -> Any:
+    return grad if x > 0 else (-grad if x < 0 else 0 * grad)
+
+
+def second_gradient(grad_grad: Any, grad: Any, x: Any) -> Any:
+    return gradient(grad_grad, x), 0 * x
+
+
+def complex_gradient(grad: Any, z: Any) -> Any:
+    """Return the conjugate Wirtinger derivative, as everywhere in torch: grad * z / |z|."""
+    size = modulus_scaled(z)
+    return grad * z / size if size > 0.0 else 0.0 * z
+
+
+def complex_second_gradient(grad_grad: Any, grad: Any, z: Any) -> Any:
+    """Differentiate z / |z|: what is across z turns it, by 1 / |z|."""
+    size = modulus_scaled(z)
+    if size == 0.0:
+        return 0.0 * z, 0.0 * z
+    along = (z.real * grad_grad.real + z.imag * grad_grad.imag) / size
+    across = grad_grad - along * z / size
+    return complex(along, 0.0), grad * across / size
+
+
+derivative = library.elementwise_kernel(
+    gradient,
+    dtypes=REAL,
+    backward=library.elementwise_kernel(second_gradient, dtypes=REAL).overload(
+        complex_second_gradient, COMPLEX
+    ),
+).overload(complex_gradient, COMPLEX)
+
+
+@library.elementwise_kernel(dtypes=(*INTEGERS, torch.float32, torch.float64), backward=derivative)
 def absolute(x: Any) -> Any:
     # The name abs is foo's own in this file.
     return builtins.abs(x)
@@ -120,19 +157,6 @@ library.register_kernel("foo::abs.out", ("cpu", "foo"), of_all)
 library.register_kernel("foo::abs_", ("cpu", "foo"), of_real)
 
 
-# --------------------------------------------------------------------------------------- autograd
-
-
-def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def backward(ctx: Any, grad: Tensor) -> Tensor:
-    """Return the conjugate Wirtinger derivative for complex input, as everywhere in torch."""
-    (input,) = ctx.saved_tensors
-    return grad * input.sgn()
-
-
-library.register_autograd("foo::abs", backward, setup_context=setup_context)
+# The gradients are a kernel, see `derivative`.
 for name in ("foo::abs_", "foo::abs.out"):
     library.register_variant_autograd(name)

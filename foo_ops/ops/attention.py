@@ -10,12 +10,7 @@ from torch import Tensor
 from foo_ops import _C, library
 from foo_ops.library.dtypes import dtype_name
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.attention_derivatives import (
-    composite,
-    make_dropout_mask,
-    second_derivative,
-    setup_context,
-)
+from foo_ops.ops.attention_derivatives import composite, composite_gradients, make_dropout_mask
 from foo_ops.ops.attention_options import DEFAULTS, AttentionOptions, given_options, schema
 
 OPTIONS = schema(*DEFAULTS)
@@ -40,7 +35,7 @@ library.define(
 SAVED = (
     "Tensor grad_output, Tensor grad_logsumexp, Tensor query, Tensor key, Tensor value, "
     "Tensor? attn_bias, Tensor? alibi_slopes, Tensor? sinks, Tensor output, Tensor logsumexp, "
-    f"Tensor? seed, *, bool bias_requires_grad=False, {OPTIONS}"
+    f"Tensor? seed, *, bool attn_bias_requires_grad=False, {OPTIONS}"
 )
 
 # The gradients of alibi_slopes and sinks have size 0 if these are None, that of attn_bias if it is
@@ -194,7 +189,7 @@ def empty_gradient(tensor: Tensor | None, query: Tensor) -> Tensor:
 
 @library.register_fake("foo::attention_backward")
 def fake_backward(
-    *saved: Any, bias_requires_grad: bool = False, **options: Any
+    *saved: Any, attn_bias_requires_grad: bool = False, **options: Any
 ) -> tuple[Tensor, ...]:
     grad_output, grad_logsumexp, *inputs, output, logsumexp, seed = saved
     query, key, value, attn_bias, alibi_slopes, sinks = inputs
@@ -203,8 +198,8 @@ def fake_backward(
         "attention_backward", grad_output, grad_logsumexp, query, value, output, logsumexp
     )
     _C.check_attention_seed("attention_backward", query, seed, options.get("dropout_p", 0.0))
-    _C.check_attention_bias(attn_bias, bias_requires_grad)
-    bias = attn_bias if bias_requires_grad else None
+    _C.check_attention_bias(attn_bias, attn_bias_requires_grad)
+    bias = attn_bias if attn_bias_requires_grad else None
     tensors = (query, key, value, bias, alibi_slopes, sinks)
     return tuple(empty_gradient(tensor, query) for tensor in tensors)
 
@@ -231,24 +226,49 @@ def fake_dropout_mask(
 # ---------------------------------------------------------------------------------------- autograd
 
 
-def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Differentiate foo::attention_backward: the second derivative of attention."""
-    return second_derivative(ctx, composite_with_seed, (0, 1, 2, 3, 4, 5), grads)
-
-
-def composite_with_seed(
-    inputs: list[Any], seed: Tensor | None, *, bias_requires_grad: bool = False, **options: Any
+def composite_seeded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute foo::attention_seeded with torch's own operators."""
+    return composite(
+        query, key, value, attn_bias, alibi_slopes, sinks, **dropped(query, key, seed, options)
+    )
+
+
+def composite_backward(
+    *saved: Any, attn_bias_requires_grad: bool = False, **options: Any
+) -> tuple[Tensor, ...]:
+    """Compute foo::attention_backward with torch's own operators."""
+    grad_output, grad_logsumexp, *inputs, _, _, seed = saved
     query, key = inputs[:2]
-    shape = (*query.shape[:3], key.shape[2])
-    dropout_mask = make_dropout_mask(query, shape, seed, options["dropout_p"])
-    return composite(*inputs, dropout_mask=dropout_mask, options=AttentionOptions(**options))
+    gradients = composite_gradients(
+        grad_output, grad_logsumexp, *inputs, **dropped(query, key, seed, options)
+    )
+    if not attn_bias_requires_grad:
+        gradients = gradients._replace(attn_bias=None)
+    return tuple(query.new_empty(0) if grad is None else grad for grad in gradients)
 
 
-# First derivatives are in csrc/ops/attention/autograd.cpp: through Python, a call with 8 floats
-# would take 200 us and not 12.
-library.register_autograd("foo::attention_backward", backward, setup_context=setup_context)
+def dropped(
+    query: Tensor, key: Tensor, seed: Tensor | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what a composite takes beside the tensors."""
+    given = AttentionOptions(**options)
+    mask = make_dropout_mask(query, (*query.shape[:3], key.shape[2]), seed, given.dropout_p)
+    return {"dropout_mask": mask, "options": given}
+
+
+library.register_autograd(
+    "foo::attention_seeded", "foo::attention_backward", composite=composite_seeded
+)
+library.register_autograd("foo::attention_backward", composite=composite_backward)
 
 
 # -------------------------------------------------------------------------- vmap, autocast, FLOPs

@@ -5,92 +5,15 @@ The first derivatives are kernels; csrc/ops/attention/autograd.cpp calls them.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention_options import AttentionOptions
-
-
-def setup_context(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
-) -> None:
-    """Save what the second derivative of an operator of the backward pass needs."""
-    ctx.save_for_backward(*inputs)
-    ctx.set_materialize_grads(False)
-    ctx.options = keyword_only_inputs
-
-
-def second_derivative(
-    ctx: Any,
-    function: Callable[..., tuple[Tensor, Tensor]],
-    positions: tuple[int, ...],
-    grads: tuple[Tensor | None, ...],
-) -> tuple[Tensor | None, ...]:
-    """Differentiate an operator of the backward pass, with the matrix of scores in memory.
-
-    Its arguments are the gradients of both outputs, the inputs, both outputs, and the seed. The
-    outputs are functions of the inputs here, so that they get no gradient themselves.
-
-    Args:
-        ctx: as setup_context leaves it.
-        function: ``function(inputs, seed, **options)``, what the forward pass computes, made of
-            torch's own operators.
-        positions: which of the inputs the operator returns the gradients of.
-        grads: the gradients of these gradients.
-    """
-    *saved, _, _, seed = ctx.saved_tensors
-    needed = ctx.needs_input_grad[: len(saved)]
-    with torch.enable_grad():
-        tensors: list[Any] = list(map(distinct, saved))
-        cotangents, inputs = tensors[:2], tensors[2:]
-        given = [
-            (inputs[position], grad)
-            for position, grad in zip(positions, grads)
-            if grad is not None and inputs[position] is not None
-        ]
-        if not given:
-            return (None,) * len(ctx.saved_tensors)
-        chosen, grads = zip(*given)
-        outputs = function(inputs, seed, **ctx.options)
-        if not outputs[0].requires_grad:
-            # There are no sequences, so that nothing depends on anything.
-            zeros = (
-                torch.zeros_like(tensor) if need else None for tensor, need in zip(saved, needed)
-            )
-            return (*zeros, None, None, None)
-        first = torch.autograd.grad(outputs, chosen, cotangents, create_graph=True)
-    second = differentiate(first, tensors, needed, grads, create_graph=torch.is_grad_enabled())
-    return (*second, None, None, None)
-
-
-def distinct(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor that stands for one input alone: one tensor may be two of the inputs."""
-    if tensor is None or not tensor.is_floating_point():
-        return tensor
-    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
-
-
-def differentiate(
-    outputs: tuple[Tensor, ...],
-    inputs: Sequence[Any],
-    needed: Sequence[bool],
-    grads: Sequence[Any],
-    *,
-    create_graph: bool,
-) -> list[Tensor | None]:
-    """Return the gradient for each input that needs one."""
-    wanted = [tensor for tensor, need in zip(inputs, needed) if need]
-    found = iter(
-        torch.autograd.grad(
-            outputs, wanted, grads, create_graph=create_graph, materialize_grads=True
-        )
-    )
-    return [next(found) if need else None for need in needed]
 
 
 def make_dropout_mask(
@@ -102,6 +25,31 @@ def make_dropout_mask(
     return torch.ops.foo.attention_dropout_mask(
         seed, shape, dropout_p, dtype=compute_type(query.dtype)
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Attended:
+    """What attention computes on its way, (B, Hq, Sq, Sk) in the compute type.
+
+    Attributes:
+        keys, values: with a head for each of the query.
+        products: scale * query @ key^T.
+        weights: of the softmax, before dropout.
+        sink_weights: (B, Hq, Sq, 1), the share of the sink, or None.
+        kept: what dropout multiplies the weights by, or None.
+        logsumexp: (B, Hq, Sq).
+    """
+
+    keys: Tensor
+    values: Tensor
+    products: Tensor
+    weights: Tensor
+    sink_weights: Tensor | None
+    kept: Tensor | None
+    logsumexp: Tensor
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        return weights if self.kept is None else weights * self.kept
 
 
 def composite(
@@ -119,21 +67,40 @@ def composite(
 
     ``dropout_mask`` has 1.0 for the weights that dropout keeps and 0.0 for the others.
     """
+    attended = attend(
+        query, key, value, attn_bias, alibi_slopes, sinks,
+        dropout_mask=dropout_mask, options=options,
+    )  # fmt: skip
+    output = attended.dropped(attended.weights) @ attended.values
+    return output.to(query.dtype), attended.logsumexp
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    *,
+    dropout_mask: Tensor | None,
+    options: AttentionOptions,
+) -> Attended:
     compute = compute_type(query.dtype)
     group = query.shape[1] // max(key.shape[1], 1)
     keys, values = (
         tensor.to(compute).repeat_interleave(group, dim=1) if group != 1 else tensor.to(compute)
         for tensor in (key, value)
     )
-    scale = 1.0 / math.sqrt(query.shape[-1]) if options.scale is None else options.scale
-    scores = query.to(compute) @ keys.mT * scale
+    products = query.to(compute) @ keys.mT * scale_of(query, options)
+    scores = products
     if options.softcap > 0.0:
         scores = options.softcap * tanh(scores / options.softcap)
     sees = visible(scores, options)
     if attn_bias is not None and attn_bias.dtype == torch.bool:
         sees = sees & attn_bias
     elif attn_bias is not None:
-        scores = scores + attn_bias
+        scores = scores + attn_bias.to(compute)
     if alibi_slopes is not None:
         slopes = alibi_slopes.to(compute).unsqueeze(-1).unsqueeze(-1)
         scores = scores - slopes * distances(scores).abs()
@@ -150,10 +117,90 @@ def composite(
     base = base.where(base.isfinite(), 0.0)
     logsumexp = torch.logsumexp(extended - base, -1, keepdim=True)
     weights = torch.exp(scores - base - logsumexp).masked_fill(blind | ~sees, 0.0)
-    if dropout_mask is not None:
-        weights = weights * dropout_mask / (1.0 - options.dropout_p)
+    sink_weights = None
+    if sinks is not None:
+        sink_weights = torch.exp(extended[..., -1:] - base - logsumexp).masked_fill(blind, 0.0)
+    kept = None if dropout_mask is None else dropout_mask / (1.0 - options.dropout_p)
     logsumexp = (base + logsumexp).masked_fill(blind, -math.inf).squeeze(-1)
-    return (weights @ values).to(query.dtype), logsumexp
+    return Attended(keys, values, products, weights, sink_weights, kept, logsumexp)
+
+
+class Gradients(NamedTuple):
+    """The gradients of attention's tensors; None for those that are missing or bools."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+
+def composite_gradients(
+    grad_output: Tensor,
+    grad_logsumexp: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    *,
+    dropout_mask: Tensor | None,
+    options: AttentionOptions,
+) -> Gradients:
+    """Compute the gradients of `composite` for its six tensors, with torch's own operators.
+
+    With weights P, dropout M, output O = (P M) V and logsumexp L (Dao et al. 2022, FlashAttention,
+    appendix B.4, and with the gradient of L):
+
+        dP = (dO V^T) M,   dS = P (dP - rowsum(P dP) + dL)
+    """
+    compute = compute_type(query.dtype)
+    attended = attend(
+        query, key, value, attn_bias, alibi_slopes, sinks,
+        dropout_mask=dropout_mask, options=options,
+    )  # fmt: skip
+    grad = grad_output.to(compute)
+    grad_weights = attended.dropped(grad @ attended.values.mT)
+    row_sums = (attended.weights * grad_weights).sum(-1, keepdim=True)
+    slope = grad_logsumexp.to(compute).unsqueeze(-1) - row_sums
+    grad_scores = attended.weights * (grad_weights + slope)
+    grad_products = grad_scores
+    if options.softcap > 0.0:
+        # 1 - tanh(x)^2, without the difference.
+        doubled = 2.0 * attended.products / options.softcap
+        grad_products = 4.0 * grad_scores * torch.sigmoid(doubled) * torch.sigmoid(-doubled)
+    grad_products = grad_products * scale_of(query, options)
+    grad_bias = grad_slopes = grad_sinks = None
+    if attn_bias is not None and attn_bias.dtype != torch.bool:
+        grad_bias = grad_scores.sum_to_size(attn_bias.shape).to(attn_bias.dtype)
+    if alibi_slopes is not None:
+        each = -(grad_scores * distances(grad_scores).abs()).sum((-2, -1))
+        grad_slopes = each.sum_to_size(alibi_slopes.shape).to(alibi_slopes.dtype)
+    if sinks is not None:
+        assert attended.sink_weights is not None
+        grad_sinks = (attended.sink_weights * slope).sum((0, 2, 3)).to(sinks.dtype)
+    return Gradients(
+        (grad_products @ attended.keys).to(query.dtype),
+        sum_of_groups(grad_products.mT @ query.to(compute), key),
+        sum_of_groups(attended.dropped(attended.weights).mT @ grad, value),
+        grad_bias,
+        grad_slopes,
+        grad_sinks,
+    )
+
+
+def scale_of(query: Tensor, options: AttentionOptions) -> float:
+    return 1.0 / math.sqrt(query.shape[-1]) if options.scale is None else options.scale
+
+
+def sum_of_groups(gradient: Tensor, tensor: Tensor) -> Tensor:
+    """Sum the gradient of key or value over the heads of query that share one of its own."""
+    heads = tensor.shape[1]
+    if gradient.shape[1] != heads:
+        gradient = gradient.unflatten(1, (heads, -1)).sum(2)
+    return gradient.to(tensor.dtype)
 
 
 def tanh(x: Tensor) -> Tensor:

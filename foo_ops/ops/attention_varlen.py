@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,13 +12,13 @@ from torch import Tensor
 from foo_ops import _C, library
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention import OUTPUTS, RANDOM_TAGS, TAGS, empty_gradient
-from foo_ops.ops.attention_derivatives import (
-    composite,
-    make_dropout_mask,
-    second_derivative,
-    setup_context,
+from foo_ops.ops.attention_derivatives import composite, composite_gradients, make_dropout_mask
+from foo_ops.ops.attention_options import (
+    PACKED,
+    AttentionOptions,
+    given_options,
+    schema,
 )
-from foo_ops.ops.attention_options import PACKED, AttentionOptions, given_options, schema
 
 OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {schema(*PACKED)}"
 INPUTS = (
@@ -166,53 +168,133 @@ def fake_backward(
 # ---------------------------------------------------------------------------------------- autograd
 
 
-def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Differentiate foo::attention_varlen_backward: the second derivative."""
-    return second_derivative(ctx, composite_varlen, (0, 1, 2, 7, 8), grads)
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """One of the packed sequences.
+
+    Attributes:
+        queries: where its queries are.
+        keys: (count,) int64, the rows of its keys in `key_rows`.
+        arguments: query, key, value, bias, slopes and sinks, as foo::attention takes them.
+        options: the other arguments of the composites.
+    """
+
+    queries: slice
+    keys: Tensor
+    arguments: list[Any]
+    options: dict[str, Any]
 
 
-def composite_varlen(
-    inputs: list[Any], seed: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Compute foo::attention_varlen_seeded with torch's own operators, a sequence at a time."""
+def sequences_of(inputs: list[Any], seed: Tensor | None, **options: Any) -> Iterator[Sequence]:
+    """Take packed sequences apart, with torch's own operators."""
+    inputs = [*inputs, *(None,) * (9 - len(inputs))]
     query, key, value, starts_q, starts_k, used, block_table, alibi_slopes, sinks = inputs
+    given = AttentionOptions(**{name: options[name] for name in PACKED if name in options})
     offsets_q, offsets_k = starts_q.tolist(), starts_k.tolist()
     lengths = (starts_k.diff() if used is None else used).tolist()
     mask_shape = (len(lengths), query.shape[1], options["max_seqlen_q"], options["max_seqlen_k"])
-    dropout_mask = make_dropout_mask(query, mask_shape, seed, options["dropout_p"])
-    chosen = AttentionOptions(**{name: options[name] for name in PACKED})
-    parts = []
+    dropout_mask = make_dropout_mask(query, mask_shape, seed, given.dropout_p)
     for index, (first, end, count) in enumerate(zip(offsets_q, offsets_q[1:], lengths)):
         if block_table is None:
-            rows = slice(offsets_k[index], offsets_k[index] + count)
-            sequence = (query[first:end], key[rows], value[rows])
+            keys = torch.arange(offsets_k[index], offsets_k[index] + count, device=key.device)
         else:
-            blocks = block_table[index]
-            sequence = (query[first:end], *(in_blocks(t, blocks, count) for t in (key, value)))
+            keys = rows_in_blocks(block_table[index], key.shape[1], count)
+        tensors = (
+            query[first:end],
+            key_rows(key, block_table).index_select(0, keys),
+            key_rows(value, block_table).index_select(0, keys),
+        )
         slopes = alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[index]
         mask = dropout_mask
         if mask is not None:
             mask = mask[index : index + 1, :, : end - first, :count]
-        arguments: list[Any] = [tensor.transpose(0, 1).unsqueeze(0) for tensor in sequence]
-        arguments += [None, slopes, sinks]
-        parts.append(composite(*arguments, dropout_mask=mask, options=chosen))
-    if not parts:
-        return query.new_zeros(query.shape[:2] + value.shape[-1:]), query.new_zeros(
-            (query.shape[1], 0), dtype=compute_type(query.dtype)
+        yield Sequence(
+            slice(first, end),
+            keys,
+            [*map(as_batch, tensors), None, slopes, sinks],
+            {"dropout_mask": mask, "options": given},
         )
-    output = torch.cat([part[0].squeeze(0).transpose(0, 1) for part in parts])
-    return output, torch.cat([part[1].squeeze(0) for part in parts], dim=-1)
 
 
-def in_blocks(pages: Tensor, blocks: Tensor, count: int) -> Tensor:
-    """Gather the first keys of a sequence, (count, heads, dim), from the blocks that hold them."""
-    used = blocks[: -(-count // pages.shape[1])].long()
-    return pages.index_select(0, used).flatten(0, 1)[:count]
+def as_batch(packed: Tensor) -> Tensor:
+    """Turn (length, heads, dim) into (1, heads, length, dim)."""
+    return packed.transpose(0, 1).unsqueeze(0)
 
 
-library.register_autograd("foo::attention_varlen_backward", backward, setup_context=setup_context)
+def as_packed(batch: Tensor) -> Tensor:
+    return batch.squeeze(0).transpose(0, 1)
+
+
+def key_rows(tensor: Tensor, block_table: Tensor | None) -> Tensor:
+    """Return keys or values as (rows, heads, dim), whether packed or in pages."""
+    return tensor if block_table is None else tensor.flatten(0, 1)
+
+
+def rows_in_blocks(blocks: Tensor, block_size: int, count: int) -> Tensor:
+    """Return where the first keys of a sequence are among the rows of all blocks."""
+    used = blocks[: -(-count // block_size)].long().unsqueeze(-1)
+    within = torch.arange(block_size, device=blocks.device)
+    return (used * block_size + within).flatten()[:count]
+
+
+def composite_seeded(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Compute foo::attention_varlen_seeded with torch's own operators, a sequence at a time."""
+    query, _, value, *_ = inputs
+    seed = inputs[9] if len(inputs) > 9 else None
+    outputs = [query.new_zeros((0, query.shape[1], value.shape[-1]))]
+    sums = [query.new_zeros((query.shape[1], 0), dtype=compute_type(query.dtype))]
+    for sequence in sequences_of(list(inputs[:9]), seed, **options):
+        output, logsumexp = composite(*sequence.arguments, **sequence.options)
+        outputs.append(as_packed(output))
+        sums.append(logsumexp.squeeze(0))
+    return torch.cat(outputs), torch.cat(sums, dim=-1)
+
+
+def composite_backward(
+    grad_output: Tensor, grad_logsumexp: Tensor, *saved: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    """Compute foo::attention_varlen_backward with torch's own operators."""
+    *inputs, _, _, seed = saved
+    query, key, value, *_, block_table, alibi_slopes, sinks = inputs
+    grad_query = [torch.zeros_like(query[:0])]
+    grad_key = torch.zeros_like(key_rows(key, block_table))
+    grad_value = torch.zeros_like(key_rows(value, block_table))
+    grad_slopes = query.new_empty(0) if alibi_slopes is None else torch.zeros_like(alibi_slopes)
+    grad_sinks = query.new_empty(0) if sinks is None else torch.zeros_like(sinks)
+    for index, sequence in enumerate(sequences_of(inputs, seed, **options)):
+        rows = sequence.queries
+        found = composite_gradients(
+            as_batch(grad_output[rows]),
+            grad_logsumexp[:, rows].unsqueeze(0),
+            *sequence.arguments,
+            **sequence.options,
+        )
+        grad_query.append(as_packed(found.query))
+        grad_key = grad_key.index_add(0, sequence.keys, as_packed(found.key))
+        grad_value = grad_value.index_add(0, sequence.keys, as_packed(found.value))
+        if found.alibi_slopes is not None and alibi_slopes.dim() == 2:
+            grad_slopes = grad_slopes.select_scatter(found.alibi_slopes, 0, index)
+        elif found.alibi_slopes is not None:
+            grad_slopes = grad_slopes + found.alibi_slopes
+        if found.sinks is not None:
+            grad_sinks = grad_sinks + found.sinks
+    return (
+        torch.cat(grad_query),
+        grad_key.view_as(key),
+        grad_value.view_as(value),
+        grad_slopes,
+        grad_sinks,
+    )
+
+
+library.register_autograd(
+    "foo::attention_varlen_seeded",
+    "foo::attention_varlen_backward",
+    composite=composite_seeded,
+)
+library.register_autograd("foo::attention_varlen_backward", composite=composite_backward)
 
 
 # -------------------------------------------------------------------------- vmap, autocast, FLOPs

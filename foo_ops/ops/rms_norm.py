@@ -33,13 +33,18 @@ library.define(
     "-> (Tensor output, Tensor sum)",
     tags=TAGS,
 )
-# The gradient of the weight comes as the sums over parts of the rows, which are added up last, so
-# that it is the same for every number of threads. grad_sum is the gradient of add_rms_norm's second
-# output, which is added to that of the input.
+# The gradient of the weight is summed over parts of the rows, which are added up last, so that it
+# is the same for every number of threads.
 library.define(
     "foo::rms_norm_backward",
-    "(Tensor grad_output, Tensor input, Tensor? weight, Tensor? grad_sum, *, float eps) "
-    "-> (Tensor grad_input, Tensor grad_weight_parts)",
+    "(Tensor grad_output, Tensor input, Tensor? weight, *, float eps) "
+    "-> (Tensor grad_input, Tensor grad_weight, Tensor sums_of_parts)",
+    tags=TAGS,
+)
+library.define(
+    "foo::add_rms_norm_backward",
+    "(Tensor grad_output, Tensor grad_sum, Tensor sum, Tensor? weight, *, float eps) "
+    "-> (Tensor grad_input_and_residual, Tensor grad_weight, Tensor sums_of_parts)",
     tags=TAGS,
 )
 MOST_PARTS = 64
@@ -129,31 +134,39 @@ def add_kernel(
         write_normalised(s, total, size, weight, eps, y)
 
 
-def count_parts(grad_weight_parts: Any) -> int:
+def count_parts(sums_of_parts: Any) -> int:
     # Also where there is no weight, and they have no columns.
-    count: int = grad_weight_parts.shape[0]
+    count: int = sums_of_parts.shape[0]
     return count
 
 
-@library.tile_kernel(tiles=count_parts, contiguous_rows=True)
-def backward_kernel(
-    grad_output: Any,
-    input: Any,
-    weight: Any,
-    grad_sum: Any,
-    eps: Any,
-    grad_input: Any,
-    grad_weight_parts: Any,
-    parts: Any,
-) -> None:
+def add_up_parts(grad_weight: Any, sums_of_parts: Any) -> None:
+    if grad_weight.size == 0:
+        return
+    for i in range(grad_weight.size):
+        grad_weight.data[i] = 0.0
+    if sums_of_parts.shape[0] > 0:
+        total = sums_of_parts.row(0)
+        for part in range(1, sums_of_parts.shape[0]):
+            sums = sums_of_parts.row(part)
+            for i in range(grad_weight.size):
+                total[i] = total[i] + sums[i]
+        for i in range(grad_weight.size):
+            grad_weight.data[i] = total[i]
+
+
+def differentiate_rows(
+    grad_output: Any, input: Any, weight: Any, grad_sum: Any, eps: Any,
+    grad_input: Any, sums_of_parts: Any, parts: Any,
+) -> None:  # fmt: skip
     """With r = 1 / sqrt(mean(x^2) + eps) and g = grad_output * weight:
 
-    grad_input = r * g - x * r^3 * mean(g * x).
+    grad_input = r * g - x * r^3 * mean(g * x) + grad_sum.
     """
-    size, count = input.shape[-1], grad_weight_parts.shape[0]
+    size, count = input.shape[-1], sums_of_parts.shape[0]
     for part in parts:
-        sums = grad_weight_parts.row(part)
-        for i in range(grad_weight_parts.shape[1]):
+        sums = sums_of_parts.row(part)
+        for i in range(sums_of_parts.shape[1]):
             sums[i] = 0.0
         for row in range(part * input.rows // count, (part + 1) * input.rows // count):
             g, x, target = grad_output.row(row), input.row(row), grad_input.row(row)
@@ -179,6 +192,35 @@ def backward_kernel(
                 if grad_sum is not None:
                     value = value + added[i]
                 target[i] = value
+
+
+@library.tile_kernel(tiles=count_parts, finish=add_up_parts, contiguous_rows=True)
+def backward_kernel(
+    grad_output: Any,
+    input: Any,
+    weight: Any,
+    eps: Any,
+    grad_input: Any,
+    grad_weight: Any,
+    sums_of_parts: Any,
+    parts: Any,
+) -> None:
+    differentiate_rows(grad_output, input, weight, None, eps, grad_input, sums_of_parts, parts)
+
+
+@library.tile_kernel(tiles=count_parts, finish=add_up_parts, contiguous_rows=True)
+def add_backward_kernel(
+    grad_output: Any,
+    grad_sum: Any,
+    sum: Any,
+    weight: Any,
+    eps: Any,
+    grad_input: Any,
+    grad_weight: Any,
+    sums_of_parts: Any,
+    parts: Any,
+) -> None:
+    differentiate_rows(grad_output, sum, weight, grad_sum, eps, grad_input, sums_of_parts, parts)
 
 
 # ------------------------------------------------------------------------------------------- fake
@@ -211,31 +253,40 @@ def fake_add_rms_norm(
 
 @library.register_fake("foo::rms_norm_backward")
 def fake_backward(
-    grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor | None,
-    grad_sum: Tensor | None,
-    *,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+    grad_output: Tensor, input: Tensor, weight: Tensor | None, *, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     operator = "rms_norm_backward"
-    require_device(operator, grad_output=grad_output, input=input, weight=weight, grad_sum=grad_sum)
+    require_device(operator, grad_output=grad_output, input=input, weight=weight)
     check(operator, input, weight)
     require_like(operator, "grad_output", grad_output, "input", input)
-    if grad_sum is not None:
-        require_like(operator, "grad_sum", grad_sum, "input", input)
+    return empty_gradients(input, weight)
+
+
+@library.register_fake("foo::add_rms_norm_backward")
+def fake_add_backward(
+    grad_output: Tensor, grad_sum: Tensor, sum: Tensor, weight: Tensor | None, *, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    operator = "add_rms_norm_backward"
+    require_device(operator, grad_output=grad_output, grad_sum=grad_sum, sum=sum, weight=weight)
+    check(operator, sum, weight)
+    require_like(operator, "grad_output", grad_output, "sum", sum)
+    require_like(operator, "grad_sum", grad_sum, "sum", sum)
+    return empty_gradients(sum, weight)
+
+
+def empty_gradients(input: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     grad_input = torch.empty_like(input, memory_format=torch.contiguous_format)
-    rows, columns = math.prod(input.shape[:-1]), input.shape[-1] if weight is not None else 0
-    parts = input.new_empty(
-        (torch.sym_min(rows, MOST_PARTS), columns), dtype=compute_type(input.dtype)
-    )
-    return grad_input, parts
+    grad_weight = input.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    parts = torch.sym_min(math.prod(input.shape[:-1]), MOST_PARTS)
+    sums_of_parts = input.new_empty((parts, grad_weight.shape[0]), dtype=compute_type(input.dtype))
+    return grad_input, grad_weight, sums_of_parts
 
 
 for name, kernel in (
     ("foo::rms_norm", forward_kernel),
     ("foo::add_rms_norm", add_kernel),
     ("foo::rms_norm_backward", backward_kernel),
+    ("foo::add_rms_norm_backward", add_backward_kernel),
 ):
     library.register_kernel(name, ("cpu", "foo"), kernel)
 
@@ -243,59 +294,51 @@ for name, kernel in (
 # --------------------------------------------------------------------------------------- autograd
 
 
-def gradients(
-    grad_output: Tensor, input: Tensor, weight: Tensor | None, grad_sum: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of a norm's input and weight."""
-    if torch.is_grad_enabled():
-        return differentiable_gradients(grad_output, input, weight, grad_sum, eps)
-    grad_input, parts = torch.ops.foo.rms_norm_backward(
-        grad_output, input, weight, grad_sum, eps=eps
-    )
-    return grad_input, None if weight is None else parts.sum(0).to(weight.dtype)
+def scale_of(x: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def differentiable_gradients(
-    grad_output: Tensor, input: Tensor, weight: Tensor | None, grad_sum: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None]:
-    """Compute them with torch's own operators, for second derivatives."""
+def composite(input: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
+    """Compute foo::rms_norm with torch's own operators."""
+    x = input.to(compute_type(input.dtype))
+    normalised = x * scale_of(x, eps)
+    if weight is not None:
+        normalised = normalised * weight.to(x.dtype)
+    return normalised.to(input.dtype)
+
+
+def add_composite(
+    input: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    sum = input + residual
+    return composite(sum, weight, eps=eps), sum.clone()
+
+
+def composite_backward(
+    grad_output: Tensor, input: Tensor, weight: Tensor | None, *, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute foo::rms_norm_backward with torch's own operators, for second derivatives."""
     compute = compute_type(input.dtype)
     grad, x = grad_output.to(compute), input.to(compute)
-    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    weighted = grad if weight is None else grad * weight
+    scale = scale_of(x, eps)
+    weighted = grad if weight is None else grad * weight.to(compute)
     grad_input = scale * weighted - x * scale**3 * (weighted * x).mean(-1, keepdim=True)
-    if grad_sum is not None:
-        grad_input = grad_input + grad_sum
-    grad_weight = None
-    if weight is not None:
-        grad_weight = (grad * x * scale).flatten(0, -2).sum(0).to(weight.dtype)
-    return grad_input.to(input.dtype), grad_weight
+    if weight is None:
+        return grad_input.to(input.dtype), input.new_empty(0), x.new_empty(0)
+    sums = (grad * x * scale).flatten(0, -2)
+    return grad_input.to(input.dtype), sums.sum(0).to(weight.dtype), sums
 
 
-def setup_context(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
-) -> None:
-    ctx.save_for_backward(*inputs)
-    ctx.eps = keyword_only_inputs["eps"]
+def add_composite_backward(
+    grad_output: Tensor, grad_sum: Tensor, sum: Tensor, weight: Tensor | None, *, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_input, grad_weight, sums = composite_backward(grad_output, sum, weight, eps=eps)
+    return grad_input + grad_sum, grad_weight, sums
 
 
-def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    input, weight = ctx.saved_tensors
-    return gradients(grad_output, input, weight, None, ctx.eps)
-
-
-def setup_add_context(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
-) -> None:
-    ctx.save_for_backward(output[1], inputs[2])
-    ctx.eps = keyword_only_inputs["eps"]
-
-
-def add_backward(ctx: Any, grad_output: Tensor, grad_sum: Tensor) -> tuple[Tensor | None, ...]:
-    sum_, weight = ctx.saved_tensors
-    grad_input, grad_weight = gradients(grad_output, sum_, weight, grad_sum, ctx.eps)
-    return grad_input, grad_input, grad_weight
-
-
-library.register_autograd("foo::rms_norm", backward, setup_context=setup_context)
-library.register_autograd("foo::add_rms_norm", add_backward, setup_context=setup_add_context)
+library.register_autograd("foo::rms_norm", "foo::rms_norm_backward", composite=composite)
+library.register_autograd(
+    "foo::add_rms_norm", "foo::add_rms_norm_backward", composite=add_composite
+)
+library.register_autograd("foo::rms_norm_backward", composite=composite_backward)
+library.register_autograd("foo::add_rms_norm_backward", composite=add_composite_backward)

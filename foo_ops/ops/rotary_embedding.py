@@ -33,6 +33,11 @@ library.define(
     f"(Tensor(a!) input, {ARGUMENTS}) -> Tensor(a!)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.inplace),
 )
+library.define(
+    "foo::rotary_embedding_backward",
+    f"(Tensor grad_output, {ARGUMENTS}) -> Tensor grad_input",
+    tags=torch.Tag.pt2_compliant_tag,
+)
 
 
 def rotary_embedding(
@@ -156,6 +161,13 @@ def kernel(
 
 
 @library.tile_kernel(contiguous_rows=True)
+def backward_kernel(
+    grad_output: Any, cosine: Any, sine: Any, interleaved: Any, inverse: Any, output: Any, rows: Any
+) -> None:
+    turn_rows(grad_output, cosine, sine, interleaved, not inverse, output, rows, False)
+
+
+@library.tile_kernel(contiguous_rows=True)
 def in_place_kernel(
     input: Any, cosine: Any, sine: Any, interleaved: Any, inverse: Any, rows: Any
 ) -> None:
@@ -211,50 +223,63 @@ def fake_in_place(
     return input
 
 
+@library.register_fake("foo::rotary_embedding_backward")
+def fake_backward(
+    grad_output: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    *,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> Tensor:
+    check("rotary_embedding_backward", grad_output, cosine, sine)
+    return torch.empty_like(grad_output, memory_format=torch.contiguous_format)
+
+
 library.register_kernel("foo::rotary_embedding", ("cpu", "foo"), kernel)
+library.register_kernel("foo::rotary_embedding_backward", ("cpu", "foo"), backward_kernel)
 library.register_kernel("foo::rotary_embedding_", ("cpu", "foo"), in_place_kernel)
 
 
 # --------------------------------------------------------------------------------------- autograd
 
 
-def setup_context(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
-) -> None:
-    input, cosine, sine = inputs
-    # Tables are constants as a rule, and then input need not be kept.
-    ctx.has_table_gradients = cosine.requires_grad or sine.requires_grad
-    ctx.save_for_backward(input if ctx.has_table_gradients else None, cosine, sine)
-    ctx.keywords = keyword_only_inputs
+def composite(
+    input: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    *,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> Tensor:
+    """Compute foo::rotary_embedding with torch's own operators; tables get their gradients so."""
+    half, compute = cosine.shape[-1], compute_type(input.dtype)
+    turned = input[..., : 2 * half].to(compute)
+    # Before they are broadcast, so that their gradients are summed in the compute type.
+    cosine, sine = cosine.to(compute), sine.to(compute)
+    pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))
+    dimension = -1 if interleaved else -2
+    a, b = pairs.unbind(dimension)
+    if inverse:
+        sine = -sine
+    pairs = torch.stack((a * cosine - b * sine, b * cosine + a * sine), dimension)
+    return torch.cat((pairs.flatten(-2).to(input.dtype), input[..., 2 * half :]), -1)
 
 
-def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    input, cosine, sine = ctx.saved_tensors
-    back = {**ctx.keywords, "inverse": not ctx.keywords["inverse"]}
-    grad_input = torch.ops.foo.rotary_embedding(grad, cosine, sine, **back)
-    if not ctx.has_table_gradients:
-        return grad_input, None, None
-    return grad_input, *table_gradients(grad, input, cosine, sine, **ctx.keywords)
+def composite_backward(
+    grad_output: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    *,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> Tensor:
+    return composite(grad_output, cosine, sine, interleaved=interleaved, inverse=not inverse)
 
 
-def table_gradients(
-    grad: Tensor, input: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool, inverse: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of cosine and sine with torch's own operators."""
-    half = cosine.shape[-1]
-
-    def parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-        turned = tensor[..., : 2 * half].to(compute_type(tensor.dtype))
-        pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))
-        first, second = pairs.unbind(-1 if interleaved else -2)
-        return first, second
-
-    (grad_a, grad_b), (a, b) = parts(grad), parts(input)
-    grad_cosine = (grad_a * a + grad_b * b).sum_to_size(cosine.shape)
-    grad_sine = (grad_b * a - grad_a * b).sum_to_size(sine.shape)
-    grad_sine = -grad_sine if inverse else grad_sine
-    return grad_cosine.to(cosine.dtype), grad_sine.to(sine.dtype)
-
-
-library.register_autograd("foo::rotary_embedding", backward, setup_context=setup_context)
+# Tables are constants as a rule. Where they need gradients, the composite gives them.
+library.register_autograd(
+    "foo::rotary_embedding", "foo::rotary_embedding_backward", composite=composite
+)
+library.register_autograd("foo::rotary_embedding_backward", composite=composite_backward)
 library.register_variant_autograd("foo::rotary_embedding_")

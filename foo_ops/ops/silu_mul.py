@@ -34,15 +34,31 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return torch.ops.foo.silu_mul(gate, up)
 
 
+def kernel(gate: Any, up: Any) -> Any:
+    return gate / (1 + language.exp(-gate)) * up
+
+
 def gradient(grad: Any, gate: Any, up: Any) -> Any:
     sigmoid = 1 / (1 + language.exp(-gate))
     silu = gate * sigmoid
     return grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu
 
 
-@library.elementwise_kernel(backward=gradient)
-def kernel(gate: Any, up: Any) -> Any:
-    return gate / (1 + language.exp(-gate)) * up
+def second_gradient(grad_gate: Any, grad_up: Any, grad: Any, gate: Any, up: Any) -> Any:
+    """Differentiate `gradient`: silu' = s + x s (1 - s), silu'' = s (1 - s) (2 + x (1 - 2 s))."""
+    sigmoid = 1 / (1 + language.exp(-gate))
+    rest = sigmoid * (1 - sigmoid)
+    slope = sigmoid + gate * rest
+    bend = rest * (2 + gate * (1 - 2 * sigmoid))
+    silu = gate * sigmoid
+    return (
+        grad_gate * up * slope + grad_up * silu,
+        grad * (grad_gate * up * bend + grad_up * slope),
+        grad_gate * grad * slope,
+    )
 
 
-library.register_kernel("foo::silu_mul", ("cpu", "foo"), kernel)
+derivative = library.elementwise_kernel(gradient, backward=second_gradient)
+library.register_kernel(
+    "foo::silu_mul", ("cpu", "foo"), library.elementwise_kernel(kernel, backward=derivative)
+)

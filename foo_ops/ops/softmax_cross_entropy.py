@@ -39,8 +39,8 @@ library.define(
 )
 library.define(
     "foo::softmax_cross_entropy_backward",
-    "(Tensor grad_loss, Tensor? grad_logsumexp, Tensor logits, Tensor target, Tensor logsumexp, "
-    f"*, {ARGUMENTS}) -> Tensor",
+    "(Tensor? grad_loss, Tensor? grad_logsumexp, Tensor? grad_mean, Tensor logits, Tensor target, "
+    f"Tensor logsumexp, *, {ARGUMENTS}) -> Tensor grad_logits",
     tags=torch.Tag.pt2_compliant_tag,
 )
 CHUNK = 1024
@@ -128,12 +128,20 @@ def refuse(operator: str) -> Callable[[Tensor, Tensor, int], None]:
     return refuse_targets
 
 
+def count_classes(target: Any, ignore_index: Any) -> Any:
+    """Count the rows that are not ignored."""
+    count = 0
+    for row in range(target.size):
+        if number_at(target, row) != ignore_index:
+            count += 1
+    return count
+
+
 def take_mean(target: Any, ignore_index: Any, loss: Any, mean: Any) -> None:
-    total, count = 0.0, 0
+    total, count = 0.0, count_classes(target, ignore_index)
     for row in range(target.size):
         if number_at(target, row) != ignore_index:
             total += loss.data[row]
-            count += 1
     mean.data[0] = total / count if count else math.nan
 
 
@@ -195,6 +203,7 @@ def forward_kernel(
 def backward_kernel(
     grad_loss: Any,
     grad_logsumexp: Any,
+    grad_mean: Any,
     logits: Any,
     target: Any,
     logsumexp: Any,
@@ -203,14 +212,22 @@ def backward_kernel(
     output: Any,
     rows: Any,
 ) -> None:
-    """Compute softmax(x) (grad_loss + grad_logsumexp) - grad_loss (the target, smoothed)."""
+    """Compute softmax(x) (grad_loss + grad_logsumexp) - grad_loss (the target, smoothed).
+
+    A loss that is not ignored has its share of the gradient of the mean, too.
+    """
     size = logits.shape[-1]
+    share = language.zero(logits)
+    if grad_mean is not None:
+        share = language.cast(grad_mean.data[0] / count_classes(target, ignore_index), logits)
     for row in rows:
         x, y = logits.row(row), output.row(row)
         label = number_at(target, row)
         slope = language.zero(logits)
         if label != ignore_index:
-            slope = number_at(grad_loss, row)
+            slope = share
+            if grad_loss is not None:
+                slope = slope + number_at(grad_loss, row)
         scale = slope
         if grad_logsumexp is not None:
             scale = scale + number_at(grad_logsumexp, row)
@@ -253,8 +270,9 @@ def fake(
 
 @library.register_fake("foo::softmax_cross_entropy_backward")
 def fake_backward(
-    grad_loss: Tensor,
+    grad_loss: Tensor | None,
     grad_logsumexp: Tensor | None,
+    grad_mean: Tensor | None,
     logits: Tensor,
     target: Tensor,
     logsumexp: Tensor,
@@ -267,15 +285,18 @@ def fake_backward(
         operator,
         grad_loss=grad_loss,
         grad_logsumexp=grad_logsumexp,
+        grad_mean=grad_mean,
         logits=logits,
         target=target,
         logsumexp=logsumexp,
     )
     check(operator, logits, target, label_smoothing)
     require_shape(operator, "logsumexp", logsumexp, target.shape, "as target has")
-    require_like(operator, "grad_loss", grad_loss, "logsumexp", logsumexp)
-    if grad_logsumexp is not None:
-        require_like(operator, "grad_logsumexp", grad_logsumexp, "logsumexp", logsumexp)
+    for name, gradient in (("grad_loss", grad_loss), ("grad_logsumexp", grad_logsumexp)):
+        if gradient is not None:
+            require_like(operator, name, gradient, "logsumexp", logsumexp)
+    if grad_mean is not None:
+        require_shape(operator, "grad_mean", grad_mean, (), "as mean has")
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
@@ -286,47 +307,38 @@ library.register_kernel("foo::softmax_cross_entropy_backward", ("cpu", "foo"), b
 # --------------------------------------------------------------------------------------- autograd
 
 
-def setup_context(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
-) -> None:
-    ctx.save_for_backward(*inputs, output[1])
-    ctx.keywords = keyword_only_inputs
-    ctx.set_materialize_grads(False)
+def composite(
+    logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute foo::softmax_cross_entropy with torch's own operators."""
+    x = logits.to(compute_type(logits.dtype))
+    is_ignored = target == ignore_index
+    index = target.masked_fill(is_ignored, 0).unsqueeze(-1)
+    logarithms = x.log_softmax(-1)
+    loss = -(1 - label_smoothing) * logarithms.gather(-1, index).squeeze(-1)
+    if label_smoothing != 0.0:
+        loss = loss - label_smoothing * logarithms.mean(-1)
+    loss = loss.masked_fill(is_ignored, 0)
+    return loss, x.logsumexp(-1), loss.sum() / (~is_ignored).sum()
 
 
-def backward(
-    ctx: Any, grad_loss: Tensor | None, grad_logsumexp: Tensor | None, grad_mean: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    logits, target, logsumexp = ctx.saved_tensors
-    if grad_mean is not None:
-        # Of a row that is ignored it is not looked at.
-        each = grad_mean / (target != ctx.keywords["ignore_index"]).sum()
-        grad_loss = each.expand_as(target) if grad_loss is None else grad_loss + each
-    if grad_loss is None:
-        grad_loss = torch.zeros_like(logsumexp)
-    if torch.is_grad_enabled():
-        gradient = differentiable_gradient(
-            grad_loss, grad_logsumexp, logits, target, **ctx.keywords
-        )
-    else:
-        gradient = torch.ops.foo.softmax_cross_entropy_backward(
-            grad_loss, grad_logsumexp, logits, target, logsumexp, **ctx.keywords
-        )
-    return gradient, None
-
-
-def differentiable_gradient(
-    grad_loss: Tensor,
+def composite_backward(
+    grad_loss: Tensor | None,
     grad_logsumexp: Tensor | None,
+    grad_mean: Tensor | None,
     logits: Tensor,
     target: Tensor,
+    logsumexp: Tensor,
     *,
-    label_smoothing: float,
-    ignore_index: int,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
 ) -> Tensor:
     """Compute the gradient with torch's own operators, for second derivatives."""
     is_ignored = target == ignore_index
-    slope = grad_loss.masked_fill(is_ignored, 0).unsqueeze(-1)
+    slope = torch.zeros_like(logsumexp) if grad_loss is None else grad_loss
+    if grad_mean is not None:
+        slope = slope + grad_mean / (~is_ignored).sum()
+    slope = slope.masked_fill(is_ignored, 0).unsqueeze(-1)
     scale = slope if grad_logsumexp is None else slope + grad_logsumexp.unsqueeze(-1)
     classes = logits.shape[-1]
     wanted = F.one_hot(target.masked_fill(is_ignored, 0), classes)
@@ -335,4 +347,7 @@ def differentiable_gradient(
     return (probabilities * scale - smoothed * slope).to(logits.dtype)
 
 
-library.register_autograd("foo::softmax_cross_entropy", backward, setup_context=setup_context)
+library.register_autograd(
+    "foo::softmax_cross_entropy", "foo::softmax_cross_entropy_backward", composite=composite
+)
+library.register_autograd("foo::softmax_cross_entropy_backward", composite=composite_backward)

@@ -207,7 +207,7 @@ def test_refuses_targets_that_are_no_classes(wrong, device):
     per_row = torch.zeros(2, 3, device=device)
     message = message.replace("entropy:", "entropy_backward:")
     with pytest.raises(IndexError, match=rf"\A{re.escape(message)}\Z"):
-        torch.ops.foo.softmax_cross_entropy_backward(per_row, None, logits, target, per_row)
+        torch.ops.foo.softmax_cross_entropy_backward(per_row, None, None, logits, target, per_row)
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"ignore_index": 2}], ids=str)

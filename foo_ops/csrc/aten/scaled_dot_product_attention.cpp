@@ -20,6 +20,7 @@
 #include <tuple>
 
 #include "launch/operator_counts.h"
+#include "launch/autograd.h"
 #include "launch/registration.h"
 
 namespace foo::aten {
@@ -138,7 +139,7 @@ using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
     const Tensor& grad_output, const Tensor& grad_logsumexp, const Tensor& query, const Tensor& key,
     const Tensor& value, const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
     const OptionalTensor& sinks, const Tensor& output, const Tensor& logsumexp,
-    const OptionalTensor& seed, bool bias_requires_grad, bool is_causal,
+    const OptionalTensor& seed, bool attn_bias_requires_grad, bool is_causal,
     std::optional<double> scale, double dropout_p, int64_t window_left, int64_t window_right,
     double softcap);
 

@@ -191,10 +191,10 @@ def test_attention_mixed_devices(name, own, other):
         torch.ops.foo.attention(**tensors)
 
 
-@pytest.mark.parametrize("bias_requires_grad", [False, True])
+@pytest.mark.parametrize("attn_bias_requires_grad", [False, True])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_attention_backward_reads_nothing_outside_its_tensors(
-    name, bias_requires_grad, mode, device
+    name, attn_bias_requires_grad, mode, device
 ):
     """The operators of the backward pass are public, too."""
     with mode:
@@ -213,7 +213,7 @@ def test_attention_backward_reads_nothing_outside_its_tensors(
             "seed": torch.zeros(1, dtype=torch.int64, device=device),
         }
         call = functools.partial(
-            torch.ops.foo.attention_backward, bias_requires_grad=bias_requires_grad, dropout_p=0.5
+            torch.ops.foo.attention_backward, attn_bias_requires_grad=attn_bias_requires_grad, dropout_p=0.5
         )
         call(**tensors)
         good = tensors[name]
@@ -324,11 +324,11 @@ def test_attention_backward_has_no_gradient_of_a_mask(mode, device):
         query, key = torch.zeros(QUERY, device=device), torch.zeros(KEY, device=device)
         mask = torch.ones(5, 7, dtype=torch.bool, device=device)
         for bias, error, message in (
-            (mask, TypeError, "must be floating-point if bias_requires_grad, got bool"),
-            (None, ValueError, "must be given if bias_requires_grad, got None"),
+            (mask, TypeError, "must be floating-point if attn_bias_requires_grad, got bool"),
+            (None, ValueError, "must be given if attn_bias_requires_grad, got None"),
         ):
             with raises(error, f"attention_backward: attn_bias {message}"):
                 torch.ops.foo.attention_backward(
                     *(columns, rows, query, key, key, bias, None, None, columns, rows, None),
-                    bias_requires_grad=True,
+                    attn_bias_requires_grad=True,
                 )

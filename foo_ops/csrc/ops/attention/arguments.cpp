@@ -9,7 +9,7 @@ constexpr const char* kArgumentNames[] = {"query",          "key",
                                           "value",          "cu_seqlens_q",
                                           "cu_seqlens_k",   "grad_output",
                                           "grad_logsumexp", "output",
-                                          "logsumexp",      "bias_requires_grad",
+                                          "logsumexp",      "attn_bias_requires_grad",
                                           "is_causal",      "scale",
                                           "dropout_p",      "window_left",
                                           "window_right",   "softcap",
@@ -79,7 +79,7 @@ AttentionOptions AttentionArguments::options() const {
   return options;
 }
 
-bool AttentionArguments::bias_requires_grad() const {
+bool AttentionArguments::attn_bias_requires_grad() const {
   return values_[places_[ArgumentPlaces::kBiasRequiresGrad]].toBool();
 }
 

@@ -104,7 +104,7 @@ class AttentionArguments {
   AttentionResults results() const;
   AttentionOptions options() const;
   const std::optional<at::Tensor>& seed() const { return optional(ArgumentPlaces::kSeed); }
-  bool bias_requires_grad() const;
+  bool attn_bias_requires_grad() const;
 
  private:
   static constexpr auto kFirstOptional = ArgumentPlaces::kAttnBias;

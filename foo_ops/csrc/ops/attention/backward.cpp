@@ -289,7 +289,7 @@ at::Tensor sum_blocks(const at::Tensor& of_blocks, const at::Tensor& like) {
 
 AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& inputs,
                                 const std::vector<Sequence>& sequences,
-                                const AttentionOptions& options, bool bias_requires_grad,
+                                const AttentionOptions& options, bool attn_bias_requires_grad,
                                 bool is_packed) {
   const at::Tensor& query = inputs.query;
   const auto type = compute_type(query);
@@ -308,7 +308,7 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
     most_blocks = std::max(most_blocks, block.block + 1);
   }
   std::optional<BiasGradient> bias;
-  if (bias_requires_grad) {
+  if (attn_bias_requires_grad) {
     bias.emplace(parameters, *inputs.attn_bias, type);
   }
   const bool is_shared = bias.has_value() && bias->is_shared();

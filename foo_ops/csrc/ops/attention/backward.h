@@ -22,7 +22,7 @@ using AttentionGradients =
 // are packed, else (batch, heads, length, dim).
 AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& inputs,
                                 const std::vector<Sequence>& sequences,
-                                const AttentionOptions& options, bool bias_requires_grad,
+                                const AttentionOptions& options, bool attn_bias_requires_grad,
                                 bool is_packed);
 
 }  // namespace foo

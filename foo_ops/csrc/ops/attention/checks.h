@@ -27,7 +27,7 @@ void check_attention_results(const char* name, const at::Tensor& grad_output,
                              const at::Tensor& logsumexp);
 
 // Only a bias of floating-point numbers has a gradient.
-void check_attention_bias(const std::optional<at::Tensor>& attn_bias, bool bias_requires_grad);
+void check_attention_bias(const std::optional<at::Tensor>& attn_bias, bool attn_bias_requires_grad);
 
 // Dropout needs a seed, and nothing else does.
 void check_attention_seed(const char* name, const at::Tensor& query,

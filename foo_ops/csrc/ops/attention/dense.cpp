@@ -124,7 +124,7 @@ AttentionGradients attention_backward(const AttentionArguments& arguments) {
   check_attention_results("attention_backward", results.grad_output, results.grad_logsumexp,
                           inputs.query, inputs.value, results.output, results.logsumexp);
   check_attention_seed("attention_backward", inputs.query, arguments.seed(), options.dropout_p);
-  check_attention_bias(inputs.attn_bias, arguments.bias_requires_grad());
+  check_attention_bias(inputs.attn_bias, arguments.attn_bias_requires_grad());
   Extras extras;
   auto parameters = make_parameters(inputs);
   set_options(parameters, extras, inputs, options, arguments.seed());
@@ -133,7 +133,7 @@ AttentionGradients attention_backward(const AttentionArguments& arguments) {
   parameters.grad_output = Operand(results.grad_output);
   parameters.grad_logsumexp = Operand(results.grad_logsumexp);
   return run_backward(parameters, inputs, sequences_of(parameters), options,
-                      arguments.bias_requires_grad(), false);
+                      arguments.attn_bias_requires_grad(), false);
 }
 
 at::Tensor attention_dropout_mask(const at::Tensor& seed, at::IntArrayRef shape, double dropout_p,

@@ -1,0 +1,246 @@
+#include "launch/autograd.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/clone.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "launch/backward_node.h"
+#include "launch/backward_operator.h"
+#include "launch/forward_mode.h"
+#include "launch/registration.h"
+
+namespace foo {
+
+namespace {
+
+using c10::DispatchKeySet;
+using c10::IValue;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+
+constexpr auto kAutogradKeys = {c10::DispatchKey::AutogradCPU,
+                                c10::DispatchKey::AutogradPrivateUse1,
+                                c10::DispatchKey::AutogradMeta};
+
+bool requires_grad(const IValue& argument) {
+  if (argument.isTensor()) {
+    const at::Tensor& tensor = argument.toTensor();
+    return tensor.defined() && tensor.requires_grad();
+  }
+  if (argument.isTensorList()) {
+    const auto tensors = argument.toTensorList();
+    return std::any_of(tensors.begin(), tensors.end(),
+                       [](const at::Tensor& tensor) { return tensor.requires_grad(); });
+  }
+  if (argument.isOptionalTensorList()) {
+    const auto tensors = argument.toOptionalTensorList();
+    return std::any_of(tensors.begin(), tensors.end(), [](const std::optional<at::Tensor>& tensor) {
+      return tensor.has_value() && tensor->requires_grad();
+    });
+  }
+  return false;
+}
+
+auto arguments_of(const OperatorHandle& op, const Stack& stack) {
+  return torch::jit::last(stack, op.schema().arguments().size());
+}
+
+using Action = std::function<void(const OperatorHandle&, DispatchKeySet, Stack*)>;
+
+// torch.library.register_autograd puts a Python function on the Autograd key, and then every call
+// enters Python: 5.3 us for 8 floats, against 1.5 us with this kernel in front.
+class AutogradKernel final : public c10::OperatorKernel {
+ public:
+  AutogradKernel(Action with_gradient, Action with_tangent)
+      : with_gradient_(std::move(with_gradient)), with_tangent_(std::move(with_tangent)) {}
+
+  void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    if (has_tangent(op, *stack)) {
+      with_tangent_(op, keys, stack);
+    } else if (needs_gradient(op, *stack)) {
+      with_gradient_(op, keys, stack);
+    } else {
+      redispatch_below_autograd(op, keys, stack);
+    }
+  }
+
+ private:
+  Action with_gradient_;
+  Action with_tangent_;
+};
+
+// Without this the tangents would be lost in silence, as those of torch.library's operators are.
+void refuse_tangents(const OperatorHandle& op, DispatchKeySet, Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(),
+                              ": forward-mode differentiation is not implemented; to get it, give "
+                              "foo_ops.library.register_autograd a composite");
+}
+
+// What stands on an operator's Autograd key now.
+Action registered_formula(const OperatorHandle& op, c10::DispatchKey key) {
+  auto formula = std::make_shared<c10::SafeKernelFunction>(op.getComputedKernelForDispatchKey(key));
+  return [formula](const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    formula->callBoxed(op, keys, stack);
+  };
+}
+
+void write_copy(const OperatorHandle& functional, const OperatorHandle& op, Stack* stack) {
+  Stack arguments = torch::jit::pop(*stack, op.schema().arguments().size());
+  const at::Tensor target = arguments.front().toTensor();
+  // The formula may keep its input, which is about to be overwritten.
+  arguments.front() = target.clone();
+  functional.callBoxed(&arguments);
+  target.copy_(arguments.front().toTensor());
+  stack->emplace_back(target);
+}
+
+[[noreturn]] void refuse_out(const OperatorHandle& op, DispatchKeySet, Stack*) {
+  TORCH_CHECK(false, short_name(op.schema().name()),
+              "(): functions with out=... arguments don't support automatic differentiation, but "
+              "one of the arguments requires grad.");
+}
+
+template <class MakeKernel>
+Registrations register_on_autograd_keys(const std::string& operator_name, const MakeKernel& make) {
+  Registrations registrations;
+  const auto op = find_operator(operator_name);
+  for (const auto key : kAutogradKeys) {
+    registrations.push_back(
+        hold_kernel(operator_name, key, c10::KernelFunction::makeFromBoxedFunctor(make(op, key))));
+  }
+  return registrations;
+}
+
+class VersionCounting final : public c10::OperatorKernel {
+ public:
+  void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    const auto written = written_tensors(op, *stack);
+    {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+    }
+    for (const at::Tensor& tensor : written) {
+      tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+
+ private:
+  static std::vector<at::Tensor> written_tensors(const OperatorHandle& op, const Stack& stack) {
+    const auto& arguments = op.schema().arguments();
+    const auto values = arguments_of(op, stack);
+    std::vector<at::Tensor> written;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const auto* alias = arguments[i].alias_info();
+      if (alias != nullptr && alias->isWrite() && values[i].isTensor() &&
+          !values[i].toTensor().is_inference()) {
+        written.push_back(values[i].toTensor());
+      }
+    }
+    return written;
+  }
+};
+
+}  // namespace
+
+bool needs_gradient(const OperatorHandle& op, const Stack& stack) {
+  const auto arguments = arguments_of(op, stack);
+  return at::GradMode::is_enabled() &&
+         std::any_of(arguments.begin(), arguments.end(), requires_grad);
+}
+
+bool has_tangent(const OperatorHandle& op, const Stack& stack) {
+  const auto arguments = arguments_of(op, stack);
+  return std::any_of(arguments.begin(), arguments.end(), [](const IValue& argument) {
+    return argument.isTensor() && argument.toTensor().defined() &&
+           argument.toTensor()._fw_grad(/*level=*/0).defined();
+  });
+}
+
+void redispatch_below_autograd(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const at::AutoDispatchBelowAutograd guard;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+Registrations register_autograd_shortcut(const std::string& operator_name) {
+  return register_on_autograd_keys(operator_name, [](const auto& op, auto key) {
+    return std::make_unique<AutogradKernel>(registered_formula(op, key),
+                                            refuse_tangents);
+  });
+}
+
+Registrations register_composite(const std::string& operator_name) {
+  return register_on_autograd_keys(operator_name, [](const auto& op, auto key) {
+    const auto composite = registered_formula(op, key);
+    return std::make_unique<AutogradKernel>(composite, composite);
+  });
+}
+
+Registrations register_backward_operator(const std::string& operator_name,
+                                         const std::string& backward_name, Tangents tangents) {
+  const auto backward = std::make_shared<const BackwardOperator>(find_operator(operator_name),
+                                                                 find_operator(backward_name));
+  const Action push_forward = [backward](const OperatorHandle& op, DispatchKeySet keys,
+                                         Stack* stack) {
+    call_with_tangents(backward, op, keys, stack);
+  };
+  return register_on_autograd_keys(operator_name, [&](const auto& op, auto key) {
+    const Action composite = tangents == Tangents::kComposite ? registered_formula(op, key) : Action();
+    const Action with_gradient = [backward, composite](const OperatorHandle& op,
+                                                       DispatchKeySet keys, Stack* stack) {
+      const int64_t missing = backward->missing_gradient(arguments_of(op, *stack));
+      if (missing < 0) {
+        call_and_record(backward, op, keys, stack);
+      } else if (composite) {
+        composite(op, keys, stack);
+      } else {
+        TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(), ": ", backward->name(),
+                                    " returns no gradient of ",
+                                    op.schema().arguments()[missing].name());
+      }
+    };
+    Action with_tangent = composite ? composite : refuse_tangents;
+    if (tangents == Tangents::kPartialDerivatives) with_tangent = push_forward;
+    return std::make_unique<AutogradKernel>(with_gradient, with_tangent);
+  });
+}
+
+Registrations refuse_to_differentiate(const std::string& operator_name,
+                                      const std::string& message) {
+  const Action record = [message](const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    call_and_record_refusal(message, op, keys, stack);
+  };
+  const Action refuse_with = [message](const OperatorHandle&, DispatchKeySet, Stack*) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, message);
+  };
+  return register_on_autograd_keys(operator_name, [&](const auto&, auto) {
+    return std::make_unique<AutogradKernel>(record, refuse_with);
+  });
+}
+
+Registrations register_variant_autograd(const std::string& operator_name) {
+  const bool is_out = operator_name.find('.') != std::string::npos;
+  Action differentiate = refuse_out;
+  if (!is_out) {
+    const auto functional = find_operator(operator_name.substr(0, operator_name.size() - 1));
+    differentiate = [functional](const OperatorHandle& op, DispatchKeySet, Stack* stack) {
+      write_copy(functional, op, stack);
+    };
+  }
+  return register_on_autograd_keys(operator_name, [&](const auto&, auto) {
+    return std::make_unique<AutogradKernel>(differentiate, differentiate);
+  });
+}
+
+c10::RegistrationHandleRAII count_versions(const std::string& operator_name) {
+  return hold_kernel(
+      operator_name, c10::DispatchKey::ADInplaceOrView,
+      c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<VersionCounting>()));
+}
+
+}  // namespace foo

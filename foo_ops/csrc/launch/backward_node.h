@@ -1,0 +1,25 @@
+// A node of autograd's graph whose gradients a backward operator computes.
+
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <memory>
+#include <string>
+
+#include "launch/backward_operator.h"
+
+namespace foo {
+
+// Calls an operator below autograd and records the call in autograd's graph, as the code does that
+// PyTorch generates for its own operators. torch::autograd::Function would be refused by torch.func.
+void call_and_record(const std::shared_ptr<const BackwardOperator>& backward,
+                     const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                     torch::jit::Stack* stack);
+
+// Does the same for an operator without derivatives: the node throws a NotImplementedError.
+void call_and_record_refusal(const std::string& message, const c10::OperatorHandle& op,
+                             c10::DispatchKeySet keys, torch::jit::Stack* stack);
+
+}  // namespace foo
