@@ -77,3 +77,9 @@ def require_device(operator: str, **tensors: Tensor | None) -> None:
 def compute_type(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that sums are kept in: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def has_elements(tensor: Tensor) -> bool:
+    """Whether a tensor can be looked into: not where it is fake, nor inside of torch.vmap."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) is Tensor and not tensor.is_meta and not is_wrapped

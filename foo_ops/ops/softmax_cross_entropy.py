@@ -21,6 +21,7 @@ from torch import Tensor
 from foo_ops import language, library
 from foo_ops.ops.arguments import (
     compute_type,
+    has_elements,
     require_device,
     require_floating,
     require_int64,
@@ -120,10 +121,11 @@ def refuse(operator: str) -> Callable[[Tensor, Tensor, int], None]:
     def refuse_targets(logits: Tensor, target: Tensor, ignore_index: int) -> None:
         classes = logits.shape[-1]
         is_wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
-        raise IndexError(
-            f"{operator}: target must be in [0, {classes}) as logits have classes, or "
-            f"ignore_index {ignore_index}, got {target[is_wrong][0].item()}"
-        )
+        if is_wrong.any():
+            raise IndexError(
+                f"{operator}: target must be in [0, {classes}) as logits have classes, or "
+                f"ignore_index {ignore_index}, got {target[is_wrong][0].item()}"
+            )
 
     return refuse_targets
 
@@ -311,6 +313,8 @@ def composite(
     logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute foo::softmax_cross_entropy with torch's own operators."""
+    if has_elements(target):
+        refuse("softmax_cross_entropy")(logits, target, ignore_index)
     x = logits.to(compute_type(logits.dtype))
     is_ignored = target == ignore_index
     index = target.masked_fill(is_ignored, 0).unsqueeze(-1)
@@ -334,6 +338,8 @@ def composite_backward(
     ignore_index: int = -100,
 ) -> Tensor:
     """Compute the gradient with torch's own operators, for second derivatives."""
+    if has_elements(target):
+        refuse("softmax_cross_entropy_backward")(logits, target, ignore_index)
     is_ignored = target == ignore_index
     slope = torch.zeros_like(logsumexp) if grad_loss is None else grad_loss
     if grad_mean is not None:

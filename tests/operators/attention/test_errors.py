@@ -213,7 +213,9 @@ def test_attention_backward_reads_nothing_outside_its_tensors(
             "seed": torch.zeros(1, dtype=torch.int64, device=device),
         }
         call = functools.partial(
-            torch.ops.foo.attention_backward, attn_bias_requires_grad=attn_bias_requires_grad, dropout_p=0.5
+            torch.ops.foo.attention_backward,
+            attn_bias_requires_grad=attn_bias_requires_grad,
+            dropout_p=0.5,
         )
         call(**tensors)
         good = tensors[name]
