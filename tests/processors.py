@@ -33,7 +33,7 @@ FILES = (
 )
 PRODUCTS = ("float32", "bfloat16", "float16")
 ALL = (*PRODUCTS, "float64")
-# What kernels are made of: functions, products in parts, and these parts.
+# What kernels are made of: functions, limbs, and products in limbs.
 VOCABULARY = ("test_exp", "test_tanh", "test_log", "test_on_amx", "test_limbs")
 SHOWN_LINES = 100
 """Of pytest's output where tests fail: some of hundreds that fail alike are enough."""

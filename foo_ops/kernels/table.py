@@ -30,6 +30,6 @@ _OWN = (
     OwnKernel("attention_backward", BACKWARD),
     OwnKernel("attention_backward.plain", BACKWARD, _PLAIN),
     OwnKernel("attention_sum_chunks", SUM_CHUNKS),
-    OwnKernel("attention_kept", DROPOUT_MASK),
+    OwnKernel("attention_dropout_mask", DROPOUT_MASK),
 )
 KERNELS.update({kernel.name: kernel for kernel in _OWN})

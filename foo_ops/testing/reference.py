@@ -86,7 +86,7 @@ def attention(
     window_left: int = -1,
     window_right: int = -1,
     softcap: float = 0.0,
-    keep: Tensor | None = None,
+    dropout_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return the softmax of the scores times value, and the logarithm of its denominator.
@@ -99,8 +99,8 @@ def attention(
         attn_bias: broadcasts to (batch, heads, queries, keys); bool, or added to the scores.
         alibi_slopes: (heads,) or (batch, heads); times the distance, subtracted from the scores.
         sinks: (heads,), one more logit for each row, which counts in the denominator only.
-        keep: (batch, heads, queries, keys), the probabilities that dropout keeps; those that it
-            keeps are divided by ``1 - dropout_p``. The denominator does not feel it.
+        dropout_mask: (batch, heads, queries, keys), True for the probabilities that dropout keeps;
+            they are divided by ``1 - dropout_p``. The denominator does not feel it.
 
     Returns:
         (batch, heads, queries, value_dim) and (batch, heads, queries).
@@ -128,8 +128,8 @@ def attention(
     logsumexp = torch.logsumexp(scores, -1)
     probabilities = torch.exp(scores - logsumexp.unsqueeze(-1))[..., : key.shape[2]]
     logsumexp = logsumexp + size
-    if keep is not None:
-        probabilities = probabilities.where(keep, 0) / (1 - dropout_p)
+    if dropout_mask is not None:
+        probabilities = probabilities.where(dropout_mask, 0) / (1 - dropout_p)
     output = probabilities @ for_each_query_head(value, query)
     return output.where(sees.unsqueeze(-1), 0), logsumexp.where(sees, -math.inf)
 
@@ -193,7 +193,7 @@ def attention_varlen(
     *,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    keep: Tensor | None = None,
+    dropout_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attend within each of several sequences (one at least), one after the other.
@@ -209,7 +209,7 @@ def attention_varlen(
         alibi_slopes: (heads,) or (sequences, heads)
         sinks: (heads,)
         max_seqlen_q: at least the length of every sequence, as max_seqlen_k for the keys in use.
-        keep: (heads, total_queries, max_seqlen_k), as for attention.
+        dropout_mask: (heads, total_queries, max_seqlen_k), as for attention.
         options: as for attention.
 
     Returns:
@@ -219,8 +219,10 @@ def attention_varlen(
     for sequence in sequences(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, key):
         assert len(sequence.queries) <= max_seqlen_q
         assert len(sequence.keys) <= max_seqlen_k
-        if keep is not None:
-            options["keep"] = keep[:, sequence.queries, : len(sequence.keys)].unsqueeze(0)
+        if dropout_mask is not None:
+            options["dropout_mask"] = dropout_mask[
+                :, sequence.queries, : len(sequence.keys)
+            ].unsqueeze(0)
         output, logsumexp = attention(
             *sequence.select(query, key, value),
             alibi_slopes=sequence.slopes(alibi_slopes),

@@ -1,4 +1,4 @@
-"""The parts of bfloat16 that numbers are cut into add up to them, and which numbers are small."""
+"""The bfloat16 limbs of a number add up to it, and the check for small numbers is right."""
 
 import itertools
 import math
@@ -16,12 +16,12 @@ from foo_ops.kernels.vectors.elements import lanes_of
 from foo_ops.kernels.vectors.memory import load_vector, pointer_to, store
 
 LANES = lanes_of("float32")
-PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}
+LIMBS = {"bfloat16": 1, "float16": 2, "float32": 3}
 LARGEST = torch.finfo(torch.bfloat16).max
 NOT_SMALL, LARGEST_SMALL = 2.0**30, 2.0**30 - 64  # neighbours in float32
 # Fills memory that is not to be written.
 GUARD = 96.0
-# Elements between the end of a part and the next one.
+# Elements between the end of a limb and the next one.
 GAP = 5
 
 
@@ -34,7 +34,7 @@ def all_of(dtype):
 
 
 def some_of_float32():
-    """Of all magnitudes whose last bit is a bfloat16, and those where something changes."""
+    """Return numbers of all magnitudes whose last bit is a bfloat16, and those at the edges."""
     bits = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0))
     random = bits.int().view(torch.float32)
     random = random[random.isfinite() & (random.abs() >= 2.0**-110)]
@@ -55,51 +55,51 @@ def numbers_of(name):
 
 
 def filled(numbers):
-    """As many as kernels take: a multiple of two vectors."""
+    """Pad the numbers to a multiple of two vectors, as the kernels take them."""
     return torch.nn.functional.pad(numbers, (0, -len(numbers) % GROUP_ELEMENTS), value=1.0)
 
 
-@pytest.fixture(scope="module", params=PARTS)
+@pytest.fixture(scope="module", params=LIMBS)
 def numbers(request):
-    """The name of a dtype and numbers of it, in float32."""
+    """Give the name of a dtype, and numbers of this dtype in float32."""
     return request.param, filled(numbers_of(request.param))
 
 
 def finite_of(numbers):
-    """Those that are not rounded to an infinity."""
+    """Leave out the numbers that bfloat16 rounds to an infinity."""
     return filled(numbers[numbers.abs() <= LARGEST])
 
 
-def parts_as_pairs(compiled, parts, a, b):
-    """What is stored of a and b: a tensor of (part, a or b, number)."""
-    store_pairs = make_pair_storer(parts)
+def limbs_as_pairs(compiled, limbs, a, b):
+    """Return the limbs that are stored for a and b, as (limb, a or b, number)."""
+    store_pairs = make_pair_storer(limbs)
     floats, pairs = pointer_to("float32"), pointer_to("bfloat16x2")
 
-    def store_all(target, part, a, b, count):
+    def store_all(target, limb, a, b, count):
         for index in range(0, count, LANES):
             first = load_vector(floats(a), index, LANES)
             second = load_vector(floats(b), index, LANES)
-            store_pairs(pairs(target), index, part, first, second)
+            store_pairs(pairs(target), index, limb, first, second)
 
     count = len(a)
-    target = torch.full((parts, count + GAP, 2), GUARD, dtype=torch.bfloat16)
+    target = torch.full((limbs, count + GAP, 2), GUARD, dtype=torch.bfloat16)
     compiled(store_all)(target.data_ptr(), count + GAP, a.data_ptr(), b.data_ptr(), count)
     assert (target[:, count:] == GUARD).all()
     return target[:, :count].transpose(1, 2)
 
 
-def parts_as_row(compiled, parts, numbers):
-    """What is stored of numbers: a tensor of (part, number), and whether they are small."""
-    split_row = make_row_splitter(parts, LANES)
+def limbs_as_row(compiled, limbs, numbers):
+    """Return the limbs that are stored, as (limb, number), and whether the numbers are small."""
+    split_row = make_row_splitter(limbs, LANES)
     floats, halves, answers = pointer_to("float32"), pointer_to("bfloat16"), pointer_to("int32")
 
-    def split(target, group, part, source, count, answer):
-        small = split_row(halves(target), group, part, floats(source), count)
+    def split(target, group, limb, source, count, answer):
+        small = split_row(halves(target), group, limb, floats(source), count)
         store(answers(answer), 0, 1 if small else 0)
 
     groups = -(-len(numbers) // GROUP_ELEMENTS)
     width = GROUP_ELEMENTS + GAP
-    target = torch.full((parts, groups + 1, width), GUARD, dtype=torch.bfloat16)
+    target = torch.full((limbs, groups + 1, width), GUARD, dtype=torch.bfloat16)
     answer = torch.full((1,), -1, dtype=torch.int32)
     sizes = width, (groups + 1) * width
     compiled(split)(target.data_ptr(), *sizes, numbers.data_ptr(), len(numbers), answer.data_ptr())
@@ -108,15 +108,15 @@ def parts_as_row(compiled, parts, numbers):
     return target[:, :groups, :GROUP_ELEMENTS].flatten(1), answer.item()
 
 
-def check_parts(stored, numbers):
-    """They add up to the numbers, and each is below the last bit of the one before."""
+def check_limbs(stored, numbers):
+    """Check that limbs add up to the numbers, each below the last bit of the one before."""
     torch.testing.assert_close(
         stored.double().sum(0), numbers.double(), rtol=0, atol=0, equal_nan=True
     )
     assert (stored[1:, numbers.isinf()] == 0).all()
     rounded = numbers.abs() <= LARGEST
-    for place, part in enumerate(stored[1:, rounded], start=1):
-        assert (part.float().abs() <= 2.0 ** (-8 * place) * numbers[rounded].abs()).all()
+    for place, limb in enumerate(stored[1:, rounded], start=1):
+        assert (limb.float().abs() <= 2.0 ** (-8 * place) * numbers[rounded].abs()).all()
     assert torch.equal(stored[0].signbit()[rounded], numbers.signbit()[rounded])
 
 
@@ -124,32 +124,32 @@ def test_pairs(compiled, numbers):
     dtype, a = numbers
     a = finite_of(a)
     b = a.flip(0)
-    stored = parts_as_pairs(compiled, PARTS[dtype], a, b)
-    check_parts(stored[:, 0], a)
-    check_parts(stored[:, 1], b)
+    stored = limbs_as_pairs(compiled, LIMBS[dtype], a, b)
+    check_limbs(stored[:, 0], a)
+    check_limbs(stored[:, 1], b)
 
 
 def test_rows(compiled, numbers):
     dtype, source = numbers
-    stored, small = parts_as_row(compiled, PARTS[dtype], source)
-    check_parts(stored, source)
+    stored, small = limbs_as_row(compiled, LIMBS[dtype], source)
+    check_limbs(stored, source)
     assert small == 0
 
 
 def test_rows_of_small_numbers(compiled, numbers):
     dtype, source = numbers
     source = filled(source[source.abs() < NOT_SMALL])
-    stored, small = parts_as_row(compiled, PARTS[dtype], source)
-    check_parts(stored, source)
+    stored, small = limbs_as_row(compiled, LIMBS[dtype], source)
+    check_limbs(stored, source)
     assert small == 1
 
 
 def test_numbers_of_which_bits_are_below_all_of_bfloat16(compiled):
-    """The last part is rounded to a multiple of the smallest bfloat16, 2**-133."""
+    """The last limb is rounded to a multiple of the smallest bfloat16, 2**-133."""
     bits = torch.randint(0, 17 << 23, (128 * LANES,), generator=torch.Generator().manual_seed(0))
     source = bits.int().view(torch.float32)
     source[::2].neg_()
-    stored, small = parts_as_row(compiled, 3, source)
+    stored, small = limbs_as_row(compiled, 3, source)
     assert (stored.double().sum(0) - source.double()).abs().max() <= 2.0**-134
     assert small == 1
 
@@ -164,7 +164,7 @@ def test_smallness(compiled):
     count, kernel = 3 * LANES, compiled(check)
     small = torch.full((count + 1,), LARGEST_SMALL)
     small[::2].neg_()
-    # It is not among those that are asked for.
+    # The check reads only the first ``count`` numbers.
     small[count] = math.nan
     answer = torch.full((1,), -1, dtype=torch.int32)
     kernel(small.data_ptr(), count, answer.data_ptr())

@@ -1,4 +1,4 @@
-"""Products of matrices in parts of bfloat16, by the matrix unit where there is one."""
+"""Matrices in limbs of bfloat16 are multiplied, by the matrix unit where there is one."""
 
 import itertools
 
@@ -10,26 +10,26 @@ from foo_ops.kernels.products.on_amx import GROUP, STEPS_AT_ONCE, make_amx_produ
 from foo_ops.kernels.vectors.memory import pointer_to
 
 PRODUCTS = {1: 1, 2: 4, 3: 6}
-"""Of the parts of two numbers, by the number of parts: what is computed of them."""
+"""How many products of limbs are computed for a product of two numbers, by the number of limbs."""
 ROUNDING, DROPPED = 2.0**-24, 2.0**-22
-"""Relative errors: of a float32, and of a product of three parts without its smallest products."""
+"""The relative errors of a float32, and of leaving out the smallest products of three limbs."""
 # Fills memory that is not to be written.
 GUARD = -12345.5
 
 
 @pytest.fixture(scope="module", params=PRODUCTS)
 def multiply(compiled, request):
-    """The number of parts, and the kernel for it."""
+    """Give a number of limbs, and the kernel that multiplies with so many."""
     matmul, begin, end = make_amx_products(request.param)
     floats, pairs = pointer_to("float32"), pointer_to("bfloat16x2")
 
     def kernel(
-        c, c_stride, a, a_row, a_group, a_part, b, b_stride, b_part, rows, columns, steps,
+        c, c_stride, a, a_row, a_group, a_limb, b, b_stride, b_limb, rows, columns, steps,
         accumulate, are_small,
     ):  # fmt: skip
         begin()
         matmul(
-            floats(c), c_stride, (pairs(a), a_row, a_group, a_part), (pairs(b), b_stride, b_part),
+            floats(c), c_stride, (pairs(a), a_row, a_group, a_limb), (pairs(b), b_stride, b_limb),
             rows, columns, steps, accumulate != 0, are_small != 0,
         )  # fmt: skip
         end()
@@ -38,7 +38,7 @@ def multiply(compiled, request):
 
 
 def surrounded(pairs):
-    """A copy in wider rows, and with a row behind each matrix: NaN, which would spoil all sums."""
+    """Copy into a tensor with wider rows and a row more, whose NaN would spoil all sums."""
     *matrices, rows, columns, _ = pairs.shape
     room = torch.full((*matrices, rows + 1, columns + 3, 2), torch.nan, dtype=torch.bfloat16)
     room[..., :rows, :columns, :] = pairs
@@ -46,7 +46,7 @@ def surrounded(pairs):
 
 
 def product(kernel, a, b, before=None, are_small=True):
-    """a b, or this added to ``before``, of parts of a and b as (part, row, column)."""
+    """Multiply a and b, given as limbs (limb, row, column), and add ``before`` if it is given."""
     rows, columns, steps = a.shape[1], b.shape[2], b.shape[1] // 2
     a = surrounded(a.unflatten(2, (steps // GROUP, GROUP, 2)).transpose(1, 2))
     b = surrounded(b.unflatten(1, (steps, 2)).transpose(2, 3))
@@ -65,14 +65,14 @@ def product(kernel, a, b, before=None, are_small=True):
     return result
 
 
-def split(numbers, parts):
-    """Parts of float32 numbers, each of which is the nearest bfloat16 to what is left."""
+def split(numbers, limbs):
+    """Split float32 numbers into limbs, each the bfloat16 nearest to the rest of the number."""
     result = []
-    for _ in range(parts):
-        part = numbers.bfloat16()
-        result.append(part)
+    for _ in range(limbs):
+        limb = numbers.bfloat16()
+        result.append(limb)
         # Nothing is left of an infinity.
-        numbers = (numbers - part.float()).nan_to_num(nan=0.0)
+        numbers = (numbers - limb.float()).nan_to_num(nan=0.0)
     return torch.stack(result)
 
 
@@ -81,10 +81,10 @@ def random_numbers(seed, *shape):
 
 
 def check(result, a, b, before=0.0, terms=None):
-    """Against the product in float64 of the sums of the parts.
+    """Compare with the product in float64 of the sums of the limbs.
 
-    Of n terms a sum in float32 is off by n roundings of all their sizes, at most. ``terms``: how
-    many products of a sum are not zero.
+    A sum of n terms in float32 is off by n roundings of all their sizes, at most. ``terms`` says
+    how many products of a sum are not zero.
     """
     dropped = DROPPED if len(a) == 3 else 0.0
     roundings = (PRODUCTS[len(a)] * (terms or b.shape[1]) + 1) * ROUNDING
@@ -102,11 +102,11 @@ def check(result, a, b, before=0.0, terms=None):
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 48, 64])
 @pytest.mark.parametrize("columns", [16, 32, 48, 96])
 def test_shapes(multiply, rows, columns):
-    parts, kernel = multiply
+    limbs, kernel = multiply
     lengths = (16, 32, STEPS_AT_ONCE + 16, 2 * STEPS_AT_ONCE)
     for steps, accumulates, are_small in itertools.product(lengths, (False, True), (False, True)):
-        a = split(random_numbers(0, rows, 2 * steps), parts)
-        b = split(random_numbers(1, 2 * steps, columns), parts)
+        a = split(random_numbers(0, rows, 2 * steps), limbs)
+        b = split(random_numbers(1, 2 * steps, columns), limbs)
         before = random_numbers(2, rows, columns) if accumulates else None
         result = product(kernel, a, b, before, are_small)
         check(result, a, b, before.numpy() if accumulates else 0.0)
@@ -114,37 +114,37 @@ def test_shapes(multiply, rows, columns):
 
 @pytest.mark.parametrize("are_small", [False, True])
 def test_products_of_two_numbers(multiply, are_small):
-    """Without sums, whose roundings hide the smallest products of parts."""
-    parts, kernel = multiply
-    a = split(random_numbers(0, 64).diag(), parts)
-    b = split(random_numbers(1, 64, 96), parts)
+    """A diagonal matrix leaves no sums, whose roundings would hide the smallest products."""
+    limbs, kernel = multiply
+    a = split(random_numbers(0, 64).diag(), limbs)
+    b = split(random_numbers(1, 64, 96), limbs)
     check(product(kernel, a, b, are_small=are_small), a, b, terms=1)
 
 
 def test_products_of_two_parts(multiply):
-    """All that count, each alone, of integers whose sums are exact in float32."""
-    parts, kernel = multiply
+    """Each pair of limbs that counts is multiplied alone, with sums that float32 has exactly."""
+    limbs, kernel = multiply
     integers = (3 * random_numbers(0, 49, 64)).round(), (3 * random_numbers(1, 64, 48)).round()
-    pairs = [pair for pair in itertools.product(range(parts), repeat=2) if sum(pair) <= 2]
-    assert len(pairs) == PRODUCTS[parts]
+    pairs = [pair for pair in itertools.product(range(limbs), repeat=2) if sum(pair) <= 2]
+    assert len(pairs) == PRODUCTS[limbs]
     for pair in pairs:
-        a, b = (torch.zeros(parts, *factor.shape).bfloat16() for factor in integers)
-        for factor, part, numbers in zip((a, b), pair, integers, strict=True):
-            factor[part] = numbers * 2.0 ** (-8 * part)
+        a, b = (torch.zeros(limbs, *factor.shape).bfloat16() for factor in integers)
+        for factor, limb, numbers in zip((a, b), pair, integers, strict=True):
+            factor[limb] = numbers * 2.0 ** (-8 * limb)
         expected = integers[0].double().numpy() @ integers[1].double().numpy()
         expected *= 2.0 ** (-8 * sum(pair))
-        np.testing.assert_array_equal(product(kernel, a, b), expected, f"parts {pair}")
+        np.testing.assert_array_equal(product(kernel, a, b), expected, f"limbs {pair}")
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_numbers_that_are_not_small(multiply, accumulates):
-    """Infinities, NaN, and products that overflow: no part of zero spoils them."""
-    parts, kernel = multiply
+    """A limb of zero spoils neither infinities nor NaN nor products that overflow."""
+    limbs, kernel = multiply
     # Nowhere zero, as zero times infinity is NaN in float64, too.
     a, b = random_numbers(0, 33, 64).sign() / 2, random_numbers(1, 64, 48).sign() / 4
     a[0, 4], a[1, 5], a[2, 6], a[3, 1] = torch.inf, -torch.inf, torch.nan, 1e38
     b[8, 2], b[9, 3], b[11, 4], b[14, 6], b[1, 8] = -torch.inf, torch.inf, torch.nan, -1e38, 8.0
-    a, b = split(a, parts), split(b, parts)
+    a, b = split(a, limbs), split(b, limbs)
     before = random_numbers(2, 33, 48) if accumulates else None
     result = product(kernel, a, b, before, are_small=False)
     assert result[3, 8] == np.inf

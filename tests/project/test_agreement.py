@@ -119,7 +119,7 @@ def functions():
     for name, kernel in KERNELS.items():
         if name.startswith("attention_"):
             function = "SumFunction" if name == "attention_sum_chunks" else "AttentionFunction"
-            for dtype in ("float32", "float64") if name == "attention_kept" else DTYPES:
+            for dtype in ("float32", "float64") if name == "attention_dropout_mask" else DTYPES:
                 yield function, kernel.build(dtype).argument_types
     yield "TileFunction", tile.ARGUMENT_TYPES
     # Data are addresses, to Numba: numbers.

@@ -55,7 +55,7 @@ def exact_attention(
     window_left=-1,
     window_right=-1,
     softcap=0.0,
-    kept=None,
+    dropout_factors=None,
 ):
     """Return outputs and gradients by name, as arrays.
 
@@ -66,7 +66,7 @@ def exact_attention(
         inputs: query, key, value, attn_bias, alibi_slopes and sinks; the last three may be missing.
         cotangents: the gradients of output and logsumexp.
         number: what it is computed in.
-        kept: what dropout multiplies each weight by.
+        dropout_factors: what dropout multiplies each weight by.
     """
     arrays = [None if value is None else as_array(value, number) for value in inputs]
     query, key, value, bias, slopes, sinks = (*arrays, None, None, None)[:6]
@@ -94,7 +94,7 @@ def exact_attention(
     sink_scores = np.full(heads, -np.inf, number) if sinks is None else sinks
     softmax = Softmax.of(scores, sink_scores[:, None, None])
 
-    factor = number(1) if kept is None else as_array(kept, number)
+    factor = number(1) if dropout_factors is None else as_array(dropout_factors, number)
     dropped = softmax.weights * factor
     products = factor * (grad_output @ values.swapaxes(-1, -2))
     delta = (softmax.weights * products).sum(-1, keepdims=True) - grad_logsumexp[..., None]

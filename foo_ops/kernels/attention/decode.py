@@ -349,10 +349,10 @@ def make_decode_kernel(dtype: str, has_options: bool = True) -> Kernel:
             weighted_sums(sums, value_width, scores, values, value_stride, rows, count)
             add_tile(accumulator, sums, correction, rows, value_width)
 
-        is_part = piece.slot >= 0
-        finish(parameters, piece, largest, total, correction, is_part)
+        is_key_split = piece.slot >= 0
+        finish(parameters, piece, largest, total, correction, is_key_split)
         for block_row in range(rows):
             row, factor = shift(accumulator, block_row * value_width), load(correction, block_row)
-            write(parameters, piece, row, factor, block_row, 0, parameters.value_dim, is_part)
+            write(parameters, piece, row, factor, block_row, 0, parameters.value_dim, is_key_split)
 
     return make_kernel_with_scratch(decode, layout, argument_types(dtype))

@@ -69,7 +69,7 @@ def make_scratch(dtype: str) -> Scratch:
         return {
             "scores": TILE,
             "dropout_mask": TILE,
-            # Numbers in parts take more room than the scores that they come from.
+            # Limbs take more room than the scores that they come from.
             "weights": TILE * ROOM if has_limbs else "scores",
             "largest": QUERY_BLOCK,
             "total": QUERY_BLOCK,

@@ -54,36 +54,36 @@ def make_merge_kernel(dtype: str) -> Kernel:
     sizes_of_block = layout.sizes_of
 
     @njit
-    def largest_of_parts(parameters, piece, block_row):
+    def largest_of_key_splits(parameters, piece, block_row):
         largest = compute(-math.inf)
-        for part in range(piece.parts):
-            value = load(row_of(parameters, "partial_largest", part, piece.slot, block_row), 0)
+        for key_split in range(piece.key_splits):
+            value = load(row_of(parameters, "partial_largest", key_split, piece.slot, block_row), 0)
             # NaN stays: no number is larger, and it is not equal to itself.
             if value > largest or value != value:
                 largest = value
         return largest
 
     @njit
-    def scale_of(parameters, piece, part, block_row, largest):
-        value = load(row_of(parameters, "partial_largest", part, piece.slot, block_row), 0)
+    def scale_of(parameters, piece, key_split, block_row, largest):
+        value = load(row_of(parameters, "partial_largest", key_split, piece.slot, block_row), 0)
         # Equal infinities, of a sink or where nothing is seen, have no difference.
         exponent = value - largest if value != largest else compute(0.0)
         return compute(exp2(exponent))
 
     @njit
-    def add_parts(parameters, piece, block_row, largest, sums, width):
+    def add_key_splits(parameters, piece, block_row, largest, sums, width):
         """Add up the weighted values of all splits in ``sums``, and return the sum of the
         weights.
         """
         fill(sums, width, 0.0)
         total = compute(0.0)
-        for part in range(piece.parts):
-            scale = scale_of(parameters, piece, part, block_row, largest)
+        for key_split in range(piece.key_splits):
+            scale = scale_of(parameters, piece, key_split, block_row, largest)
             total += scale * load(
-                row_of(parameters, "partial_total", part, piece.slot, block_row), 0
+                row_of(parameters, "partial_total", key_split, piece.slot, block_row), 0
             )
             scales = splat(scale, LANES)
-            source = row_of(parameters, "partial_output", part, piece.slot, block_row)
+            source = row_of(parameters, "partial_output", key_split, piece.slot, block_row)
             for column in range(0, width, LANES):
                 sum_ = load_vector(sums, column, LANES)
                 store(sums, column, fma(scales, load_vector(source, column, LANES), sum_))
@@ -93,10 +93,10 @@ def make_merge_kernel(dtype: str) -> Kernel:
         width, rows = sizes_of_block(parameters, piece)
         largest, total, factors, sums = memory.largest, memory.total, memory.factors, memory.sums
         for block_row in range(rows):
-            top = largest_of_parts(parameters, piece, block_row)
+            top = largest_of_key_splits(parameters, piece, block_row)
             store(largest, block_row, top)
             row = shift(sums, block_row * width)
-            store(total, block_row, add_parts(parameters, piece, block_row, top, row, width))
+            store(total, block_row, add_key_splits(parameters, piece, block_row, top, row, width))
         finish(parameters, piece, largest, total, factors, False)
         for block_row in range(rows):
             row = shift(sums, block_row * width)

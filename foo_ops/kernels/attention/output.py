@@ -27,7 +27,7 @@ from foo_ops.kernels.vectors.transpose import transpose_products
 
 @functools.cache
 def make_finish(dtype: str) -> Callable:
-    """Make ``finish(parameters, piece, largest, total, factors, is_part)``, which writes
+    """Make ``finish(parameters, piece, largest, total, factors, is_key_split)``, which writes
     logsumexps.
 
     For a key split it writes largest score and sum instead, from which the logsumexp is merged.
@@ -40,11 +40,11 @@ def make_finish(dtype: str) -> Callable:
     )
 
     @njit
-    def finish_rows(largest, total, factors, block_row, kept_scale):
+    def finish_rows(largest, total, factors, block_row, dropout_scale):
         zero, smallest = splat(compute(0.0), LANES), splat(compute(SMALLEST), LANES)
         top, sum_ = load_vector(largest, block_row, LANES), load_vector(total, block_row, LANES)
         # The sum is zero for a query that sees nothing, and its output is zero.
-        factor = select(less(sum_, smallest), zero, splat(compute(kept_scale), LANES) / sum_)
+        factor = select(less(sum_, smallest), zero, splat(compute(dropout_scale), LANES) / sum_)
         store(factors, block_row, factor)
         logsumexp = fma(top, splat(compute(LOG2), LANES), log(sum_))
         # The sum is NaN for a score of +infinity, whose logsumexp is nevertheless +infinity.
@@ -60,18 +60,18 @@ def make_finish(dtype: str) -> Callable:
         store(total, block_row, logsumexp)
 
     @njit
-    def finish(parameters, piece, largest, total, factors, is_part):
+    def finish(parameters, piece, largest, total, factors, is_key_split):
         count = piece.query_count
         rows = piece.heads * count
-        if is_part:
-            largest_row = row_of(parameters, "partial_largest", piece.part, piece.slot, 0)
-            total_row = row_of(parameters, "partial_total", piece.part, piece.slot, 0)
+        if is_key_split:
+            largest_row = row_of(parameters, "partial_largest", piece.key_split, piece.slot, 0)
+            total_row = row_of(parameters, "partial_total", piece.key_split, piece.slot, 0)
             copy_row(largest_row, largest, 1, rows, rows)
             copy_row(total_row, total, 1, rows, rows)
             fill(factors, rows, 1.0)
             return
         for block_row in range(0, rows, LANES):
-            finish_rows(largest, total, factors, block_row, parameters.kept_scale)
+            finish_rows(largest, total, factors, block_row, parameters.dropout_scale)
         query, stride = piece.query_offset + piece.query_start, parameters.logsumexp_row_stride
         for index in range(piece.heads):
             target = row_of(parameters, "logsumexp", piece.batch, piece.head + index, query)
@@ -83,13 +83,13 @@ def make_finish(dtype: str) -> Callable:
 
 @functools.cache
 def make_row_writer(dtype: str, operand: str) -> Callable:
-    """Make ``write(parameters, piece, source, factor, block_row, column, count, is_part)``.
+    """Make ``write(parameters, piece, source, factor, block_row, column, count, is_key_split)``.
 
     It writes ``count`` columns, from ``column`` on, of a row of the block, multiplied by the
     factor. For a key split the output goes to partial_output.
     """
     LANES, operand_row = lanes_of(compute_dtype(dtype)), make_operand_row(operand)
-    may_be_part = operand == "output"
+    may_be_key_split = operand == "output"
 
     @njit
     def write_row(target, source, factor, count):
@@ -100,10 +100,10 @@ def make_row_writer(dtype: str, operand: str) -> Callable:
             store(target, column, load(source, column) * factor)
 
     @njit
-    def write(parameters, piece, source, factor, block_row, column, count, is_part):
-        if may_be_part and is_part:
-            part = row_of(parameters, "partial_output", piece.part, piece.slot, block_row)
-            write_row(shift(part, column), source, factor, count)
+    def write(parameters, piece, source, factor, block_row, column, count, is_key_split):
+        if may_be_key_split and is_key_split:
+            target = row_of(parameters, "partial_output", piece.key_split, piece.slot, block_row)
+            write_row(shift(target, column), source, factor, count)
         else:
             write_row(
                 shift(operand_row(parameters, piece, block_row), column), source, factor, count
@@ -123,7 +123,7 @@ def make_panel_writer(dtype: str, operand: str) -> Callable:
     LANES = lanes_of(compute_dtype(dtype))
     next_panel, transpose = make_next_panel(dtype), make_transpose(compute_dtype(dtype))
     operand_row, write_row = make_operand_row(operand), make_row_writer(dtype, operand)
-    row_stride_name, may_be_part = f"{operand}_row_stride", operand == "output"
+    row_stride_name, may_be_key_split = f"{operand}_row_stride", operand == "output"
     dim_name = dim_name_of(operand)
 
     @njit
@@ -132,8 +132,8 @@ def make_panel_writer(dtype: str, operand: str) -> Callable:
         on.
         """
         rows_left = piece.heads * piece.query_count - block_row
-        is_part = may_be_part and piece.slot >= 0
-        if rows_left >= LANES and count >= LANES and piece.heads == 1 and not is_part:
+        is_key_split = may_be_key_split and piece.slot >= 0
+        if rows_left >= LANES and count >= LANES and piece.heads == 1 and not is_key_split:
             target = shift(operand_row(parameters, piece, block_row), column)
             row_stride = field(parameters, row_stride_name)
             transpose_products(target, row_stride, source, stride, factors, LANES)
@@ -142,7 +142,7 @@ def make_panel_writer(dtype: str, operand: str) -> Callable:
         for index in range(min(rows_left, LANES)):
             row, factor = shift(scratch, index * LANES), load(factors, index)
             some = min(count, LANES)
-            write_row(parameters, piece, row, factor, block_row + index, column, some, is_part)
+            write_row(parameters, piece, row, factor, block_row + index, column, some, is_key_split)
 
     @njit
     def write(parameters, piece, panels, factors, width, columns, scratch):

@@ -29,7 +29,7 @@ BIAS_NONE, BIAS_BOOL, BIAS_OF_QUERY_DTYPE, BIAS_FLOAT32 = range(4)
 # Values of bias_gradient: none, a tile is written by one block, blocks add to sums.
 GRADIENT_NONE, GRADIENT_STORED, GRADIENT_ADDED = range(3)
 
-NUMBERS = ("scale", "factor", "softcap", "kept_scale")
+NUMBERS = ("scale", "factor", "softcap", "dropout_scale")
 
 SIZES = (
     *("head_dim", "value_dim", "query_heads", "group", "key_heads", "batch"),
@@ -52,7 +52,7 @@ IN_COMPUTE_TYPE = (
 PIECE_FIELDS = (
     *("batch", "head", "heads", "query_start", "query_count", "query_offset", "key_offset"),
     *("key_start", "key_stop", "first_visible", "last_visible", "alignment"),
-    *("slot", "part", "parts", "block", "bias", "begins_sums", "statistics"),
+    *("slot", "key_split", "key_splits", "block", "bias", "begins_sums", "statistics"),
 )
 
 PIECE = Struct("AttentionPiece", tuple((name, types.int64) for name in PIECE_FIELDS))

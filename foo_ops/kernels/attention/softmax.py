@@ -59,7 +59,7 @@ def make_softmax_start(dtype: str) -> Callable:
     def start_softmax(parameters, piece, largest, total, columns):
         fill(largest, columns, -math.inf)
         fill(total, columns, 0.0)
-        if parameters.has_sinks and piece.part == 0:
+        if parameters.has_sinks and piece.key_split == 0:
             for index in range(piece.heads):
                 sink = sink_score(parameters, piece.head + index)
                 if sink != compute(-math.inf):

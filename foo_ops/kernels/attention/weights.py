@@ -117,7 +117,7 @@ def make_weights(dtype: str, has_options: bool) -> Callable:
 
     @njit
     def drop(parameters, weights, grad_scores, dropout_mask, columns, count):
-        scale = splat(scalar(parameters.kept_scale), LANES)
+        scale = splat(scalar(parameters.dropout_scale), LANES)
         for key in range(count):
             for column in range(0, columns, LANES):
                 index = key * TILE_STRIDE + column

@@ -123,7 +123,7 @@ PLAIN_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
         **SMALL, bias=random_mask(2, 1, 3, 5, blind=[1])
     ),
     "small, row of -inf": attention_sample(**SMALL, bias=half_infinite_bias(3, 5), scale=0.7),
-    # Few queries: the keys are split into parts, whose results are merged.
+    # Few queries: the keys are split, and the results of the splits are merged.
     **{
         f"{queries} queries, {keys} keys": attention_sample(
             batch=1, queries=queries, keys=keys, heads=4, key_heads=2
@@ -235,7 +235,7 @@ OPTION_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
         queries=150, keys=20, sinks=random_bias(2), window_right=0
     ),
     "sinks, large scores": large_scores_with_sinks,
-    # Two parts of the keys.
+    # Two key splits.
     "all options, 1 query, 2100 keys": attention_sample(
         **ALL, queries=1, keys=2100, bias=random_bias(4, 1, 2100), window_left=1900, window_right=0
     ),

@@ -115,7 +115,7 @@ class Scores:
     def of(cls, sample: Sample, rounding: Rounding) -> Scores:
         query, key = tensor_at(sample, 0), tensor_at(sample, 1)
         bias, slopes = sample.inputs[3:5]
-        dropout = ("keep", "dropout_p")
+        dropout = ("dropout_mask", "dropout_p")
         options = {name: value for name, value in sample.keywords.items() if name not in dropout}
         score = reference.masked_scores(query, key, bias, slopes, **options)
 
@@ -173,10 +173,10 @@ class Forward:
         rounding = Rounding.of(dtype)
         unit, keys = rounding.unit, value.shape[2]
         scores = Scores.of(sample, rounding)
-        keep = sample.keywords.get("keep")
+        dropout_mask = sample.keywords.get("dropout_mask")
         factor = torch.ones_like(scores.error)
-        if keep is not None:
-            factor = keep / (1 - sample.keywords["dropout_p"])
+        if dropout_mask is not None:
+            factor = dropout_mask / (1 - sample.keywords["dropout_p"])
 
         _, logsumexp = sample.call(reference.attention)
         logsumexp = logsumexp.where(logsumexp > -math.inf, 0)
@@ -189,7 +189,7 @@ class Forward:
         logsumexp_error = logsumexp_error + rounding.summing(keys) + rescaling
         logsumexp_error = logsumexp_error + unit * (48 + 3 * logsumexp.abs())
         weights_error = torch.expm1(exponent_error + logsumexp_error.unsqueeze(-1))
-        kept = weights * factor
+        dropped = weights * factor
         return cls(
             sample=sample,
             rounding=rounding,
@@ -197,7 +197,7 @@ class Forward:
             factor=factor,
             weights=weights,
             weights_error=weights_error,
-            output=rounding.product(kept, kept * (weights_error + rescaling), value),
+            output=rounding.product(dropped, dropped * (weights_error + rescaling), value),
             logsumexp=logsumexp,
             logsumexp_error=logsumexp_error,
         )
@@ -253,11 +253,11 @@ def gradient_sums(sample: Sample, dtype: torch.dtype, cotangents: Tensors) -> li
     )
 
     groups = query.shape[1] // max(tensor_at(sample, 1).shape[1], 1)
-    kept, kept_error = weights * forward.factor, weights_error * forward.factor
+    dropped, dropped_error = weights * forward.factor, weights_error * forward.factor
     sums: list[Sum | None] = [
         rounding.product(grad_product, grad_product_error, key),
         rounding.product(grad_product.mT, grad_product_error.mT, query, groups),
-        rounding.product(kept.mT, kept_error.mT, grad_output, groups),
+        rounding.product(dropped.mT, dropped_error.mT, grad_output, groups),
         *(None, None, None),
     ]
     bias, slopes, sinks = sample.inputs[3:]

@@ -205,10 +205,12 @@ def parts(sample: Sample) -> Iterator[tuple[reference.Sequence, Sample]]:
     assert cu_seqlens_k is not None
     options = dict(sample.keywords)
     del options["max_seqlen_q"], options["max_seqlen_k"]
-    keep = options.pop("keep", None)
+    dropout_mask = options.pop("dropout_mask", None)
     for sequence in reference.sequences(cu_seqlens_q, cu_seqlens_k, seqused, table, key):
-        if keep is not None:
-            options["keep"] = keep[:, sequence.queries, : len(sequence.keys)].unsqueeze(0)
+        if dropout_mask is not None:
+            options["dropout_mask"] = dropout_mask[
+                :, sequence.queries, : len(sequence.keys)
+            ].unsqueeze(0)
         own = sequence.select(query, key, value)
         yield sequence, Sample((*own, None, sequence.slopes(slopes), sinks), dict(options))
 

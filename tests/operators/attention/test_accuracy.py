@@ -189,10 +189,10 @@ def test_gradients_that_are_sums_over_keys_with_dropout(dtype):
     inputs = leaves(dtype, 16, 700, bias=(16, 1), sinks=True)
     seed = torch.tensor([7])
     ours = torch.ops.foo.attention_seeded(*inputs, seed, dropout_p=0.3)
-    kept = torch.ops.foo.attention_dropout_mask(
+    dropout_mask = torch.ops.foo.attention_dropout_mask(
         seed, (1, 4, 16, 700), 0.3, dtype=compute_type(dtype)
     )
-    options = {"kept": kept / (1 - 0.3)}
+    options = {"dropout_factors": dropout_mask / (1 - 0.3)}
     check_sums(inputs, ours, True, options)
 
 
@@ -280,8 +280,8 @@ LONG = {
     "causal": ((1024, 1024), True),
     "many keys": ((128, 4096), False),
     "few queries": ((4, 1024), False),
-    "one query, keys in parts": ((1, 8192), False),
-    "few queries, keys in parts": ((7, 5000), False),
+    "one query, split keys": ((1, 8192), False),
+    "few queries, split keys": ((7, 5000), False),
     "odd lengths": ((77, 1501), False),
 }
 

@@ -68,8 +68,8 @@ def test_values_and_gradients(name, dtype, device):
     outputs = call(leaves, device)
     dropped = (outputs[0] == 0) & (plain != 0)
     assert 0 < dropped.sum() < (plain != 0).sum()
-    keep = ~dropped.cpu()
-    known = dataclasses.replace(leaves, keywords={**leaves.keywords, "keep": keep})
+    dropout_mask = ~dropped.cpu()
+    known = dataclasses.replace(leaves, keywords={**leaves.keywords, "dropout_mask": dropout_mask})
     testing.check_outputs(ATTENTION, known, dtype, outputs)
     cotangents = testing.cotangents_for(outputs)
     gradients = torch.autograd.grad(outputs, leaves.differentiable(), cotangents)
@@ -88,9 +88,9 @@ def test_second_derivatives_use_the_same_mask(device):
     sample = with_unit_value(SAMPLES["all options"](torch.float64))
     sample = with_dropout(sample, 0.25).to(device).requiring_grad()
     outputs = call(sample, device)
-    keep = outputs[0].cpu() != 0
+    dropout_mask = outputs[0].cpu() != 0
     exact = sample.map(lambda t: testing.spec.exact(t).detach().requires_grad_())
-    exact = dataclasses.replace(exact, keywords={**exact.keywords, "keep": keep})
+    exact = dataclasses.replace(exact, keywords={**exact.keywords, "dropout_mask": dropout_mask})
     results = []
     for leaves, values in ((sample, outputs), (exact, exact.call(ATTENTION.reference))):
         cotangents = [
@@ -113,7 +113,7 @@ def seeded(operator, inputs, **keywords):
     return operator(*inputs, seed, dropout_p=0.25, **keywords)
 
 
-def kept_by_seed(shape, dtype, device):
+def dropout_mask_of_seed(shape, dtype, device):
     seed = torch.tensor([SEED], device=device)
     result = torch.ops.foo.attention_dropout_mask(seed, shape, 0.25, dtype=dtype)
     assert (result.shape, result.dtype, result.device.type) == (shape, dtype, device)
@@ -122,13 +122,13 @@ def kept_by_seed(shape, dtype, device):
 
 
 # The first are computed a query at a time, the others in blocks of several panels. From 1025 keys
-# on few queries see them in parts.
-KEPT_SIZES = (*((queries, 131) for queries in (1, 2, 3, 5, 8, 9, 33, 140)), (1, 1100), (12, 2100))
+# on the keys of few queries are split.
+SIZES = (*((queries, 131) for queries in (1, 2, 3, 5, 8, 9, 33, 140)), (1, 1100), (12, 2100))
 
 
-@pytest.mark.parametrize(("queries", "keys"), KEPT_SIZES)
+@pytest.mark.parametrize(("queries", "keys"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_kernels_keep_the_same(queries, keys, dtype, device):
+def test_all_kernels_have_the_same_dropout_mask(queries, keys, dtype, device):
     """Forward, backward, and the formula for second derivatives: the mask is read off each.
 
     With equal scores, and gradients of the outputs that are unit vectors, the gradient of value is
@@ -136,8 +136,8 @@ def test_all_kernels_keep_the_same(queries, keys, dtype, device):
     """
     heads = 2
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    keep = kept_by_seed((2, heads, queries, keys), wide, device)
-    query, key = random("kept", (2, heads, queries, 8), (2, heads, keys, 8), dtype=dtype)
+    dropout_mask = dropout_mask_of_seed((2, heads, queries, keys), wide, device)
+    query, key = random("dropout", (2, heads, queries, 8), (2, heads, keys, 8), dtype=dtype)
     forward, backward = [], []
     for columns in (UNIT * torch.eye(keys, dtype=dtype)).split(200, -1):
         value = columns.expand(2, heads, -1, -1).to(device).requires_grad_()
@@ -147,21 +147,21 @@ def test_all_kernels_keep_the_same(queries, keys, dtype, device):
         unit = UNIT * torch.eye(queries, columns.shape[1], dtype=dtype, device=device)
         (gradient,) = torch.autograd.grad(output, value, unit.expand(2, heads, -1, -1))
         backward.append(gradient.cpu() != 0)
-    assert torch.equal(torch.cat(forward, -1), keep)
+    assert torch.equal(torch.cat(forward, -1), dropout_mask)
     seen = min(queries, 200)
     for mask in backward:
         columns = min(seen, mask.shape[-1])
-        assert torch.equal(mask[..., :columns].mT, keep[:, :, :columns])
+        assert torch.equal(mask[..., :columns].mT, dropout_mask[:, :, :columns])
 
 
 @pytest.mark.parametrize("pages", [None, Pages(16)], ids=["packed", "pages"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_packed_sequences_keep_the_same(dtype, pages, device):
+def test_packed_sequences_have_the_same_dropout_mask(dtype, pages, device):
     """A query and a key have the numbers of their places in their sequence."""
     lengths = [(1, 30), (8, 7), (0, 3), (40, 150), (3, 1)]
     longest = 150
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    keep = kept_by_seed((len(lengths), 2, 40, longest), wide, device)
+    dropout_mask = dropout_mask_of_seed((len(lengths), 2, 40, longest), wide, device)
     sample = varlen_sample(lengths, scale=0.0, pages=pages)(dtype)
     _, key, value, *_ = sample.inputs
     value = torch.zeros(*value.shape[:-1], longest, dtype=dtype)
@@ -173,7 +173,7 @@ def test_packed_sequences_keep_the_same(dtype, pages, device):
     output, _ = seeded(torch.ops.foo.attention_varlen_seeded, sample.inputs, **sample.keywords)
     for index, rows in enumerate(output.cpu().split([queries for queries, _ in lengths])):
         queries, keys = lengths[index]
-        expected = keep[index, :, :queries, :keys].transpose(0, 1)
+        expected = dropout_mask[index, :, :queries, :keys].transpose(0, 1)
         assert torch.equal(rows[..., :keys] != 0, expected)
 
 
@@ -318,8 +318,10 @@ def test_compiled(device):
     (gradient,) = torch.autograd.grad(outputs[0].sum(), value)
     # A column is 2 * UNIT times the weights of a key; the gradient is twice their sum.
     query, key, value = (tensor.detach().cpu().double() for tensor in (query, key, value))
-    keep = outputs[0].detach().cpu() != 0
-    weights, _ = reference.attention(query * 2, key, value, keep=keep, dropout_p=0.5)
+    dropout_mask = outputs[0].detach().cpu() != 0
+    weights, _ = reference.attention(
+        query * 2, key, value, dropout_mask=dropout_mask, dropout_p=0.5
+    )
     expected = 2 * weights.sum(2).unsqueeze(-1).expand_as(value) / UNIT
     assert_near(gradient, expected)
 
@@ -358,8 +360,8 @@ def test_varlen(make, dtype, device):
     outputs = leaves.call(ATTENTION_VARLEN.operator)
     dropped = ((outputs[0] == 0) & (plain != 0)).cpu()
     assert abs(dropped.sum() / (plain != 0).sum() - 0.25) < 0.02
-    keep = ~dropped.transpose(0, 1)
-    known = dataclasses.replace(leaves, keywords={**leaves.keywords, "keep": keep})
+    dropout_mask = ~dropped.transpose(0, 1)
+    known = dataclasses.replace(leaves, keywords={**leaves.keywords, "dropout_mask": dropout_mask})
     testing.check_outputs(ATTENTION_VARLEN, known, dtype, outputs)
     cotangents = testing.cotangents_for(outputs)
     gradients = torch.autograd.grad(outputs, leaves.differentiable(), cotangents)

@@ -23,8 +23,8 @@ from foo_ops.testing.specs.attention_samples import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def kept(device, dropout_p, *, seed=0, **sizes):
-    """Which probabilities are kept; with equal scores, none of them is zero by itself."""
+def dropout_mask(device, dropout_p, *, seed=0, **sizes):
+    """Tell which probabilities are kept; with equal scores, none of them is zero by itself."""
     sample = with_dropout(
         with_unit_value(attention_sample(**sizes, scale=0.0)(torch.float32)), dropout_p
     )
@@ -53,33 +53,34 @@ def assert_independent(first, second):
 @pytest.mark.parametrize("queries", [1, 150])
 def test_as_many_are_kept_as_should_be(dropout_p, queries, device):
     """In all, and in each row, column and head."""
-    keep = kept(device, dropout_p, batch=3, heads=4, queries=queries, keys=200).double()
+    mask = dropout_mask(device, dropout_p, batch=3, heads=4, queries=queries, keys=200).double()
     for dimensions in ((0, 1, 2, 3), (3,), (0, 1, 2), (2, 3)):
-        means = keep.mean(dimensions)
-        bound = bound_of_mean(keep.numel() // means.numel(), dropout_p)
+        means = mask.mean(dimensions)
+        bound = bound_of_mean(mask.numel() // means.numel(), dropout_p)
         assert ((means - (1 - dropout_p)).abs() < bound).all()
 
 
 def test_rows_vary_as_independent_numbers_do(device):
     """The number kept in a row has the binomial variance, within 5 standard deviations of it."""
     dropout_p, keys = 0.3, 200
-    counts = kept(device, dropout_p, batch=2, heads=4, queries=150, keys=keys).double().sum(-1)
+    mask = dropout_mask(device, dropout_p, batch=2, heads=4, queries=150, keys=keys)
+    counts = mask.double().sum(-1)
     variance = keys * dropout_p * (1 - dropout_p)
     assert abs(counts.var().item() / variance - 1) < 5 * math.sqrt(2 / counts.numel())
 
 
 def test_neighbours_are_independent(device):
     """Along each dimension, at the distances at which tiles, blocks and counters repeat."""
-    keep = kept(device, 0.5, batch=2, heads=4, queries=200, keys=200)
+    mask = dropout_mask(device, 0.5, batch=2, heads=4, queries=200, keys=200)
     for dimension, distances in ((0, [1]), (1, [1, 2]), (2, range(1, 130)), (3, range(1, 130))):
         for distance in distances:
-            length = keep.shape[dimension] - distance
-            first = keep.narrow(dimension, 0, length)
-            assert_independent(first, keep.narrow(dimension, distance, length))
+            length = mask.shape[dimension] - distance
+            first = mask.narrow(dimension, 0, length)
+            assert_independent(first, mask.narrow(dimension, distance, length))
 
 
 def test_seeds_and_calls_are_independent(device):
-    masks = [kept(device, 0.5, queries=100, keys=200, seed=seed) for seed in range(4)]
+    masks = [dropout_mask(device, 0.5, queries=100, keys=200, seed=seed) for seed in range(4)]
     sample = with_unit_value(attention_sample(queries=100, keys=200, scale=0.0)(torch.float32))
     sample = with_dropout(sample, 0.5).to(device)
     masks += [sample.call(ATTENTION.operator)[0].cpu() != 0 for _ in range(3)]
@@ -89,9 +90,9 @@ def test_seeds_and_calls_are_independent(device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("queries", [1, 140])
-def test_what_is_kept_depends_on_the_seed_and_the_place_alone(dtype, queries, device):
+def test_dropout_mask_depends_on_the_seed_and_the_place_alone(dtype, queries, device):
     """Not on values, head dimension, heads that share keys, a mask, threads, or the device."""
-    keep = kept("cpu", 0.4, heads=4, queries=queries, keys=150)
+    mask = dropout_mask("cpu", 0.4, heads=4, queries=queries, keys=150)
     others = [
         attention_sample(heads=4, queries=queries, keys=150, head_dim=64),
         attention_sample(heads=4, key_heads=2, queries=queries, keys=150, softcap=2.0),
@@ -107,18 +108,18 @@ def test_what_is_kept_depends_on_the_seed_and_the_place_alone(dtype, queries, de
         plain, _ = call(sample, device)
         output, _ = call(with_dropout(sample, 0.4), device)
         seen = plain.cpu() != 0
-        assert torch.equal(output.cpu() != 0, seen & keep)
+        assert torch.equal(output.cpu() != 0, seen & mask)
 
 
-def test_parts_of_many_keys_have_their_own_numbers(device):
-    """The keys of one query are split into parts: 1025 keys, seen through 5 slices of the value."""
-    query, key, _ = random("parts", (1, 2, 1, 16), (1, 2, 1025, 16), (1,), dtype=torch.float32)
+def test_key_splits_have_their_own_numbers(device):
+    """The 1025 keys of one query are split, and seen through 5 slices of the value."""
+    query, key, _ = random("key splits", (1, 2, 1, 16), (1, 2, 1025, 16), (1,), dtype=torch.float32)
     unit = torch.eye(1025).expand(1, 2, -1, -1)
     slices = []
     for columns in unit.split(205, -1):
         sample = Sample((query, key, columns, None, None, None), {"scale": 0.0, "dropout_p": 0.5})
         slices.append(call(sample, device)[0].cpu() != 0)
-    keep = torch.cat(slices, -1).double()
-    assert abs(keep.mean().item() - 0.5) < bound_of_mean(keep.numel())
+    mask = torch.cat(slices, -1).double()
+    assert abs(mask.mean().item() - 0.5) < bound_of_mean(mask.numel())
     for first, second in itertools.combinations(slices, 2):
         assert_independent(first, second)

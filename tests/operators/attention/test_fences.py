@@ -133,7 +133,7 @@ def run_shapes(dtype):
             # One of plain and every option: with all dtypes and widths both meet most sizes.
             options = chosen.choice(options_for(chosen, heads * group, queries, keys, dtype))
             run(functools.partial(torch.ops.foo.attention, **options), query, key, value)
-    # Blocks of many queries, and keys in parts.
+    # Blocks of many queries, and split keys.
     for shape in ((1, 1, 2100, 16), (1, 1, 1500, 33)):
         query, key, value = torch.randn(3, *shape).to(dtype).unbind()
         run(torch.ops.foo.attention, query, key, value)
@@ -222,8 +222,8 @@ def run(cache, *arguments, **environment):
 def test_no_part_of_scratch_memory_is_too_small(dtype, environment):
     *broken, called = run(cache_directory() / "fenced", dtype, **environment)
     assert broken == []
-    kept = ("attention_kept",) if dtype in ("float32", "float64") else ()
-    assert called.split() == sorted((*EVERY_KERNEL, *kept))
+    dropout_mask = ("attention_dropout_mask",) if dtype in ("float32", "float64") else ()
+    assert called.split() == sorted((*EVERY_KERNEL, *dropout_mask))
 
 
 def test_a_part_that_is_too_small_would_be_noticed(tmp_path):

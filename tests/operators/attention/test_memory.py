@@ -151,7 +151,7 @@ def step(length):
     (output.sum() + logsumexp.sum()).backward()
     assert bias.grad.isfinite().all()
 
-# Compiles all kernels: the keys of few queries are split into parts from 1025 on.
+# Compiles all kernels: the keys of few queries are split from 1025 keys on.
 step(1100)
 with open("/proc/self/status") as status:
     (used,) = (int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))

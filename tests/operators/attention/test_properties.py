@@ -28,7 +28,7 @@ def examples(count):
 integers, sampled = strategies.integers, strategies.sampled_from
 booleans = strategies.booleans()
 dtypes, devices = sampled(ATTENTION.dtypes), sampled(["cpu", "foo"])
-# Around the sizes of tiles, of blocks of queries, and of parts of the keys.
+# Around the sizes of tiles, of blocks of queries, and of key splits.
 lengths = integers(0, 20) | integers(60, 70) | integers(94, 98) | sampled([127, 130, 200])
 many_keys = sampled([500, 1023, 1024, 1025, 1100, 2100])
 windows = sampled([-1, -1, 0, 1, 63, 64]) | integers(0, 200)

@@ -246,8 +246,8 @@ RANDOM = {
 for_each_random = pytest.mark.parametrize("name", RANDOM)
 
 
-def kept(name, randomness, device, *, count=3, in_dim=0, requires_grad=False, nested=False):
-    """Which weights dropout keeps, for each of some slices of the query, all of them the same."""
+def dropout_mask(name, randomness, device, *, count=3, in_dim=0, requires_grad=False, nested=False):
+    """Tell which weights dropout keeps for each of ``count`` equal slices of the query."""
     operator, query, value, sequences, keywords = RANDOM[name]
     value = value.to(device)
     key = torch.zeros_like(value[..., :8])
@@ -278,7 +278,7 @@ def test_vmap_refuses_dropout_unless_told_how(name, in_dim, requires_grad, devic
     with pytest.raises(RuntimeError) as of_torch:
         torch.vmap(F.dropout)(torch.zeros(3))
     with pytest.raises(RuntimeError) as ours:
-        kept(name, "error", device, in_dim=in_dim, requires_grad=requires_grad)
+        dropout_mask(name, "error", device, in_dim=in_dim, requires_grad=requires_grad)
     assert str(ours.value) == str(of_torch.value)
     assert "called random operation while in randomness error mode" in str(ours.value)
 
@@ -286,31 +286,31 @@ def test_vmap_refuses_dropout_unless_told_how(name, in_dim, requires_grad, devic
 @for_each_random
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no gradient", "gradient"])
 def test_vmap_with_the_same_dropout(name, requires_grad, device):
-    keep = kept(name, "same", device, requires_grad=requires_grad)
-    assert torch.equal(keep, keep[:1].expand_as(keep))
-    assert 0.4 < keep.double().mean() < 0.6
-    assert not torch.equal(kept(name, "same", device), keep)
+    mask = dropout_mask(name, "same", device, requires_grad=requires_grad)
+    assert torch.equal(mask, mask[:1].expand_as(mask))
+    assert 0.4 < mask.double().mean() < 0.6
+    assert not torch.equal(dropout_mask(name, "same", device), mask)
 
 
 @for_each_random
 @pytest.mark.parametrize("in_dim", [0, None], ids=["mapped", "not mapped"])
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no gradient", "gradient"])
 def test_vmap_with_different_dropout(name, in_dim, requires_grad, device):
-    """Of 3000 weights for each slice, half of which agree with those of another slice."""
+    """Half of the 3000 weights of a slice agree with those of another one."""
     requires_grad = requires_grad and in_dim is not None
-    keep = kept(name, "different", device, in_dim=in_dim, requires_grad=requires_grad)
+    mask = dropout_mask(name, "different", device, in_dim=in_dim, requires_grad=requires_grad)
     for first, second in ((0, 1), (0, 2), (1, 2)):
-        assert 0.4 < (keep[first] == keep[second]).double().mean() < 0.6
+        assert 0.4 < (mask[first] == mask[second]).double().mean() < 0.6
 
 
 @for_each_random
 @pytest.mark.parametrize("outer", ["same", "different"])
 @pytest.mark.parametrize("inner", ["same", "different"])
 def test_vmap_within_vmap_with_dropout(name, outer, inner, device):
-    """Each of them has its own say."""
-    keep = kept(name, (outer, inner), device, nested=True)
-    assert torch.equal(keep[0], keep[1]) == (outer == "same")
-    assert torch.equal(keep[:, 0], keep[:, 1]) == (inner == "same")
+    """Each vmap has its own say."""
+    mask = dropout_mask(name, (outer, inner), device, nested=True)
+    assert torch.equal(mask[0], mask[1]) == (outer == "same")
+    assert torch.equal(mask[:, 0], mask[:, 1]) == (inner == "same")
 
 
 @for_each_random
@@ -328,7 +328,7 @@ def test_vmap_with_dropout_under_autocast(name, device):
 
 @for_each_random
 def test_gradients_of_a_vmap_with_dropout(name, device):
-    """Of value: the transposed weights, which are 2 / 60 where they are kept."""
+    """The gradient of value is the transposed weights: 2 / 60 where dropout keeps them."""
     operator, query, value, sequences, keywords = RANDOM[name]
     query, value, *sequences = (tensor.to(device) for tensor in (query, value, *sequences))
     values = torch.stack([value] * 3).requires_grad_()

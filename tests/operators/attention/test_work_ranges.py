@@ -123,7 +123,7 @@ def some_are(number, argument):
         # What is left over goes to the kernel for few queries.
         (2, {"heads": 68, "key_heads": 4, "queries": 8, "keys": 333}, {}, None),
         (3, {"heads": 1, "queries": 2689, "keys": 77}, {}, None),
-        # Keys that are split, and blocks of which the same parts are merged.
+        # Keys that are split, and blocks of which the same key splits are merged.
         (5, {"heads": 1, "queries": 1280, "keys": 2300}, {}, None),
         (5, {"heads": 1, "queries": 1300, "keys": 2300}, {"window_right": 0}, None),
         (
@@ -133,7 +133,7 @@ def some_are(number, argument):
             some_are(math.nan, 0),
         ),
         (3, {"heads": 1, "queries": 2560, "keys": 2560}, {"is_causal": True}, None),
-        # Blocks whose parts end at other keys.
+        # Blocks whose key splits end at other keys.
         (16, {"heads": 1, "queries": 4096, "keys": 4096}, {"is_causal": True}, None),
         (16, {"heads": 1, "queries": 3072, "keys": 16384}, {"window_left": 8000}, None),
         # More than 64 blocks of 128 queries, and fewer of 256, so that keys might be split.

@@ -12,7 +12,7 @@ namespace foo {
 namespace {
 
 Kernel& dropout_mask_kernel() {
-  static auto* kernel = new Kernel("attention_kept");
+  static auto* kernel = new Kernel("attention_dropout_mask");
   return *kernel;
 }
 

@@ -33,7 +33,7 @@ void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& 
                         parameters.has_alibi_slopes ||
                         !(parameters.scale > 0.0 && std::isfinite(parameters.scale));
   parameters.factor = parameters.modifies ? kLog2E : kLog2E * parameters.scale;
-  parameters.kept_scale = 1.0 / (1.0 - options.dropout_p);
+  parameters.dropout_scale = 1.0 / (1.0 - options.dropout_p);
   if (options.dropout_p > 0.0) {
     // A weight is kept if its 32 random bits are at least this.
     const double threshold = std::round(options.dropout_p * 4294967296.0);

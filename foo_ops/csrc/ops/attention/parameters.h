@@ -62,7 +62,7 @@ static_assert(is_whole<Operand>());
 
 // For all blocks of a call.
 struct Parameters {
-  double scale, factor, softcap, kept_scale;
+  double scale, factor, softcap, dropout_scale;
   int64_t head_dim, value_dim, query_heads, group, key_heads, batch;
   int64_t modifies, bias_kind, bias_rows, bias_columns, bias_gradient;
   int64_t has_alibi_slopes, has_sinks, dropout_threshold, seed;
@@ -78,10 +78,10 @@ struct Layout<Parameters> {
   using Struct = Parameters;
   static constexpr const char* name = "Parameters";
   static constexpr Field fields[] = FOO_FIELDS(
-      scale, factor, softcap, kept_scale, head_dim, value_dim, query_heads, group, key_heads, batch,
-      modifies, bias_kind, bias_rows, bias_columns, bias_gradient, has_alibi_slopes, has_sinks,
-      dropout_threshold, seed, page_size, block_table_stride, query_length, key_length, chunks,
-      block_table, query, key, value, attn_bias, alibi_slopes, sinks, output, logsumexp,
+      scale, factor, softcap, dropout_scale, head_dim, value_dim, query_heads, group, key_heads,
+      batch, modifies, bias_kind, bias_rows, bias_columns, bias_gradient, has_alibi_slopes,
+      has_sinks, dropout_threshold, seed, page_size, block_table_stride, query_length, key_length,
+      chunks, block_table, query, key, value, attn_bias, alibi_slopes, sinks, output, logsumexp,
       grad_output, grad_logsumexp, grad_query, grad_key, grad_value, grad_attn_bias,
       grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total);
 };
@@ -99,8 +99,9 @@ struct Piece {
   // Query i sees the keys from i + first_visible to i + last_visible. It stands at the key
   // i + alignment.
   int64_t first_visible, last_visible, alignment;
-  // Where partial results go: the slot, or -1, of this part of so many.
-  int64_t slot, part, parts;
+  // Where the results of a key split go: its slot, or -1 for a piece with all keys of its block. It
+  // is number key_split of key_splits.
+  int64_t slot, key_split, key_splits;
   // The number of the block among those of its sequence and head, and where it begins in what
   // becomes the bias's gradient.
   int64_t block, bias;
@@ -118,8 +119,8 @@ struct Layout<Piece> {
   static constexpr const char* name = "Piece";
   static constexpr Field fields[] =
       FOO_FIELDS(batch, head, heads, query_start, query_count, query_offset, key_offset, key_start,
-                 key_stop, first_visible, last_visible, alignment, slot, part, parts, block, bias,
-                 begins_sums, statistics);
+                 key_stop, first_visible, last_visible, alignment, slot, key_split, key_splits,
+                 block, bias, begins_sums, statistics);
 };
 static_assert(is_whole<Piece>());
 

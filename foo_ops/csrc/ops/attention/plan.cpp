@@ -106,7 +106,7 @@ void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const 
   piece.query_offset = sequence.query_offset;
   piece.key_offset = sequence.key_offset;
   piece.slot = -1;
-  piece.parts = 1;
+  piece.key_splits = 1;
   piece.statistics = -1;
   set_visible(piece, sequence, options);
   for (int64_t key_head = 0; key_head < parameters.key_heads; ++key_head) {
@@ -144,16 +144,16 @@ std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t splits) {
     const int64_t length =
         std::max(kSplitLength, ceil_divide(ceil_divide(keys, splits), kKeyBlock) * kKeyBlock);
     lengths.push_back(length);
-    block.parts = std::max<int64_t>(1, ceil_divide(keys, length));
-    block.slot = block.parts > 1 ? slots++ : -1;
-    most_splits = std::max(most_splits, block.parts);
+    block.key_splits = std::max<int64_t>(1, ceil_divide(keys, length));
+    block.slot = block.key_splits > 1 ? slots++ : -1;
+    most_splits = std::max(most_splits, block.key_splits);
   }
   std::vector<Piece> pieces;
   for (int64_t split = 0; split < most_splits; ++split) {
     for (size_t i = 0; i < blocks.size(); ++i) {
-      if (split < blocks[i].parts) {
+      if (split < blocks[i].key_splits) {
         Piece piece = blocks[i];
-        piece.part = split;
+        piece.key_split = split;
         piece.key_start += split * lengths[i];
         piece.key_stop = std::min(piece.key_stop, piece.key_start + lengths[i]);
         pieces.push_back(piece);
@@ -174,13 +174,14 @@ bool can_merge(const Piece& first, const Piece& second, int64_t most, int64_t sl
                                  first.query_count + second.query_count <= most &&
                                  second.query_count > kFewQueries;
   // Only where no other key split follows may the second go on where the first has ended.
-  const bool goes_on = first.part + 1 == first.parts && first.key_stop < second.key_stop &&
+  const bool goes_on = first.key_split + 1 == first.key_splits &&
+                       first.key_stop < second.key_stop &&
                        (first.key_stop - first.key_start) % kKeyBlock == 0;
   const bool have_same_tiles =
       first.key_start == second.key_start && (first.key_stop == second.key_stop || goes_on);
   const bool are_whole = first.slot < 0 && second.slot < 0;
   const bool have_adjacent_slots = first.slot >= 0 && second.slot >= 0 &&
-                                   first.part == second.part &&
+                                   first.key_split == second.key_split &&
                                    first.query_count == (second.slot - first.slot) * slot_rows;
   return are_neighbours && have_whole_panels && have_same_tiles &&
          (are_whole || have_adjacent_slots);
@@ -194,7 +195,7 @@ std::vector<Piece> merge_pairs(const std::vector<Piece>& pieces, int64_t most, i
     if (is_single) {
       merged.back().query_count += piece.query_count;
       merged.back().key_stop = piece.key_stop;
-      merged.back().parts = piece.parts;
+      merged.back().key_splits = piece.key_splits;
       is_single = false;
     } else {
       merged.push_back(piece);
@@ -257,9 +258,9 @@ ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequenc
   }
   const auto count = static_cast<int64_t>(blocks.size());
   plan.pieces = split_keys(blocks, ceil_divide(kEnoughPieces, count));
-  plan.split_blocks = take_if(blocks, [](const Piece& piece) { return piece.parts > 1; });
+  plan.split_blocks = take_if(blocks, [](const Piece& piece) { return piece.key_splits > 1; });
   for (const Piece& block : plan.split_blocks) {
-    plan.key_splits = std::max(plan.key_splits, block.parts);
+    plan.key_splits = std::max(plan.key_splits, block.key_splits);
     plan.rows = std::max(plan.rows, rows_of(block));
   }
   if (!parameters.modifies && !has_16_registers()) {
