@@ -21,5 +21,10 @@ def set_backend_meta(tensor: torch.Tensor, version: int, format_number: int) -> 
 
 
 def get_backend_meta(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return version and number that :func:`set_backend_meta` gave, or None."""
+    """Return version and number that :func:`set_backend_meta` gave, or None.
+
+    Example:
+        >>> torch.foo.get_backend_meta(torch.ones(3, device="foo")) is None
+        True
+    """
     return _C.get_backend_meta(tensor)

@@ -15,6 +15,14 @@ from foo_ops.device._utils import _get_device_index
 
 @dataclass(frozen=True)
 class DeviceProperties:
+    """A device as :func:`get_device_properties` describes it.
+
+    Example:
+        >>> properties = torch.foo.get_device_properties("foo:0")
+        >>> properties.name.startswith("foo on ")
+        True
+    """
+
     name: str
     total_memory: int
     multi_processor_count: int
@@ -24,7 +32,13 @@ _DEVICE_COUNT: int = _C.device_count()
 
 
 def init() -> None:
-    """Initialize the device, as its first use does. Raises in a child of a process that used it."""
+    """Initialize the device, as its first use does. Raises in a child of a process that used it.
+
+    Example:
+        >>> torch.foo.init()
+        >>> torch.foo.is_initialized()
+        True
+    """
     # What torch.compile traces goes through operators, which do it themselves.
     if not torch.compiler.is_compiling():
         _C.initialize()
@@ -35,11 +49,23 @@ _lazy_init = init
 
 
 def is_initialized() -> bool:
-    """Return whether this process has used the device."""
+    """Return whether this process has used the device.
+
+    Example:
+        >>> tensor = torch.ones(3, device="foo")
+        >>> torch.foo.is_initialized()
+        True
+    """
     return _C.is_initialized()
 
 
 def is_available() -> bool:
+    """Return whether there is any device.
+
+    Example:
+        >>> torch.foo.is_available()
+        True
+    """
     return device_count() > 0
 
 
@@ -52,17 +78,35 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    """Return the number of devices: the environment variable FOO_DEVICE_COUNT, or 2."""
+    """Return the number of devices: the environment variable FOO_DEVICE_COUNT, or 2.
+
+    Example:
+        >>> torch.foo.device_count()
+        2
+    """
     return _DEVICE_COUNT
 
 
 def current_device() -> int:
+    """Return the index of the device that ``device="foo"`` stands for.
+
+    Example:
+        >>> torch.foo.current_device()
+        0
+    """
     init()
     return torch.accelerator.current_device_index()
 
 
 def set_device(device: Any) -> None:
-    """Make a device the current one. A negative index changes nothing."""
+    """Make a device the current one. A negative index changes nothing.
+
+    Example:
+        >>> torch.foo.set_device("foo:1")
+        >>> torch.ones(3, device="foo").device
+        device(type='foo', index=1)
+        >>> torch.foo.set_device(0)
+    """
     index = _get_device_index(device)
     if index >= 0:
         _C.set_device(index)
@@ -73,7 +117,13 @@ _maybe_exchange_device = torch._C._accelerator_maybeExchangeDevice
 
 
 class device:  # noqa: N801 (the name it has in torch.cuda)
-    """Make a device the current one inside of ``with``. A negative index changes nothing."""
+    """Make a device the current one inside of ``with``. A negative index changes nothing.
+
+    Example:
+        >>> with torch.foo.device(1):
+        ...     torch.ones(3, device="foo").device
+        device(type='foo', index=1)
+    """
 
     def __init__(self, device: Any) -> None:
         self.idx = _get_device_index(device, optional=True)
@@ -98,6 +148,12 @@ class device_of(device):  # noqa: N801 (the name it has in torch.cuda)
     """Make the device of a tensor or storage the current one inside of ``with``.
 
     It changes nothing for one that is not on foo.
+
+    Example:
+        >>> tensor = torch.ones(3, device="foo:1")
+        >>> with torch.foo.device_of(tensor):
+        ...     torch.foo.current_device()
+        1
     """
 
     def __init__(self, obj: Any) -> None:
@@ -105,16 +161,33 @@ class device_of(device):  # noqa: N801 (the name it has in torch.cuda)
 
 
 def synchronize(device: Any = None) -> None:
-    """Check the argument; every operator is done when it returns."""
+    """Check the argument; every operator is done when it returns.
+
+    Example:
+        >>> torch.foo.synchronize("foo:1")
+    """
     init()
     torch.accelerator.synchronize(_get_device_index(device, optional=True))
 
 
 def get_device_name(device: Any = None) -> str:
+    """Return ``foo on`` and the name of the processor.
+
+    Example:
+        >>> torch.foo.get_device_name()
+        'foo on ...'
+    """
     return get_device_properties(device).name
 
 
 def get_device_properties(device: Any = None) -> DeviceProperties:
+    """Return the name of a device, its memory in bytes, and the number of processors.
+
+    Example:
+        >>> import os
+        >>> torch.foo.get_device_properties().multi_processor_count == os.cpu_count()
+        True
+    """
     init()
     _, total_memory = memory.mem_get_info(device)
     return DeviceProperties(
@@ -125,7 +198,13 @@ def get_device_properties(device: Any = None) -> DeviceProperties:
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """Return major and minor version of the device, which are those of foo_ops."""
+    """Return major and minor version of the device, which are those of foo_ops.
+
+    Example:
+        >>> major, minor = torch.foo.get_device_capability()
+        >>> foo_ops.__version__.startswith(f"{major}.{minor}.")
+        True
+    """
     init()
     index = _get_device_index(device, optional=True)
     _C.check_device_index(index)
@@ -136,7 +215,12 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 
 def can_device_access_peer(device: Any, peer_device: Any) -> bool:
-    """Return True: any device reads the memory of any other, as all of it is the host's."""
+    """Return whether two devices differ: each reads the memory of all others, which is the host's.
+
+    Example:
+        >>> torch.foo.can_device_access_peer(0, 1)
+        True
+    """
     init()
     index, peer = _get_device_index(device, optional=True), _get_device_index(peer_device)
     _C.check_device_index(index)
@@ -145,15 +229,29 @@ def can_device_access_peer(device: Any, peer_device: Any) -> bool:
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Return True: bfloat16 tensors work on every CPU."""
+    """Return True: bfloat16 tensors work on every CPU.
+
+    Example:
+        >>> torch.foo.is_bf16_supported()
+        True
+    """
     return True
 
 
 def is_tf32_supported() -> bool:
-    """Return False: float32 is multiplied as float32."""
+    """Return False: float32 is multiplied as float32.
+
+    Example:
+        >>> torch.foo.is_tf32_supported()
+        False
+    """
     return False
 
 
 def ipc_collect() -> None:
-    """Do nothing: shared memory goes back when the last process has freed it."""
+    """Do nothing: shared memory goes back when the last process has freed it.
+
+    Example:
+        >>> torch.foo.ipc_collect()
+    """
     init()

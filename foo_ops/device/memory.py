@@ -33,6 +33,11 @@ def memory_stats(device: Any = None) -> "OrderedDict[str, Any]":
     ``allocated_bytes`` counts what tensors asked for, rounded up to 64 bytes; ``active_bytes`` the
     blocks that they got; ``reserved_bytes`` what the device holds of the system's memory. Empty
     until the device is first used.
+
+    Example:
+        >>> tensor = torch.ones(1000, device="foo")
+        >>> torch.foo.memory_stats()["allocated_bytes.all.current"] >= tensor.nbytes
+        True
     """
     if not _C.is_initialized():
         return OrderedDict()
@@ -40,52 +45,111 @@ def memory_stats(device: Any = None) -> "OrderedDict[str, Any]":
 
 
 def memory_allocated(device: Any = None) -> int:
-    """Return the bytes that tensors hold now."""
+    """Return the bytes that tensors hold now.
+
+    Example:
+        >>> before = torch.foo.memory_allocated()
+        >>> tensor = torch.ones(1000, device="foo")
+        >>> torch.foo.memory_allocated() - before
+        4032
+    """
     return memory_stats(device).get("allocated_bytes.all.current", 0)
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """Return the most bytes that tensors held since the last :func:`reset_peak_memory_stats`."""
+    """Return the most bytes that tensors held since the last :func:`reset_peak_memory_stats`.
+
+    Example:
+        >>> torch.foo.reset_peak_memory_stats()
+        >>> before = torch.foo.memory_allocated()
+        >>> total = torch.ones(1000, device="foo").sum().item()
+        >>> torch.foo.max_memory_allocated() - before >= 4000
+        True
+    """
     return memory_stats(device).get("allocated_bytes.all.peak", 0)
 
 
 def memory_reserved(device: Any = None) -> int:
-    """Return the bytes that the device holds now, for tensors and in its cache."""
+    """Return the bytes that the device holds now, for tensors and in its cache.
+
+    Example:
+        >>> tensor = torch.ones(1000, device="foo")
+        >>> torch.foo.memory_reserved() >= torch.foo.memory_allocated()
+        True
+    """
     return memory_stats(device).get("reserved_bytes.all.current", 0)
 
 
 def max_memory_reserved(device: Any = None) -> int:
-    """Return the most bytes that the device held since :func:`reset_peak_memory_stats`."""
+    """Return the most bytes that the device held since :func:`reset_peak_memory_stats`.
+
+    Example:
+        >>> torch.foo.max_memory_reserved() >= torch.foo.memory_reserved()
+        True
+    """
     return memory_stats(device).get("reserved_bytes.all.peak", 0)
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Let the peaks begin again at what is held now."""
+    """Let the peaks begin again at what is held now.
+
+    Example:
+        >>> torch.foo.reset_peak_memory_stats()
+        >>> torch.foo.max_memory_allocated() == torch.foo.memory_allocated()
+        True
+    """
     torch.accelerator.reset_peak_memory_stats(_index(device))
 
 
 def reset_accumulated_memory_stats(device: Any = None) -> None:
-    """Let the sums of all that was allocated and freed begin again at zero."""
+    """Let the sums of all that was allocated and freed begin again at zero.
+
+    Example:
+        >>> torch.foo.reset_accumulated_memory_stats()
+        >>> torch.foo.memory_stats()["allocated_bytes.all.allocated"]
+        0
+    """
     torch.accelerator.reset_accumulated_memory_stats(_index(device))
 
 
 def empty_cache() -> None:
-    """Return all memory to the system that no tensor holds, of all devices."""
+    """Return all memory to the system that no tensor holds, of all devices.
+
+    Example:
+        >>> total = torch.ones(1000, device="foo").sum().item()
+        >>> torch.foo.empty_cache()
+    """
     torch.accelerator.empty_cache()
 
 
 def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
-    """Return the figures of :func:`memory_stats`, one level for each word of a name."""
+    """Return the figures of :func:`memory_stats`, one level for each word of a name.
+
+    Example:
+        >>> torch.foo.init()
+        >>> sorted(torch.foo.memory_stats_as_nested_dict()["active_bytes"]["all"])
+        ['allocated', 'current', 'freed', 'peak']
+    """
     return _nested(memory_stats(device))
 
 
 def device_memory_used(device: Any = None) -> int:
-    """Return what :func:`memory_reserved` does: the device belongs to this process alone."""
+    """Return what :func:`memory_reserved` does: the device belongs to this process alone.
+
+    Example:
+        >>> torch.foo.device_memory_used() == torch.foo.memory_reserved()
+        True
+    """
     return memory_reserved(device)
 
 
 def get_allocator_backend() -> str:
-    """Return ``native``: PyTorch's name for a caching allocator of a device's own."""
+    """Return ``native``: PyTorch's name for a caching allocator of a device's own.
+
+    Example:
+        >>> torch.foo.get_allocator_backend()
+        'native'
+    """
     return "native"
 
 
@@ -93,6 +157,11 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     """Return the bytes that the device can still reserve, and the bytes that it has in all.
 
     The devices share the memory of the host unless FOO_MEMORY_LIMIT gives each its own.
+
+    Example:
+        >>> free, total = torch.foo.mem_get_info()
+        >>> 0 <= free <= total
+        True
     """
     return torch.accelerator.get_memory_info(_index(device))
 
@@ -101,6 +170,12 @@ def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None
     """Limit what a device may reserve to a fraction, from 0 to 1, of its total memory.
 
     Beyond it, and after the cache was emptied, ``torch.OutOfMemoryError`` is raised.
+
+    Example:
+        >>> torch.foo.set_per_process_memory_fraction(0.5)
+        >>> torch.foo.get_per_process_memory_fraction()
+        0.5
+        >>> torch.foo.set_per_process_memory_fraction(1.0)
     """
     if not isinstance(fraction, float):
         raise TypeError(f"fraction must be a float, got {type(fraction).__name__}")
@@ -108,16 +183,34 @@ def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None
 
 
 def get_per_process_memory_fraction(device: Any = None) -> float:
+    """Return the fraction of its total memory that a device may reserve.
+
+    Example:
+        >>> torch.foo.get_per_process_memory_fraction()
+        1.0
+    """
     return _C.memory_fraction(_index(device))
 
 
 def caching_allocator_alloc(size: int, device: Any = None) -> int:
-    """Return the address of a block of memory, for code that shares it with the allocator."""
+    """Return the address of a block of memory, for code that shares it with the allocator.
+
+    Example:
+        >>> address = torch.foo.caching_allocator_alloc(1024)
+        >>> torch.foo.caching_allocator_delete(address)
+    """
     return _C.allocate(size, _index(device))
 
 
 def caching_allocator_delete(mem_ptr: int) -> None:
-    """Free a block that :func:`caching_allocator_alloc` gave."""
+    """Free a block that :func:`caching_allocator_alloc` gave.
+
+    Example:
+        >>> before = torch.foo.memory_allocated()
+        >>> torch.foo.caching_allocator_delete(torch.foo.caching_allocator_alloc(1024))
+        >>> torch.foo.memory_allocated() - before
+        0
+    """
     _C.deallocate(mem_ptr)
 
 
@@ -127,27 +220,53 @@ def host_memory_stats() -> "OrderedDict[str, Any]":
     ``allocated_bytes`` counts the blocks, in use or cached, and ``active_bytes`` those in use.
     ``num_host_alloc`` and ``num_host_free`` say how often the system was asked. Empty until the
     device is first used.
+
+    Example:
+        >>> pinned = torch.ones(1000).pin_memory()
+        >>> torch.foo.host_memory_stats()["active_bytes.current"] >= pinned.nbytes
+        True
     """
     return OrderedDict(_C.pinned_memory_stats() if _C.is_initialized() else {})
 
 
 def host_memory_stats_as_nested_dict() -> dict[str, Any]:
-    """Return the figures of :func:`host_memory_stats`, one level for each word of a name."""
+    """Return the figures of :func:`host_memory_stats`, one level for each word of a name.
+
+    Example:
+        >>> torch.foo.init()
+        >>> sorted(torch.foo.host_memory_stats_as_nested_dict()["active_bytes"])
+        ['allocated', 'current', 'freed', 'peak']
+    """
     return _nested(host_memory_stats())
 
 
 def reset_peak_host_memory_stats() -> None:
-    """Let the peaks of pinned memory begin again at what is held now."""
+    """Let the peaks of pinned memory begin again at what is held now.
+
+    Example:
+        >>> torch.foo.reset_peak_host_memory_stats()
+    """
     _C.reset_peak_pinned_memory_stats()
 
 
 def reset_accumulated_host_memory_stats() -> None:
-    """Let the sums of all pinned memory that was allocated and freed begin again at zero."""
+    """Let the sums of all pinned memory that was allocated and freed begin again at zero.
+
+    Example:
+        >>> torch.foo.reset_accumulated_host_memory_stats()
+    """
     _C.reset_accumulated_pinned_memory_stats()
 
 
 def memory_snapshot() -> list[dict[str, Any]]:
-    """List every segment of every device, with its blocks, as ``torch.cuda.memory_snapshot``."""
+    """List every segment of every device, with its blocks, as ``torch.cuda.memory_snapshot``.
+
+    Example:
+        >>> tensor = torch.ones(1000, device="foo")
+        >>> segments = torch.foo.memory_snapshot()
+        >>> any(segment["address"] <= tensor.data_ptr() for segment in segments)
+        True
+    """
     return _C.memory_snapshot()
 
 
@@ -178,7 +297,13 @@ _SUMMARY_COLUMNS = {
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    """Format :func:`memory_stats` as a table. ``abbreviated`` leaves out the two pools."""
+    """Format :func:`memory_stats` as a table. ``abbreviated`` leaves out the two pools.
+
+    Example:
+        >>> print(torch.foo.memory_summary(abbreviated=True))
+        Memory of device foo:0
+        ...
+    """
     index = _index(device)
     _C.initialize()
     stats = memory_stats(index)

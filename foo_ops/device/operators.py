@@ -27,5 +27,11 @@ def operator_counts() -> dict[str, OperatorCount]:
 
 
 def reset_operator_counts() -> None:
-    """Let :func:`operator_counts` begin again at nothing."""
+    """Let :func:`operator_counts` begin again at nothing.
+
+    Example:
+        >>> torch.foo.reset_operator_counts()
+        >>> torch.foo.operator_counts()
+        {}
+    """
     _C.reset_operator_counts()

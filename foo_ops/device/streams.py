@@ -22,16 +22,35 @@ def _stream_by_id(stream_id: int, index: int) -> torch.Stream:
 
 
 def default_stream(device: Any = None) -> torch.Stream:
+    """Return the stream of a device that is current until :func:`set_stream` chooses another.
+
+    Example:
+        >>> torch.foo.default_stream().stream_id
+        0
+    """
     init()
     return _stream_by_id(0, _get_device_index(device, optional=True))
 
 
 def current_stream(device: Any = None) -> torch.Stream:
+    """Return the stream of a device that is current now.
+
+    Example:
+        >>> torch.foo.current_stream() == torch.foo.default_stream()
+        True
+    """
     return torch.accelerator.current_stream(_get_device_index(device, optional=True))
 
 
 def set_stream(stream: torch.Stream | None) -> None:
-    """Make a stream the current one, and its device too. None changes nothing."""
+    """Make a stream the current one, and its device too. None changes nothing.
+
+    Example:
+        >>> torch.foo.set_stream(torch.foo.Stream())
+        >>> torch.foo.current_stream() == torch.foo.default_stream()
+        False
+        >>> torch.foo.set_stream(torch.foo.default_stream())
+    """
     if stream is not None:
         torch.accelerator.set_stream(stream)
 
@@ -40,6 +59,12 @@ class StreamContext:
     """Makes a stream, and its device, the current one inside of ``with``.
 
     None changes nothing.
+
+    Example:
+        >>> stream = torch.foo.Stream()
+        >>> with torch.foo.StreamContext(stream):
+        ...     torch.foo.current_stream() == stream
+        True
     """
 
     def __init__(self, stream: torch.Stream | None) -> None:
@@ -64,10 +89,22 @@ class StreamContext:
 
 
 def stream(stream: torch.Stream | None) -> StreamContext:
-    """Return the :class:`StreamContext` of a stream."""
+    """Return the :class:`StreamContext` of a stream.
+
+    Example:
+        >>> with torch.foo.stream(torch.foo.Stream()):
+        ...     total = torch.ones(3, device="foo").sum()
+        >>> total.item()
+        3.0
+    """
     return StreamContext(stream)
 
 
 def is_current_stream_capturing() -> bool:
-    """Return False: streams cannot be captured."""
+    """Return False: streams cannot be captured.
+
+    Example:
+        >>> torch.foo.is_current_stream_capturing()
+        False
+    """
     return False

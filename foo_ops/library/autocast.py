@@ -31,6 +31,15 @@ def register_autocast(
 
     Raises:
         ValueError: for a device type that has no autocast.
+
+    Example:
+        >>> @foo_ops.library.numba_op("mylib::scaled_by")
+        ... def scaled_by(x: float, *, factor: float = 1.0) -> float:
+        ...     return x * factor
+        >>> foo_ops.library.register_autocast("mylib::scaled_by")
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     torch.ops.mylib.scaled_by(torch.ones(2), factor=3.0)
+        tensor([3., 3.], dtype=torch.bfloat16)
     """
     if isinstance(op, torch.library.CustomOpDef):
         op = op._opoverload

@@ -117,5 +117,18 @@ def register_variant_autograd(
 
     In place, ``f_(a)`` is differentiated as ``a.copy_(f(a.clone()))``, which handles views and
     versions. An out variant refuses tensors that need a gradient, as torch's own do.
+
+    Example:
+        >>> kernel = foo_ops.library.elementwise_kernel(lambda x: 5.0 * x)
+        >>> foo_ops.library.define("mylib::fivefold", "(Tensor input) -> Tensor")
+        >>> foo_ops.library.register_kernel("mylib::fivefold", "cpu", kernel)
+        >>> foo_ops.library.register_autograd("mylib::fivefold", lambda ctx, grad: 5.0 * grad)
+        >>> foo_ops.library.define("mylib::fivefold_", "(Tensor(a!) input) -> Tensor(a!)")
+        >>> foo_ops.library.register_kernel("mylib::fivefold_", "cpu", kernel)
+        >>> foo_ops.library.register_variant_autograd("mylib::fivefold_")
+        >>> input = torch.ones(2, requires_grad=True)
+        >>> torch.ops.mylib.fivefold_(input.clone()).sum().backward()
+        >>> input.grad
+        tensor([5., 5.])
     """
     keep(_C.register_variant_autograd(op if isinstance(op, str) else op.name()), lib)

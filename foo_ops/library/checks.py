@@ -32,6 +32,11 @@ def opcheck(
     torch's ``test_autograd_registration`` refuses devices other than cpu, cuda and xpu, and asks
     only whether a kernel stands on the autograd key. Here it is also called, on any device: where
     an input requires a gradient, an output must, and through a formula.
+
+    Example:
+        >>> input = torch.randn(3, device="foo", requires_grad=True)
+        >>> set(foo_ops.library.opcheck(torch.ops.foo.abs, (input,)).values())
+        {'SUCCESS'}
     """
     # Imported here, since it brings in much that only tests need.
     from torch.testing._internal.optests import OpCheckError

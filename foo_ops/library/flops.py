@@ -15,6 +15,19 @@ def register_flops(
 
     It gets the operator's arguments, shapes in place of tensors unless it takes those, and serves
     torch.utils.flop_counter.FlopCounterMode.
+
+    Example:
+        >>> from torch.utils.flop_counter import FlopCounterMode
+        >>> @foo_ops.library.numba_op("mylib::multiply_add")
+        ... def multiply_add(x: float, y: float) -> float:
+        ...     return x * y + 1.0
+        >>> @foo_ops.library.register_flops("mylib::multiply_add")
+        ... def count(x_shape, y_shape, **keywords):
+        ...     return 2 * torch.Size(x_shape).numel()
+        >>> with FlopCounterMode(display=False) as counter:
+        ...     result = torch.ops.mylib.multiply_add(torch.ones(4, 8), torch.ones(4, 8))
+        >>> counter.get_total_flops()
+        64
     """
     packets = [find(name)._overloadpacket for name in names]
 

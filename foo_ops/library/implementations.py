@@ -48,6 +48,15 @@ def impl(
         types: device types, dispatch keys, or "default" for all devices.
         func: the implementation; without it this is a decorator.
         lib: the registration ends with it; without it, with the process.
+
+    Example:
+        >>> foo_ops.library.define("mylib::third", "(Tensor input) -> Tensor")
+        >>> @foo_ops.library.impl("mylib::third", "cpu")
+        ... @foo_ops.library.elementwise_kernel
+        ... def third(x):
+        ...     return x / 3
+        >>> torch.ops.mylib.third(torch.tensor([3.0, 6.0]))
+        tensor([1., 2.])
     """
     if isinstance(qualname, torch.library.Library):
         return _impl_in(qualname, types, func or "")

@@ -12,7 +12,17 @@ from foo_ops.library.operators import find, tensors_in
 
 
 def register_vmap_loop(name: str) -> None:
-    """Map an operator by a call for each element of the mapped dimension."""
+    """Map an operator by a call for each element of the mapped dimension.
+
+    Example:
+        >>> @torch.library.custom_op("mylib::sum_of_row", mutates_args=())
+        ... def sum_of_row(row: torch.Tensor) -> torch.Tensor:
+        ...     assert row.dim() == 1
+        ...     return row.sum()
+        >>> foo_ops.library.register_vmap_loop("mylib::sum_of_row")
+        >>> torch.vmap(torch.ops.mylib.sum_of_row)(torch.ones(3, 2))
+        tensor([2., 2., 2.])
+    """
     operator = find(name)
 
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any, **keywords: Any) -> Any:
@@ -28,7 +38,20 @@ def vmap_by_loop(
     *inputs: Any,
     **keywords: Any,
 ) -> tuple[Any, Any]:
-    """Return what a function for register_vmap does: the results, stacked, and where."""
+    """Return what a function for register_vmap does: the results, stacked, and where.
+
+    Example:
+        >>> @torch.library.custom_op("mylib::norm_of_row", mutates_args=())
+        ... def norm_of_row(row: torch.Tensor) -> torch.Tensor:
+        ...     assert row.dim() == 1
+        ...     return row.norm()
+        >>> @foo_ops.library.register_vmap("mylib::norm_of_row")
+        ... def vmap(info, in_dims, row):
+        ...     operator = torch.ops.mylib.norm_of_row.default
+        ...     return foo_ops.library.vmap_by_loop(operator, info, in_dims, row)
+        >>> torch.vmap(torch.ops.mylib.norm_of_row)(torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
+        tensor([5., 2.])
+    """
     if info.batch_size == 0:
         return _mapped_over_nothing(operator, in_dims, inputs, keywords)
     calls = []

@@ -12,7 +12,13 @@ Layout = Callable[[Tensor], Tensor]
 
 
 def copy_with_layout(tensor: Tensor, device: str) -> Tensor:
-    """Copy the whole storage to a device, seen with the tensor's own strides and offset."""
+    """Copy the whole storage to a device, seen with the tensor's own strides and offset.
+
+    Example:
+        >>> copy = copy_with_layout(torch.ones(4, 6)[1:, ::2], "foo")
+        >>> copy.stride(), copy.storage_offset()
+        ((6, 2), 6)
+    """
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     whole = tensor.as_strided((elements,), (1,), 0).to(device, copy=True)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -26,6 +32,20 @@ def junk(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     elif not tensor.is_floating_point() and not tensor.is_complex():
         value = torch.iinfo(tensor.dtype).max
     return torch.full(tuple(shape), value, dtype=tensor.dtype, device=tensor.device)
+
+
+def hint_at_junk(values: Tensor) -> str:
+    """Say how many of the wrong elements are junk, and what that means."""
+    nothing = junk(values, ())
+    is_junk = values.isnan() if nothing.isnan() else values == nothing
+    count = int(is_junk.sum())
+    if count == 0 or values.dtype == torch.bool:
+        return ""
+    return (
+        f". {count} of them are {nothing.item()}: memory that nobody has written is full of it "
+        "here. So the kernel leaves elements unwritten, or reads fresh memory, or reads beside "
+        "its input"
+    )
 
 
 def reversed_dimensions(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from foo_ops.testing.layouts import copy_with_layout, junk
+from foo_ops.testing.layouts import copy_with_layout, hint_at_junk
 from foo_ops.testing.schema import functional_form, overload, tensors_in
 
 Tensors = tuple[Tensor, ...]
@@ -235,7 +235,15 @@ def of_size(sized: Callable[[torch.dtype, int], Sample], size: int, dtype: torch
 
 
 def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Tensors) -> None:
-    """Assert that what the operator gave for a sample is within its error budget."""
+    """Assert that what the operator gave for a sample is within its error budget.
+
+    Example:
+        >>> from foo_ops.testing import ABS
+        >>> sample = Sample((torch.tensor([-1.0, 2.0]),))
+        >>> check_outputs(ABS, sample, torch.float32, (torch.tensor([1.0, 3.0]),))
+        Traceback (most recent call last):
+        AssertionError: output 0 is wrong in 1 of 2 elements; the worst, at (1,), is 3.0 ...
+    """
     exact_sample = sample.exact()
     expected = exact_sample.call(spec.reference)
     if len(outputs) != len(expected):
@@ -265,6 +273,14 @@ def check_gradients(
         gradients: of the tensors of ``sample`` that require one, in their order.
         cotangents: the gradients of the operator's outputs that they were computed from.
         names: of these tensors, for the message.
+
+    Example:
+        >>> from foo_ops.testing import ABS
+        >>> sample = Sample((torch.tensor([-1.0, 2.0]),)).requiring_grad()
+        >>> outputs = ABS.call(sample)
+        >>> cotangents = cotangents_for(outputs)
+        >>> gradients = torch.autograd.grad(outputs, sample.tensors(), cotangents)
+        >>> check_gradients(ABS, sample, gradients, cotangents)
     """
     exact_sample = sample.map(lambda t: exact(t).detach().requires_grad_(t.requires_grad))
     outputs = exact_sample.call(spec.reference)
@@ -321,6 +337,11 @@ def cotangents_for(outputs: Tensors) -> Tensors:
     """Draw gradients of the outputs, the same for the same shapes on every device.
 
     Those of outputs that can have none, such as indices, are zeros.
+
+    Example:
+        >>> values, indices = cotangents_for(torch.ones(4).topk(2))
+        >>> values.shape, indices
+        (torch.Size([2]), tensor([0, 0]))
     """
     generator = torch.Generator().manual_seed(len(outputs))
     return tuple(
@@ -348,21 +369,7 @@ def assert_within(what: str, actual: Tensor, expected: Tensor, budget: Tensor) -
     raise AssertionError(
         f"{what} is wrong in {int(wrong.sum())} of {wrong.numel()} elements; the worst, at "
         f"{place}, is {value[place].item()} instead of {expected[place].item()}, "
-        f"where {budget[place].item():.3g} is allowed" + _hint_at_junk(actual.cpu()[wrong])
-    )
-
-
-def _hint_at_junk(values: Tensor) -> str:
-    """Say where wrong elements are what the checks fill memory with."""
-    nothing = junk(values, ())
-    is_junk = values.isnan() if has_gradients(values.dtype) else values == nothing
-    count = int(is_junk.sum())
-    if count == 0 or values.dtype == torch.bool:
-        return ""
-    return (
-        f". {count} of them are {nothing.item()}: memory that nobody has written is full of it "
-        "here. So the kernel leaves elements unwritten, or reads fresh memory, or reads beside "
-        "its input"
+        f"where {budget[place].item():.3g} is allowed" + hint_at_junk(actual.cpu()[wrong])
     )
 
 
@@ -378,7 +385,14 @@ def exact(tensor: Tensor) -> Tensor:
 
 
 def random(name: str, *shapes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Draw normal random tensors, the same for the same name in every process and dtype."""
+    """Draw normal random tensors, the same for the same name in every process and dtype.
+
+    Example:
+        >>> query, key = random("my sample", (2, 3), (5, 3), dtype=torch.bfloat16)
+        >>> again, _ = random("my sample", (2, 3), (5, 3), dtype=torch.bfloat16)
+        >>> torch.equal(query, again)
+        True
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     wide = torch.complex128 if dtype.is_complex else torch.float64
     return [

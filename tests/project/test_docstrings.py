@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 
 import pytest
@@ -17,10 +18,7 @@ MODULES = sorted(
     for module in pkgutil.walk_packages(foo_ops.__path__, "foo_ops.")
     if not module.name.startswith(LEFT_OUT)
 )
-WITH_EXAMPLES = (
-    *("foo_ops.custom_ops", "foo_ops.language", "foo_ops.library", "foo_ops.ops.attention"),
-    *("foo_ops.testing.checks.matrix", "foo_ops.testing.checks.verdict", "foo_ops.testing.spec"),
-)
+PUBLIC = (foo_ops, foo_ops.custom_ops, foo_ops.device, foo_ops.library, foo_ops.testing)
 
 
 def run(name):
@@ -37,6 +35,14 @@ def test_examples_run(name):
     assert run(name).failed == 0
 
 
-@pytest.mark.parametrize("name", WITH_EXAMPLES)
-def test_examples_are_found(name):
-    assert run(name).attempted > 0
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_every_public_function_has_an_example(module):
+    values = [getattr(module, name) for name in module.__all__ if not name.startswith("_")]
+    ours = [it for it in values if inspect.isfunction(it) and it.__module__.startswith("foo_ops.")]
+    assert ours
+    assert [it.__name__ for it in ours if not has_example(it)] == []
+
+
+def has_example(function):
+    (found,) = doctest.DocTestFinder(exclude_empty=False).find(function)
+    return len(found.examples) > 0
