@@ -1,4 +1,4 @@
-"""The command line of the benchmark."""
+"""Run the benchmark from the command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH = 200
 
 @dataclass(frozen=True)
 class Mode:
-    """What is measured, how long, which first calls, and how often each."""
+    """How much is measured: the sizes, the time, the first calls, and how often each."""
 
     sizes: cases.Sizes
     limits: Limits
@@ -97,7 +97,9 @@ def parse_options() -> argparse.Namespace:
 
 
 def run(mode: Mode, sections: Sequence[str]) -> tuple[list[Result], str]:
-    """The rows of these tables, and a sentence if two threads get one core only."""
+    """Measure the rows of these tables; return them, and a sentence if two threads get one core
+    only.
+    """
     processors = info.usable_processors()
     todo = [it for it in cases.cases(mode.sizes, processors) if dashed(it.section) in sections]
     first_calls = mode.first_calls if "first-call" in sections else ()
@@ -117,7 +119,7 @@ def run(mode: Mode, sections: Sequence[str]) -> tuple[list[Result], str]:
 
 
 def dashed(section: str) -> str:
-    """A table's name on the command line."""
+    """Return a table's name as the command line has it."""
     return section.replace(" ", "-")
 
 

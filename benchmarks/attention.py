@@ -1,4 +1,4 @@
-"""foo::attention and what one would call instead, each made ready for a `Workload`."""
+"""Make foo::attention, and what one would call instead, ready for a `Workload`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def contenders(workload: Workload) -> Contenders:
 
 
 def has_fused_kernel(workload: Workload) -> bool:
-    """Whether PyTorch has one; it takes a mask that needs no gradient."""
+    """Return whether PyTorch has one; it takes a mask that needs no gradient."""
     return not (workload.has_bias or workload.dropout_p or workload.value_dim)
 
 
@@ -51,7 +51,7 @@ def score_bytes(workload: Workload) -> int:
 
 
 def flex_takes_part(workload: Workload) -> bool:
-    """Whether FlexAttention can do it on CPUs, where it is worth the time to compile it.
+    """Return whether FlexAttention can do it on CPUs, and it is worth the time to compile it.
 
     That takes 7 s for each row and number of threads, unless the row before differs in the length
     alone. So it does without float16, in which it is slowest, and without other numbers of heads.
@@ -110,7 +110,7 @@ def scaled_dot_product_attention(workload: Workload, backend: SDPBackend) -> Loc
 
 
 def flex(workload: Workload) -> Local:
-    """Compiled FlexAttention, which has no backward pass on CPUs."""
+    """Compile FlexAttention, which has no backward pass on CPUs."""
     block_mask = None
     if workload.is_causal:
         lengths = workload.query_length, workload.key_length
@@ -132,13 +132,13 @@ def flex(workload: Workload) -> Local:
 
 @lru_cache(maxsize=1)
 def compiled_flex(any_length: Workload) -> Callable[..., Any]:
-    """For all workloads that differ in lengths alone: it is as fast as for one length."""
+    """Compile once for all workloads that differ in lengths alone, which costs no speed."""
     torch.compiler.reset()
     return torch.compile(flex_attention, dynamic=True)
 
 
 def mask_mod(workload: Workload) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention's form of what a query sees."""
+    """Say in FlexAttention's form which keys a query sees."""
     if workload.is_packed:
         lengths = torch.tensor(workload.sequence_lengths())
         sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -153,7 +153,7 @@ def upper_left(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tenso
 
 
 def with_batch(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For packed sequences the function of one batch, whose heads come first."""
+    """Turn packed sequences into one batch, heads first, for a function that takes one."""
 
     def call(*inputs: Tensor) -> Tensor:
         return function(*(tensor.transpose(0, 1)[None] for tensor in inputs))[0].transpose(0, 1)

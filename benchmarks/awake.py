@@ -19,7 +19,7 @@ YIELDS = 10_000
 
 @contextmanager
 def processors_awake() -> Iterator[None]:
-    """On each usable processor a process is busy that gives way to all others of this session."""
+    """Keep each usable processor busy with a process that gives way to all others."""
     busy = []
     try:
         for processor in sorted(os.sched_getaffinity(0)):

@@ -1,4 +1,4 @@
-"""What is measured: a new line of the benchmark is a new case here."""
+"""List the cases that are measured: a new line of the benchmark is a new case here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything.
+    """How large everything is.
 
     Attributes:
         elements: of abs.
@@ -93,7 +93,7 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
 
 
 def call_cases() -> Iterator[Case]:
-    """What a call costs when there is next to nothing to compute."""
+    """Measure the cost of a call when there is next to nothing to compute."""
     variants: dict[str, tuple[bool, Callable[[], AbstractContextManager[Any]]]] = {
         "abs, no gradient needed": (False, nullcontext),
         "abs, under no_grad": (False, torch.no_grad),
@@ -129,7 +129,9 @@ def local_contenders(
     theirs: Callable[[], Any],
     same_way_in: Callable[[], Any] | None = None,
 ) -> Contenders:
-    """``same_way_in``: theirs, called by way of torch.ops as ours is, and not by Python's own."""
+    """Make contenders of this process. With ``same_way_in`` theirs is called through torch.ops, as
+    ours is, and not through Python's own function.
+    """
     contenders = {OURS: ours, "torch": theirs}
     if same_way_in is not None:
         contenders["torch.ops.aten"] = same_way_in
@@ -140,7 +142,7 @@ def local_contenders(
 
 
 def abs_cases(sizes: Iterable[int], threads: int) -> Iterator[Case]:
-    """The elementwise launcher, from and to memory; on foo against torch.abs on cpu."""
+    """Measure the elementwise launcher, from and to memory; on foo against torch.abs on cpu."""
     for size in sizes:
         for dtype in (torch.float32, torch.bfloat16, torch.complex64):
             moved = size * (dtype.itemsize + dtype.to_real().itemsize)
@@ -172,7 +174,7 @@ def prepare_abs_out(dtype: torch.dtype, size: int) -> Contenders:
 
 
 def square_workloads(sizes: Sizes) -> Iterator[Workload]:
-    """As many queries as keys."""
+    """Vary the length, with as many queries as keys."""
     for direction in DIRECTIONS:
         for dtype in sizes.dtypes:
             for is_causal in (False, True):
@@ -182,7 +184,7 @@ def square_workloads(sizes: Sizes) -> Iterator[Workload]:
 
 
 def single_head_workloads(sizes: Sizes) -> Iterator[Workload]:
-    """Work for two threads with one head of one sequence."""
+    """Give two threads one head of one sequence."""
     length = sizes.single_head
     for direction in DIRECTIONS:
         for dtype in FEW_DTYPES:
@@ -190,7 +192,7 @@ def single_head_workloads(sizes: Sizes) -> Iterator[Workload]:
 
 
 def shared_workloads(sizes: Sizes) -> Iterator[Workload]:
-    """32 heads of query share 8 of key and value."""
+    """Let 32 heads of query share 8 of key and value."""
     length = sizes.shared
     for direction in DIRECTIONS:
         for dtype in FEW_DTYPES:
@@ -198,7 +200,7 @@ def shared_workloads(sizes: Sizes) -> Iterator[Workload]:
 
 
 def option_workloads(sizes: Sizes) -> Iterator[Workload]:
-    """Each of `OPTIONS`."""
+    """Take each of `OPTIONS`."""
     length = sizes.options
     for options in OPTIONS:
         for direction in DIRECTIONS:
@@ -208,7 +210,7 @@ def option_workloads(sizes: Sizes) -> Iterator[Workload]:
 
 
 def decoding_workloads(sizes: Sizes) -> Iterator[Workload]:
-    """One query, and caches that lie in memory as those of a model's layers do."""
+    """Take one query, and caches that lie in memory as those of a model's layers do."""
     for dtype in FEW_DTYPES:
         for length in sizes.caches:
             workload = Workload("forward", dtype, False, 1, length, 128, query_heads=32)
@@ -238,7 +240,7 @@ def attention_case(workload: Workload, threads: tuple[int, ...]) -> Case:
 
 
 def heads(workload: Workload) -> str:
-    """Heads and their dimension: ``8 x 64``, or ``32/8 x 128`` with shared keys and values."""
+    """Write heads and their dimension: ``8 x 64``, or ``32/8 x 128`` with shared keys."""
     return f"{workload.heads} x {workload.head_dims}"
 
 
@@ -267,7 +269,7 @@ def decoding_case(workload: Workload, threads: tuple[int, ...]) -> Case:
 
 
 def float32_rate(workload: Workload) -> Reference:
-    """Our rate for the same workload in float32."""
+    """Return our rate for the same workload in float32."""
 
     @cache
     def ready(threads: int) -> tuple[Local, int]:

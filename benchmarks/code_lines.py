@@ -1,4 +1,4 @@
-"""How much code an operator is."""
+"""Count the lines of code of an operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAYOUT = {
 
 
 def count(path: Path) -> int:
-    """The lines of a Python file that are neither empty nor a comment nor a docstring."""
+    """Count the lines of a Python file that are neither empty nor a comment nor a docstring."""
     with path.open("rb") as file:
         tokens = list(tokenize.tokenize(file.readline))
     return len(set(_lines_of_code(tokens)))
@@ -33,7 +33,7 @@ def _lines_of_code(tokens: list[tokenize.TokenInfo]) -> Iterator[int]:
 
 
 def report() -> str:
-    """Of the elementwise operators and those of models, each in its one file."""
+    """List the elementwise operators and those of models, each in its one file."""
     (folder,) = foo_ops.ops.__path__
     files = dict.fromkeys("rms_norm" if "rms_norm" in name else name for name in OPERATORS)
     counts = [f"{name} {count(Path(folder) / f'{name}.py')}" for name in ("abs", *files)]

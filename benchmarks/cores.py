@@ -1,4 +1,4 @@
-"""How many cores two threads get: some machines have two processors and one core."""
+"""Find how many cores two threads get: some machines have two processors and one core."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SYSTEM = Path("/sys")
 
 
 def one_core(peaks: Sequence[Result], name: str) -> str:
-    """A sentence where two threads get one core only, else nothing.
+    """Return a sentence if two threads get one core only, else nothing.
 
     Args:
         peaks: the rows of the machine's peaks.
@@ -37,7 +37,7 @@ def one_core(peaks: Sequence[Result], name: str) -> str:
 
 
 def reason() -> str:
-    """Why two threads may get one core, as far as the system tells."""
+    """Say why two threads may get one core, as far as the system tells."""
     processors = sorted(os.sched_getaffinity(0))
     quota = processors_allowed()
     if quota is not None and quota < 2:
@@ -48,7 +48,7 @@ def reason() -> str:
 
 
 def core_of(processor: int) -> str:
-    """The processors of its core, as Linux lists them; by itself where Linux says nothing."""
+    """List the processors of a processor's core as Linux does; itself where Linux says nothing."""
     path = SYSTEM / f"devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
     try:
         return path.read_text().strip()
@@ -57,7 +57,7 @@ def core_of(processor: int) -> str:
 
 
 def processors_allowed() -> float | None:
-    """The quota of the control group of this process, in processors; None if there is none."""
+    """Return how many processors this process's control group may use; None without a quota."""
     try:
         quota, period = (SYSTEM / "fs/cgroup/cpu.max").read_text().split()
     except OSError:
@@ -72,7 +72,7 @@ def processors_allowed() -> float | None:
 
 
 def processors_by_core() -> list[int]:
-    """The usable processors, one of each core before the second of any."""
+    """List the usable processors, one of each core before the second of any."""
     cores: dict[str, list[int]] = {}
     for processor in sorted(os.sched_getaffinity(0)):
         cores.setdefault(core_of(processor), []).append(processor)

@@ -1,4 +1,4 @@
-"""Device foo beside the CPU: what a call, memory and a training step cost."""
+"""Measure device foo beside the CPU: a call, memory and a training step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prepare_training() -> Contenders:
 
 
 def training(device: str) -> Contender:
-    """Steps on one batch; both start at the same weights."""
+    """Train on one batch; both devices start at the same weights."""
     torch.manual_seed(0)
     config = GPTConfig()
     trainer = Trainer(GPT(config, OPERATORS["foo"]), Setup(device, "foo", False), steps=STEPS)
@@ -66,7 +66,7 @@ def training(device: str) -> Contender:
 
 
 class Allocation:
-    """A block from the allocator's cache and back. The loop is in C++, as the callers are."""
+    """Takes a block from the allocator's cache and gives it back, in a loop in C++."""
 
     def results(self) -> list[Tensor]:
         return []

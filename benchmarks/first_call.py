@@ -1,4 +1,4 @@
-"""How long an operator's first call in a process takes: with no kernel on disk, then with it.
+"""Time an operator's first call in a process: with no kernel on disk, then with it.
 
 ``python -m benchmarks.first_call abs`` prints the seconds of one first call, and
 ``measure_first_calls`` starts such processes.
@@ -36,7 +36,7 @@ def attention_forward_call(dtype: torch.dtype, queries: int) -> Callable[[], Any
 
 
 def attention_backward_call(dtype: torch.dtype) -> Callable[[], Any]:
-    """The backward pass alone: the forward pass has had its own first call by then."""
+    """Call the backward pass alone: the forward pass has had its own first call by then."""
     inputs = tuple(
         tensor.requires_grad_() for tensor in torch.randn(3, 1, 8, 128, 64, dtype=dtype).unbind()
     )

@@ -1,4 +1,4 @@
-"""Operators made with the kit as a user makes them, for the cost of their calls."""
+"""Define operators with the kit as a user does, to measure the cost of their calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foo_ops import language, library
 
 @cache
 def relu() -> Any:
-    """An elementwise operator beside torch.relu."""
+    """Compute relu elementwise, beside torch.relu."""
 
     @library.numba_op("foo_benchmark::relu")
     def relu(x: float) -> float:
@@ -23,7 +23,7 @@ def relu() -> Any:
 
 @cache
 def row_sum() -> Any:
-    """A tile kernel beside torch.sum."""
+    """Sum rows with a tile kernel, beside torch.sum."""
     library.define("foo_benchmark::row_sum", "(Tensor input) -> Tensor")
 
     @library.register_fake("foo_benchmark::row_sum")

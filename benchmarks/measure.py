@@ -29,10 +29,10 @@ class Contender(Protocol):
     """One way to do the work of a case."""
 
     def results(self) -> list[Tensor]:
-        """What the first call returns, as far as it is compared, in float32 and on the CPU."""
+        """Return the results of the first call that are compared, in float32 and on the CPU."""
 
     def time(self, calls: int, threads: int) -> float:
-        """Seconds of so many calls in a row on so many threads."""
+        """Return the seconds of so many calls in a row on so many threads."""
 
 
 Contenders = Mapping[str, Callable[[], Contender]]
@@ -85,7 +85,7 @@ def torch_threads(threads: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured together: one row of a table for each number of threads.
+    """The contenders that are measured together: one row of a table for each number of threads.
 
     Attributes:
         section: the name of the table that the rows stand in, a key of ``report.SECTIONS``.
@@ -115,7 +115,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """A row: what was measured for a case on a number of threads.
+    """A row of a table: the times of a case on a number of threads.
 
     Attributes:
         seconds: of a call, for each contender and each turn it took. The turns of round i are the
@@ -135,7 +135,7 @@ class Result:
     workload: Workload | None = None
 
     def rates(self, name: str) -> list[float]:
-        """Work per second of a contender, round by round."""
+        """Return the work per second of a contender, round by round."""
         return [self.work / seconds for seconds in self.seconds[name]]
 
     def peers(self) -> list[str]:
@@ -144,7 +144,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long to measure.
+    """How long measuring may take.
 
     Attributes:
         rounds: in each of which every contender takes a turn.
@@ -179,7 +179,7 @@ class Turns:
             self.add(estimate)
 
     def take(self) -> None:
-        """One turn, unless the contender has had its time."""
+        """Take one turn, unless the contender has had its time."""
         if len(self.seconds) >= self.fewest and self.spent >= self.limits.contender:
             return
         stay_awake()
@@ -195,7 +195,7 @@ class Turns:
 
 
 def calls_per_turn(contender: Contender, threads: int, turn: float) -> tuple[int, float]:
-    """How many calls fill a turn, and about how many seconds one takes."""
+    """Return how many calls fill a turn, and about how many seconds one takes."""
     calls = 1
     while (seconds := contender.time(calls, threads)) < turn:
         calls = max(2 * calls, int(calls * turn / seconds))
@@ -203,7 +203,7 @@ def calls_per_turn(contender: Contender, threads: int, turn: float) -> tuple[int
 
 
 def measure(case: Case, limits: Limits) -> list[Result]:
-    """One result for each number of threads.
+    """Return a result for each number of threads.
 
     The contenders go in one order in every other round and the other way round in between, so that
     none is always the one before another or after it.
@@ -245,7 +245,7 @@ def measure(case: Case, limits: Limits) -> list[Result]:
 
 
 def prepare(case: Case) -> tuple[dict[str, Contender], dict[str, str]]:
-    """The contenders, whose results agree with ours, and why others do not take part.
+    """Return the contenders whose results agree with ours, and why the others do not take part.
 
     Raises:
         ArithmeticError: if no peer's results agree with ours.
@@ -276,7 +276,7 @@ def prepare(case: Case) -> tuple[dict[str, Contender], dict[str, str]]:
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest of all tensors' differences, each relative to its norm."""
+    """Return the largest of all tensors' differences, each relative to its norm."""
     return max(
         float((mine - other).norm() / other.norm())
         for mine, other in zip(ours, theirs, strict=True)

@@ -1,4 +1,4 @@
-"""The operators that models need beside attention, in PyTorch's own operators and compiled."""
+"""Compare the operators that models need beside attention with PyTorch's own, also compiled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Operator:
-    """What is compared.
+    """An operator, PyTorch's form of it, and their inputs.
 
     Attributes:
         ours: our function.
@@ -48,7 +48,7 @@ class Operator:
 
 
 def loss_of(function: Function) -> Function:
-    """With targets that are the same for every contender."""
+    """Compute the loss for targets that are the same for every contender."""
 
     def loss(logits: Tensor) -> Tensor:
         target = torch.arange(logits.shape[0]) * 37 % logits.shape[1]
@@ -64,7 +64,7 @@ def like_input(rows: int, width: int, *, count: int, has_weight: bool = False) -
 
 
 def heads_and_tables(rows: int, width: int) -> Shapes:
-    """Heads of so many positions, and the cosines and sines of these."""
+    """Make heads of so many positions, and the cosines and sines of these."""
     table = (rows, HEAD_DIM // 2)
     return [(width // HEAD_DIM, rows, HEAD_DIM), table, table]
 
@@ -101,7 +101,7 @@ OPERATORS = {
 
 
 def cases(rows: int, dtypes: Sequence[str], threads: Sequence[int]) -> Iterator[Case]:
-    """One row as in decoding, and many as in training, there with gradients too."""
+    """Take one row as in decoding, and many as in training, there with gradients too."""
     for name, operator in OPERATORS.items():
         for dtype in dtypes:
             for count, is_backward in ((1, False), (rows, False), (rows, True)):
@@ -119,7 +119,7 @@ def cases(rows: int, dtypes: Sequence[str], threads: Sequence[int]) -> Iterator[
 
 
 def contenders(operator: Operator, dtype: str, rows: int, is_backward: bool) -> Contenders:
-    """Ours, PyTorch's operators one by one, and the same compiled."""
+    """Take ours, PyTorch's operators one by one, and the same compiled."""
     inputs = [
         torch.randn(shape, dtype=getattr(torch, dtype))
         for shape in operator.shapes(rows, operator.width)
@@ -135,7 +135,7 @@ def contenders(operator: Operator, dtype: str, rows: int, is_backward: bool) -> 
 
 
 def compiled(function: Function) -> Function:
-    """Anew in each case: Dynamo gives up on a function that it has compiled eight times."""
+    """Compile anew in each case: Dynamo gives up on a function that it has compiled eight times."""
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, dynamic=False)
 
@@ -156,7 +156,7 @@ def backward(function: Function, inputs: list[Tensor]) -> Local:
 
 
 def ready(function: Callable[[], Any], context: Any = nullcontext) -> Local:
-    """Called on each number of threads, for which Dynamo compiles anew."""
+    """Call it on each number of threads, for which Dynamo compiles anew."""
     for threads in THREADS:
         with torch_threads(threads), context():
             function()

@@ -1,4 +1,4 @@
-"""What the machine can do at most: operations of its vector units, and reading of memory.
+"""Measure the most that the machine can do: operations of its vector units, reading of memory.
 
 The targets of attention are fractions of these rates, so they are measured in the same rounds.
 """
@@ -64,7 +64,7 @@ def fma_kernel() -> Kernel:
 
 
 def bf16_dot_kernel() -> Kernel:
-    """As `fma_kernel`, where a and b are vectors of twice as many bfloat16."""
+    """Do as `fma_kernel`, where a and b are vectors of twice as many bfloat16."""
     bits = vector_bits()
     vector = ir.VectorType(BFLOAT, bits // 16)
     name = f"llvm.x86.avx512bf16.dpbf16ps.{bits}"
@@ -77,7 +77,7 @@ def chains_kernel(
     operand: ir.VectorType,
     arguments: Callable[[Any, Any, Any], tuple[Any, ...]],
 ) -> Kernel:
-    """A loop over ``CHAINS`` sums, each updated once by the instruction, all in registers."""
+    """Loop over ``CHAINS`` sums, each updated once by the instruction, all in registers."""
     vector = ir.VectorType(ir.FloatType(), lanes)
 
     @intrinsic
@@ -113,7 +113,7 @@ def chains_kernel(
 
 
 def matrix_kernel() -> Kernel:
-    """As `fma_kernel`, with one iteration of ``CHAINS`` products of registers of a matrix unit.
+    """Do as `fma_kernel`, with one iteration of ``CHAINS`` products of registers of a matrix unit.
 
     The sum is that of one of its four registers of sums, a and b have a register's bfloat16 each.
     """
@@ -159,7 +159,7 @@ def read_kernel() -> Kernel:
 
 @functools.cache
 def compiled(build: Callable[[], Kernel]) -> Callable[..., None]:
-    """The C function, which ctypes calls without the GIL."""
+    """Return the C function, which ctypes calls without the GIL."""
     code = emit.compile_kernel(build)
     address = load.link(code, f"{build.__name__}-{vector_bits()}")
     arguments = [ctypes.c_int64] * len(build().argument_types)
@@ -170,14 +170,14 @@ def compiled(build: Callable[[], Kernel]) -> Callable[..., None]:
 
 
 def compute_peak(dtype: str) -> str:
-    """The peak that attention in a dtype is measured against."""
+    """Return the peak that attention in a dtype is measured against."""
     if dtype == "bfloat16" and has_matrix_unit():
         return MATRIX
     return BF16_DOT if dtype == "bfloat16" and has_bfloat16_dot() else FMA
 
 
 def measure_peaks(processors: int, rounds: int) -> list[Result]:
-    """A row for each rate and number of threads."""
+    """Return a row for each rate and number of threads."""
     rows = []
     peaks = (FMA, BF16_DOT, MATRIX) if has_matrix_unit() else (FMA, BF16_DOT)
     for name in (*peaks, READ):
@@ -199,24 +199,26 @@ def references(name: str) -> dict[str, Reference]:
 
 
 def fma_rate(threads: int) -> float:
-    """Operations per second of float32 fused multiply-adds."""
+    """Return the operations per second of float32 fused multiply-adds."""
     return _chains_rate(fma_kernel, torch.float32, 2 * vector_bits() // 32, threads)
 
 
 def bf16_dot_rate(threads: int) -> float:
-    """Operations per second of AVX512-BF16's dot products of pairs."""
+    """Return the operations per second of AVX512-BF16's dot products of pairs."""
     return _chains_rate(bf16_dot_kernel, torch.bfloat16, 2 * vector_bits() // 16, threads)
 
 
 def matrix_rate(threads: int) -> float:
-    """Operations per second of a matrix unit on bfloat16: 16 x 16 sums of 32 products each."""
+    """Return the operations per second of a matrix unit on bfloat16: 16 x 16 sums of 32 products
+    each.
+    """
     return _chains_rate(matrix_kernel, torch.bfloat16, 2 * ROWS * ROWS * 2 * ROWS, threads)
 
 
 def _chains_rate(
     build: Callable[[], Kernel], dtype: torch.dtype, operations: int, threads: int
 ) -> float:
-    """``operations``: multiplications and additions of one instruction."""
+    """Return the rate of a chains kernel; ``operations`` counts those of one instruction."""
     kernel = compiled(build)
     # A product below one keeps the sums of fused multiply-adds finite.
     a, b = torch.full((2, ROWS * 2 * ROWS), 0.5, dtype=dtype)
@@ -231,7 +233,7 @@ def _chains_rate(
 
 
 def _iterations(run: Callable[[int, int], None]) -> int:
-    """How many take about `SECONDS`."""
+    """Return how many iterations take about `SECONDS`."""
     probe = 100_000
     start = time.perf_counter()
     run(0, probe)
@@ -239,7 +241,9 @@ def _iterations(run: Callable[[int, int], None]) -> int:
 
 
 def read_rate(threads: int) -> float:
-    """Bytes per second of reading memory, each thread a part of an array beyond the L3 cache."""
+    """Return the bytes per second that threads read, each its share of an array beyond the L3
+    cache.
+    """
     kernel = compiled(read_kernel)
     data = _beyond_the_caches()
     sums = torch.zeros(threads, 16)
@@ -257,7 +261,8 @@ def _beyond_the_caches() -> torch.Tensor:
 
 
 def timed(run: Callable[[int], None], threads: int) -> float:
-    """Seconds that ``run(0)``, ``run(1)``, ... take at once, from the first start to the last end.
+    """Return the seconds that ``run(0)``, ``run(1)``, ... take at once, from first start to last
+    end.
 
     A thread that starts late would make two as slow as one: it is tried again until all run at the
     same time, and what counts is the attempt in which they do so for the largest part.
@@ -300,7 +305,7 @@ def at_once(
 
 
 def caches() -> dict[str, int]:
-    """Bytes of the caches of the first processor by name: L1d, L1i, L2, L3. Empty if unknown."""
+    """Return the bytes of the first processor's caches, L1d, L1i, L2, L3; empty if unknown."""
     found = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         level, kind, size = [

@@ -1,4 +1,4 @@
-"""Plots of the results: speed over length, and the time of a decoded token over the cache."""
+"""Plot the results: speed over length, and the time of a decoded token over the cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEAD_DIMS = (64, 128)
 
 
 def save_plots(content: Content, folder: Path) -> dict[str, str]:
-    """Write the PNG files; what each shows, by its name."""
+    """Write the PNG files; return a description of each by its name."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptions = {}
     for head_dim in HEAD_DIMS:
@@ -53,7 +53,7 @@ def save_plots(content: Content, folder: Path) -> dict[str, str]:
 
 
 def is_square(workload: Workload | None, head_dim: int) -> bool:
-    """Of the rows that have all dtypes, directions, masks and lengths."""
+    """Return whether it is one of the rows that have all dtypes, directions, masks and lengths."""
     return (
         workload is not None
         and workload.is_plain
@@ -73,7 +73,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def speed_figure(results: list[Result], head_dim: int) -> Figure:
-    """A panel for each direction and mask (rows) and dtype (columns); one thread."""
+    """Draw a panel for each direction and mask (rows) and dtype (columns); one thread."""
     panels: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         if result.threads == 1 and result.workload:
@@ -102,7 +102,7 @@ def speed_figure(results: list[Result], head_dim: int) -> Figure:
 
 
 def decoding_figure(results: list[Result]) -> Figure:
-    """A panel for each number of threads (rows) and dtype (columns)."""
+    """Draw a panel for each number of threads (rows) and dtype (columns)."""
     threads = sorted({it.threads for it in results})
     dtypes = list(dict.fromkeys(it.workload.dtype for it in results if it.workload))
     figure, axes = grid(len(threads), len(dtypes))
@@ -155,7 +155,7 @@ def draw(
     results: list[Result],
     height: Callable[[Result, str], float],
 ) -> None:
-    """A line for each contender, and the lengths as marks below."""
+    """Draw a line for each contender, and the lengths as marks below."""
     results = sorted(results, key=length)
     for name, color in COLORS.items():
         points = [(length(it), height(it, name)) for it in results if it.seconds.get(name)]
@@ -174,7 +174,7 @@ def draw(
 
 
 def draw_target(panel: Axes, results: list[Result]) -> None:
-    """What our line is to reach."""
+    """Draw the target that our line is to reach."""
     points = [(length(it), least) for it in results if (least := target(it)) is not None]
     if points:
         panel.plot(*zip(*sorted(points)), color=COLORS[OURS], linestyle=":")
@@ -188,7 +188,7 @@ def draw_reading(panel: Axes, results: list[Result]) -> None:
 
 
 def finish(figure: Figure, axes: list[list[Axes]], title: str) -> None:
-    """One legend for all panels, of the contenders that are in any of them."""
+    """Draw one legend for all panels, of the contenders that are in any of them."""
     entries: dict[str, Artist] = {}
     for row in axes:
         for panel in row:
@@ -203,12 +203,12 @@ def finish(figure: Figure, axes: list[list[Axes]], title: str) -> None:
 
 
 def short(count: int) -> str:
-    """``512``, ``2k``."""
+    """Write a length as ``512`` or ``2k``."""
     return str(count) if count % 1024 else f"{count // 1024}k"
 
 
 def length(result: Result) -> int:
-    """Of keys and values."""
+    """Return the number of keys and values."""
     assert result.workload is not None
     return result.workload.key_length
 

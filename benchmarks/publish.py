@@ -31,7 +31,7 @@ MOST_NAMES = 3
 
 @dataclass(frozen=True)
 class Published:
-    """Where the figures go, so that a test can choose other places."""
+    """The files that figures go into, so that a test can choose other places."""
 
     readme: Path = README
     performance: Path = PERFORMANCE

@@ -1,4 +1,4 @@
-"""The results file, and the tables that are made of it."""
+"""Read and write the results file, and make tables of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from foo_ops.kernels.compiler.processor import vector_bits
 
 @dataclass(frozen=True)
 class Section:
-    """A table. ``unit`` names a time (us, ms) or a rate (GB/s, GFLOP/s)."""
+    """A table, whose ``unit`` names a time (us, ms) or a rate (GB/s, GFLOP/s)."""
 
     title: str
     unit: str
@@ -92,7 +92,7 @@ LEGEND = (
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on."""
+    """Return the facts that the figures depend on."""
     return {
         "processor": info.known(info.processor_name),
         "llvm target": info.known(info.llvm_target),
@@ -119,7 +119,7 @@ def version(package: str) -> str:
 
 @dataclass(frozen=True)
 class Content:
-    """A results file."""
+    """The contents of a results file."""
 
     date: str
     mode: str
@@ -129,21 +129,21 @@ class Content:
     """A sentence if two threads get one core only."""
 
     def is_judged(self, result: Result) -> bool:
-        """Rows of several threads say nothing where these share a core."""
+        """Return whether the row is judged; it is not where several threads share a core."""
         return result.threads == 1 or not self.one_core
 
     def one_thread(self, result: Result) -> Result | None:
-        """The row that a row of several threads is compared with."""
+        """Return the row that a row of several threads is compared with."""
         return None if result.threads == 1 else self.on_threads(result, 1)
 
     def on_threads(self, result: Result, threads: int) -> Result | None:
-        """The row of the same case on so many threads."""
+        """Return the row of the same case on so many threads."""
         key = (result.section, result.name, threads)
         rows = [it for it in self.results if (it.section, it.name, it.threads) == key]
         return rows[0] if rows else None
 
     def by_section(self, headline: bool = False) -> dict[str, list[Result]]:
-        """The rows of each table; with ``headline`` those that the README shows."""
+        """Return the rows of each table; with ``headline`` those that the README shows."""
         found: dict[str, list[Result]] = {}
         for name in SECTIONS:
             rows = [it for it in self.results if it.section == name and it.headline >= headline]
@@ -152,7 +152,7 @@ class Content:
         return found
 
     def failures(self) -> list[str]:
-        """Which contender was missing, why, and in how many rows."""
+        """Say which contender was missing, why, and in how many rows."""
         reasons = [
             f"{name}: {reason}" for it in self.results for name, reason in it.failures.items()
         ]
@@ -195,7 +195,7 @@ def caption(content: Content) -> str:
 
 
 def table_of(content: Content, section: str, results: Sequence[Result]) -> list[list[str]]:
-    """The header and the rows."""
+    """Return the header and the rows."""
     if section in ("peaks", "bandwidth"):
         return peak_table(results, SECTIONS[section].unit)
     if section == "first call":
@@ -223,7 +223,7 @@ def peak_table(results: Sequence[Result], unit: str) -> list[list[str]]:
 
 
 def comparison_table(results: Sequence[Result], unit: str) -> list[list[str]]:
-    """The ratio is that of the figures shown, so the title says which way is better."""
+    """Write the ratio of the figures shown: the title says which way is better."""
     ours, *others = results[0].seconds
     rows = [["case", "threads", ours, *others, *(f"{ours} / {name}" for name in others)]]
     for result in results:
@@ -301,7 +301,7 @@ def attention_table(content: Content, results: Sequence[Result], unit: str) -> l
 
 
 def digest_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
-    """A row for each case, on one thread, with two in a column, and of the peers the fastest."""
+    """Write a row for each case on one thread, with two in a column, and the fastest peer."""
     rows = [["case", OURS, "of peak", "target", "2 threads", "best peer", f"{OURS} / best peer"]]
     for result in (it for it in results if it.threads == 1):
         two_threads = content.on_threads(result, 2)
@@ -329,7 +329,7 @@ def judgement(content: Content, result: Result, verdict: str) -> str:
 
 
 def tally(content: Content) -> str:
-    """How many rows of attention reach all that is asked of them, and where a peer is faster."""
+    """Say how many rows of attention reach all their targets, and where a peer is faster."""
     rows = [it for it in content.results if it.workload and content.is_judged(it)]
     verdicts = [verdict(it, content.one_thread(it)) for it in rows]
     slower = [against_peer(it) for it in rows]
@@ -356,13 +356,13 @@ def median(values: Sequence[float]) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits: 0.12, 1.23, 12.3, 123, 1234."""
+    """Write three significant digits: 0.12, 1.23, 12.3, 123, 1234."""
     digits = max(0, 2 - (len(str(int(value))) - 1))
     return f"{value:.{digits}f}"
 
 
 def spread(values: Sequence[float]) -> str:
-    """The median, and the quartiles where there is more than one value."""
+    """Write the median, and the quartiles where there is more than one value."""
     low, middle, high = quartiles(values)
     return f"{middle:.2f} ({low:.2f}-{high:.2f})" if len(values) > 1 else f"{middle:.2f}"
 

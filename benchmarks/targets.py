@@ -1,4 +1,4 @@
-"""What attention is to reach, and what a row says about it."""
+"""Say what attention is to reach, and judge rows by it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEAK_FRACTIONS = {
 """Of useful work, on one thread, from `SHORTEST` on, with these head dimensions, no options.
 
 Of the peak of vectors: a matrix unit is done with the products of a tile before vectors are with
-its exponentials, so that no fraction of its peak is asked for.
+its exponentials, so that it has no fraction of its peak to reach.
 """
 SHORTEST = 512
 HEAD_DIMS = (64, 128)
@@ -53,7 +53,7 @@ DEVICE_SPEEDUP = 4.0
 
 @dataclass(frozen=True)
 class Requirement:
-    """Our rate must be at least so many times another.
+    """Requires our rate to be at least so many times another.
 
     ``measured`` has the ratio for each round, of rates taken in that round.
     """
@@ -63,7 +63,7 @@ class Requirement:
     measured: list[float]
 
     def shortfall(self) -> str:
-        """Empty if it is met, else by how much it is missed."""
+        """Say by how much it is missed; empty if it is met."""
         middle = statistics.median(self.measured)
         if middle >= self.least:
             return ""
@@ -71,7 +71,7 @@ class Requirement:
 
 
 def requirements(result: Result, one_thread: Result | None) -> list[Requirement]:
-    """What the row has to reach beside its peers; ``one_thread`` is the row for a thread fewer."""
+    """List what the row has to reach beside its peers; ``one_thread`` is its row for one thread."""
     workload = result.workload
     if workload is None:
         return []
@@ -111,7 +111,7 @@ def one_thread_requirements(result: Result) -> list[Requirement]:
 
 
 def target(result: Result) -> float | None:
-    """The fraction of the peak that the row is to reach, if it is compared with that."""
+    """Return the fraction of the peak that the row is to reach, if it is compared with that."""
     peak = peak_of(result)
     for requirement in requirements(result, None):
         if requirement.reference == peak:
@@ -123,29 +123,29 @@ def target(result: Result) -> float | None:
 
 
 def peak_of(result: Result) -> str:
-    """The reference that is a peak of the machine."""
+    """Return the reference that is a peak of the machine."""
     return next(name for name in result.references if name != FLOAT32)
 
 
 def fractions(result: Result, reference: str) -> list[float]:
-    """Our rate as a fraction of a reference, round by round."""
+    """Return our rate as a fraction of a reference, round by round."""
     return ratios(result.rates(OURS), result.references[reference])
 
 
 def ratios(ours: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Round by round, as long as both took part."""
+    """Divide round by round, as long as both took part."""
     return [mine / other for mine, other in zip(ours, others)]
 
 
 def best_peer(result: Result) -> str | None:
-    """The fastest by its median."""
+    """Return the peer that is fastest by its median."""
     return min(
         result.peers(), key=lambda name: statistics.median(result.seconds[name]), default=None
     )
 
 
 def against_peer(result: Result) -> str:
-    """Empty where no peer is faster than ours, else what is.
+    """Say by how much a peer is faster than ours; empty where none is.
 
     A peer that is faster in the median, but not in three rounds of four, is level with ours.
     """
@@ -161,21 +161,21 @@ def against_peer(result: Result) -> str:
 
 
 def verdict(result: Result, one_thread: Result | None) -> str:
-    """``reached``, or all that the row falls short of."""
+    """Return ``reached``, or all that the row falls short of."""
     parts = [it.shortfall() for it in requirements(result, one_thread)]
     parts.append(against_peer(result))
     return "; ".join(filter(None, parts)) or "reached"
 
 
 def device_limits(result: Result) -> list[float]:
-    """Seconds that a call on foo may take, round by round."""
+    """Return the seconds that a call on foo may take, round by round."""
     limit = DEVICE_LIMITS.get(result.name, lambda cpu: cpu / DEVICE_SPEEDUP)
     peer = result.seconds.get(device.CPU, [0.0] * len(result.seconds[OURS]))
     return [limit(seconds) for seconds in peer]
 
 
 def device_verdict(result: Result) -> str:
-    """``reached``, or by how much it takes too long.
+    """Return ``reached``, or by how much it takes too long.
 
     What is longer in the median, but not in three rounds of four, is level with the limit.
     """
@@ -186,7 +186,7 @@ def device_verdict(result: Result) -> str:
 
 
 def first_call_verdict(result: Result) -> str:
-    """``reached``, or which first call takes too long."""
+    """Return ``reached``, or which first call takes too long."""
     parts = [
         f"{name} longer than {limit * 1000:.0f} ms"
         for name, limit in FIRST_CALL_SECONDS.items()

@@ -1,4 +1,4 @@
-"""What a row of attention's benchmark works on, and how much work that is."""
+"""Describe what a row of attention's benchmark works on, and how much work that is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKED_TENTHS = (1, 2, 3, 4)
 
 @dataclass(frozen=True)
 class Workload:
-    """Shapes, dtype and direction of a call.
+    """The shapes, dtype and direction of a call.
 
     Attributes:
         direction: "forward" or "backward".
@@ -49,7 +49,7 @@ class Workload:
 
     @property
     def is_plain(self) -> bool:
-        """Whether dense or causal is all there is to say."""
+        """Return whether dense or causal is all there is to say."""
         return not (
             self.value_dim or self.has_bias or self.dropout_p or self.window or self.is_packed
         )
@@ -64,14 +64,14 @@ class Workload:
 
     @property
     def heads(self) -> str:
-        """``8``, or ``32/8`` where heads share keys and values."""
+        """Write ``8``, or ``32/8`` where heads share keys and values."""
         if self.query_heads == self.key_heads:
             return str(self.query_heads)
         return f"{self.query_heads}/{self.key_heads}"
 
     @property
     def head_dims(self) -> str:
-        """``64``, or ``192/128`` where value has another dimension."""
+        """Write ``64``, or ``192/128`` where value has another dimension."""
         return f"{self.head_dim}/{self.value_dim}" if self.value_dim else str(self.head_dim)
 
     @property
@@ -80,7 +80,7 @@ class Workload:
 
     @property
     def option(self) -> str:
-        """What there is beside dense or causal, in words."""
+        """Name what there is beside dense or causal."""
         parts = {
             "value of another dimension": self.value_dim,
             "bias with gradient": self.has_bias,
@@ -91,12 +91,12 @@ class Workload:
         return ", ".join(text for text, is_there in parts.items() if is_there)
 
     def sequence_lengths(self) -> list[int]:
-        """Of the packed sequences; the last takes what is left over."""
+        """Return the lengths of the packed sequences; the last takes what is left over."""
         lengths = [self.key_length * tenths // 10 for tenths in PACKED_TENTHS[:-1]]
         return [*lengths, self.key_length - sum(lengths)]
 
     def visible_pairs(self) -> int:
-        """Pairs of a query and a key that it sees, for each head."""
+        """Count the pairs of a query and a key that it sees, for each head."""
         if self.is_packed:
             alone = (
                 dataclasses.replace(self, is_packed=False, query_length=length, key_length=length)
@@ -109,7 +109,7 @@ class Workload:
         return sum(min(query + 1, most) for query in range(self.query_length))
 
     def flops(self) -> float:
-        """Useful operations: 2 * D for a visible pair and a product of matrices.
+        """Count the useful operations: 2 * D for a visible pair and a product of matrices.
 
         These are the scores and the output; backward the scores again, the gradient of the weights
         and those of query, key and value.
@@ -122,12 +122,14 @@ class Workload:
         return 2.0 * dims * self.batch * self.query_heads * self.visible_pairs()
 
     def cache_bytes(self) -> int:
-        """Bytes of the keys and values."""
+        """Return the bytes of the keys and values."""
         itemsize = getattr(torch, self.dtype).itemsize
         return 2 * self.batch * self.key_heads * self.key_length * self.head_dim * itemsize
 
     def inputs(self) -> list[tuple[Tensor, ...]]:
-        """``copies`` sets of query, key, value and the bias, if any; the same in every process."""
+        """Make ``copies`` sets of query, key, value and the bias, if any; the same in every
+        process.
+        """
         generator = torch.Generator().manual_seed(0)
 
         def tensor(shape: tuple[int, ...]) -> Tensor:
@@ -137,7 +139,9 @@ class Workload:
         return [tuple(tensor(shape) for shape in self.shapes()) for _ in range(self.copies)]
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of the inputs. Packed sequences have no dimension of the batch, and heads come second."""
+        """Return the shapes of the inputs. Packed sequences have no dimension of the batch, and
+        heads come second.
+        """
         sizes = (
             (self.query_heads, self.query_length, self.head_dim),
             (self.key_heads, self.key_length, self.head_dim),
@@ -152,7 +156,7 @@ class Workload:
         ]
 
     def in_turn(self, function: Callable[..., Any]) -> Callable[[], Any]:
-        """The function of no arguments that takes the next set of inputs with each call."""
+        """Return the function of no arguments that takes the next set of inputs with each call."""
         sets = itertools.cycle(self.inputs())
         return lambda: function(*next(sets))
 
@@ -165,14 +169,14 @@ class Workload:
     # ------------------------------------------------------------------ for those who lack options
 
     def mask_arguments(self) -> dict[str, Any]:
-        """What a query sees, for functions that know no window."""
+        """Return a mask of what a query sees, for functions that know no window."""
         if not self.window:
             return {"is_causal": self.is_causal}
         distance = torch.arange(self.query_length)[:, None] - torch.arange(self.key_length)
         return {"attn_mask": (distance >= 0) & (distance < self.window)}
 
     def one_by_one(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The function itself, or for packed sequences a loop over them."""
+        """Return the function itself, or for packed sequences a loop over them."""
         if not self.is_packed:
             return function
         lengths = self.sequence_lengths()
@@ -184,5 +188,5 @@ class Workload:
         return call
 
     def comparable(self, result: Tensor) -> Tensor:
-        """What contenders must agree on: the norm, if each drops weights of its own."""
+        """Return what contenders must agree on: the norm, if each drops weights of its own."""
         return torch.linalg.vector_norm(result) if self.dropout_p else result

@@ -1,4 +1,4 @@
-"""zentorch in a process of its own, so that its import changes nothing for the others.
+"""Run zentorch in a process of its own, so that its import changes nothing for the others.
 
 ``python -m benchmarks.zentorch_process DESCRIPTOR`` serves a `Zentorch` through a connection.
 """
@@ -21,7 +21,7 @@ from benchmarks.workload import Workload
 
 
 class Zentorch:
-    """A contender: zentorch's attention, called as its compiler does.
+    """Calls zentorch's attention as its compiler does.
 
     Raises what zentorch raises in its process, ModuleNotFoundError where it is not installed.
     """
@@ -51,7 +51,7 @@ def request(name: str, *arguments: Any) -> Any:
 
 @functools.cache
 def process() -> Connection:
-    """The connection to the one process. It ends when the connection does."""
+    """Connect to the one process, which ends when the connection does."""
     here, there = Pipe()
     subprocess.Popen(
         [sys.executable, "-m", "benchmarks.zentorch_process", str(there.fileno())],
@@ -67,7 +67,7 @@ def process() -> Connection:
 
 
 class Server:
-    """One workload at a time."""
+    """Serves one workload at a time."""
 
     def __init__(self) -> None:
         self.timer = timeit.Timer()

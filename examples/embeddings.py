@@ -51,7 +51,7 @@ LEAST_SIMILARITY = 0.99999
 
 
 class Embedder:
-    """The model with one implementation of attention: texts in, unit vectors out."""
+    """The model with one implementation of attention: it turns texts into unit vectors."""
 
     def __init__(self, implementation: str, device: str) -> None:
         path = get_model_path()
@@ -66,7 +66,7 @@ class Embedder:
 
     @torch.no_grad()
     def embed(self, tokens: BatchEncoding) -> Tensor:
-        """The mean over the tokens of each text, (texts, 384), on the cpu."""
+        """Return the mean over the tokens of each text, (texts, 384), on the cpu."""
         hidden = self.model(**tokens).last_hidden_state
         weights = tokens["attention_mask"][..., None]
         return F.normalize((hidden * weights).sum(1) / weights.sum(1)).cpu()
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show_answers(embedder: Embedder, passages: dict[str, str]) -> None:
-    """For each question, the passage whose embedding is nearest."""
+    """Print for each question the passage whose embedding is nearest."""
     similarities = (
         embedder.embed(embedder.tokenize(QUESTIONS))
         @ embedder.embed(embedder.tokenize(list(passages.values()))).T
@@ -105,7 +105,7 @@ def show_answers(embedder: Embedder, passages: dict[str, str]) -> None:
 
 
 def compare(embedders: dict[str, Embedder], texts: Sequence[str], rounds: int) -> None:
-    """Embeddings and speed of all implementations; ends the program if embeddings differ."""
+    """Compare embeddings and speed of all implementations; end the program if embeddings differ."""
     tokens = {name: embedder.tokenize(texts) for name, embedder in embedders.items()}
     results = {name: embedder.embed(tokens[name]) for name, embedder in embedders.items()}
     seconds = median_seconds(

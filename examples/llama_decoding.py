@@ -50,13 +50,13 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, prompt: Tensor) -> Tensor:
-        """Logits of the last token, (1, vocabulary); the cache holds the prompt afterwards."""
+        """Return the logits of the last token, (1, vocabulary); the cache then holds the prompt."""
         self.cache = DynamicCache(config=self.model.config)
         return self.step(prompt)
 
     @torch.no_grad()
     def decode(self, continuation: Tensor) -> Tensor:
-        """Logits after each token, (tokens, vocabulary); the cache is as before afterwards."""
+        """Return logits after each token, (tokens, vocabulary), and leave the cache as it was."""
         logits = [self.step(token) for token in continuation.split(1, dim=1)]
         self.cache.crop(-continuation.shape[1])
         return torch.cat(logits)

@@ -1,4 +1,4 @@
-"""What the examples share: fair timing, and the table that shows it."""
+"""Time the examples fairly, and show the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 96
 
 
 def positive(text: str) -> int:
-    """For argparse: a whole number from 1 up."""
+    """Read a whole number from 1 up, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 up, got {text}")
     return int(text)

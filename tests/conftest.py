@@ -1,4 +1,4 @@
-"""What every test module may ask for."""
+"""Fixtures that every test module may use."""
 
 import ctypes
 import itertools
@@ -22,7 +22,7 @@ def device(request):
 
 @pytest.fixture(scope="session")
 def compiled():
-    """``compiled(function)``: a kernel as a C function, whose arguments are integers."""
+    """Provide ``compiled(function)``, which makes a C function whose arguments are integers."""
     numbers = itertools.count()
 
     def compile_function(function):
@@ -36,7 +36,7 @@ def compiled():
 
 @pytest.fixture
 def fresh_compiler():
-    """Nothing that another test compiled, and nothing left for the next."""
+    """Forget all that other tests compiled, and leave nothing for the next."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -44,7 +44,7 @@ def fresh_compiler():
 
 @pytest.fixture
 def poisoned_memory():
-    """Memory that is allocated and not initialised is full of NaN."""
+    """Fill memory that is allocated and not initialised with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).isnan().all()
     yield
@@ -53,7 +53,7 @@ def poisoned_memory():
 
 @pytest.fixture
 def one_thread():
-    """For many small tensors: on a busy machine threads mostly wait for each other.
+    """Run on one thread: with many small tensors on a busy machine threads mostly wait.
 
     A test may set another number; afterwards it is as it was.
     """
@@ -65,7 +65,7 @@ def one_thread():
 
 @pytest.fixture
 def attention_calls(monkeypatch):
-    """The calls that models of transformers make, as (queries, keys, attn_bias is given)."""
+    """Record the calls that models of transformers make, as (queries, keys, attn_bias is given)."""
     operator = torch.ops.foo.attention.default
     seen = []
 

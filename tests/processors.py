@@ -1,4 +1,4 @@
-"""``make test-processors``: kernels as on other processors, as far as this one can run them.
+"""Test kernels as on other processors, as far as this one can run them: ``make test-processors``.
 
     python tests/processors.py [--only NAME ...] [--list]
 
@@ -33,7 +33,7 @@ FILES = (
 )
 PRODUCTS = ("float32", "bfloat16", "float16")
 ALL = (*PRODUCTS, "float64")
-# What kernels are made of: functions, limbs, and products in limbs.
+# Kernels are made of these: functions, limbs, and products in limbs.
 VOCABULARY = ("test_exp", "test_tanh", "test_log", "test_on_amx", "test_limbs")
 SHOWN_LINES = 100
 """Of pytest's output where tests fail: some of hundreds that fail alike are enough."""
@@ -51,14 +51,14 @@ class Combination:
     vocabulary: bool = False
 
     def chosen(self) -> str:
-        """The tests, as pytest's option -k says it."""
+        """Return the tests, as pytest's option -k says it."""
         words = [f"cpu-{it}-{check}" for it in self.dtypes for check in ("values", "gradients")]
         return " or ".join([*words, *(VOCABULARY if self.vocabulary else ())])
 
 
 @dataclass(frozen=True)
 class Processor:
-    """Another processor, by LLVM's name.
+    """Another processor, which LLVM knows by this name.
 
     Attributes:
         name: of the processor.
@@ -101,7 +101,7 @@ PROCESSORS = (
 
 
 def widths() -> Iterator[Combination]:
-    """All widths of vectors, with each way to multiply."""
+    """Combine all widths of vectors with each way to multiply."""
     for bits in ("128", "256", "512"):
         for name, dtypes, pairs, unit in (
             (f"{bits} bits", ALL, "0", "0"),
@@ -117,7 +117,7 @@ def widths() -> Iterator[Combination]:
 
 
 def combinations() -> tuple[list[Combination], list[str]]:
-    """What can be tested here, and for each processor that cannot the reason."""
+    """Return what can be tested here, and for each processor that cannot the reason."""
     found, skipped = list(widths()), []
     is_x86 = llvm.get_process_triple().startswith("x86_64")
     features = llvm.get_host_cpu_features()
@@ -132,7 +132,7 @@ def combinations() -> tuple[list[Combination], list[str]]:
 
 
 def run(combination: Combination) -> tuple[bool, str]:
-    """Whether all tests passed, and what is to be printed: a line, and more of what failed."""
+    """Return whether all tests passed, and what is to be printed about them."""
     start = time.monotonic()
     process = subprocess.run(
         [
@@ -158,7 +158,7 @@ def run(combination: Combination) -> tuple[bool, str]:
 
 
 def summary(returncode: int, output: str) -> str:
-    """How many tests passed and failed."""
+    """Say how many tests passed and failed."""
     if returncode < 0:
         return f"ended by signal {-returncode}"
     *_, last = ["", *output.splitlines()]

@@ -1,4 +1,4 @@
-"""Long runs on foo: ``make reliability``. Each ends with figures that must be exact.
+"""Run foo for long: ``make reliability``. Each run ends with figures that must be exact.
 
 Threads that allocate, copy, draw, compile and compute for a minute; a million operators without
 growth of memory; memory that runs out in backward passes, from which the process goes on; a hundred
@@ -62,7 +62,7 @@ def run_operators(count: int) -> None:
 
 
 def run_out_of_memory(passes: int) -> None:
-    """Where the limit bites differs from pass to pass; what is left never does."""
+    """Run out of memory at other places from pass to pass; what is left is always the same."""
     parameters = [torch.randn(64, 64, device="foo", requires_grad=True) for _ in range(8)]
     input = torch.randn(8192, 64, device="foo")
     held = torch.foo.memory_allocated()

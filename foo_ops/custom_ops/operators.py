@@ -33,7 +33,7 @@ class CustomOp:
         self.locations: dict[str, str] = {}
         self._parts: dict[str, Callable[..., Any]] = {}
         self._output_differentiability: list[bool] | None = None
-        # What stands in for a formula that is not there yet, or half of it.
+        # It stands in for a formula that is not there yet, or half of it.
         self._stand_in: Library | None = None
         self._has_formula = False
 

@@ -39,7 +39,7 @@ def init() -> None:
         >>> torch.foo.is_initialized()
         True
     """
-    # What torch.compile traces goes through operators, which do it themselves.
+    # Under torch.compile all goes through operators, which do it themselves.
     if not torch.compiler.is_compiling():
         _C.initialize()
 

@@ -17,7 +17,7 @@ from foo_ops.library.dtypes import COMPLEX, FLOATING, SIGNED, UNSIGNED
 from foo_ops.library.elementwise import Backward, elementwise_kernel
 from foo_ops.library.kernels import describe, register_kernel
 
-# What an annotation of an element means, from the narrowest.
+# The meaning of the annotation of an element, from the narrowest.
 _DTYPES = {
     bool: (torch.bool,),
     int: (*SIGNED, *UNSIGNED),
@@ -142,7 +142,7 @@ def _check_name(name: object) -> None:
         )
 
 
-# Of operators that were given none.
+# The libraries of operators that were given none, by name.
 _libraries: dict[str, torch.library.Library] = {}
 
 

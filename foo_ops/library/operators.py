@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What has no library of its own lasts as long as the process.
+# A registration without a library lasts as long as the process.
 _kept: list[Any] = []
 
 

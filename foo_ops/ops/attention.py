@@ -343,7 +343,7 @@ def product_flops(
     return scores, flop_count("bhije", True, 2, sizes)
 
 
-# What F.scaled_dot_product_attention calls on foo.
+# F.scaled_dot_product_attention calls this on foo.
 FUSED = "aten::_scaled_dot_product_fused_attention_overrideable"
 
 

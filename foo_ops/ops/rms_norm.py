@@ -129,7 +129,7 @@ def add_kernel(
         total = language.zero(input)
         for i in range(size):
             s[i] = x[i] + r[i]
-            # What is normalised is the sum as it was rounded.
+            # The sum is normalised as it was rounded.
             total = language.accumulate(total, s[i] * s[i])
         write_normalised(s, total, size, weight, eps, y)
 

@@ -1,4 +1,4 @@
-"""The processes that keep processors from resting while the benchmark runs."""
+"""Processes keep the processors from resting while the benchmark runs, and end with it."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from benchmarks.awake import processors_awake
 
 
 def busy_processes():
-    """The processors that this process's children keep busy, at the lowest priority."""
+    """List the processors that this process's children keep busy, at the lowest priority."""
     found = []
     for entry in Path("/proc").iterdir():
         try:

@@ -23,7 +23,7 @@ def peak(threads, *rates):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Two processors, and a folder in place of /sys, which says nothing at first."""
+    """Pretend that there are two processors, and give an empty folder for /sys."""
     monkeypatch.setattr(cores, "SYSTEM", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     return tmp_path
@@ -86,7 +86,7 @@ def test_threads_get_cores_of_their_own_first(machine, monkeypatch):
 
 
 def attempts(monkeypatch, *given):
-    """In place of what threads do: when they start and end, attempt after attempt."""
+    """Set when threads start and end, attempt after attempt, in place of running them."""
     left = list(given)
     monkeypatch.setattr(peaks, "at_once", lambda run, threads, pool: left.pop(0))
     return left

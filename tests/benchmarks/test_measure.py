@@ -101,7 +101,7 @@ def test_every_peak_has_rows(monkeypatch):
 
 
 class Clock:
-    """A contender whose calls take what it is told, without waiting."""
+    """A contender whose calls take the time that it is told, without waiting."""
 
     def __init__(self, seconds, result=1.0):
         self.seconds = seconds
@@ -117,7 +117,7 @@ class Clock:
 
 
 class Recorder:
-    """In place of a clock's turns: one list says whose turn it was, for all clocks."""
+    """Records in one list whose turn it was, in place of the turns of all clocks."""
 
     def __init__(self, order, name):
         self.order = order

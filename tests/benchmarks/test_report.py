@@ -36,7 +36,7 @@ def test_verdict_of_a_device_row():
 
 
 def row(workload, threads=1, peak=peaks.FMA, **rates):
-    """A result whose contenders and references have these rates in each of four rounds."""
+    """Make a result whose contenders and references have these rates in each of four rounds."""
     section = "attention decoding" if workload.is_decoding else f"attention {workload.direction}"
     references = {targets.FLOAT32: rates.pop("float32")} if "float32" in rates else {}
     return Result(
@@ -155,7 +155,7 @@ def test_first_calls():
 
 @pytest.fixture
 def content(tmp_path):
-    """A results file with a few rows of each table, written and read again."""
+    """Write a results file with a few rows of each table, and read it again."""
     square = [
         row(Workload(direction, dtype, mask, length, length, 64), threads, foo=[80.0] * 4,
             flash=[40.0, 20.0, 20.0])
@@ -239,7 +239,7 @@ def test_printed_tables_have_every_row_and_what_is_missing(content):
 
 
 def test_lines_of_code(tmp_path):
-    """Without what explains it; of a string in several lines all, if it is part of a statement."""
+    """Comments and docstrings do not count; all lines of a string in a statement do."""
     file = tmp_path / "operator.py"
     file.write_text(
         '"""Docstring\n\nof a module."""\n\nimport math  # 1\n\n# a comment\n'

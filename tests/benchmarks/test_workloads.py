@@ -1,4 +1,4 @@
-"""What the benchmark runs: its workloads, contenders and command line, on tiny sizes."""
+"""The benchmark's workloads, contenders and command line run, on tiny sizes."""
 
 import dataclasses
 import importlib.util
@@ -98,7 +98,7 @@ def left_out(workload):
 
 
 def test_every_contender_of_a_tiny_forward_pass(fresh_compiler, monkeypatch):
-    """One whose result differs would be missing."""
+    """A contender whose result differs would be missing."""
     monkeypatch.setattr(attention, "THREADS", (1,))
     workload = dataclasses.replace(FORWARD, query_length=512, key_length=512)
     (result,) = measure(cases.attention_case(workload, (1,)), TINY)
@@ -158,7 +158,7 @@ def test_flex_takes_part_where_it_is_worth_its_compilation():
     ids=str,
 )
 def test_every_kind_of_row(changes, monkeypatch):
-    """Without those that compile, or start a process."""
+    """Every kind is measured, but for contenders that compile or start a process."""
     for name in ("flex", "Zentorch"):
         monkeypatch.setattr(attention, name, left_out)
     monkeypatch.setattr(peaks, "_beyond_the_caches", lambda: torch.ones(1 << 16))
@@ -214,7 +214,7 @@ def test_small_rows_of_other_sections():
 
 
 def test_quick_run(monkeypatch, tmp_path, capsys):
-    """The whole path, with one row of attention."""
+    """The whole command runs, with one row of attention."""
     monkeypatch.setattr(
         cases, "cases", lambda sizes, processors: [cases.attention_case(FORWARD, (1,))]
     )
@@ -244,7 +244,7 @@ def test_some_sections_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(
         command, "measure", lambda case, limits: measured.append(case.section) or []
     )
-    monkeypatch.setattr(command, "measure_first_calls", lambda *_: pytest.fail("not asked for"))
+    monkeypatch.setattr(command, "measure_first_calls", lambda *_: pytest.fail("measured uncalled"))
     monkeypatch.setattr(peaks, "SECONDS", 1e-4)
     monkeypatch.setattr(peaks, "_beyond_the_caches", lambda: torch.ones(1 << 16))
     path = tmp_path / "latest.json"

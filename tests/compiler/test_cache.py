@@ -47,7 +47,7 @@ def start(program, cache, *arguments, **environment):
 
 
 def finish(process):
-    """What it printed, and what it logged."""
+    """Return what it printed, and what it logged."""
     printed, logged = process.communicate()
     assert process.returncode == 0, logged
     return printed.strip(), logged.strip()
@@ -63,7 +63,7 @@ def contents(cache):
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
-    """A cache folder with all kernels that the program needs."""
+    """Fill a cache folder with all kernels that the program needs."""
     cache = tmp_path_factory.mktemp("filled") / "made on demand"
     assert run(PROGRAM, cache) == (COMPILED, "")
     return cache
@@ -121,7 +121,7 @@ def test_folders_in_place_of_files(filled, tmp_path):
 
 @pytest.mark.parametrize("folder", ["file/cache", "/proc/foo_ops"])
 def test_cache_that_cannot_be_written(tmp_path, folder):
-    """As root, too, who may write everywhere but not inside a file, and not in /proc."""
+    """Root may write everywhere but not inside a file, and not in /proc."""
     (tmp_path / "file").write_text("in the way")
     printed, logged = run(PROGRAM, tmp_path / folder)
     assert printed == COMPILED
@@ -257,7 +257,7 @@ print("right")
     ids=str,
 )
 def test_kernels_for_other_processors(dtype, environment):
-    """In the user's own cache, so that only the first run compiles."""
+    """They use the user's own cache, so that only the first run compiles."""
     assert run(PROCESSOR, cache_directory(), dtype, **environment) == ("right", "")
 
 

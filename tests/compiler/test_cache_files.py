@@ -1,4 +1,4 @@
-"""What may go wrong with the cache on disk costs time alone, and is said once."""
+"""A fault of the cache on disk costs time alone, and is reported once."""
 
 import os
 import shutil
@@ -102,7 +102,7 @@ print(len(os.listdir(os.environ["FOO_CACHE_DIR"])))
 
 
 def test_full_disk(tmp_path):
-    """The limit for files stands for it. Nothing of what was written is left behind."""
+    """The limit for file sizes stands for a full disk. No half-written file is left behind."""
     program = f"""{USE}
 import resource, signal
 from foo_ops.kernels.compiler import load
@@ -136,7 +136,7 @@ def test_what_a_killed_process_left_behind_is_removed(tmp_path, monkeypatch):
 
 @pytest.fixture
 def package(tmp_path):
-    """A copy of the package, which may be upgraded while a program runs."""
+    """Copy the package, so that it can be upgraded while a program runs."""
     source = Path(foo_ops.__file__).parent
     target = tmp_path / "package" / "foo_ops"
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("csrc", "__pycache__"))
@@ -172,7 +172,7 @@ WARNING = (
 
 @pytest.mark.parametrize("moment", ["before the first kernel", "between kernels"])
 def test_upgrade_under_a_running_process(package, tmp_path, moment):
-    """What it compiles is neither of the old version nor of the new one."""
+    """The kernels that it compiles are neither of the old version nor of the new one."""
     program = f"""{UPGRADE}
 if {moment!r} == "between kernels":
     use(torch.float32)

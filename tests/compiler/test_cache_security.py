@@ -44,13 +44,13 @@ def filled(tmp_path_factory):
 
 @pytest.fixture
 def cache(filled, tmp_path):
-    """A folder of kernels, which a test may spoil."""
+    """Make a folder of kernels, which a test may spoil."""
     return shutil.copytree(filled, tmp_path / "cache")
 
 
 @pytest.fixture
 def public():
-    """A folder to which everybody has access."""
+    """Make a folder to which everybody has access."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
@@ -142,7 +142,7 @@ def test_files_that_are_none(cache, tmp_path, kind):
 
 
 def test_folder_that_is_a_link(cache, tmp_path):
-    """As a cache folder in a home that lies elsewhere: what counts is where it leads."""
+    """A cache folder may lie in a home that is a link: the folder that it leads to counts."""
     link = tmp_path / "link"
     link.symlink_to(cache)
     assert run(PROGRAM, link) == (LOADED, "")

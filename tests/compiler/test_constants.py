@@ -1,4 +1,4 @@
-"""Constants in kernels: they take the type of what they meet, as Python's numbers do in torch."""
+"""Constants in kernels take the type of their operands, as Python's numbers do in torch."""
 
 import math
 

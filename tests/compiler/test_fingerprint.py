@@ -1,4 +1,4 @@
-"""What tells one function from another, so that none is given the other's object code."""
+"""Different functions have different fingerprints, so that none gets another's object code."""
 
 import enum
 import math
@@ -21,7 +21,7 @@ class OtherMode(enum.Enum):
 
 
 def made_of(code, **names):
-    """A function ``f`` from its source, with globals."""
+    """Make a function ``f`` from its source, with globals."""
     namespace = dict(names)
     exec(code, namespace)
     return namespace["f"]

@@ -19,7 +19,7 @@ def enabled_again():
 
 
 def collects():
-    """Whether Python collects garbage by itself."""
+    """Return whether Python collects garbage by itself."""
     phases = []
     gc.callbacks.append(lambda phase, _: phases.append(phase))
     kept = [[number] for number in range(10 * gc.get_threshold()[0] + 10_000)]

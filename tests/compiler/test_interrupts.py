@@ -50,7 +50,7 @@ print(torch.ops.foo.abs(x).tolist())
 
 
 def test_interrupts_at_any_moment(tmp_path):
-    """Each ends the call, and the kernel is compiled all the same."""
+    """Each interrupt ends the call, and the kernel is compiled all the same."""
     program = f"""{MOMENTS}
 for attempt in range(24):
     timer = threading.Timer(attempt * 0.03, signal.raise_signal, [signal.SIGINT])
@@ -108,7 +108,7 @@ print(torch.ops.foo.abs(x).tolist())
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", "MemoryError"])
 @pytest.mark.parametrize("place", ["fake", "refuse", "backward", "kernel"])
 def test_exceptions_of_users_functions_that_cpp_calls(tmp_path, place, error):
-    """``kernel``: a function that is called while the kernel is compiled."""
+    """``kernel`` is called while it is compiled, and raises."""
     program = f"""
 import torch
 from foo_ops import library

@@ -1,4 +1,4 @@
-"""A kernel that is needed where its compiler could wait for what waits for it."""
+"""A kernel is compiled also where its compiler could wait for what waits for it."""
 
 from support.processes import run
 
@@ -36,7 +36,7 @@ print(torch.ops.foo_resolve.f(x).tolist())
 
 
 def test_kernel_that_imports_a_module_whose_import_needs_it(tmp_path):
-    """As a module that uses its own operators while it is imported."""
+    """A module may use its own operators while it is imported."""
     (tmp_path / "using.py").write_text(f"""{OPERATOR}
 from numba import types
 from numba.extending import intrinsic

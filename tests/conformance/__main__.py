@@ -1,4 +1,4 @@
-"""PyTorch's own operators, modules and optimizers on foo, compared with the CPU.
+"""Compare PyTorch's own operators, modules and optimizers on foo with the CPU.
 
 ``python tests/conformance`` runs all in worker processes, so that a crash is one failure, and ends
 with a table. ``--only PATTERN`` runs the cases whose ``suite/name/dtype`` it matches.
@@ -20,7 +20,7 @@ CASE_TIMEOUT = 300
 
 
 def work() -> None:
-    """A worker: one case a line in, one outcome a line out."""
+    """Work: read one case a line, and write one outcome a line."""
     import cases
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -36,13 +36,13 @@ def work() -> None:
 
 
 class Worker:
-    """A process that runs one case after the other; a new one after a crash."""
+    """Runs one case after the other in a process, which is replaced after a crash."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
 
     def run(self, case: tuple[str, ...]) -> str | None:
-        """None, or what went wrong."""
+        """Return None, or what went wrong."""
         if self.process is None:
             self._start()
         assert self.process is not None
@@ -118,7 +118,7 @@ def reason_of(case: tuple[str, ...]) -> str | None:
 
 
 def report(outcomes: dict[tuple[str, ...], str | None]) -> bool:
-    """Prints the failures and the table; whether all is as it should be."""
+    """Print the failures and the table; return whether all is as it should be."""
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     known = {}
     for case, message in sorted(outcomes.items()):

@@ -1,4 +1,4 @@
-"""What is run: each operator, module and optimizer of torch's own tests, on foo against the CPU.
+"""Run each operator, module and optimizer of torch's own tests on foo against the CPU.
 
 A case is a suite, a name and a dtype. Running it raises at the first difference.
 """
@@ -75,7 +75,7 @@ def all_cases() -> list[Case]:
 
 
 def run(case: Case) -> None:
-    """Raises an AssertionError where foo differs from the CPU, or what foo raised."""
+    """Raise an AssertionError where foo differs from the CPU, or what foo raised."""
     begin(case.name)
     dtype = getattr(torch, case.dtype)
     with warnings.catch_warnings():
@@ -121,7 +121,7 @@ def _run_operator(name: str, dtype: torch.dtype) -> None:
 
 
 def _one_dtype(op: Any) -> list[torch.dtype]:
-    """One of its dtypes, if it has any: for what is the same for all."""
+    """Choose one of its dtypes, if it has any, for what is the same for all."""
     dtypes = sorted(
         op.supported_dtypes("cpu"), key=lambda dtype: (dtype != torch.float32, str(dtype))
     )
@@ -162,7 +162,7 @@ def _with_one_on_cpu(sample: Any, moved: torch.Tensor) -> SampleInput:
 
 
 def _check_mixed_devices(op: Any, sample: Any, what: str) -> None:
-    """Each tensor in its turn on the CPU, the others on foo: as on CUDA, that must be refused."""
+    """Put each tensor in its turn on the CPU, the others on foo, which must be refused."""
     on_foo = [leaf for leaf in _leaves(sample) if isinstance(leaf, torch.Tensor) and leaf.is_foo]
     tensors = list({id(tensor): tensor for tensor in on_foo}.values())
     is_empty = any(tensor.numel() == 0 for tensor in tensors)
@@ -181,7 +181,7 @@ def _leaves(sample: Any) -> list[Any]:
 
 
 def _is_about_a_device(sample: Any) -> bool:
-    """Whether it names a device or has a tensor: torch.arange(3) is on the CPU everywhere."""
+    """Return whether it names a device or has a tensor: torch.arange(3) is on the CPU."""
     kinds = (torch.Tensor, torch.device, torch.Generator)
     return any(isinstance(leaf, kinds) or leaf == "cpu" for leaf in _leaves(sample))
 
@@ -192,7 +192,7 @@ def _is_strided(sample: Any) -> bool:
 
 
 def _drops(name: str, sample: Any) -> bool:
-    """Whether attention drops weights: foo's kernels drop others than the CPU's."""
+    """Return whether attention drops weights: foo's kernels drop others than the CPU's."""
     is_attention = name == "nn.functional.scaled_dot_product_attention"
     return is_attention and sample.kwargs.get("dropout_p", 0) > 0
 

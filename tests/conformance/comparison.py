@@ -38,7 +38,7 @@ def begin(name: str) -> None:
 
 
 def to_foo(value: Any) -> Any:
-    """The same tensor on foo: strides, storage, pending conjugation and requires_grad too."""
+    """Copy a tensor to foo with strides, storage, pending conjugation and requires_grad."""
     if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
         return torch.device("foo")
     if isinstance(value, torch.Generator):
@@ -61,14 +61,14 @@ def to_foo(value: Any) -> Any:
 
 
 def leaf(value: Any) -> Any:
-    """The same tensor without a history: some samples have one, where they look like leaves."""
+    """Return a tensor without its history: some samples have one, where they look like leaves."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)
 
 
 def mapper(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The function, but what comes twice is one tensor in the results, too."""
+    """Return the function that maps a tensor that comes twice to one result."""
     results: dict[int, Any] = {}
 
     def call(value: Any) -> Any:
@@ -89,7 +89,7 @@ def sample_on_foo(op: Any, sample: SampleInput) -> SampleInput:
 
 
 def map_sample(function: Callable[[Any], Any], sample: SampleInput) -> SampleInput:
-    """Unlike the sample's own method, maps devices and generators too."""
+    """Map tensors, devices and generators; the sample's own method maps tensors only."""
     result = SampleInput(
         tree_map(function, sample.input),
         args=tree_map(function, sample.args),
@@ -105,7 +105,7 @@ SEEDED = torch.manual_seed(0).get_state()
 
 
 def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What a function returns, or what it raises. Random numbers start at the same seed."""
+    """Return what a function returns, or what it raises. Random numbers start at the same seed."""
     torch.manual_seed(0)
     try:
         return function(), None
@@ -114,7 +114,7 @@ def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def tolerance(expected: torch.Tensor) -> dict[str, float]:
-    """For assert_close: torch's own, and what follows from the dtype and the largest element."""
+    """Return tolerances for assert_close: torch's own, and what dtype and largest element allow."""
     if _current not in OTHER_ROUNDING or not expected.is_floating_point():
         return {}
     finite = expected[expected.isfinite()]
@@ -162,7 +162,7 @@ def compare_tensors(actual: Any, expected: torch.Tensor, what: str, values: bool
 def agree(
     on_foo: Callable[[], Any], on_cpu: Callable[[], Any], what: str, *, values: bool = True
 ) -> tuple[Any, Any] | None:
-    """The results of both, which are the same; None if both raise."""
+    """Check that both results are the same, and return them; None if both raise."""
     expected, expected_error = outcome(on_cpu)
     actual, error = outcome(on_foo)
     assert torch.equal(torch.get_rng_state(), SEEDED), f"{what}: draws from the CPU's generator"

@@ -1,4 +1,4 @@
-"""Whether fake tensors of foo announce the sizes and strides of results: torch.compile needs it."""
+"""Check that fake tensors of foo announce sizes and strides of results, for torch.compile."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What test_distributed.py runs on two processes: each check runs on both.
+"""Checks that test_distributed.py runs on two processes.
 
 python distributed_checks.py <file that the two share> <rank> <backend> <names of checks>
 """
@@ -32,7 +32,7 @@ from foo_ops.device import _sharing
 
 
 def numbers(device, size=6, dtype=torch.float32):
-    """Others on each rank."""
+    """Make numbers that differ from rank to rank."""
     return (torch.arange(size) + 10 * dist.get_rank() + 1).to(device, dtype)
 
 
@@ -191,7 +191,7 @@ def other_groups(device):
 
 
 def collectives():
-    """The same numbers as on the CPU, in the memory that was given."""
+    """Results have the same numbers as on the CPU, in the memory that was given."""
     for check in (
         all_reduce,
         all_reduce_sparse,

@@ -1,4 +1,4 @@
-"""Memory of device foo: alignment, exact figures per device, out of memory, growth."""
+"""Memory of device foo is aligned, counted exactly per device, limited, and grows."""
 
 import gc
 import itertools

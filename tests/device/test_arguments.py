@@ -1,4 +1,4 @@
-"""Operators that take a device beside a tensor of foo: where their results are."""
+"""Operators that take a device beside a tensor of foo put their results where they should."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ CASES = [
 
 
 def describe(results, own_device, name):
-    """Where the results are and what they look like; ``name`` stands for the argument's device."""
+    """Say where results are and what they look like; ``name`` is for the argument's device."""
     if isinstance(results, (list, tuple)):
         return [describe(each, own_device, name) for each in results]
     if not isinstance(results, torch.Tensor):

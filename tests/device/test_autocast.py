@@ -30,7 +30,7 @@ def test_operators_are_those_of_cuda():
 
 
 # For each of torch's lists, the module that has the operators, and the dtype they run in: None for
-# the one that autocast was asked for.
+# the one that autocast was given.
 LISTS = {
     "torch_fp16": (torch, None),
     "torch_fp32": (torch, torch.float32),

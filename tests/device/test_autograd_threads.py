@@ -1,4 +1,4 @@
-"""The threads that torch's autograd engine has for devices, when a process ends."""
+"""The threads that torch's autograd engine has for devices end with the process."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Metadata of a backend: numbers that a tensor bears through copies, files and views."""
+"""A tensor bears the numbers of a backend through copies, files and views."""
 
 import copy
 import io

@@ -180,7 +180,9 @@ def test_training_with_inductor(dynamic):
 
 
 def test_functions_with_inductor():
-    """Branches, random numbers and results on both devices; the CPU's graphs as before."""
+    """Branches, random numbers and results on both devices are compiled; graphs of the CPU stay as
+    before.
+    """
 
     def function(x):
         branch = torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x * 2, (x,))

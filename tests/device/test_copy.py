@@ -1,4 +1,4 @@
-"""Copies: strided, converting, across devices, with pending conjugation and negation."""
+"""Copies may be strided, convert, cross devices, and have conjugation and negation pending."""
 
 import itertools
 

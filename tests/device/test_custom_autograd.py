@@ -1,4 +1,4 @@
-"""torch::autograd::Function in C++, eager and under torch.compile."""
+"""A torch::autograd::Function in C++ runs, eagerly and under torch.compile."""
 
 import pytest
 import torch

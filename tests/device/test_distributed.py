@@ -1,4 +1,4 @@
-"""torch.distributed on foo: two processes, each on tensors of its own device."""
+"""torch.distributed runs on foo: two processes, each on tensors of its own device."""
 
 import os
 import subprocess

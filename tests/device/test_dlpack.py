@@ -1,4 +1,4 @@
-"""DLPack: tensors on foo for others, and theirs for foo, over the same memory."""
+"""DLPack shares tensors of foo with others, and theirs with foo, over the same memory."""
 
 import gc
 

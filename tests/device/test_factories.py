@@ -1,4 +1,4 @@
-"""New tensors on device foo."""
+"""Factories make new tensors on device foo."""
 
 import pytest
 import torch

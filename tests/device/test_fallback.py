@@ -7,7 +7,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 
 def both(function, *shapes, dtype=torch.float32, device="foo:1"):
-    """The results of a function on foo, moved to the CPU, and those on the CPU."""
+    """Return the results of a function on foo, moved to the CPU, and those on the CPU."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.rand(shape, generator=generator).to(dtype) for shape in shapes]
     actual = function(*(tensor.to(device) for tensor in inputs))
@@ -156,7 +156,7 @@ def test_growth_is_seen_by_all_tensors_of_the_storage():
 
 
 def test_long_lists():
-    """From 16 tensors on they are found by a table. Some come twice, some are parts of another."""
+    """From 16 tensors on a table finds them. Some come twice, some are views of another."""
 
     def function(whole):
         parts = [*whole.split(1), *whole.t().split(1), whole[:3], whole[:3], whole + 1]
@@ -259,7 +259,7 @@ def test_modes_see_operators_once():
 
 
 def test_python_dispatcher():
-    """It calls kernels with the keys of what has already run, such as that of autograd."""
+    """The dispatcher calls kernels with the keys of what has already run, as of autograd."""
     with enable_python_dispatcher():
         assert torch.full((2,), 0.5, device="foo").tolist() == [0.5, 0.5]
         sparse = torch.eye(2, device="foo").to_sparse()

@@ -1,4 +1,4 @@
-"""Random numbers of device foo: those of the CPU for the same seed."""
+"""Random numbers of device foo are those of the CPU for the same seed."""
 
 import copy
 import pickle

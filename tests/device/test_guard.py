@@ -1,4 +1,4 @@
-"""The current device, streams and events."""
+"""The current device, streams and events are those that a program has chosen."""
 
 import os
 import subprocess

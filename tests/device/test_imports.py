@@ -107,7 +107,7 @@ if child == 0:
             assert str(error).splitlines()[0] == message, error
         else:
             raise AssertionError(f"no error of {use}")
-    # What makes no use of the device goes on.
+    # A program that makes no use of the device goes on.
     torch.manual_seed(0)
     assert torch.rand(3).sum() > 0
     leaf = torch.ones(3, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Quantized, sparse and nested tensors on device foo."""
+"""Quantized, sparse and nested tensors work on device foo."""
 
 import copy
 import gc
@@ -45,7 +45,7 @@ def layout(request):
 
 
 def parts(tensor):
-    """The dense tensors that a tensor consists of."""
+    """Return the dense tensors that a tensor consists of."""
     if tensor.is_nested:
         return list(tensor.unbind())
     if tensor.is_quantized:

@@ -1,4 +1,4 @@
-"""Random sequences on foo beside the same on the CPU, the same in each run."""
+"""Random sequences of calls give the same on foo as on the CPU, in each run the same."""
 
 import pytest
 from hypothesis import stateful

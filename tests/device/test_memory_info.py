@@ -6,7 +6,7 @@ import torch
 
 
 def meminfo(name: str) -> int:
-    """Bytes, from the system's own table."""
+    """Read a number of bytes from the system's own table."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith(f"{name}:")]
     return int(line.split()[1]) * 1024

@@ -14,7 +14,7 @@ library = torch.library.Library("ownership", "FRAGMENT")
 
 
 def define(schema, kernel):
-    """A new operator with a Python kernel for the CPU."""
+    """Define a new operator with a Python kernel for the CPU."""
     library.define(schema)
     name = schema.partition("(")[0]
     library.impl(name, kernel, "CPU")
@@ -273,7 +273,7 @@ def test_a_kernel_that_moves_its_argument(name, device):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_kernel_that_fails_in_the_middle(name):
-    """What it did until then is seen, as on the CPU, and its memory stays valid."""
+    """The writes until then are seen, as on the CPU, and its memory stays valid."""
     before = torch.foo.memory_allocated()
     x = torch.ones(SIZE, device="foo")
     expected = torch.ones(SIZE)

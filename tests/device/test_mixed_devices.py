@@ -19,7 +19,7 @@ def message(argument: str, device: str, operator: str) -> str:
 
 
 def check_refused(operator: Any, arguments: dict[str, Any]) -> None:
-    """Each tensor but the first, in its turn on another device."""
+    """Each tensor but the first is put on another device in its turn, and refused."""
     operator(**arguments)
     _, *names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
     for name in names:

@@ -1,4 +1,4 @@
-"""Tensors of foo that one process sends to another: both work on the same memory."""
+"""A tensor of foo that one process sends to another is the same memory to both."""
 
 import pickle
 import subprocess
@@ -55,7 +55,7 @@ def test_queue(tmp_path, method, strategy):
 
 
 def sent(value):
-    """The value as another process would get it."""
+    """Return the value as another process would get it."""
     return pickle.loads(ForkingPickler.dumps(value))
 
 

@@ -1,4 +1,4 @@
-"""torch.foo.operator_counts: which kernels operators ran on."""
+"""torch.foo.operator_counts says which kernels operators ran on."""
 
 import threading
 
@@ -38,7 +38,7 @@ def test_foo_s_own_operators():
 
 
 def own_operators():
-    """Those of the package that have a kernel for the device; tests define others."""
+    """List the operators of the package that have a kernel for the device; tests define others."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
     return {name for name in names if name.startswith(("foo::abs", "foo::attention"))}
 

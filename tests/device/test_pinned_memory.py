@@ -1,4 +1,4 @@
-"""Pinned host memory: who has it, the cache of freed blocks, loading data into it."""
+"""Pinned host memory is known by its tensors, cached when it is freed, and used to load data."""
 
 import ctypes
 import threading

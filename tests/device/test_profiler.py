@@ -1,4 +1,4 @@
-"""torch's profilers on foo: the time of operators, and memory by device."""
+"""torch's profilers see the time of operators on foo, and memory by device."""
 
 import time
 
@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def test_time_on_the_device():
-    """In microseconds: more than none for a large product, and less than passed on the clock."""
+    """A large product takes more microseconds than none, and fewer than passed on the clock."""
     matrix = torch.rand(300, 300, device="foo")
     start = time.perf_counter()
     with torch.autograd.profiler.profile(use_device="foo") as profiler:

@@ -1,4 +1,4 @@
-"""What torch knows of foo after the import: its name, its module, its methods."""
+"""After the import torch knows the name of foo, its module and its methods."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ MISSING = {
 
 
 def is_typed(name):
-    """A class of tensors or storages for one dtype, which torch itself advises against."""
+    """Return whether it is a class for one dtype, which torch itself advises against."""
     return name.endswith(("Tensor", "Storage"))
 
 

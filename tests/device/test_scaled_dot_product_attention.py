@@ -85,7 +85,7 @@ def test_values_and_gradients(example, dtype):
         assert_near(actual, expected)
 
 
-# Of float64 inputs with 2 query heads of dimension 3 and 4 keys, then options.
+# The inputs are float64, with 2 query heads of dimension 3 and 4 keys, then options.
 SECOND_DERIVATIVES = {
     "plain": (2, {}),
     "causal": (2, {"is_causal": True, "scale": 0.7}),
@@ -121,7 +121,7 @@ def test_second_derivatives_with_a_mask_that_has_some():
 
 
 def test_second_derivatives_are_those_of_the_formula():
-    """With one tensor in all places, against torch's formula in float64."""
+    """One tensor stands in all places, and torch's formula in float64 is the reference."""
     torch.manual_seed(0)
     start, direction = torch.randn(2, 2, 3, 9, 8).double().unbind()
 
@@ -204,7 +204,7 @@ def test_float32_mask_beside_bfloat16():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_dropout(dtype):
-    """The weights that the seed keeps, forward and backward, drawn from foo's generator."""
+    """The seed keeps the same weights forward and backward, drawn from foo's generator."""
     torch.manual_seed(5)
     inputs = [on_foo(heads_in_front(2, 2, 40, 8), dtype) for _ in range(3)]
     state = torch.foo.get_rng_state()
@@ -269,7 +269,7 @@ def test_large_head_dims_are_fused():
     assert_near(output, expected)
 
 
-# What foo's kernels do not take is computed by torch's formula.
+# Torch's formula computes what foo's kernels do not take.
 NOT_FUSED = {
     "three_dimensions": (torch.float32, (3, 5, 8), (3, 7, 8), {}),
     "five_dimensions": (torch.float32, (2, 2, 3, 5, 8), (2, 2, 3, 7, 8), {}),
@@ -322,7 +322,7 @@ def test_choice_operator():
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_compiled(dynamic, dtype):
-    """With the dropout of the eager function, and its gradients and strides."""
+    """The compiled function has the dropout of the eager one, and its gradients and strides."""
 
     def attend(query, key, value, mask):
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=0.2)

@@ -11,7 +11,7 @@ NESTED = {"cpu": torch.float64, "foo:1": torch.float32}
 
 
 def nested_heads(layout, device):
-    """Three sequences, two heads of eight numbers each."""
+    """Make three sequences, with two heads of eight numbers each."""
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(length, 16, generator=generator) for length in (5, 3, 7)]
     parts = [part.to(NESTED[device]) for part in parts]
@@ -51,7 +51,7 @@ def test_inference_with_nested_tensors():
 
 
 def test_encoder_makes_nested_tensors_of_padded_ones():
-    """What torch.nn.TransformerEncoder does without gradients, on kernels of its own."""
+    """torch.nn.TransformerEncoder does so without gradients, on kernels of its own."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 2).eval()

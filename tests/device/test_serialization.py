@@ -1,4 +1,4 @@
-"""Saving, loading, copying and printing."""
+"""Tensors of foo can be saved, loaded, copied and printed."""
 
 import copy
 import io

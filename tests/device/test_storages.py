@@ -33,7 +33,7 @@ torch.holder = holder
 
 
 def test_a_storage_without_memory_stays_on_its_device():
-    """What sharded training does between two uses of a parameter."""
+    """Sharded training takes the memory away between two uses of a parameter."""
     tensor = torch.ones(100, device="foo:1")
     storage = tensor.untyped_storage()
     held = torch.foo.memory_allocated(1)

@@ -1,4 +1,4 @@
-"""Eight threads on the CPU and on foo at once, for some seconds."""
+"""Eight threads work on the CPU and on foo at once, for some seconds."""
 
 import os
 import subprocess

@@ -12,14 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 
 def results(module, function):
-    """The parts of the loss, and the gradients."""
+    """Return the terms of the loss, and the gradients."""
     parts = function(module)
     parts.sum().backward()
     return [parts.detach(), *(parameter.grad for parameter in module.parameters())]
 
 
 def check(module, function):
-    """On foo against float64 on the CPU."""
+    """Compare foo with float64 on the CPU."""
     actual = results(copy.deepcopy(module).to("foo:1"), function)
     for each, expected in zip(actual, results(exact_copy(module), function), strict=True):
         assert_near(each, expected)

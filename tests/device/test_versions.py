@@ -1,4 +1,4 @@
-"""Versions of tensors of foo: autograd must notice each write."""
+"""Versions of tensors of foo count each write, so that autograd notices it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The attention function and the masks that foo_ops gives to Hugging Face transformers."""
+"""foo_ops gives Hugging Face transformers an attention function and masks that agree."""
 
 import math
 import subprocess
@@ -25,7 +25,7 @@ class Layer(torch.nn.Module):
 
 
 def seen_keys(mask, queries, keys, *, batch=1, **options):
-    """(batch, queries, keys): what the attention function lets each query see.
+    """Return (batch, queries, keys): the keys that the attention function lets each query see.
 
     All scores are equal and the values are the unit vectors, so a weight is not 0 where a key is
     seen.
@@ -40,7 +40,7 @@ def seen_keys(mask, queries, keys, *, batch=1, **options):
 
 @strategies.composite
 def situations(draw):
-    """Positions of queries and keys as caches give them, padding, and a window or chunks."""
+    """Draw positions of queries and keys as caches give them, padding, and a window or chunks."""
     past = draw(strategies.integers(0, 12))
     queries = draw(strategies.integers(1, 8))
     dropped = draw(strategies.integers(0, past))
@@ -53,7 +53,7 @@ def situations(draw):
 @hypothesis.given(situations(), strategies.booleans(), strategies.booleans())
 @hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
 def test_every_causal_mask_shows_the_right_keys(situation, chunked, static):
-    """The mask, None, or the bounds on it: together with the attention function, the pattern."""
+    """The mask, None, or the bounds on it give the pattern together with the attention function."""
     past, queries, dropped, keys, local_size, hidden = situation
     padding_mask = None
     if hidden is not None:
@@ -107,7 +107,7 @@ def test_no_mask_for_an_encoder_without_padding():
 
 @pytest.mark.parametrize("name", ["mistral: windows", "llama: plain"])
 def test_kernels_get_no_mask_where_bounds_tell_all(name, attention_calls):
-    """Windows, a longer prompt in a cache, and the first tokens in a static cache."""
+    """There are windows, a longer prompt in a cache, and the first tokens in a static cache."""
     model, inputs = decoder(name), tokens(2, 12)
     cache = DynamicCache(config=model.config)
     for part in inputs.split([8, 4], dim=1):
@@ -129,7 +129,7 @@ def test_changed_mask_loses_its_bounds():
 
 
 def call(module=None, *, queries=4, keys=4, mask=None, **options):
-    """With one head; returns the output as (batch, queries, head_dim)."""
+    """Call with one head, and return the output as (batch, queries, head_dim)."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 1, queries, 8, generator=generator)
     key, value = torch.randn(2, 2, 1, keys, 8, generator=generator).unbind()

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers with ``attn_implementation="foo"``.
+"""Models of Hugging Face transformers run with ``attn_implementation="foo"``.
 
 They are as near to the same model in float64 as with transformers' own "eager".
 """
@@ -28,13 +28,13 @@ BFLOAT16_ROUNDINGS = 16
 
 
 def check(model, *inputs, shown=..., **options):
-    """Of the outputs those that are ``shown``; the others are of padding."""
+    """Compare the outputs that are ``shown``; the others are those of padding."""
     ours, theirs = ([run(model, each, *inputs, **options)[shown]] for each in ("foo", "eager"))
     assert_as_near(ours, theirs, [run_exactly(model, *inputs, **options)[shown]], ROUNDINGS)
 
 
 def check_written(model, **options):
-    """What a model writes, where the best token leads by much more than roundings."""
+    """Check what a model writes, where the best token leads by much more than roundings."""
 
     def write(model, implementation):
         model.set_attn_implementation(implementation)
@@ -84,7 +84,7 @@ def test_encoder(name, side, device, attention_calls):
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
 @pytest.mark.parametrize("name", DECODERS)
 def test_cached_decoding(name, kind, device, attention_calls):
-    """A prompt, more of it at once, then token by token, beyond window and chunk."""
+    """A prompt is read, more of it at once, then token by token, beyond window and chunk."""
     model, inputs = decoder(name, device), tokens(2, 18)
     options = {"max_cache_len": 24} if kind is StaticCache else {}
     cache = kind(config=model.config, **options)
@@ -106,7 +106,7 @@ def test_generate(name, cache, device):
 
 
 def gradients(model, implementation, inputs, **options):
-    """Those of all parameters that have one, by name."""
+    """Return the gradients of all parameters that have one, by name."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
     device = model.device
@@ -130,7 +130,7 @@ def test_training_gradients(name, device):
 
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_bfloat16(name, device):
-    """Of the median token: a rounding may send one to another expert."""
+    """The median token is compared: a rounding may send one to another expert."""
     make = decoder if name in DECODERS else encoder
     model, inputs = make(name, device, torch.bfloat16), tokens(2, 20)
     exact = run_exactly(model, inputs)
@@ -142,7 +142,7 @@ def test_bfloat16(name, device):
 
 
 def test_encoder_and_decoder_with_position_bias(device, attention_calls):
-    """T5: a learned bias, cross attention, and a decoder with two caches."""
+    """T5 has a learned bias, cross attention, and a decoder with two caches."""
     config = transformers.T5Config(
         vocab_size=VOCABULARY,
         d_model=48,
@@ -177,7 +177,7 @@ def test_packed_sequences(device):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_mask_of_the_users_own(dtype, device):
-    """4-D, and not causal: it is complete."""
+    """A mask of four dimensions is taken as complete, and need not be causal."""
     model, inputs = decoder("llama: plain", device), tokens(2, 9)
     mask = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.6
     mask |= torch.eye(9, dtype=torch.bool)

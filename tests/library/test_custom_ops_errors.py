@@ -207,7 +207,7 @@ def differentiable_number(api):
 
 
 def gradients(schema, gradients, *others):
-    """Of x and others, what backward returns."""
+    """Return for x and others the gradients that backward returns."""
 
     def mistake(api):
         qualname = define(api, schema)
@@ -289,7 +289,7 @@ MISTAKES = [
 
 
 def message_of(mistake, api):
-    """Type and text of what is raised, without what differs from call to call."""
+    """Return type and text of what is raised, without what differs from call to call."""
     with pytest.raises(Exception) as caught:  # noqa: PT011
         mistake(api)
     text = re.sub(r"op\d+", "op", str(caught.value))

@@ -1,4 +1,4 @@
-"""The elementwise launcher, shown on operators that are made here: all a user has to write."""
+"""The elementwise launcher serves operators that are made here as a user makes them."""
 
 import math
 
@@ -18,7 +18,7 @@ DTYPE_NOT_USED_ELSEWHERE = {"cpu": torch.int32, "foo": torch.int8}
 
 
 def minus_twice(a, b):
-    """Not symmetric, so that the order of the operands shows."""
+    """Compute a function that is not symmetric, so that the order of the operands shows."""
     return a - 2 * b
 
 
@@ -40,7 +40,7 @@ def loses_the_gradient(input):
 
 @pytest.fixture(scope="module", autouse=True)
 def operators():
-    """foo_test::minus_twice in three forms, and others."""
+    """Define foo_test::minus_twice in three forms, and others."""
     library.define("foo_test::detached", "(Tensor input) -> Tensor")
     implementation = torch.library.Library("foo_test", "IMPL")
     implementation.impl("detached", torch.clone, "CompositeExplicitAutograd")
@@ -64,13 +64,13 @@ def operators():
 
 
 def numbers(shape, dtype):
-    """Small integers: exact in every dtype."""
+    """Make small integers, which every dtype has exactly."""
     count = math.prod(shape)
     return (torch.arange(count) * 7 % 19 - 9).view(shape).to(dtype)
 
 
 def check(a, b, device):
-    """Values, dtype and strides are those of torch's own operators; the fake kernel agrees."""
+    """Compare values, dtype and strides with torch's own operators, and with the fake kernel."""
     operands = [testing.copy_with_layout(operand, device) for operand in (a, b)]
     result = torch.ops.foo_test.minus_twice(*operands)
     expected = a.add(b, alpha=-2)
@@ -211,7 +211,7 @@ for_each_compute_type = pytest.mark.parametrize("dtype", [torch.float32, torch.f
 
 
 def units_in_the_last_place(actual, expected, dtype):
-    """How far off results are. In float64 what they are compared with errs by half a unit, too."""
+    """Return how far off results are. The reference in float64 errs by half a unit, too."""
     last_place = torch.finfo(dtype).eps * torch.exp2(expected.abs().log2().floor())
     errors = (actual.double() - expected).abs() / last_place
     return errors.max().item() - (0.5 if dtype == torch.float64 else 0)
@@ -219,7 +219,7 @@ def units_in_the_last_place(actual, expected, dtype):
 
 @for_each_compute_type
 def test_exp2(dtype):
-    """Of the vocabulary of kernels: within 1.5 units, and zero where that is no normal number."""
+    """Results are right within 1.5 units, and zero where the true one is no normal number."""
     lowest, highest = (-126, 127) if dtype == torch.float32 else (-1022, 1023)
     x = torch.linspace(lowest, highest, 300_001, dtype=torch.float64).to(dtype)
     actual = torch.ops.foo_test.exp2(x)
@@ -234,7 +234,7 @@ def test_exp2(dtype):
 
 @for_each_compute_type
 def test_exp(dtype):
-    """Within 2 units, also where x is large; zero and infinity beyond."""
+    """Results are right within 2 units, also where x is large; zero and infinity beyond."""
     lowest, highest = (-87.3, 88.3) if dtype == torch.float32 else (-708.3, 709.4)
     x = torch.linspace(lowest, highest, 300_001, dtype=torch.float64).to(dtype)
     actual = torch.ops.foo_test.exp(x)
@@ -246,7 +246,7 @@ def test_exp(dtype):
 
 @for_each_compute_type
 def test_tanh(dtype):
-    """Within 4 units, of small numbers too."""
+    """Results are right within 4 units, for small numbers too."""
     smallest = math.log2(torch.finfo(dtype).smallest_normal) + 1
     magnitudes = torch.exp2(torch.linspace(smallest, 6, 300_001, dtype=torch.float64)).to(dtype)
     x = torch.cat((magnitudes, -magnitudes))
@@ -261,7 +261,7 @@ def test_tanh(dtype):
 
 @for_each_compute_type
 def test_log(dtype):
-    """Within 1 unit, near one and of subnormal numbers too."""
+    """Results are right within 1 unit, near one and for subnormal numbers too."""
     lowest, highest = (-149, 127.99) if dtype == torch.float32 else (-1074, 1023.99)
     powers = torch.linspace(lowest, highest, 300_001, dtype=torch.float64)
     near_one = torch.linspace(-1, 1, 100_001, dtype=torch.float64) ** 3
@@ -361,7 +361,7 @@ def test_contiguous_tensors_are_cut_for_several_threads(device):
 
 
 def test_empty_tensors_need_no_kernel(device):
-    """Nor the time to compile one, which would fail here."""
+    """They do not need the time to compile one either, which would fail here."""
     name = f"foo_elementwise::wrong_{device}"
     library.define(name, "(Tensor a, Tensor b) -> Tensor")
     library.register_kernel(name, device, library.elementwise_kernel(lambda a, b: a.middle))

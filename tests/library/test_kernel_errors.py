@@ -1,4 +1,4 @@
-"""Mistakes in users' kernels: one message with the operator, the dtype and the line."""
+"""A mistake in a user's kernel gives one message with the operator, the dtype and the line."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ serial = itertools.count()
 
 
 def operator(kernel, schema="(Tensor input) -> Tensor"):
-    """A new operator with a kernel, and its name."""
+    """Define a new operator with a kernel, and return its name."""
     name = f"foo_wrong::f{next(serial)}"
     library.define(name, schema)
     library.register_fake(name, lambda tensor, *args: torch.empty_like(tensor))
@@ -22,7 +22,7 @@ def operator(kernel, schema="(Tensor input) -> Tensor"):
 
 
 def line(function, offset):
-    """Where in this file a line of a function is."""
+    """Return where in this file a line of a function is."""
     code = function.__code__
     return f"{code.co_filename}:{code.co_firstlineno + offset}"
 
@@ -139,7 +139,7 @@ def of_bits(input, output, rows):
 
 
 def test_dtype_that_a_tile_kernel_does_not_fit():
-    """It names all dtypes, and works for those that it fits."""
+    """The message names all dtypes, and the operator works for those that it fits."""
     call, name = operator(library.tile_kernel(of_bits, tiles=lambda input: input.size))
     assert call(torch.arange(6)).tolist() == [0, 1, 2, 3, 0, 1]
     place = f"{line(of_bits, 2)}: output.data[row] = input.data[row] & 3"
@@ -214,7 +214,7 @@ def tile_of_two(a, b):
 
 
 def test_wrong_number_of_arguments():
-    """Refused where it is registered."""
+    """The kernel is refused where it is registered."""
     for kernel, message in (
         (
             library.elementwise_kernel(two),

@@ -1,4 +1,4 @@
-"""Operators out of one function: values, forms, gradients, compilation, on cpu and foo."""
+"""numba_op makes operators out of one function: forms, gradients, compilation, cpu and foo."""
 
 import math
 
@@ -64,7 +64,7 @@ def soft_gradient(grad, x, y, slope, shift):
 
 
 def cubed_times_second(grad_x, grad_y, grad, x, y, factor):
-    """Of both gradients, by what they are made of."""
+    """Return what both gradients are made of."""
     by_grad = 3 * factor * x * x * y * grad_x + factor * x * x * x * grad_y
     by_x = 6 * factor * x * y * grad * grad_x + 3 * factor * x * x * grad * grad_y
     return by_grad, by_x, 3 * factor * x * x * grad * grad_x
@@ -166,7 +166,7 @@ def test_in_place_and_out(device):
 
 
 def test_forms():
-    """In place where the result can take the first tensor's place."""
+    """The in-place form is there where the result can take the first tensor's place."""
     assert str(torch.ops.foo_numba.soft.default._schema) == (
         "foo_numba::soft(Tensor x, Tensor y, *, float slope=0.5, float? shift=None) -> Tensor"
     )
@@ -260,7 +260,7 @@ def test_gradients_of_numbers_beside_tensors(device):
 
 
 def test_gradient_through_some_results(device):
-    """Others have none: the kernel gets zeros for them."""
+    """The kernel gets zeros for results that have no gradient."""
     x = torch.tensor([1.5, -2.0], device=device, requires_grad=True)
     value, sign = torch.ops.foo_numba.split(x)
     assert not sign.requires_grad

@@ -60,7 +60,7 @@ print(f(torch.ones(1)).item(), len(compiled), "numba" in sys.modules)
 
 
 def test_cache_knows_all_that_a_kernel_depends_on(tmp_path):
-    """Its code, what it calls in this file and in others, constants; and not its comments."""
+    """The key has its code, its constants and all that it calls in any file, but no comments."""
     helper = tmp_path / "helper.py"
 
     def run(factor=2, addend=3, comment="", offset="0.0"):
@@ -144,7 +144,7 @@ def test_arguments_that_no_operator_has(function, message):
 
 
 def test_defined_again(device):
-    """As in a notebook, or when a module is loaded again."""
+    """A notebook defines it again, and so does a module that is loaded again."""
     for factor in (2.0, 3.0):
 
         @library.numba_op("foo_numba::again", backward=lambda grad, x: factor * grad)
@@ -159,7 +159,7 @@ def test_defined_again(device):
         assert torch.ops.foo_numba.again_(torch.ones(1, device=device)).item() == factor
         with FakeTensorMode() as mode:
             assert again(mode.from_tensor(x)).shape == x.shape
-    # What cannot be defined leaves it as it was.
+    # A definition that fails leaves it as it was.
     with pytest.raises(TypeError, match="must annotate x"):
         library.numba_op("foo_numba::again", lambda x: x)
     assert torch.ops.foo_numba.again(torch.ones(1, device=device)).item() == factor

@@ -1,4 +1,4 @@
-"""What `f.out` and optional arguments may be is decided where a kernel is registered."""
+"""A registration decides what `f.out` and optional arguments may be."""
 
 import itertools
 import re

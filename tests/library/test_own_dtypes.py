@@ -1,4 +1,4 @@
-"""Tensors that an elementwise kernel reads in their own dtype: masks and counts beside floats."""
+"""An elementwise kernel reads some tensors in their own dtype: masks and counts beside floats."""
 
 import itertools
 import re
@@ -82,7 +82,7 @@ def test_masks_beside_integers(dtype, device):
 
 
 def test_results_of_other_kinds(device):
-    """int64 and bool beside a result in the common dtype, of numbers that float32 cannot hold."""
+    """An int64 and a bool stand beside a result in the common dtype, beyond float32's digits."""
     n = torch.tensor([2**40 + 1, 2**40 + 2], device=device)
     x = torch.tensor([0.5, 2.0**60], device=device, dtype=torch.bfloat16)
     same, odd, is_less = torch.ops.foo_own.parity(x, n)
@@ -92,7 +92,7 @@ def test_results_of_other_kinds(device):
 
 
 def test_common_dtype_is_that_of_the_widest_kind(device):
-    """Not of an int64, nor of a float64 beside complex numbers."""
+    """It is not that of an int64, nor of a float64 beside complex numbers."""
     mask, x, y, count = step_arguments(torch.float16, torch.int64, device)
     assert torch.ops.foo_own.step(mask, x, y, count).dtype == torch.float16
     assert torch.ops.foo_own.step(mask, x, y.double(), count).dtype == torch.float64

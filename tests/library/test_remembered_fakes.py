@@ -1,4 +1,4 @@
-"""What fake kernels answered is remembered for what is set in torch, too."""
+"""Answers of fake kernels are remembered together with the settings of torch."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Tile kernels: a function over arrays becomes an operator."""
+"""A tile kernel makes an operator of a function over arrays."""
 
 import math
 
@@ -19,7 +19,7 @@ DEVICES = ("cpu", "foo")
 
 
 def scaled_norm_vectors(input, weight, eps, output, rows):
-    """The norm of rms_norm with explicit vectors."""
+    """Compute the norm of rms_norm with explicit vectors."""
     size, step = input.shape[-1], language.lanes(input)
     whole = size // step * step
     for row in rows:
@@ -40,7 +40,7 @@ def scaled_norm_vectors(input, weight, eps, output, rows):
 
 
 def columns(input, sums, largest, tiles):
-    """No contiguous rows: a tile is a column. Two results of several dtypes."""
+    """Take columns as tiles, without contiguous rows, and return two results of several dtypes."""
     for column in tiles:
         total, maximum = language.zero(sums), language.cast(-math.inf, sums)
         for row in range(input.shape[0]):
@@ -51,7 +51,7 @@ def columns(input, sums, largest, tiles):
 
 
 def add_scalars(input, a, b, flag, count, rows):
-    """In place; every kind of scalar."""
+    """Add every kind of scalar, in place."""
     for row in rows:
         x = input.row(row)
         for i in range(input.shape[-1]):
@@ -115,7 +115,7 @@ def norm_reference(input, weight, eps=1e-6):
 
 
 def check_norm(output, input, weight, dtype):
-    """Rounded by the sum, the root and two products, then to the dtype."""
+    """Compare within the roundings of the sum, the root and two products, then of the dtype."""
     expected = norm_reference(input, weight)
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     roundings = torch.finfo(dtype).eps / 2 + 8 * torch.finfo(computed).eps
@@ -169,7 +169,7 @@ def test_rows_with_a_stride(layout, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_views_with_any_strides(dtype, device):
-    """Columns of a transposed matrix, results with a stride."""
+    """There are columns of a transposed matrix, and results with a stride."""
     input = (torch.arange(35) * 7 % 19 - 9).view(5, 7).to(dtype)
     for matrix in (input, input.T, input[::2, 1::3]):
         sums, largest = torch.ops.foo_tile.columns(testing.copy_with_layout(matrix, device))
@@ -211,7 +211,7 @@ def test_in_place_where_elements_share_memory(device):
 
 
 def test_in_place_where_another_input_shares_the_memory(device):
-    """As if all inputs were read before anything is written."""
+    """The result is as if all inputs were read before anything is written."""
     memory = torch.randn(5, 5)
     expected = torch.ops.foo_tile.norm(memory, memory[1])
     memory = memory.to(device)
@@ -273,7 +273,7 @@ def test_out_of_another_shape_under_the_fake_kernel(device):
 
 
 def test_results_whose_strides_follow_the_input(device):
-    """What the fake kernel says is remembered for these strides, not for this shape."""
+    """The fake kernel's answer is remembered for these strides, not for this shape."""
     name = "foo_tile::copy_" + device
     library.define(f"{name}_like", "(Tensor input) -> Tensor")
     library.register_fake(f"{name}_like", torch.empty_like)
@@ -337,7 +337,7 @@ def test_compiled_for_dynamic_shapes(device):
 
 
 def test_fake_kernel_refuses_at_every_shape(device):
-    """It is asked once for the same shapes, and what it refuses is refused again."""
+    """It runs once for the same shapes, and what it refuses is refused again."""
     right, wrong = torch.ones(5, device=device), torch.ones(6, device=device)
     input = torch.ones(3, 5, device=device)
     for _ in range(2):

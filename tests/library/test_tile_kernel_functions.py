@@ -126,7 +126,7 @@ def test_other_functions_take_what_the_kernel_takes(name):
         library.register_kernel(f"foo_tile::wrong_{name}", "cpu", kernel)
 
 
-# What is made of all tiles.
+# A finish function combines all tiles.
 
 
 def row_sums(input, sums, total, rows):

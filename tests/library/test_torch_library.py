@@ -1,4 +1,4 @@
-"""The names of torch.library, with its semantics, on cpu and foo."""
+"""foo_ops.library has the names of torch.library, with its semantics, on cpu and foo."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ serial = itertools.count()
 
 @pytest.fixture
 def lib():
-    """A library of its own for each test, which ends with it."""
+    """Make a library for each test, which ends with it."""
     lib = library.Library(f"foo_lib{next(serial)}", "DEF")
     yield lib
     lib._destroy()
@@ -34,7 +34,7 @@ def test_torch_has_no_other_names():
     """All that torch.library documents is here."""
     ours = set(library.__all__)
     not_ours = {
-        # Of Triton and of the older way to define an operator.
+        # These belong to Triton and to the older way to define an operator.
         *("custom_op", "CustomOpDef", "triton_op", "wrap_triton", "register_torch_dispatch"),
     }
     assert set(torch.library.__all__) - not_ours <= ours | {"Library"}
@@ -129,7 +129,7 @@ def test_kernel_wherever_a_function_is_taken(lib, way, device):
     assert call(lib, "f")(x).tolist() == [3, 3]
     other = "foo" if device == "cpu" else "cpu"
     if device == "cpu":
-        # What has no kernel of its own on foo runs the CPU's.
+        # An operator without a kernel of its own on foo runs the CPU's.
         assert call(lib, "f")(x.to(other)).tolist() == [3, 3]
     else:
         with pytest.raises(NotImplementedError, match="Could not run"):
@@ -211,7 +211,7 @@ def test_fake_kernel_of_a_c_operator_must_sit_in_its_module(monkeypatch):
 
 
 def times(lib, device_types=("cpu", "foo")):
-    """x * factor with a gradient for x, counting what runs in Python."""
+    """Define x * factor with a gradient for x, and count what runs in Python."""
     counts = {"setup": 0, "backward": 0}
     lib.define("times(Tensor x, *, float factor=2.0) -> Tensor")
     name = f"{lib.ns}::times"

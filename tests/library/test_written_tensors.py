@@ -1,4 +1,4 @@
-"""What is written is checked first: shapes, dtypes, devices and overlaps of every overload."""
+"""Tensors are checked before they are written: shapes, dtypes, devices, overlaps, all overloads."""
 
 import itertools
 import re
@@ -97,7 +97,7 @@ ops = torch.ops.foo_written
 
 
 def refused(error, message, call, *tensors, memory=()):
-    """Twice, since answers of fake kernels are remembered; and nothing is written or resized."""
+    """Call twice, since answers of fake kernels are remembered; nothing is written or resized."""
     watched = (*tensors, *memory)
     before = [(x.clone(), x.shape, x.stride()) for x in watched]
     for _ in range(2):
@@ -231,7 +231,7 @@ def test_arguments_in_place_that_share_memory(device):
 
 
 def test_elements_that_share_memory(device):
-    """Not only those that were expanded."""
+    """Elements may share memory without an expanded dimension, too."""
     memory, y = torch.ones(9, device=device), torch.ones(3, device=device)
     windows = memory.as_strided((3, 3), (2, 1))
     message = "scale_: input is written, and must not have elements that share memory"
@@ -302,7 +302,7 @@ def test_elementwise_outs_that_share_memory(dtype, device):
 
 
 def test_elementwise_input_that_overlaps_the_output(device):
-    """Slices of a tensor with a step, which TensorIterator does not look into."""
+    """TensorIterator does not look into slices of a tensor with a step."""
     memory = torch.arange(10.0, device=device)
     message = "unsupported operation: some elements of the input tensor and the written-to tensor"
     refused(RuntimeError, message, ops.add_, memory[2::2], memory[:8:2], memory=[memory])
@@ -335,7 +335,7 @@ def check_devices(call, *tensors):
 
 
 def test_numbers_on_cpu_beside_foo():
-    """As on CUDA: one tensor without dimensions."""
+    """One tensor without dimensions may be on the CPU, as on CUDA."""
     x, one = torch.ones(3, device="foo"), torch.tensor(1.0)
     assert ops.add(one, x).tolist() == ops.add_(x.clone(), one).tolist() == [2, 2, 2]
     out = torch.empty(3, dtype=torch.float64, device="foo")

@@ -1,4 +1,4 @@
-"""Fixtures for tests of operators."""
+"""Fixtures that tests of operators share."""
 
 import contextlib
 
@@ -8,5 +8,5 @@ from torch._subclasses import FakeTensorMode
 
 @pytest.fixture(params=["eager", "fake"])
 def mode(request):
-    """Both the operators and their fake kernels."""
+    """Run both the operators and their fake kernels."""
     return FakeTensorMode() if request.param == "fake" else contextlib.nullcontext()

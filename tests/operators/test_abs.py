@@ -39,7 +39,7 @@ FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def bits(tensor):
-    """As integers, so that -0 differs from 0."""
+    """Return the bits as integers, so that -0 differs from 0."""
     return tensor.view(
         {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     )
@@ -87,7 +87,7 @@ def test_floats_lose_their_sign_and_nothing_else(dtype, device):
 @pytest.mark.parametrize(("dtype", "part"), COMPLEX_TYPES.items(), ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_modulus_of_all_magnitudes(dtype, part, device):
-    """Where squares overflow and where they vanish, against the hypot of libm in float64."""
+    """Squares overflow and vanish; the hypot of libm in float64 is the reference."""
     info = torch.finfo(part)
     smallest = info.smallest_normal * info.eps
     magnitudes = [0.0, smallest, 3 * smallest, info.tiny, 1e3 * info.tiny, math.sqrt(info.tiny)]
@@ -143,7 +143,7 @@ MEMORY = {
 
 @pytest.mark.parametrize("name", MEMORY)
 def test_memory_format_is_that_of_torch(name, device):
-    """Values and strides; the fake kernel gives the same strides."""
+    """Values and strides are torch's, and the fake kernel gives the same strides."""
     x = MEMORY[name]
     expected = torch.abs(x)
     with_layout = x.to(device) if name.startswith(("con", "chan", "empty")) else None
@@ -176,7 +176,7 @@ layouts = strategies.lists(strategies.integers(0, 6), max_size=5).flatmap(
     device_type=strategies.sampled_from(["cpu", "foo"]),
 )
 def test_any_shape_and_strides(layout, dtype, device_type):
-    """Permuted dimensions, steps and an offset: as torch's own operators."""
+    """Permuted dimensions, steps and an offset work as with torch's own operators."""
     shape, order, steps, offset = layout
     sizes = [size * step for size, step in zip(shape, steps)]
     whole = torch.arange(-offset, math.prod(sizes), dtype=torch.float32).mul(-1).to(dtype)
@@ -242,7 +242,7 @@ def test_out_is_returned_and_its_memory_is_used(device):
 
 @pytest.mark.parametrize("shape", [(0,), (2, 3), (6, 2)])
 def test_out_is_resized(shape, device, capfd):
-    """With torch's warning if it held something, which torch.ops prints and does not raise."""
+    """It warns as torch does if it held something; torch.ops prints it and does not raise."""
     x = torch.randn(4, 5, device=device)
     out = torch.empty(shape, device=device)
     warned = out.numel() > 0

@@ -1,4 +1,4 @@
-"""One property of every operator and overload: it is refused and writes nothing, or it is right.
+"""Every overload of every operator refuses its arguments and writes nothing, or it is right.
 
 Arguments that fit get up to two faults: another shape, dtype, device or layout, elements that share
 memory, with each other or with those of another argument. Each tensor lies between fences. Either
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FENCE = 64
 PATTERN = 0xA5
 OTHER_DTYPES = (torch.float16, torch.float64, torch.int64, torch.bool)
-# What torch's own messages are about.
+# Torch's own messages are about these.
 TORCH_WORDS = "size of tensor|output with shape|same device|written-to tensor|too many CPU scalars"
 
 
@@ -101,7 +101,7 @@ KIT = {
 
 
 def samples():
-    """Makers of arguments that fit, by the names of functional operators."""
+    """Return makers of arguments that fit, by the names of functional operators."""
     found = {f"foo_property::{name}": maker for name, maker in KIT.items()}
     for spec in testing.OPERATORS:
         if not spec.mutates:
@@ -118,7 +118,7 @@ SAMPLES = samples()
 
 
 def overloads_of(name):
-    """The functional operator, and that in place and that with out where they are."""
+    """Return the functional operator, and the in-place and out variants that it has."""
     namespace, _, packet = name.partition("::")
     namespace = getattr(torch.ops, namespace)
     found = [getattr(namespace, packet).default]
@@ -144,7 +144,7 @@ class Memory:
         return cls(torch.full((size,), PATTERN, dtype=torch.uint8, device=device))
 
     def place(self, tensor, strides, offset=0):
-        """A copy of a tensor, so many bytes behind the fence."""
+        """Copy a tensor to so many bytes behind the fence."""
         view = torch.empty(0, dtype=tensor.dtype, device=self.buffer.device)
         start = (FENCE + offset) // tensor.element_size()
         view.set_(self.buffer.untyped_storage(), start, tensor.shape, strides)
@@ -173,7 +173,7 @@ def span(shape, strides):
 
 @dataclasses.dataclass
 class Argument:
-    """A tensor to be made: what it holds, and where it is to lie."""
+    """A tensor to be made: its contents, and where it is to lie."""
 
     value: torch.Tensor
     device: str
@@ -230,7 +230,7 @@ FAULTS = {"shape", "dtype", "device", "expanded", "windows", "transposed", "over
 
 
 def made(arguments):
-    """The tensors, and the memory that they lie in."""
+    """Make the tensors, and the memory that they lie in."""
     roots = [i if a.inside is None else a.inside for i, a in enumerate(arguments)]
     sizes = dict.fromkeys(roots, 0)
     for root, a in zip(roots, arguments):
@@ -248,7 +248,7 @@ def made(arguments):
 
 
 def refusal_of(operator, *args, **kwargs):
-    """What a call says where it is refused."""
+    """Return the message of a call that is refused."""
     try:
         operator(*args, **kwargs)
     except (ValueError, TypeError, RuntimeError, NotImplementedError, IndexError) as error:
@@ -260,7 +260,7 @@ def refusal_of(operator, *args, **kwargs):
 def calls(draw):
     name = draw(strategies.sampled_from(sorted(SAMPLES)))
     functional, *variants = overloads_of(name)
-    # Those that write are what this is about.
+    # Only operators that write matter here.
     operator = draw(strategies.sampled_from([functional, *variants, *variants]))
     torch.manual_seed(draw(strategies.integers(0, 3)))
     device = draw(strategies.sampled_from(["cpu", "foo:0"]))

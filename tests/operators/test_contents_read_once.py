@@ -1,4 +1,4 @@
-"""What tensors of integers contain is read once: another thread may rewrite it after the checks."""
+"""Tensors of integers are read once: another thread may rewrite them after the checks."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def picked_when_told(input, index, progress, flag, output, tiles):
         count = 0
         while flag.data[0] == 0 and count < 2**33:
             count += 1
-            # What is written makes LLVM read the flag anew.
+            # A write makes LLVM read the flag anew.
             progress.data[0] = count
         for i in range(index.size):
             output.data[i] = input.data[index[i]]

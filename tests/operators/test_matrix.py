@@ -1,4 +1,4 @@
-"""What holds for every operator, on cpu and on foo: one table, one matrix (foo_ops/testing)."""
+"""Every operator passes every check, on cpu and on foo: one table, one matrix (foo_ops/testing)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is particular to the operators that models need beside attention: options and errors.
+"""The operators that models need beside attention have options and errors of their own.
 
 What holds for every operator is in test_matrix.py.
 """
@@ -236,7 +236,7 @@ def test_logsumexp_on_request():
 
 
 def test_nothing_of_the_size_of_the_logits_is_kept():
-    """Beside the logits themselves: loss and logsumexp, one number a row each."""
+    """Only loss and logsumexp, one number a row each, stand beside the logits themselves."""
     logits = torch.randn(64, 5000, device="foo", requires_grad=True)
     target = torch.zeros(64, dtype=torch.int64, device="foo")
     torch.foo.synchronize()
@@ -268,7 +268,7 @@ def test_rotary_keeps_its_input_only_for_gradients_of_the_tables():
 
 
 def test_norm_of_half_precision_with_a_weight_in_float32():
-    """One rounding, at the end: not that of the normalised row before the weight."""
+    """It rounds once, at the end, and not the normalised row before the weight."""
     input, weight = torch.randn(67, dtype=torch.bfloat16), torch.randn(67)
     exact = F.rms_norm(input.double(), (67,), weight.double(), 1e-6)
     assert foo_ops.rms_norm(input, weight).equal(exact.bfloat16())

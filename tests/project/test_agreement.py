@@ -1,4 +1,4 @@
-"""What C++ and the kernels, which are Python, must both know, is the same on both sides."""
+"""C++ and the kernels, which are Python, agree on all that both must know."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ class Field:
 
 
 def described_by_cpp(name):
-    """The fields of a struct of C++, where an operand is its pointer and its strides."""
+    """Return the fields of a struct of C++, where an operand is its pointer and its strides."""
     fields = []
     for field, type_, offset in _C.agreement()["structs"][name]:
         if type_ == "Operand":
@@ -49,7 +49,7 @@ def described_by_cpp(name):
 
 
 def named(type_):
-    """A type of Numba as C++ calls it."""
+    """Return a type of Numba as C++ calls it."""
     if isinstance(type_, Struct):
         return f"{type_.name.rpartition('_')[0].removeprefix('Attention')}*"
     if isinstance(type_, Pointer):
@@ -60,7 +60,7 @@ def named(type_):
 
 
 def described_by_python(struct):
-    """As `foo_ops.kernels.vectors.struct` reads it: each field has eight bytes."""
+    """Return the fields as `foo_ops.kernels.vectors.struct` reads them: each has eight bytes."""
     return [
         Field(name, named(type_), 8 * position)
         for position, (name, type_) in enumerate(struct.fields.items())
@@ -68,7 +68,7 @@ def described_by_python(struct):
 
 
 def differences(of_cpp, of_python):
-    """Where two descriptions differ. To C++ a pointer to data of any dtype is one to void."""
+    """Return where two descriptions differ. To C++ any pointer to data is one to void."""
     found = [
         (cpp, python)
         for cpp, python in zip(of_cpp, of_python)

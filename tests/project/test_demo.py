@@ -1,4 +1,4 @@
-"""The demo: what it prints and writes, that its numbers can be trusted, and what it refuses."""
+"""The demo prints and writes numbers that can be trusted, and refuses what it cannot do."""
 
 import io
 import os
@@ -43,14 +43,14 @@ def corpus():
 
 @pytest.fixture
 def small(monkeypatch):
-    """A demo that takes a second: a smaller model, sample and comparison."""
+    """Make a demo that takes a second: a smaller model, sample and comparison."""
     monkeypatch.setattr(demo, "GPTConfig", lambda: SMALL)
     monkeypatch.setattr(demo, "SAMPLE_BYTES", 20)
     monkeypatch.setattr(demo, "COMPARISON_ROUNDS", 2)
 
 
 def exact_losses(corpus, **options):
-    """Of PyTorch's operators in float64."""
+    """Compute the losses with PyTorch's operators in float64."""
     setup = Setup("cpu", "torch", compiled=False)
     return losses(corpus, setup, **options, dtype=torch.float64)
 

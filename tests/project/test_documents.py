@@ -73,7 +73,7 @@ def test_links_lead_somewhere(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_paths_exist(document):
-    """Folders and files that a document names."""
+    """Folders and files that a document names exist."""
     for name in re.findall(r"`((?:foo_ops|tests|benchmarks)/[\w./*]*)`", text_of(document)):
         if not name.startswith("benchmarks/results/"):
             assert list(REPOSITORY.glob(name)), name

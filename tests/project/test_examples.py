@@ -21,7 +21,7 @@ needs_model = pytest.mark.skipif(
 
 @pytest.fixture
 def example(monkeypatch):
-    """Imports an example, as the process does that runs it."""
+    """Import an example, as the process does that runs it."""
     monkeypatch.syspath_prepend(EXAMPLES)
     return importlib.import_module
 
@@ -44,7 +44,7 @@ def wrong_attention(monkeypatch):
 
 
 def numbers(output, name):
-    """Those in the row of a table that begins with this pattern."""
+    """Return the numbers in the row of a table that begins with this pattern."""
     line = re.search(rf"^ +{name} +((?:{NUMBER} *)+)$", output, re.MULTILINE)
     assert line is not None, output
     return [float(number.replace(",", "")) for number in re.findall(NUMBER, line[1])]
@@ -92,7 +92,7 @@ def test_llama_decoding_notices_a_wrong_attention(example):
 
 @pytest.mark.parametrize("name", [pytest.param("embeddings", marks=needs_model), "llama_decoding"])
 def test_command_line(name):
-    """In a process of its own, as a user starts it."""
+    """It runs in a process of its own, as a user starts it."""
     command = [sys.executable, EXAMPLES / f"{name}.py", "--rounds", "0"]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 2

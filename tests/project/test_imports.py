@@ -9,7 +9,7 @@ import foo_ops
 
 
 def run(program):
-    """Run a program in a fresh process; returns what it printed."""
+    """Run a program in a fresh process, and return what it printed."""
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     return process.stdout.strip()

@@ -20,7 +20,7 @@ from foo_ops.kernels.compiler import cache
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """The report of a fresh process whose cache folder holds two kernels."""
+    """Return the report of a fresh process whose cache folder holds two kernels."""
     cache = tmp_path_factory.mktemp("cache")
     (cache / "abs-float32-0123456789abcdef.o").write_bytes(bytes(2048))
     old = cache / "attention_forward-bfloat16-fedcba9876543210.o"
@@ -38,7 +38,7 @@ def printed(tmp_path_factory):
 
 
 def value(report, name):
-    """The text beside ``name``, which must occur once."""
+    """Return the text beside ``name``, which must occur once."""
     (found,) = re.findall(rf"^  {re.escape(name)} {{2,}}(.*)$", report, re.MULTILINE)
     return found
 

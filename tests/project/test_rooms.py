@@ -75,14 +75,14 @@ FILES = [
 
 
 def room_of(path):
-    """The room that a file lies in, or None."""
+    """Return the room that a file lies in, or None."""
     name = path.relative_to(PACKAGE)
     names = (str(it) for it in (name, *name.parents))
     return next((it for it in names if it in ROOMS), None)
 
 
 def allowed(room):
-    """The room itself, and all rooms below it."""
+    """Return the room itself, and all rooms below it."""
     found, waiting = set(), [room]
     while waiting:
         room = waiting.pop()
@@ -93,7 +93,7 @@ def allowed(room):
 
 
 def nodes(tree, *, inside_functions):
-    """The nodes of a module, in its functions too or only those that run when it is imported."""
+    """Return the nodes of a module, in its functions too or only those that run on import."""
     for child in ast.iter_child_nodes(tree):
         is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         yield child
@@ -118,7 +118,7 @@ def included_files(path):
 
 
 def imported_files(path):
-    """The files of the package that a file imports or includes."""
+    """Return the files of the package that a file imports or includes."""
     if path.suffix != ".py":
         return included_files(path)
     ours = (name for name in imported_modules(path) if name.partition(".")[0] == "foo_ops")

@@ -8,7 +8,7 @@ import torch
 
 
 def raises(error, message):
-    """With exactly this message, but for the note on where C++ raised it."""
+    """Expect exactly this message, but for the note on where C++ raised it."""
     return pytest.raises(error, match=rf"\A{re.escape(message)}\Z")
 
 
@@ -38,7 +38,7 @@ GRADIENTS = ("grad_output", "grad_logsumexp", "output", "logsumexp")
 
 
 def packed(device, **replaced):
-    """Arguments of attention_varlen: two sequences, with 4 and 5 queries, and 7 and 5 keys.
+    """Make arguments of attention_varlen: two sequences, with 4 and 5 queries, and 7 and 5 keys.
 
     A tensor is given by its elements if these are integers, else by its shape.
     """
@@ -55,7 +55,7 @@ def packed(device, **replaced):
 
 
 def paged(device, **replaced):
-    """The same with 7 blocks of 4 keys, of which each sequence has up to 3."""
+    """Make the same with 7 blocks of 4 keys, of which each sequence has up to 3."""
     blocks = {
         "key": (7, 4, 4, 8),
         "value": (7, 4, 4, 8),

@@ -1,4 +1,4 @@
-"""Attention and its gradients as closed formulas in NumPy, to measure errors with.
+"""Compute attention and its gradients by closed formulas in NumPy, to measure errors with.
 
 Nothing here is shared with the operators, with foo_ops/testing/reference.py or with autograd: what
 cancels there, as 1 - tanh^2 does, is written so that it does not. In float64, or in long double
@@ -39,7 +39,7 @@ def as_array(value, number):
 
 
 def sums_to(array, shape):
-    """The sum over all that an array of this shape was broadcast to."""
+    """Sum over all that an array of this shape was broadcast to."""
     array = array.sum(tuple(range(array.ndim - len(shape))))
     axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
     return array.sum(axes, keepdims=True).reshape(shape)
@@ -149,6 +149,6 @@ def exact_attention(
 
 
 def relative_error(actual, exact):
-    """The norm of the difference over that of the exact result."""
+    """Return the norm of the difference over that of the exact result."""
     difference = (as_array(actual, exact.dtype) - exact).ravel()
     return float(np.linalg.norm(difference) / np.linalg.norm(exact.ravel()))

@@ -109,7 +109,7 @@ def fake_of_dense_input(a, b):
 
 @dataclasses.dataclass
 class Broken:
-    """What is broken, the check that finds it, and what it says."""
+    """A broken operator, the check that finds it, and the message."""
 
     check: str
     message: str

@@ -1,4 +1,4 @@
-"""Random sequences of calls on device foo, each beside the same on the CPU.
+"""Call random sequences on device foo, each beside the same on the CPU.
 
 Every tensor exists twice, as twins: one on the CPU and one on foo. A step calls one function on
 both sides. After each step the two sides must agree in everything that can be seen of them: values
@@ -35,7 +35,7 @@ class Twins:
 
 
 def tensors_in(result):
-    """The tensors that a call has returned."""
+    """Return the tensors that a call has returned."""
     if isinstance(result, Tensor):
         return [result]
     if isinstance(result, (tuple, list)):
@@ -44,14 +44,14 @@ def tensors_in(result):
 
 
 def words_of(error):
-    """What an error says, without the names of devices and addresses."""
+    """Return the text of an error, without the names of devices and addresses."""
     words = re.sub(r"(torch\.|CPU|foo)(\w+)(Type|Tensor)\b", r"\2", f"{error}")
     words = re.sub(r"foo(:\d)?|PrivateUse1", "cpu", words)
     return re.sub(r"0x[0-9a-f]+", "address", words)
 
 
 def outcome(function, tensors):
-    """What a call returns, or what it raises."""
+    """Return what a call returns, or what it raises."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -61,13 +61,13 @@ def outcome(function, tensors):
 
 
 def bits_of(tensor):
-    """The values of a tensor on the CPU as integers, so that NaN equals itself."""
+    """Return the values of a tensor on the CPU as integers, so that NaN equals itself."""
     tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     return tensor.view(-1).view(torch.uint8)
 
 
 def facts_of(tensor):
-    """What can be seen of a tensor, apart from its values and its device."""
+    """Return all that can be seen of a tensor, apart from its values and its device."""
     return {
         "dtype": tensor.dtype,
         "shape": tuple(tensor.shape),
@@ -83,13 +83,13 @@ def facts_of(tensor):
 
 
 def sharing(tensors):
-    """For each tensor the first one that has the same storage."""
+    """Return for each tensor the first one that has the same storage."""
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
     return [storages.index(storage) for storage in storages]
 
 
 def fill_storage(tensor, since=0):
-    """Zeros in a storage's bytes from one on, which nobody has written yet."""
+    """Write zeros into a storage's bytes from one on, which nobody has written yet."""
     storage = tensor.untyped_storage()
     everything = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
     everything[since:].zero_()
@@ -107,7 +107,7 @@ def names(table):
 
 
 class DeviceMachine(stateful.RuleBasedStateMachine):
-    """See the module. A rule is a kind of step."""
+    """Takes random steps; each rule is a kind of step. See the module."""
 
     steps = 0
 
@@ -146,12 +146,12 @@ class DeviceMachine(stateful.RuleBasedStateMachine):
         del self.twins[:-MOST_TWINS]
 
     def are_too_large(self, *positions):
-        """Whether large tensors would be broadcast to one that nobody can hold."""
+        """Return whether large tensors would be broadcast to one that nobody can hold."""
         shapes = {self.twins[position % len(self.twins)].host.shape for position in positions}
         return len(shapes) > 1 and min(shape.numel() for shape in shapes) > 1000
 
     def cannot_be_resized(self, position):
-        """Whether torch fails with an internal error: on the CPU it does after _lazy_clone."""
+        """Return whether torch fails with an internal error, as on the CPU after _lazy_clone."""
         twins = self.twins[position % len(self.twins)]
         return any(torch._C._is_cow_tensor(tensor) for tensor in (twins.host, twins.foo))
 
@@ -176,12 +176,12 @@ class DeviceMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(count=strategies.sampled_from([1000, 33_000, 140_000]))
     def create_large(self, count):
-        """Several threads, and blocks of memory of another kind."""
+        """Create a tensor that several threads and blocks of memory of another kind serve."""
         self.add(torch.arange(count) % 1000 / 7)
 
     @stateful.rule(shape=shapes)
     def draw(self, shape):
-        """Both sides have the same random numbers from the same seed."""
+        """Draw the same random numbers from the same seed on both sides."""
         torch.manual_seed(len(shape))
         host = torch.randn(shape)
         torch.manual_seed(len(shape))
@@ -226,7 +226,7 @@ class DeviceMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(position=positions, shape=shapes)
     def resize(self, position, shape):
-        """What a larger storage holds beyond the old one is undefined, so it is written."""
+        """Resize and write: what a larger storage holds beyond the old one is undefined."""
 
         def resize(tensor):
             old = tensor.untyped_storage().nbytes()
@@ -239,7 +239,7 @@ class DeviceMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(position=positions, other=positions, name=names(UNARY))
     def free_and_restore_storage(self, position, other, name):
-        """As sharded parameters do: between uses they have no memory."""
+        """Take memory away and give it back, as sharded parameters do between uses."""
         chosen = self.twins[position % len(self.twins)]
         sizes = []
 
@@ -272,7 +272,7 @@ class DeviceMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(one=positions, other=positions)
     def mix_devices(self, one, other):
-        """Refused on foo, and nothing changes."""
+        """Mix devices, which foo refuses, and nothing changes."""
         one, other = (self.twins[position % len(self.twins)] for position in (one, other))
         if one.host.dim() > 0 and other.host.dim() > 0:
             _, error = outcome(torch.add, [one.foo, other.host])
@@ -294,7 +294,7 @@ class DeviceMachine(stateful.RuleBasedStateMachine):
         self.agrees = True
 
     def teardown(self):
-        """All memory comes back."""
+        """Check that all memory comes back."""
         self.twins.clear()
         gc.collect()
         assert not self.agrees or torch.foo.memory_allocated() == self.allocated

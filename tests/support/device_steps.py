@@ -21,7 +21,7 @@ def saved_and_loaded(tensor):
 
 
 def gradient(function):
-    """The gradient of a sum of squares, beside the function's value."""
+    """Return the gradient of a sum of squares, beside the function's value."""
 
     def call(*tensors):
         inputs = [tensor.detach().clone().requires_grad_() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""A small net that processes train together, and what one process makes of it alone."""
+"""Train a small net with processes together, and with one process alone."""
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ def train(model, parts, optimizer=torch.optim.AdamW):
 
 
 def expected_parameters():
-    """After the same training by one process on the CPU with whole batches."""
+    """Train in one process on the CPU with whole batches, and return the parameters."""
     net = make_net()
     train(net, batches("cpu"))
     return list(net.parameters())

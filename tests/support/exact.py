@@ -1,4 +1,4 @@
-"""Results in float64, and how near to them those of other dtypes must be.
+"""Compute results in float64, and compare with them.
 
 No result of one dtype is compared with another one of it: which of two is off would remain open,
 and how far both are off differs from processor to processor.
@@ -32,12 +32,12 @@ def wider(argument):
 
 
 def exact_copy(module):
-    """The module on the cpu with its weights in float64, to be run under `Doubles`."""
+    """Copy the module to the cpu with its weights in float64, to be run under `Doubles`."""
     return copy.deepcopy(module).to("cpu", torch.float64)
 
 
 def assert_near(actual, exact, dtype=None, roundings=16):
-    """No element is off by more than so many roundings of the largest one.
+    """Check that no element is off by more than so many roundings of the largest one.
 
     ``dtype``: of the roundings, if it is not that of the result.
     """
@@ -61,7 +61,7 @@ def assert_as_near(ours, theirs, exact, roundings):
 
 
 def roundings_off(result, exact):
-    """The norm of what a tensor is off, in roundings of a number as large as its norm.
+    """Return the norm of a tensor's error, in roundings of a number as large as the exact norm.
 
     The largest difference of a few thousand would say how far off one element is.
     """

@@ -7,7 +7,7 @@ from foo_ops.testing import reference
 
 
 def heads_in_front(*shape):
-    """(batch, heads, length, head_dim) as a model makes it of (batch, length, heads, head_dim)."""
+    """Make (batch, heads, length, head_dim) as a model does of (batch, length, heads, head_dim)."""
     batch, heads, length, size = shape
     return torch.randn(batch, length, heads, size, dtype=torch.float64).transpose(1, 2)
 
@@ -31,7 +31,7 @@ class Operators(TorchDispatchMode):
 
 
 def on_foo(tensor, dtype=None):
-    """A leaf, with the strides of the tensor."""
+    """Make a leaf on foo, with the strides of the tensor."""
     return (
         tensor.to("foo", dtype if tensor.is_floating_point() else None)
         .detach()
@@ -40,7 +40,7 @@ def on_foo(tensor, dtype=None):
 
 
 def expected_of(inputs, options, cotangent, **more):
-    """Output and gradients of the plain float64 formula, for what foo got."""
+    """Return output and gradients of the plain float64 formula, for what foo got."""
     options = {name: value for name, value in options.items() if name != "enable_gqa"}
     mask = options.pop("attn_mask", None)
     leaves = [tensor.detach().cpu().double().requires_grad_() for tensor in inputs]

@@ -1,4 +1,4 @@
-"""Programs that tests run in processes of their own, since these may hang, or end by a signal."""
+"""Run programs in processes of their own, since these may hang, or end by a signal."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ def at(moment, action):
 
 
 def run(program, cache, *arguments, **environment):
-    """What the program printed, and what it logged. It keeps its kernels in a folder of its own."""
+    """Return what the program printed and logged. It keeps its kernels in a folder of its own."""
     process = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         env=os.environ | {"FOO_CACHE_DIR": str(cache)} | environment,

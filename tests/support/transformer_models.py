@@ -61,7 +61,7 @@ ENCODERS = {
 
 
 def build(auto_class, config, device="cpu", dtype=torch.float32):
-    """A model with random weights, the same for every device and dtype."""
+    """Build a model with random weights, the same for every device and dtype."""
     torch.manual_seed(0)
     # The other implementations of experts count integers with torch.histc, but not on the cpu.
     model = auto_class.from_config(config(), experts_implementation="eager")
@@ -81,14 +81,14 @@ def tokens(*shape):
 
 
 def padding(side, length):
-    """Which positions hold a token, for three sequences; the first has no padding."""
+    """Say which positions hold a token, for three sequences; the first has no padding."""
     counts = torch.tensor([length, length - 3, 4])[:, None]
     positions = torch.arange(length)
     return (positions >= length - counts) if side == "left" else (positions < counts)
 
 
 def run(model, implementation, *inputs, **options):
-    """The first output of a model, on the cpu."""
+    """Return the first output of a model, on the cpu."""
     model.set_attn_implementation(implementation)
     device = model.device
     options = {
@@ -101,7 +101,7 @@ def run(model, implementation, *inputs, **options):
 
 
 def run_exactly(model, *inputs, **options):
-    """The first output of the model's own attention, in float64 throughout."""
+    """Return the first output of the model's own attention, in float64 throughout."""
     twin = exact_copy(model)
     with Doubles():
         return run(twin, "eager", *inputs, **options)

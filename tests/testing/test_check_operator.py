@@ -1,4 +1,4 @@
-"""check_operator finds what is wrong with an operator, and says it: one broken operator each."""
+"""check_operator finds what is wrong with an operator, and names it: each here is broken once."""
 
 import dataclasses
 

@@ -84,7 +84,7 @@ def outputs_spec(kernel=largest):
 
 
 def both_spec(backward):
-    """2 x and 3 x."""
+    """Make the spec of an operator that returns 2 x and 3 x."""
     operator = define(
         lambda x: (x * 2, x * 3),
         "(Tensor x) -> (Tensor, Tensor)",
@@ -116,7 +116,7 @@ def data_dependent_spec(kernel=positives, fake=positives_fake):
 
 
 def integers_spec():
-    """Without a formula and without tolerances."""
+    """Make a spec without a formula and without tolerances."""
     operator = define(product, fake=empty_product)
     samples = {"wrap": lambda dtype: Sample((torch.tensor([100, 7]).to(dtype),) * 2)}
 
@@ -131,20 +131,20 @@ def written(a, b):
 
 
 def written_spec(kernel=written):
-    """An operator that only writes an argument: it returns nothing."""
+    """Make the spec of an operator that only writes an argument and returns nothing."""
     operator = define(kernel, "(Tensor(a!) a, Tensor b) -> ()", fake=lambda a, b: None)
     return spec_of(operator, differentiable=False)
 
 
 def in_place_spec(kernel=lambda a, b: a.mul_(b)):
-    """a *= b"""
+    """Make the spec of a *= b."""
     schema = "(Tensor(a!) a, Tensor b) -> Tensor(a!)"
     operator = define(kernel, schema, fake=lambda a, b: a, tags=(torch.Tag.inplace,))
     return product_spec().variant(operator, differentiable=False)
 
 
 def out_spec(kernel=lambda a, b, *, out: out.copy_(a * b)):
-    """torch.mul(a, b, out=out)"""
+    """Make the spec of torch.mul(a, b, out=out)."""
     schema = "(Tensor a, Tensor b, *, Tensor(a!) out) -> Tensor(a!)"
     fake = lambda a, b, *, out: out  # noqa: E731
     operator = define(kernel, schema, fake=fake, name=f"{next(NAMES)}.out", tags=(torch.Tag.out,))

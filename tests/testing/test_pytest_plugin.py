@@ -1,4 +1,4 @@
-"""A stranger's project: files outside the package, in fresh processes, without a conftest."""
+"""A stranger's project uses the plugin from outside the package, without a conftest."""
 
 import re
 import subprocess
@@ -123,7 +123,7 @@ def run(tmp_path):
 
 
 def counts(process):
-    """How many tests passed or failed."""
+    """Return how many tests passed or failed."""
     found = re.findall(r"(\d+) (\w+)", process.stdout.splitlines()[-1])
     return {word: int(count) for count, word in found if word in ("passed", "failed")}
 
@@ -170,7 +170,7 @@ def test_torch_is_imported_only_where_it_is_needed(run):
 
 @pytest.fixture
 def installation(tmp_path):
-    """The package's files and entry points as a wheel brings them, beside the compiled library."""
+    """Lay out the package's files and entry points as a wheel does, beside the compiled library."""
     folder, project = tmp_path / "installed", Path(__file__).parents[2]
     folder.mkdir()
     command = ["setup.py", "--quiet", "egg_info", "--egg-base", folder, "build_py", "--build-lib"]
@@ -181,7 +181,7 @@ def installation(tmp_path):
 
 
 def test_plugin_of_an_installation(run, installation, monkeypatch):
-    """Without the project's folder: what setup.py says is all that there is."""
+    """The project's folder is not there: setup.py declares all that there is."""
     monkeypatch.setenv("PYTHONPATH", str(installation))
     process = run(RIGHT + WHERE, "-k", "where or (values and cpu and float32)")
     assert process.returncode == 0, process.stdout + process.stderr

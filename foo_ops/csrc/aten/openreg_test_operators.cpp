@@ -1,6 +1,8 @@
-// Operators for tests only: torch's tests of an out-of-tree device, torch_openreg's, call two whose
-// gradient is a torch::autograd::Function in C++, and call them by these names in the device's
-// namespace. Both return their input and half of the gradient, which shows that the function ran.
+// Two operators for tests, made with torch::autograd::Function in C++. The tests of torch_openreg,
+// PyTorch's example of a device outside of its tree, call operators of these names in the device's
+// namespace, eagerly and under torch.compile; tests/device/test_custom_autograd.py does so here.
+// AOTAutograd tells apart a Function that returns its input and one that returns a view of it, so
+// there is one of each. Both halve the gradient, which shows that the Function's backward ran.
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>

@@ -254,7 +254,7 @@ def _make_panel_packer(dtype: str) -> Callable:
     def pack_panel(target, target_stride, scratch, block, stride, dim, width, columns):
         rows = target if step == 1 else scratch
         transpose(rows, target_stride, block, stride, columns, width)
-        # Of an odd number of elements the last has this for its neighbour.
+        # The last of an odd number of elements has this for its neighbour.
         fill(shift(rows, width * target_stride), columns, 0.0)
         as_right_matrix(target, target_stride, rows, target_stride, dim, columns)
 

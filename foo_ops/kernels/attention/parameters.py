@@ -12,7 +12,8 @@ from foo_ops.kernels.vectors.elements import compute_dtype
 from foo_ops.kernels.vectors.struct import Struct
 from foo_ops.kernels.vectors.values import Pointer
 
-# csrc/ops/attention_parameters.h has these as well: tests/project/test_agreement.py compares them.
+# foo_ops/csrc/ops/attention/parameters.h has these as well, and tests/project/test_agreement.py
+# compares them.
 QUERY_BLOCK = 1024
 
 KEY_BLOCK = 128
@@ -78,7 +79,7 @@ def argument_types(dtype: str) -> tuple[Any, ...]:
 
 
 def _parameters(dtype: str) -> Struct:
-    """The struct Parameters of csrc/ops/attention/parameters.h.
+    """The struct Parameters of foo_ops/csrc/ops/attention/parameters.h.
 
     An operand is a pointer with its strides, in elements, for batch, head, row and column. grad_key
     and grad_value are sums in the compute dtype, which a last kernel rounds.

@@ -106,7 +106,7 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
         zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
         before = load_vector(largest, column, LANES)
         after = maximum(top, before)
-        # Of an infinite maximum that stays the difference would be NaN.
+        # The difference would be NaN for an infinite maximum that stays.
         grown = select(less(before, after), before - base_of(after, lowest, zero), zero)
         scaled = exp2(grown)
         store(largest, column, after)
@@ -137,7 +137,8 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
         def exponentials(scores, dropout_mask, weights, largest, total, column, count, factor):
             zero, lowest = splat(compute(0.0), LANES), splat(compute(-math.inf), LANES)
             offset = zero - base_of(load_vector(largest, column, LANES), lowest, zero)
-            # Of this tile: one sum of all keys would round each weight to the digits of the total.
+            # One sum of all keys would round each weight to the digits of the total: this is the
+            # sum of the tile.
             sum_ = zero
             if packs:
                 pairs = as_weights(address_of(weights))

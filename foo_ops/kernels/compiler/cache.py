@@ -23,7 +23,8 @@ from pathlib import Path
 logger = logging.getLogger("foo_ops")
 
 CHECKSUM_SIZE = hashlib.sha256().digest_size
-# Of a file until it is whole. One that is an hour old was left behind by a process that was killed.
+# A file has this suffix until it is whole. One that is an hour old was left behind by a process
+# that was killed.
 UNFINISHED = ".foo_ops-unfinished"
 _SECONDS_TO_FINISH = 3600
 # Some file systems take names of no more than 143 bytes.

@@ -14,7 +14,7 @@ with without_garbage_collection():
 
 # The C function in every object file.
 ENTRY = "foo_kernel"
-# What a kernel may call: these live in the process already. memcpy and memset are LLVM's own idea.
+# A kernel may call these, which live in the process already. memcpy and memset are LLVM's own idea.
 _MATH = (
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos", "cosh"),
     *("erf", "erfc", "exp", "exp2", "expm1", "floor", "fmod", "hypot", "ldexp", "log", "log10"),

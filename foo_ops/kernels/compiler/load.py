@@ -1,9 +1,9 @@
 """Load the object code of a kernel from disk, or have it compiled and keep it there.
 
-A kernel is compiled at its first use for a signature (see csrc/kernel_table.h; mostly it is one
-dtype) and stored as ``<kernel>-<signature>-<hash>.o`` in the folder ``cache_directory()``. The hash
-covers the sources of the kernel and of what it builds on, the versions of Numba and LLVM, and the
-processor with its features and the width of its vectors.
+A kernel is compiled at its first use for a signature, which is mostly one dtype (see
+foo_ops/csrc/launch/kernel_table.h), and stored as ``<kernel>-<signature>-<hash>.o`` in the folder
+``cache_directory()``. The hash covers the sources of the kernel and of what it builds on, the
+versions of Numba and LLVM, and the processor with its features and the width of its vectors.
 Loading a stored kernel needs llvmlite but not Numba, whose import alone takes 0.3 s.
 
 Numba's own cache does not serve here: a function made inside a factory misses it in the next
@@ -39,7 +39,7 @@ with without_garbage_collection():
 
 logger = logging.getLogger("foo_ops")
 
-# What this process runs, whatever is on disk by now.
+# This process runs these sources, whatever is on disk by now.
 _SOURCES = digest()
 _INSTALLED_NUMBA = importlib.metadata.version("numba")
 _NUMBA = getattr(sys.modules.get("numba"), "__version__", _INSTALLED_NUMBA)

@@ -9,7 +9,7 @@ import sys
 
 import llvmlite.binding as llvm
 
-# Of Linux on x86-64: the system call, what it is asked, and for which registers.
+# On Linux on x86-64: the system call, what it is asked, and for which registers.
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
@@ -23,7 +23,7 @@ def target() -> tuple[str, str, str]:
     if features is None:
         features = "" if name == "generic" else llvm.get_host_cpu_features().flatten()
         if "+avx512f" in features.split(","):
-            # Of Intel's processors LLVM prefers 256 bits, as the first with 512 lowered their
+            # On Intel's processors LLVM prefers 256 bits, as the first with 512 lowered their
             # clocks: softmax_cross_entropy takes 1.4 times as long with these.
             features += ",-prefer-256-bit"
     return llvm.get_process_triple(), name, features

@@ -94,7 +94,7 @@ def _told_in_full(kernel: str, signature: str, error: Exception) -> KernelError:
 
 def _must_stay_in_this_thread() -> bool:
     """Whether another thread would wait for this one, which would wait for it."""
-    # What runs while a kernel is compiled, as in a user's own intrinsic, may need another one.
+    # Code that runs while a kernel is compiled, as in a user's intrinsic, may need another one.
     return any(lock._is_owned() for lock in _compiler_locks()) or _is_importing()
 
 

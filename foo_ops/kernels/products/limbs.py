@@ -32,7 +32,7 @@ from foo_ops.kernels.vectors.limbs import (
 )
 from foo_ops.kernels.vectors.memory import load_vector, store
 
-# Of numbers below this no sum of products overflows, and neither does one of products with these.
+# No sum of products of numbers below this overflows, and none of products with these.
 SMALL = 2.0**30
 
 # Adjacent elements of a row that a matrix unit takes at once.

@@ -30,7 +30,7 @@ ARGUMENT_TYPES = (
     types.CPointer(types.int64),
 )
 
-# What stands in a signature for an argument that is optional, see csrc/kernel_table.h.
+# A signature has these for an optional argument, see foo_ops/csrc/launch/kernel_table.h.
 ABSENT, GIVEN = "none", "given"
 
 SCALARS = {"int": types.int64, "bool": types.boolean}

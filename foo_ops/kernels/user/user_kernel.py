@@ -121,7 +121,7 @@ def _is_plain(value: Any) -> bool:
     return (
         isinstance(value, types.FunctionType)
         and not is_known(value.__module__)
-        # What stands for a function of Numba's own, such as an overload.
+        # It stands for a function of Numba's own, such as an overload.
         and not hasattr(value, "__wrapped__")
     )
 
@@ -154,7 +154,7 @@ def _reason_of(error: BaseException) -> str:
     # The target knows nothing of what lies on the heap, but the names of the types.
     if re.search(r"NRT required|\b(?:list|set|array|DictType)[(\[]", text):
         return "a kernel must not allocate"
-    # What one of our own intrinsics says about its arguments.
+    # One of our own intrinsics says this about its arguments.
     specific = re.search(
         rf"raised a specific error:\s*\w+: ([^\n]+)\s*raised from {re.escape(_PACKAGE)}", text
     )

@@ -73,7 +73,7 @@ _FORMATS = {
 }
 
 
-# Of a vector of AVX-512, where f is from 0 to 1.
+# For a vector of AVX-512, where f is from 0 to 1.
 _WIDE, _GROWTH_ABOVE = ir.VectorType(FLOAT, 16), _interpolated(5, least=0.0)
 
 
@@ -234,7 +234,7 @@ def tanh_derivative(typing_context, x):
     return x(x), generate
 
 
-# What rounding loses of log(2).
+# Rounding loses this of log(2).
 _LOG2_LOSS = float.fromhex("0x1.abc9e3b39803fp-56")
 
 

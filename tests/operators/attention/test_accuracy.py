@@ -1,4 +1,4 @@
-"""How exact foo::attention is beside torch's own operators in the same dtype.
+"""foo::attention is as exact as torch's own operators in the same dtype.
 
 Each error is measured against closed formulas in float64 (tests/attention_exact.py), and torch's
 in the same test: ours may be ``ROOM`` times it, and what a few roundings of the dtype come to.
@@ -21,12 +21,12 @@ ROOM = 1.5
 
 
 def number_for(dtype):
-    """What errors of this dtype are measured in."""
+    """Return the type that errors of this dtype are measured in."""
     return np.longdouble if dtype == torch.float64 else np.float64
 
 
 def random(seed, *shapes, dtype, mean=0.0):
-    """Of normal distribution, as leaves that require gradients."""
+    """Draw normal numbers, as leaves that require gradients."""
     generator = torch.Generator().manual_seed(seed)
     return [
         (torch.randn(shape, generator=generator, dtype=torch.float64) + mean)
@@ -107,7 +107,7 @@ def test_soft_caps_of_any_size_beside_torch(dtype, softcap, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("softcap", [1e-3, 1.0])
 def test_second_derivatives_where_the_soft_cap_is_saturated(dtype, softcap):
-    """Against those of the first derivative's closed formula, by central differences."""
+    """They are compared with central differences of the first derivative's closed formula."""
     inputs, scale = saturated(dtype, softcap)
     generator = torch.Generator().manual_seed(2)
     output = foo_ops.attention(*inputs, softcap=softcap, scale=scale)
@@ -136,7 +136,7 @@ def test_second_derivatives_where_the_soft_cap_is_saturated(dtype, softcap):
 
 
 def leaves(dtype, queries, keys, *, heads=4, key_heads=4, bias=(), slopes=True, sinks=False):
-    """Inputs of attention; what gathers sums over keys is not rounded to the dtype."""
+    """Make inputs of attention; those whose gradients gather sums over keys are not rounded."""
     compute = compute_type(dtype)
     tensors = random(0, (1, heads, queries, 32), *[(1, key_heads, keys, 32)] * 2, dtype=dtype)
     own_bias = random(1, bias, dtype=dtype if bias[-1] > 1 else compute)[0] if bias else None
@@ -178,7 +178,9 @@ SUMS = {
 @pytest.mark.parametrize(("lengths", "has", "options"), SUMS.values(), ids=SUMS.keys())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_that_are_sums_over_keys(dtype, lengths, has, options, with_logsumexp):
-    """Of slopes, sinks and biases: neither the output's rounding nor a row's distance shows."""
+    """Gradients of slopes, sinks and biases show neither the output's rounding nor a row's
+    distance.
+    """
     inputs = leaves(dtype, *lengths, **has)
     ours = foo_ops.attention(*inputs, **options, return_logsumexp=True)
     check_sums(inputs, ours, with_logsumexp, options)
@@ -197,7 +199,9 @@ def test_gradients_that_are_sums_over_keys_with_dropout(dtype):
 
 
 def in_pages(tensors, size):
-    """Rows (heads, length, dim) of several sequences as pages in reverse order, and their table."""
+    """Put rows (heads, length, dim) of several sequences into pages in reverse order; return their
+    table, too.
+    """
     pages, table, most = [], [], max(-(-t.shape[1] // size) for t in tensors)
     for tensor in tensors:
         missing = -tensor.shape[1] % size
@@ -268,7 +272,7 @@ def check_sums(inputs, ours, with_logsumexp, options):
 
 
 def cancellation(exact, name):
-    """How many times larger the terms of a sum are than the sum."""
+    """Return how many times larger the terms of a sum are than the sum."""
     terms, total = (np.linalg.norm(exact[key].ravel()) for key in (f"{name} terms", name))
     return float(terms / total)
 
@@ -292,7 +296,7 @@ def flash(query, key, value, is_causal):
 
 
 def long_sample(dtype, queries, keys, mean, head_dim=64):
-    """Values, and the gradient of the output, of this mean: their sums lose the most digits."""
+    """Make values and output gradients of this mean: their sums lose the most digits."""
     query, key = random(5, *[(1, 2, length, head_dim) for length in (queries, keys)], dtype=dtype)
     value = random(6, (1, 2, keys, head_dim), dtype=dtype, mean=mean)[0]
     grad_output = random(7, query.shape, dtype=dtype, mean=mean / 3)[0].detach()

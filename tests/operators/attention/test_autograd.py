@@ -1,4 +1,4 @@
-"""foo::attention and foo::attention_varlen: derivatives of all orders."""
+"""foo::attention and foo::attention_varlen have derivatives of all orders."""
 
 import sys
 
@@ -21,7 +21,7 @@ attention = torch.ops.foo.attention
 
 @for_each_once
 def test_first_derivatives_do_not_enter_python(spec, make):
-    """Where they did, a call with 8 floats took 200 us, and 12 without."""
+    """A call with 8 floats takes 12 us, and took 200 us where it entered Python."""
     sample = make(torch.float32).requiring_grad()
     sample.call(spec.operator)[0].sum().backward()
     files = []
@@ -53,7 +53,7 @@ TWICE = {
     ids=[*ONCE, "plain", "packed twice", "plain blocks"],
 )
 def test_operators_of_the_backward_pass(spec, make, device):
-    """They are public, too; with and without slopes and sinks."""
+    """They are public, too, with and without slopes and sinks."""
     sample = make(torch.bfloat16).to(device)
     outputs = sample.call(spec.operator)
     cotangents = [tensor.to(device) for tensor in testing.cotangents_for(outputs)]
@@ -83,7 +83,7 @@ def test_gradgradcheck(spec, make, device):
 
 
 def second_derivatives(sample, function, cotangents):
-    """Of the inputs and of the first cotangents."""
+    """Differentiate with respect to the inputs and to the first cotangents."""
     tensors = sample.differentiable()
     outputs = sample.call(function)
     cotangents = [tensor.to(outputs[0].device).requires_grad_() for tensor in cotangents]
@@ -114,7 +114,7 @@ def test_second_derivatives_over_several_tiles(make, device):
 
 
 def test_second_derivatives_only_where_they_are_needed(device):
-    """The gradient of a key that needs none is not asked for, in either pass."""
+    """Neither pass computes the gradient of a key that needs none."""
     query, key, value = random("some", *[(1, 2, 5, 4)] * 3, dtype=torch.float64)
     query = query.to(device).requires_grad_()
     output = foo_ops.attention(query, key.to(device), value.to(device))

@@ -1,4 +1,4 @@
-"""Dropout in foo::attention and foo::attention_varlen.
+"""Dropout in foo::attention and foo::attention_varlen follows its mask in every pass.
 
 With a multiple of the unit matrix as value, the output is that of the matrix of probabilities after
 dropout, so that one sees which of them were kept.
@@ -108,7 +108,7 @@ SEED = 2**62 + 12345
 
 
 def seeded(operator, inputs, **keywords):
-    """The operator with a seed of its own, and dropout of a quarter."""
+    """Call the operator with a seed of its own, and dropout of a quarter."""
     seed = torch.tensor([SEED], device=inputs[0].device)
     return operator(*inputs, seed, dropout_p=0.25, **keywords)
 
@@ -129,7 +129,7 @@ SIZES = (*((queries, 131) for queries in (1, 2, 3, 5, 8, 9, 33, 140)), (1, 1100)
 @pytest.mark.parametrize(("queries", "keys"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_kernels_have_the_same_dropout_mask(queries, keys, dtype, device):
-    """Forward, backward, and the formula for second derivatives: the mask is read off each.
+    """The mask is read off forward, backward, and the formula for second derivatives.
 
     With equal scores, and gradients of the outputs that are unit vectors, the gradient of value is
     the transposed matrix of weights. A value has no more than 256 columns: it is cut into slices.
@@ -344,7 +344,7 @@ def test_compiled(device):
     ids=["packed", "pages"],
 )
 def test_varlen(make, dtype, device):
-    """Against the reference with the mask that is read off the output."""
+    """The reference takes the mask that is read off the output."""
     sample = make(dtype)
     query, key, value, *_ = sample.inputs
     longest = sample.keywords["max_seqlen_k"]

@@ -37,14 +37,14 @@ CHANCE = 1e-9
 
 
 def bound_of_mean(count, dropout_p=0.5):
-    """Bernstein's inequality, for the mean of independent numbers that are 1 or 0."""
+    """Apply Bernstein's inequality to the mean of independent numbers that are 1 or 0."""
     variance = dropout_p * (1 - dropout_p)
     log = math.log(2 / CHANCE)
     return log / (3 * count) + math.sqrt((log / (3 * count)) ** 2 + 2 * log * variance / count)
 
 
 def assert_independent(first, second):
-    """Half of the places of two masks agree, each with one half kept."""
+    """Check that half of the places of two masks agree, each with one half kept."""
     agreement = (first == second).double().mean().item()
     assert abs(agreement - 0.5) < bound_of_mean(first.numel())
 
@@ -52,7 +52,7 @@ def assert_independent(first, second):
 @pytest.mark.parametrize("dropout_p", [0.05, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("queries", [1, 150])
 def test_as_many_are_kept_as_should_be(dropout_p, queries, device):
-    """In all, and in each row, column and head."""
+    """The share is right in all, and in each row, column and head."""
     mask = dropout_mask(device, dropout_p, batch=3, heads=4, queries=queries, keys=200).double()
     for dimensions in ((0, 1, 2, 3), (3,), (0, 1, 2), (2, 3)):
         means = mask.mean(dimensions)
@@ -70,7 +70,7 @@ def test_rows_vary_as_independent_numbers_do(device):
 
 
 def test_neighbours_are_independent(device):
-    """Along each dimension, at the distances at which tiles, blocks and counters repeat."""
+    """Places do not agree at the distances at which tiles, blocks and counters repeat."""
     mask = dropout_mask(device, 0.5, batch=2, heads=4, queries=200, keys=200)
     for dimension, distances in ((0, [1]), (1, [1, 2]), (2, range(1, 130)), (3, range(1, 130))):
         for distance in distances:
@@ -91,7 +91,7 @@ def test_seeds_and_calls_are_independent(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("queries", [1, 140])
 def test_dropout_mask_depends_on_the_seed_and_the_place_alone(dtype, queries, device):
-    """Not on values, head dimension, heads that share keys, a mask, threads, or the device."""
+    """It does not depend on values, head dimension, shared keys, a mask, threads, or the device."""
     mask = dropout_mask("cpu", 0.4, heads=4, queries=queries, keys=150)
     others = [
         attention_sample(heads=4, queries=queries, keys=150, head_dim=64),

@@ -1,4 +1,4 @@
-"""foo::attention refuses bad input: argument, requirement, and what came; eager and fake."""
+"""foo::attention refuses bad input, eager and fake: argument, requirement, and what came."""
 
 import functools
 
@@ -230,7 +230,7 @@ def test_attention_backward_reads_nothing_outside_its_tensors(
 
 
 def takers_of_a_seed(device):
-    """Each with the name that its messages begin with."""
+    """Return each operator with the name that its messages begin with."""
     rows, columns = torch.zeros(2, 4, 5, device=device), torch.zeros(2, 4, 5, 8, device=device)
     query, key = torch.zeros(QUERY, device=device), torch.zeros(KEY, device=device)
     packed_rows = torch.zeros(4, 9, device=device)

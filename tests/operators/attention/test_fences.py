@@ -1,4 +1,4 @@
-"""No kernel of attention writes outside of the parts of its memory."""
+"""No kernel of attention writes outside of its regions of memory."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Memory that calls of attention keep for the next one: how much, and that no two have the same."""
+"""Calls of attention keep memory for the next one: it is limited, and no two share it."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def in_threads(count, function, *arguments):
 
 
 def grown(program):
-    """What a program prints, where it must print how many bytes it has more than before."""
+    """Return how many bytes more than before a program prints that it has."""
     process = subprocess.run(
         [sys.executable, "-c", RESIDENT + program], capture_output=True, text=True
     )
@@ -48,7 +48,7 @@ print(resident() - before)
 
 
 def test_memory_of_large_heads_is_given_up():
-    """Where small ones follow: 40 MB and more for each thread."""
+    """Where small ones follow, 40 MB and more for each thread are freed."""
     assert grown(LARGE_HEADS) < 2**24
 
 
@@ -83,7 +83,7 @@ print(resident() - before)
 
 
 def test_what_is_kept_of_many_calls_at_once_has_a_limit():
-    """They need 20 MB each. Kept are 64 MB and 4 MB for each processor."""
+    """They need 20 MB each, and 64 MB and 4 MB for each processor are kept."""
     assert grown(MANY_AT_ONCE) < 2**26 + 2**22 * os.cpu_count() + 2**25
 
 

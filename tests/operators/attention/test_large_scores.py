@@ -1,4 +1,4 @@
-"""foo::attention where scores are large: masks of large numbers, and softmaxes of one key.
+"""foo::attention is right where scores are large: masks of large numbers, softmaxes of one key.
 
 Of a sum of weights beside a score of 1e9 nothing is left in the logsumexp; the weights must not
 depend on it.
@@ -27,14 +27,14 @@ def large_number(hiding, dtype):
 
 
 def rows_of(value, queries, keys, dtype):
-    """A mask (queries, keys) with ``value`` in the first row and in the last."""
+    """Make a mask (queries, keys) with ``value`` in the first row and in the last."""
     mask = torch.zeros(queries, keys, dtype=dtype)
     mask[0] = mask[-1] = value
     return mask
 
 
 def results_of(sample, function, cotangents):
-    """Outputs and gradients."""
+    """Return outputs and gradients."""
     sample = sample.requiring_grad()
     outputs = sample.call(function)
     gradients = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
@@ -42,7 +42,7 @@ def results_of(sample, function, cotangents):
 
 
 def actual_and_expected(sample, device):
-    """The results on a device, and those of the reference, all in float64 and on the cpu."""
+    """Return the results on a device and of the reference, all in float64 and on the cpu."""
     cotangents = testing.cotangents_for(sample.call(ATTENTION.operator))
     exact_cotangents = [tensor.double() for tensor in cotangents]
     expected = results_of(sample.exact(), ATTENTION.reference, exact_cotangents)
@@ -52,7 +52,7 @@ def actual_and_expected(sample, device):
 
 
 def check(sample, device):
-    """Against the reference, relative to the largest element of each result.
+    """Compare with the reference, relative to the largest element of each result.
 
     What other tests allow grows with the scores.
     """
@@ -65,7 +65,7 @@ def check(sample, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nothing_overflows_at_the_largest_scores(dtype, device):
-    """One score of 3e4 and the others far below: the softmax picks one value.
+    """One score is 3e4 and the others are far below: the softmax picks one value.
 
     Backward computes exp(3e4 - logsumexp) again, with the roundings of numbers of that size.
     """
@@ -89,7 +89,7 @@ def test_nothing_overflows_at_the_largest_scores(dtype, device):
 @pytest.mark.parametrize("queries", [2, 70])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_query_whose_keys_a_mask_of_large_numbers_hides(dtype, queries, hiding, device):
-    """As is usual for padding. Scores of that size are all the same, so that it sees all alike.
+    """Padding does so. Scores of that size are all the same, so that the query sees all alike.
 
     Nothing comes of it where no gradient of its output does: not even 0 times infinity.
     """
@@ -130,7 +130,7 @@ def test_a_query_whose_keys_a_mask_of_large_numbers_hides(dtype, queries, hiding
 def test_keys_that_a_mask_of_large_numbers_hides_weigh_the_same(
     dtype, queries, keys, hiding, has_sinks, device
 ):
-    """Each of them 1 / n, forward and backward, and so does a sink of the same size."""
+    """Each weighs 1 / n, forward and backward, and so does a sink of the same size."""
     compute = compute_type(dtype)
     number = large_number(hiding, compute)
     sinks = torch.tensor([number, 0.5], dtype=compute)
@@ -145,7 +145,7 @@ def test_keys_that_a_mask_of_large_numbers_hides_weigh_the_same(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_lowest_number_of_the_dtype_of_the_query(dtype, device):
-    """By which masks of Hugging Face's models hide what is padding."""
+    """Masks of Hugging Face's models hide padding by it."""
     lowest = torch.finfo(dtype).min
     sample = attention_sample(queries=70, keys=90, bias=lambda _: rows_of(lowest, 70, 90, dtype))
     check(sample(dtype), device)

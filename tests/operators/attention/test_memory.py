@@ -1,4 +1,4 @@
-"""What attention reads, and how much memory it takes."""
+"""Attention reads no more than it needs, and takes little memory."""
 
 import signal
 import subprocess
@@ -101,7 +101,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_memory_grows_with_the_length():
-    """Forward and backward at length 32768, where a matrix of scores has 4 GiB.
+    """Forward and backward run at length 32768, where a matrix of scores has 4 GiB.
 
     Query, key, value, the output and all gradients have 2 MiB each: 14 MiB.
     """
@@ -132,7 +132,7 @@ print(resident() - before)
 
 
 def test_memory_that_is_kept():
-    """The sums of the backward pass: 33 MB for 2000 keys are kept, 164 MB for 10000 are not."""
+    """The backward pass keeps its 33 MB of sums for 2000 keys, and not its 164 MB for 10000."""
     process = run(KEPT_MEMORY)
     assert process.returncode == 0, process.stderr
     assert int(process.stdout) < 2**26
@@ -165,7 +165,7 @@ except RuntimeError:
 
 
 def test_memory_of_the_gradient_of_a_bias(device):
-    """4096 queries and keys in 32 MiB, where the scores alone would need 64 MiB."""
+    """There are 4096 queries and keys in 32 MiB, where the scores alone would need 64 MiB."""
     process = run(BIAS_MEMORY, device)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == "the limit holds"
@@ -204,7 +204,7 @@ except RuntimeError:
 
 
 def test_memory_of_blocks_that_are_not_in_use(device):
-    """A table with room for 4 million keys a sequence, which would be 512 MiB, in 32 MiB."""
+    """A table has room for 4 million keys a sequence, which would be 512 MiB, in 32 MiB."""
     process = run(PAGED_MEMORY, device)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == "the limit holds"

@@ -1,4 +1,4 @@
-"""foo::attention and foo::attention_varlen with random arguments, against the reference."""
+"""foo::attention and foo::attention_varlen agree with the reference for random arguments."""
 
 import hypothesis
 import pytest
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def examples(count):
-    """The same in each run."""
+    """Draw the same examples in each run."""
     return hypothesis.settings(max_examples=count, deadline=None, derandomize=True, database=None)
 
 
@@ -36,7 +36,7 @@ windows = sampled([-1, -1, 0, 1, 63, 64]) | integers(0, 200)
 
 @strategies.composite
 def options(draw, heads, batch):
-    """The keywords, and makers of slopes and sinks."""
+    """Draw the keywords, and makers of slopes and sinks."""
     drawn = {"window_left": draw(windows), "window_right": draw(windows)}
     if draw(booleans):
         drawn["softcap"] = draw(sampled([0.5, 2.0, 30.0]))
@@ -52,7 +52,7 @@ def options(draw, heads, batch):
 
 @strategies.composite
 def biases(draw, batch, heads, queries, keys):
-    """None, or a bias or a mask of a shape that broadcasts."""
+    """Draw None, or a bias or a mask of a shape that broadcasts."""
     full = (batch, heads, queries, keys)
     shape = [size if draw(booleans) else 1 for size in full[4 - draw(integers(2, 4)) :]]
     make = draw(sampled([None, random_bias, random_mask, half_infinite_bias]))
@@ -61,12 +61,12 @@ def biases(draw, batch, heads, queries, keys):
 
 @strategies.composite
 def in_layouts(draw, sample):
-    """The sample with its tensors in layouts of their own."""
+    """Return the sample with its tensors in layouts of their own."""
     return sample.map(lambda tensor: draw(layouts_of(tensor))(tensor))
 
 
 def layouts_of(tensor):
-    """Numbers of blocks are not repeated: they may be too few for another sequence."""
+    """Draw layouts that do not repeat the numbers of blocks, of which there may be too few."""
     integer = not tensor.is_floating_point() and tensor.dtype != torch.bool
     layouts = [layout for layout in LAYOUTS if not (integer and layout is expanded)]
     return sampled([torch.clone, *layouts])

@@ -45,7 +45,7 @@ def test_public_function(device):
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (4, 9), (9, 4)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_agrees_with_torch(queries, keys, is_causal, device):
-    """In the alignment of the causal mask and the order of grouped heads, above all."""
+    """Both have the same alignment of the causal mask and the same order of grouped heads."""
     query, key, value = random(
         "torch", (2, 6, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8), dtype=torch.float64
     )
@@ -57,7 +57,7 @@ def test_agrees_with_torch(queries, keys, is_causal, device):
 
 
 def test_by_hand(device):
-    """Two keys with scores 0 and ln 3: weights 1/4 and 3/4, and a logsumexp of ln 4."""
+    """Two keys with scores 0 and ln 3 have weights 1/4 and 3/4, and a logsumexp of ln 4."""
     query = torch.tensor([[[[1.0, 2.0]]]], device=device)
     key = torch.tensor([[[[0.0, 0.0], [math.log(3.0), 0.0]]]], device=device)
     value = torch.tensor([[[[4.0], [8.0]]]], device=device)
@@ -209,7 +209,7 @@ def test_rows_that_see_nothing_are_zero(dtype, is_causal, device):
 @pytest.mark.parametrize("position", range(4), ids=["query", "key", "value", "attn_bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_and_infinity_go_where_they_belong(dtype, position, value, device):
-    """Into the rows and columns that depend on them, as in the reference, and nowhere else."""
+    """They reach the rows and columns that depend on them, as in the reference, and no others."""
     # A hidden value has the weight zero, which times NaN is NaN, unless its whole tile is skipped.
     is_causal = position != 2
     bias = random_bias(2, 2, 70, 70)
@@ -233,7 +233,7 @@ def test_nan_and_infinity_go_where_they_belong(dtype, position, value, device):
 @pytest.mark.parametrize("keys", [20, 21, 1501])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_and_infinity_with_few_queries(dtype, keys, position, value, device):
-    """In the last key, which may be half of a pair; where keys are in two parts, in one of them."""
+    """They are in the last key, which may be half of a pair, or in one of two key splits."""
     sample = attention_sample(queries=2, keys=keys, bias=random_bias(2, 2, 2, keys))(dtype)
     row = 1 if position in (0, 3) else keys - 1
     sample.inputs[position][1, 0, row, 3] = value
@@ -294,7 +294,7 @@ def with_columns_apart(tensor):
 @pytest.mark.parametrize("lay_out", [in_odd_rows, with_columns_apart])
 @pytest.mark.parametrize("dtype", ATTENTION.dtypes, ids=str)
 def test_strides_of_whole_vectors(dtype, lay_out, device):
-    """Sizes of which all parts could be read as they are, were it not for the strides."""
+    """The sizes would let all rows be read as they are, were it not for the strides."""
     make = attention_sample(
         batch=1, heads=2, queries=128, keys=128, head_dim=64, value_dim=64, is_causal=True
     )
@@ -331,7 +331,7 @@ def test_backward_twice(device):
 
 
 def test_gradient_of_a_bias_is_summed_over_what_it_was_broadcast_to(device):
-    """In float64, against the gradient of the full bias."""
+    """The gradient of the full bias, in float64, is summed as a reference."""
     sample = attention_sample(heads=4, key_heads=2, queries=66, keys=67)(torch.float64).to(device)
     full = random("full bias", (2, 4, 66, 67), dtype=torch.float64)[0].to(device)
     for shape in [(2, 4, 66, 67), (1, 4, 1, 67), (2, 1, 66, 1), (66, 67), (4, 1, 1), (67,), ()]:

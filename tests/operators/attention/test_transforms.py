@@ -1,4 +1,4 @@
-"""foo::attention and foo::attention_varlen: autocast, symbolic sizes, FLOP counting."""
+"""foo::attention and foo::attention_varlen work with autocast, symbolic sizes, FLOP counting."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_autocast_of_what_is_added_to_the_scores(device):
 
 
 def test_autocast_of_mixed_dtypes(device):
-    """As after a projection in bfloat16 beside a cache in float32."""
+    """A projection in bfloat16 stands beside a cache in float32."""
     query, key, value = random("mixed", *[(1, 2, 5, 8)] * 3, dtype=torch.float32)
     query, key, value = query.to(device), key.to(device).bfloat16(), value.to(device)
     with torch.autocast(device, torch.bfloat16):
@@ -130,7 +130,7 @@ def flops(function):
     ids=str,
 )
 def test_flops(value_dim, options, device):
-    """Two products forward, five backward, of all queries with all keys, whatever is masked."""
+    """All queries count with all keys, whatever is masked: two products forward, five backward."""
     sample = attention_sample(
         heads=4, key_heads=2, queries=9, keys=11, value_dim=value_dim, **options
     )(torch.float32)
@@ -160,7 +160,7 @@ def test_flops_without_gradients(device):
 
 @pytest.mark.parametrize(("heads", "options"), [(4, {}), (2, {"is_causal": True})])
 def test_flops_of_scaled_dot_product_attention_on_foo(heads, options):
-    """As of foo::attention, whose kernels it runs; none twice."""
+    """It counts as foo::attention, whose kernels it runs, and counts nothing twice."""
     tensors = [
         torch.randn(2, count, length, size, device="foo", requires_grad=True)
         for count, length, size in ((4, 9, 16), (heads, 11, 16), (heads, 11, 24))
@@ -176,7 +176,7 @@ def test_flops_of_scaled_dot_product_attention_on_foo(heads, options):
 
 @pytest.mark.parametrize("pages", [None, Pages(4)], ids=["packed", "pages"])
 def test_flops_of_packed_sequences(pages, device):
-    """Of each sequence's queries with the keys that it uses."""
+    """Each sequence's queries count with the keys that it uses."""
     lengths, used = ((3, 5), (7, 9), (0, 4)), (5, 8, 3)
     sample = varlen_sample(lengths, heads=4, key_heads=2, value_dim=8, used=used, pages=pages)
     sample = sample(torch.float32).to(device).requiring_grad()

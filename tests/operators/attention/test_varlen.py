@@ -1,4 +1,4 @@
-"""What is particular to foo::attention_varlen: packing, blocks, and what must not be read."""
+"""foo::attention_varlen packs sequences, reads blocks, and leaves alone what must not be read."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_public_function(device):
 
 
 def test_by_hand(device):
-    """Two sequences: one key with any score; two keys with scores 0 and ln 3, one query each."""
+    """One sequence has one key with any score; the other has two with scores 0 and ln 3."""
     query = torch.tensor([[[1.0]], [[1.0]]], device=device)
     key = torch.tensor([[[5.0]], [[0.0]], [[math.log(3.0)]]], device=device)
     value = torch.tensor([[[7.0]], [[4.0]], [[8.0]]], device=device)
@@ -77,7 +77,7 @@ def test_agrees_with_torch_on_padded_sequences(window_right, device):
 
 @pytest.mark.parametrize("queries", [1, 20])
 def test_keys_of_sequences_are_split_at_their_own_places(queries, device):
-    """So many sequences that the keys of each are split in two, where these are many."""
+    """There are so many sequences that the keys of each are split in two, where these are many."""
     lengths = (2100, 3000, 1030, *range(1, 18))
     starts = [cumulative_lengths(it).to(device) for it in ([queries] * len(lengths), lengths)]
     query, key, value = random(
@@ -138,7 +138,7 @@ def test_results_are_contiguous_and_of_the_right_dtype(dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pages", [None, *map(Pages, (1, 16, 64, 100))], ids=str)
 def test_junk_beyond_the_keys_in_use_is_not_read(pages, dtype, device):
-    """Not forward, nor backward; and its gradient is zero."""
+    """It is read neither forward nor backward, and its gradient is zero."""
     lengths, used = ((3, 20), (1, 70), (9, 5)), (10, 65, 0)
     sample = varlen_sample(lengths, used=used, pages=pages)(dtype).to(device).requiring_grad()
     outputs = sample.call(ATTENTION_VARLEN.operator)

@@ -29,7 +29,7 @@ def test_varlen_backward_reads_nothing_outside_its_tensors(name, make, mode, dev
 
 
 def test_varlen_arguments_are_good_unchanged(mode, device):
-    """What each test below changes one thing of."""
+    """Each test below changes one thing of these."""
     with mode:
         varlen(packed(device))
         varlen(packed(device, seqused_k=[0, 5]))

@@ -1,4 +1,4 @@
-"""foo::attention and foo::attention_varlen under torch.vmap."""
+"""foo::attention and foo::attention_varlen run under torch.vmap."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ attention = torch.ops.foo.attention
 
 
 def loop(function, in_dims, *tensors):
-    """What vmap computes, call by call."""
+    """Compute what vmap does, call by call."""
     sizes = {t.shape[dim] for t, dim in zip(tensors, in_dims) if dim is not None}
     (size,) = sizes
     calls = []
@@ -33,7 +33,7 @@ def loop(function, in_dims, *tensors):
 
 
 def check_vmap(function, in_dims, *tensors):
-    """Values, and gradients that are recorded outside of it."""
+    """Compare values, and gradients that are recorded outside of vmap."""
     leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
     floating = [leaf for leaf in leaves if leaf.requires_grad]
     results = []
@@ -54,7 +54,7 @@ def check_vmap(function, in_dims, *tensors):
     ids=str,
 )
 def test_vmap(in_dims, device):
-    """Over 3 slices in any dimension, of any of the tensors."""
+    """Any of the tensors is mapped over 3 slices in any dimension."""
     shapes = ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 6))
     tensors = random("vmap", *((3, *shape) for shape in shapes), dtype=torch.float64)
     moved = [
@@ -75,7 +75,7 @@ def test_vmap(in_dims, device):
 )
 @pytest.mark.parametrize("query_dim", [None, 0, 2])
 def test_vmap_of_biases(shape, bias_dim, query_dim, device):
-    """With and without a dimension of their own, and of fewer dimensions than the scores."""
+    """They have a dimension of their own or none, and fewer dimensions than the scores."""
     if bias_dim is None and query_dim is None:
         pytest.skip("nothing to map over")
     query, bias = random("vmap bias", (3, 2, 4, 5, 8), (3, *shape), dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_vmap_within_vmap(device):
 
 @for_each_once
 def test_vmap_of_gradients(spec, make, device):
-    """Several gradients of the outputs at once, as for a row-by-row Jacobian."""
+    """Several gradients of the outputs are taken at once, as for a row-by-row Jacobian."""
     sample = make(torch.float64).to(device).requiring_grad()
     outputs = sample.call(spec.operator)
     several = [
@@ -155,7 +155,7 @@ def test_vmap_of_gradients(spec, make, device):
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, 2), (None, 0, None)], ids=str)
 def test_vmap_of_packed_sequences(in_dims, device):
-    """Over the tensors; the sequences are the same for all."""
+    """The tensors are mapped; the sequences are the same for all."""
     sample = varlen_sample([(3, 5), (4, 2)], window_right=0)(torch.float64).to(device)
     *_, starts_q, starts_k = sample.inputs[:5]
     tensors = [
@@ -188,7 +188,7 @@ def test_vmap_of_packed_sequences(in_dims, device):
     ],
 )
 def test_vmap_refuses_a_slice(shapes, message, device):
-    """In the words of the operator, which is not called with slices."""
+    """The words are those of the operator, which is not called with slices."""
     shapes = [*shapes, *[(2, 4, 5, 8)] * (3 - len(shapes))]
     tensors = [torch.zeros(3, *shape, device=device) for shape in shapes]
     with pytest.raises(ValueError, match=rf"\Aattention: {re.escape(message)}\Z"):
@@ -274,7 +274,7 @@ def dropout_mask(name, randomness, device, *, count=3, in_dim=0, requires_grad=F
 @pytest.mark.parametrize("in_dim", [0, None], ids=["mapped", "not mapped"])
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no gradient", "gradient"])
 def test_vmap_refuses_dropout_unless_told_how(name, in_dim, requires_grad, device):
-    """In the words of torch."""
+    """The words are those of torch."""
     with pytest.raises(RuntimeError) as of_torch:
         torch.vmap(F.dropout)(torch.zeros(3))
     with pytest.raises(RuntimeError) as ours:

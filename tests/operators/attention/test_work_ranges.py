@@ -43,7 +43,7 @@ def test_blocks_of_queries_whose_keys_are_split(dtype, queries, device):
 @pytest.mark.parametrize(("keys", "value_dim"), [(160, 48), (160, 40), (170, 48)])
 @pytest.mark.parametrize("dtype", ATTENTION.dtypes, ids=str)
 def test_sums_of_keys_may_be_gathered_in_the_gradients(dtype, keys, value_dim, window_left, device):
-    """Where products with whole rows end with the keys, and each head has a sum."""
+    """They may where products with whole rows end with the keys, and each head has a sum."""
     make = attention_sample(
         batch=3,
         heads=6,
@@ -82,7 +82,7 @@ FEW = {"batch": 1, "heads": 1}
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_same_bits_however_the_work_is_cut(make, dtype, device):
-    """Where one head's queries or keys are all that there is to share, and where heads are many."""
+    """Threads share one head's queries or keys where there is nothing else, or many heads."""
     sample = make(dtype).to(device).requiring_grad()
     results = []
     for threads in (1, 2, 3, 3, 1):
@@ -96,7 +96,7 @@ def test_same_bits_however_the_work_is_cut(make, dtype, device):
 
 
 def some_are(number, argument):
-    """A change of query (0), key or value: a number in row 230 of the first head."""
+    """Change query (0), key or value: put a number into row 230 of the first head."""
 
     def change(sample):
         sample.inputs[argument][0, 0, 230] = number
@@ -120,7 +120,7 @@ def some_are(number, argument):
         # Tiles and panels that would end elsewhere, with a number that shows it.
         (2, {"heads": 2, "queries": 640, "keys": 700}, {"window_right": 0}, some_are(math.inf, 2)),
         (2, {"heads": 2, "queries": 700, "keys": 700}, {}, some_are(math.nan, 0)),
-        # What is left over goes to the kernel for few queries.
+        # The rest goes to the kernel for few queries.
         (2, {"heads": 68, "key_heads": 4, "queries": 8, "keys": 333}, {}, None),
         (3, {"heads": 1, "queries": 2689, "keys": 77}, {}, None),
         # Keys that are split, and blocks of which the same key splits are merged.

@@ -189,7 +189,7 @@ class _Context(_RefreshedIfNew, cpu.CPUContext):
 
     def load_additional_registries(self) -> None:
         self.install_registry(mathimpl.registry)
-        # Of two implementations the last one counts.
+        # The last of two implementations counts.
         self.install_registry(builtin_registry)
         self.install_registry(ranges.registry)
 
