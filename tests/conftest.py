@@ -10,6 +10,7 @@ from numba.core import types
 
 from foo_ops.kernels.compiler import emit, load
 from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.testing.checks import contexts
 
 # A graph that was kept on disk still calls operators with the schemas of its day.
 os.environ |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
@@ -45,10 +46,9 @@ def fresh_compiler():
 @pytest.fixture
 def poisoned_memory():
     """Fill memory that is allocated and not initialised with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    with contexts.poisoned_memory():
+        assert torch.empty(3).isnan().all()
+        yield
 
 
 @pytest.fixture
@@ -57,10 +57,8 @@ def one_thread():
 
     A test may set another number; afterwards it is as it was.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with contexts.threads(1):
+        yield
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from foo_ops import library
+from foo_ops.testing.checks.contexts import poisoned_memory
 
 DEVICES = ("cpu", "foo")
 answers = {
@@ -33,15 +34,6 @@ def default_dtype(dtype):
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,7 +64,7 @@ def lib():
         ("default dtype", lambda: default_dtype(torch.float64)),
         ("gradients", torch.no_grad),
         ("inference", torch.inference_mode),
-        ("deterministic", deterministic),
+        ("deterministic", poisoned_memory),
         ("autocast on cpu", lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
         ("autocast on cpu", lambda: torch.autocast("cpu", dtype=torch.float16)),
         ("autocast on foo", lambda: torch.autocast("foo", dtype=torch.bfloat16)),

@@ -85,7 +85,7 @@ void* DeviceMemory::allocate(size_t bytes) {
     if (block != nullptr) {
       block->requested_bytes = bytes;
       block->owners.store(1, std::memory_order_relaxed);
-      count_allocation(pool, *block);
+      count_block(pool, *block, 1);
       totals = current_totals();
     }
   }
@@ -101,7 +101,7 @@ void DeviceMemory::free(Block* block) {
   {
     const std::lock_guard lock(mutex_);
     Pool& pool = pool_of(*block);
-    count_free(pool, *block);
+    count_block(pool, *block, -1);
     pool.heap.give_back(block);
     count_splits(pool);
     totals = current_totals();
@@ -248,22 +248,15 @@ void DeviceMemory::release_unused_segments() {
   }
 }
 
-void DeviceMemory::count_allocation(Pool& pool, const Block& block) {
-  PoolStat(statistics_.allocation, pool.type).increase(1);
-  PoolStat(statistics_.active, pool.type).increase(1);
-  PoolStat(statistics_.allocated_bytes, pool.type)
-      .increase(round_up(block.requested_bytes, kAlignment));
-  PoolStat(statistics_.active_bytes, pool.type).increase(block.bytes);
-  PoolStat(statistics_.requested_bytes, pool.type).increase(block.requested_bytes);
-}
-
-void DeviceMemory::count_free(Pool& pool, const Block& block) {
-  PoolStat(statistics_.allocation, pool.type).decrease(1);
-  PoolStat(statistics_.active, pool.type).decrease(1);
-  PoolStat(statistics_.allocated_bytes, pool.type)
-      .decrease(round_up(block.requested_bytes, kAlignment));
-  PoolStat(statistics_.active_bytes, pool.type).decrease(block.bytes);
-  PoolStat(statistics_.requested_bytes, pool.type).decrease(block.requested_bytes);
+void DeviceMemory::count_block(const Pool& pool, const Block& block, int64_t sign) {
+  const auto change = [&](StatArray& figure, size_t amount) {
+    PoolStat(figure, pool.type).change(sign * static_cast<int64_t>(amount));
+  };
+  change(statistics_.allocation, 1);
+  change(statistics_.active, 1);
+  change(statistics_.allocated_bytes, round_up(block.requested_bytes, kAlignment));
+  change(statistics_.active_bytes, block.bytes);
+  change(statistics_.requested_bytes, block.requested_bytes);
 }
 
 void DeviceMemory::count_splits(Pool& pool) {

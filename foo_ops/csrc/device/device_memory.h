@@ -63,8 +63,8 @@ class DeviceMemory {
   bool reserve(Pool& pool, size_t bytes);
   bool reserve_segment(Pool& pool, size_t bytes);
   void release_unused_segments();
-  void count_allocation(Pool& pool, const Block& block);
-  void count_free(Pool& pool, const Block& block);
+  // Counts a block that is taken (1) or given back (-1).
+  void count_block(const Pool& pool, const Block& block, int64_t sign);
   void count_splits(Pool& pool);
   std::string out_of_memory(size_t bytes);
   SegmentInfo describe(const Segment& segment, bool is_large) const;
