@@ -13,14 +13,14 @@
 namespace foo {
 
 struct Agreement {
-  // For each struct its fields: name, type, offset.
+  // The fields of each struct: name, type, offset.
   std::map<std::string, std::vector<std::tuple<std::string, std::string, size_t>>> structs;
-  // For each function the types of its arguments.
+  // The types of the arguments of each function.
   std::map<std::string, std::vector<std::string>> functions;
   std::map<std::string, std::variant<int64_t, double, std::string>> constants;
 };
 
-// For tests/project/test_agreement.py, which compares it with foo_ops/kernels.
+// tests/project/test_agreement.py compares these facts with foo_ops/kernels.
 Agreement agreement();
 
 }  // namespace foo

@@ -49,12 +49,12 @@ void* resolve_kernel(const std::string& kernel, const std::string& signature) {
     const py::object refusal =
         py::module_::import("foo_ops.kernels.compiler.kernel").attr("KernelError");
     TORCH_CHECK(!error.matches(refusal), std::string(py::str(error.value())));
-    // Anything else came while it was compiled, such as KeyboardInterrupt.
+    // Anything else, such as KeyboardInterrupt, came while it was compiled.
     pass_on(error);
   }
 }
 
-// For fake kernels.
+// Fake kernels call these.
 void bind_attention_checks(py::module_& module) {
   using Optional = const std::optional<at::Tensor>&;
   using Tensor = const at::Tensor&;
@@ -81,7 +81,7 @@ void bind_attention_checks(py::module_& module) {
   module.def("check_attention_seed", torch::wrap_pybind_function(foo::check_attention_seed));
 }
 
-// For fake kernels of operators with arguments `out`.
+// Fake kernels of operators with arguments `out` call these.
 void bind_checks_of_out(py::module_& module) {
   using Tensor = const at::Tensor&;
   module.def("check_devices",
@@ -102,7 +102,7 @@ void bind_checks_of_out(py::module_& module) {
                               }));
 }
 
-// As torch.library.Library keeps them: a handle of a registration, with destroy().
+// A handle of a registration with destroy(), as torch.library.Library keeps them.
 class Registration {
  public:
   explicit Registration(c10::RegistrationHandleRAII handle) {
@@ -113,7 +113,7 @@ class Registration {
   void destroy() { handles_->clear(); }
 
  private:
-  // Not destroyed with this object, because at exit the dispatcher may be gone before.
+  // It is not destroyed with this object, because at exit the dispatcher may be gone before.
   std::vector<c10::RegistrationHandleRAII>* handles_ =
       new std::vector<c10::RegistrationHandleRAII>();
 };
@@ -294,7 +294,7 @@ void deallocate(uintptr_t address) {
   foo::device::allocator().raw_deallocate(reinterpret_cast<void*>(address));
 }
 
-// As often as asked, for the benchmark: a call from Python takes longer than the allocator.
+// Repeats the call in C++ for the benchmark: a call from Python takes longer than the allocator.
 void allocate_and_free(size_t bytes, int64_t index, int64_t times) {
   for (int64_t i = 0; i < times; ++i) deallocate(allocate(bytes, index));
 }
@@ -318,7 +318,7 @@ void bind_memory(py::module_& device) {
   device.def("reset_peak_pinned_memory_stats", &foo::device::reset_peak_pinned_memory_stats);
 }
 
-// The device: what torch's own Python functions for accelerators do not already give.
+// Binds what torch's own Python functions for accelerators do not already give.
 void bind_device(py::module_& module) {
   using namespace foo::device;
   auto device = module.def_submodule("device", "Device foo.");

@@ -11,7 +11,7 @@ using at::Scalar;
 using at::ScalarType;
 using at::Tensor;
 
-// binary_cross_entropy: CUDA's kernel does nothing but raise, with advice.
+// CUDA's kernel of binary_cross_entropy does nothing but raise, with advice.
 void refuse_as_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.callBoxedForDispatchKey(c10::DispatchKey::AutocastCUDA, *stack);
 }

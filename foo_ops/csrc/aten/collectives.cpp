@@ -60,7 +60,7 @@ class Work final : public c10d::Work {
   struct ToFoo {
     c10::Device device;
 
-    // A tensor that is no alias is a sparse one, with parts that gloo has made.
+    // A tensor that is no alias is a sparse one, which gloo has made.
     at::Tensor operator()(const at::Tensor& host) const {
       const std::optional<at::Tensor> foo = foo_tensor_over(host);
       return foo.has_value() ? *foo : host.to(device);
@@ -98,7 +98,7 @@ class Collective final : public c10::OperatorKernel {
     HostCall call(device);
     for (size_t position = first; position < stack->size(); ++position) {
       replace_tensors((*stack)[position], [&](const at::Tensor& tensor) {
-        // Results arrive when this call is over, and so nothing would give them to the storage.
+        // Results arrive when this call is over, so nothing would give them to the storage.
         if (tensor.has_storage()) tensor.storage().mutable_data();
         return call.to_host(tensor);
       });
@@ -106,7 +106,7 @@ class Collective final : public c10::OperatorKernel {
     torch_kernel_.callBoxed(op, keys, stack);
     const WorkPtr work = stack->back().toCustomClass<c10d::Work>();
     if (keys.has_any(c10::DispatchKeySet(c10::DispatchKey::Sparse))) {
-      // The result has parts of its own, which are there in the end.
+      // The result has tensors of its own, which are there in the end.
       work->wait();
       call.write_back();
     }
@@ -121,13 +121,13 @@ class Collective final : public c10::OperatorKernel {
   c10::SafeKernelFunction torch_kernel_;
 };
 
-// For dense tensors, and for those that are sparse where the CPU takes them.
+// Kernels serve dense tensors, and sparse ones where the CPU takes them.
 constexpr std::pair<c10::DispatchKey, c10::DispatchKey> kKeys[] = {
     {c10::DispatchKey::PrivateUse1, c10::DispatchKey::CPU},
     {c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCPU},
 };
 
-// That a kernel of torch gives way to ours is what is wanted, and no reason to warn.
+// A kernel of torch is meant to give way to ours, so there is no reason to warn.
 class NoWarnings final : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
@@ -137,7 +137,7 @@ class NoWarnings final : public c10::WarningHandler {
 void register_collectives() {
   NoWarnings no_warnings;
   const c10::WarningUtils::WarningHandlerGuard handler(&no_warnings);
-  // A warning that is given once only must not be used up here.
+  // A warning that is given only once must not be used up here.
   const c10::WarningUtils::WarnAlways always;
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (!name.name.starts_with("c10d::")) continue;

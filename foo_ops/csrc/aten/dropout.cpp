@@ -1,4 +1,4 @@
-// Dropout. Its operators take no generator, and the CPU's kernels would draw from that of the CPU.
+// Operators of dropout take no generator, and the CPU's kernels would draw from that of the CPU.
 // torch's functions are made of operators that take one: on tensors of foo these draw from foo's.
 
 #include <ATen/ops/native_dropout_native.h>

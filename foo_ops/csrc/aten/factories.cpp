@@ -1,4 +1,4 @@
-// New tensors.
+// Factories of new tensors.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/TensorFactories.h>
@@ -25,7 +25,7 @@ void check_options(std::optional<c10::Layout> layout, std::optional<bool> pin_me
   TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
 }
 
-// A tensor of no particular sizes over new memory of the current device.
+// Returns a tensor of no particular sizes over new memory of the current device.
 at::Tensor allocate_tensor(size_t bytes, std::optional<c10::ScalarType> dtype) {
   return at::detail::make_tensor<c10::TensorImpl>(
       device::make_storage(device::allocator().allocate(bytes), bytes), kFooKeys,

@@ -141,7 +141,7 @@ bool takes_generator(const c10::FunctionSchema& schema) {
 void replace_argument(IValue& value, const c10::Argument& argument, HostCall& call,
                       c10::Device device) {
   if (value.isDevice()) {
-    // A kernel serves others, such as meta, on the CPU as here.
+    // The kernel serves other devices, such as meta, on the CPU as here.
     if (value.toDevice().type() == device::kFoo) value = c10::Device(c10::kCPU);
   } else if (value.isGenerator()) {
     value = device::host_generator(value.toGenerator());
@@ -287,7 +287,7 @@ void register_host_kernels() {
   }
 }
 
-// Composites that look for a kernel in a table of torch's own devices.
+// These composites look for a kernel in a table of torch's own devices.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   for (const char* name : {"conj_physical_", "mode.values"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_on_host>());

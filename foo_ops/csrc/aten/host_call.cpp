@@ -24,7 +24,7 @@ constexpr c10::DispatchKeySet kExcludedKeys =
 constexpr c10::DispatchKeySet kLazyKeys({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
                                          c10::DispatchKey::ZeroTensor});
 
-// A tensor like `source` in everything but the memory and the device.
+// Returns a tensor like `source` in everything but the memory and the device.
 at::Tensor with_storage(const at::Tensor& source, c10::Storage storage, c10::DispatchKey backend) {
   const auto* source_impl = source.unsafeGetTensorImpl();
   const auto keys = c10::DispatchKeySet(backend) | (source_impl->key_set() & kLazyKeys);

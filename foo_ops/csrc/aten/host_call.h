@@ -19,8 +19,8 @@ namespace foo::aten {
 
 class HostCall {
  public:
-  // Storages that the kernel grows belong to `device`, and so do new tensors unless they are asked
-  // for on another one.
+  // Storages that the kernel grows belong to `device`, and so do new tensors unless the call names
+  // another one.
   explicit HostCall(c10::Device device) : HostCall(device, device) {}
   HostCall(c10::Device device, c10::Device result_device);
 
@@ -64,7 +64,7 @@ class HostCall {
   c10::impl::ExcludeDispatchKeyGuard below_autograd_;
   HostAliases<c10::Storage> storages_;
   HostAliases<at::Tensor> tensors_;
-  // One for each pair of tensors; of those that are more than dense nothing is known.
+  // There is one for each pair of tensors; for those that are more than dense nothing is known.
   c10::SmallVector<Layout, 4> layouts_;
   // The arguments that are on the CPU, each its own alias.
   HostAliases<c10::Storage> host_storages_;

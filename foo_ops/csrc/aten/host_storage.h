@@ -28,8 +28,8 @@ class HostStorage final : public c10::StorageImpl {
 // Null for any other storage.
 const HostStorage* as_host_storage(const c10::Storage& storage);
 
-// Memory for a storage of foo with the result of a kernel. Whatever the kernel keeps of it, a table
-// or a workspace, stays its own: the two share the memory.
+// Makes memory for a storage of foo with the result of a kernel. Whatever the kernel keeps of it, a
+// table or a workspace, stays its own: the two share the memory.
 c10::DataPtr memory_for_foo(const c10::Storage& host, c10::Device device);
 
 // Gives the foo storage the memory that its alias has now.

@@ -59,7 +59,7 @@ void set_parts(at::SparseCsrTensorImpl* destination, const at::Tensor& source, c
 // The scales of channels are tensors, and so on a device.
 at::QuantizerPtr quantizer_of(const at::Tensor& source, c10::Device device, const PartMap& map) {
   at::QuantizerPtr quantizer = impl_of<at::QTensorImpl>(source)->quantizer();
-  // An empty tensor has one that knows no scheme yet, and cannot tell it.
+  // An empty tensor has a quantizer that knows no scheme yet, and cannot tell it.
   const auto* channels = dynamic_cast<at::PerChannelAffineQuantizer*>(quantizer.get());
   if (channels == nullptr) return quantizer;
   // A copy on another device is first made with those of its source.

@@ -21,8 +21,8 @@ bool is_dense(const at::Tensor& tensor);
 // foo does not have.
 at::Tensor rebuild(const at::Tensor& source, c10::Device device, const PartMap& map);
 
-// Gives `destination`, once rebuilt from or as the source of `source`, the parts that `source` has
-// now. Both are of the same kind.
+// Gives `destination` the member tensors that `source` has now. One was rebuilt from the other, so
+// both are of the same kind.
 void update(const at::Tensor& destination, const at::Tensor& source, const PartMap& map);
 
 }  // namespace foo::aten

@@ -29,7 +29,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Without a window or a cap of the scores.
+// The options that stand for no window and no cap of the scores.
 constexpr int64_t kNoWindow = -1;
 constexpr double kNoSoftcap = 0.0;
 
@@ -37,7 +37,8 @@ bool has_value(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
 }
 
-// Plain tensors with four dimensions: what is nested or inside torch.vmap goes to torch's formula.
+// Returns whether it is a plain tensor with four dimensions: a nested one, and one inside of
+// torch.vmap, goes to torch's formula.
 bool is_supported(const Tensor& tensor, at::ScalarType dtype) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   return !impl->is_nested() && !impl->key_set().has(c10::DispatchKey::FuncTorchBatched) &&
@@ -68,8 +69,8 @@ bool is_supported_mask(const Tensor& mask, const Tensor& query, const Tensor& ke
          at::is_expandable_to(mask.sym_sizes(), scores);
 }
 
-// A tensor of other sizes whose dimensions lie in memory in the order of those of the query: what
-// torch promises of the results, so that a model which transposed its heads to the front can
+// Makes a tensor of other sizes whose dimensions lie in memory in the order of those of the query.
+// torch promises this of the results, so that a model which transposed its heads to the front can
 // transpose them back and view the result.
 Tensor empty_in_order_of(const Tensor& query, at::IntArrayRef sizes) {
   if (query.sizes() == sizes) return at::empty_like(query);
@@ -86,7 +87,7 @@ Tensor in_order_of(const Tensor& query, Tensor result) {
   return ordered.strides() == result.strides() ? result : ordered.copy_(result);
 }
 
-// An integer of the device's default generator; what it holds without dropout is not read.
+// Draws an integer from the device's default generator. Nobody reads it without dropout.
 Tensor draw_seed(const Tensor& query, double dropout_p) {
   const auto options = query.options().dtype(at::kLong);
   return dropout_p > 0 ? at::randint(std::numeric_limits<int64_t>::max(), {1}, options).squeeze(0)
@@ -167,8 +168,8 @@ bool is_in_function_transform() {
       c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-// torch has no formula for the second derivative, but what the backward pass is made of here can be
-// differentiated. Not inside of torch.func's transforms, where custom formulas must not be.
+// torch has no formula for the second derivative, but the operators that compute the backward pass
+// here can be differentiated. Inside of torch.func's transforms custom formulas are forbidden.
 class DifferentiableBackward final : public c10::OperatorKernel {
  public:
   explicit DifferentiableBackward(c10::SafeKernelFunction of_torch)

@@ -1,4 +1,4 @@
-// Views: new sizes and strides over the same storage.
+// Views have new sizes and strides over the same storage.
 
 #include <ATen/ops/_nested_view_from_buffer_native.h>
 #include <ATen/ops/_reshape_alias_native.h>

@@ -13,7 +13,7 @@ namespace foo::device {
 void set_backend_meta(const at::Tensor& tensor, int64_t version, int64_t format_number);
 std::optional<Format> get_backend_meta(const at::Tensor& tensor);
 
-// For copies: what the source bears, unless the destination has its own.
+// Copies bear what the source bears, unless the destination has its own.
 void copy_backend_meta(const at::Tensor& source, const at::Tensor& destination);
 
 }  // namespace foo::device

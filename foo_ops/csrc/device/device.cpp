@@ -16,7 +16,7 @@ constexpr c10::DeviceIndex kDefaultDeviceCount = 2;
 
 thread_local c10::DeviceIndex current_index = 0;
 
-// The number that a text begins with, and what follows it; none if it begins with anything else.
+// Returns the number that a text begins with, and the rest; none if it begins with anything else.
 std::optional<std::pair<uint64_t, std::string_view>> read_number(std::string_view text) {
   uint64_t number = 0;
   const char* const text_end = text.data() + text.size();

@@ -45,7 +45,7 @@ c10::DeviceIndex Hooks::exchangeDevice(c10::DeviceIndex index) const {
   return exchange_current_device(index);
 }
 
-// A negative index asks for no change, as in c10's optional device guards.
+// A negative index changes nothing, as in c10's optional device guards.
 c10::DeviceIndex Hooks::maybeExchangeDevice(c10::DeviceIndex index) const {
   return index < 0 ? current_device() : exchange_current_device(index);
 }

@@ -26,7 +26,7 @@ void free_raw(void* data) {
   }
 }
 
-// The allocator of the CPU, and in its place one of foo while a thread asks for it.
+// Stands for the allocator of the CPU, and for one of foo while a thread wants that.
 class HostAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {

@@ -67,7 +67,7 @@ c10::DataPtr adopt(c10::Storage host, c10::Device device) {
   void* data = host.mutable_data();
   if (data == nullptr) return {nullptr, nullptr, &free_block, device};
   const size_t bytes = host.nbytes();
-  // Whoever keeps the storage, too, must not move it from under this one. Tensor.numpy does the
+  // Whoever else keeps the storage must not move it from under this one. Tensor.numpy does the
   // same.
   host.unsafeGetStorageImpl()->set_resizable(false);
   auto* memory = new AdoptedMemory{std::move(host), bytes, device.index()};

@@ -5,7 +5,7 @@
 
 namespace foo::device {
 
-// Memory of a storage of the CPU, from now on memory of `device` as well: no byte moves, and the
+// Makes memory of a storage of the CPU memory of `device` as well: no byte moves, and the
 // statistics of the device count it until it is freed. The storage can no longer be resized.
 c10::DataPtr adopt(c10::Storage host, c10::Device device);
 
@@ -13,9 +13,9 @@ c10::DataPtr adopt(c10::Storage host, c10::Device device);
 // storage on any device.
 bool is_own_memory(const c10::DataPtr& memory);
 
-// The memory of a storage once more, for another storage: it is freed with the last of them, also
-// when one of them moves elsewhere. Memory that is copied on writing stays so. Memory that neither
-// allocate nor adopt gave lives as long as `storage`.
+// Shares the memory of a storage with another one: it is freed with the last of them, also when one
+// of them moves elsewhere. Memory that is copied on writing stays so. Memory that neither allocate
+// nor adopt gave lives as long as `storage`.
 c10::DataPtr share(const c10::Storage& storage, c10::Device device);
 
 // Memory that storages share must not become copy-on-write for one of them alone.

@@ -78,8 +78,7 @@ PinnedMemoryAllocator& instance() {
 }
 
 void free_pinned(void* context) {
-  // The lock of torch may be one that nobody will ever release; and the memory goes with the
-  // process.
+  // A lock of torch may be one that nobody will ever release, and the memory goes with the process.
   if (!is_in_bad_fork()) instance().free(context);
 }
 

@@ -1,5 +1,5 @@
 // Pinned host memory. All memory of this device is host memory and no transfer needs it, but code
-// for accelerators asks for it, and asks whether it got it.
+// for accelerators allocates it, and checks that it got it.
 #pragma once
 
 #include <c10/core/Allocator.h>

@@ -8,7 +8,8 @@
 namespace foo::device {
 namespace {
 
-// Threads of the device, such as autograd's, are not in the child, nor is whoever held their locks.
+// Threads of the device, such as autograd's, are missing in the child, and so is any thread that
+// held their locks.
 void after_fork_in_child() {
   if (!is_initialized()) return;
   process_state = ProcessState::kForked;

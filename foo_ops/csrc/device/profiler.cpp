@@ -27,7 +27,7 @@ class Profiler final : public torch::profiler::impl::ProfilerStubs {
     *event = std::make_shared<Event>(Event{std::chrono::steady_clock::now(), current_device()});
   }
 
-  // In microseconds.
+  // The time is in microseconds.
   float elapsed(const ProfilerVoidEventStub* start,
                 const ProfilerVoidEventStub* end) const override {
     return static_cast<float>(1000 * elapsed_milliseconds(*static_cast<Event*>(start->get()),

@@ -32,8 +32,8 @@ const at::Tensor* tensor_in(const Argument&) {
   return nullptr;
 }
 
-// Raises unless all tensors are on the device of the first that is on foo. They are in the order of
-// the operator's arguments, with null for what is none.
+// Raises unless all tensors are on the device of the first one on foo. They come in the order of
+// the operator's arguments, with null for a missing one.
 void check_one_device(const char* operator_name, at::ArrayRef<const at::Tensor*> tensors);
 
 template <typename... Arguments>

@@ -1,4 +1,4 @@
-// Where launchers find the compiled Numba kernels.
+// The table in which launchers find the compiled Numba kernels.
 
 #pragma once
 
@@ -18,7 +18,7 @@ std::string dtype_name(at::ScalarType dtype);
 using Signature = c10::SmallVector<int8_t, 16>;
 constexpr int8_t kAbsent = -1;
 constexpr int8_t kGiven = -2;
-// How they are written for the resolver.
+// The resolver takes the codes in this form.
 inline constexpr const char* kAbsentCode = "none";
 inline constexpr const char* kGivenCode = "given";
 

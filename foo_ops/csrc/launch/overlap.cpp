@@ -22,7 +22,7 @@ struct Span {
   }
 };
 
-// Part of a distance in memory: so many bytes, taken `low` to `high` times.
+// A term of a distance in memory: so many bytes, taken `low` to `high` times.
 struct Step {
   int64_t bytes, low, high;
 };

@@ -11,9 +11,10 @@ namespace foo {
 
 namespace {
 
-// The most in a block that is kept: the sums of 16000 keys with one head of 64, in float32.
+// The most bytes of a block that is kept: the sums of 16000 keys with one head of 64, in float32.
 constexpr int64_t kMostBytes = int64_t{1} << 26;
-// In all blocks that are kept: what kernels work in on each processor, and one of sums.
+// The most bytes of all blocks that are kept: the scratch memory of kernels on each processor, and
+// one block of sums.
 int64_t most_bytes_in_all() {
   static const int64_t most =
       kMostBytes + (int64_t{1} << 22) * std::max(1u, std::thread::hardware_concurrency());
@@ -26,7 +27,7 @@ constexpr int64_t kLittle = 4;
 
 std::atomic<int64_t> kept_bytes{0};
 
-// Whether so many bytes more may be kept, which are then counted.
+// Returns whether so many bytes more may be kept, and counts them if so.
 bool reserve(int64_t bytes) {
   if (kept_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes <= most_bytes_in_all()) {
     return true;
@@ -97,9 +98,9 @@ void ScratchPool::release_larger_than(int64_t bytes) {
   }
 }
 
-// Not of torch's allocator, which counts memory as a tensor's where the call is one of foo's, and
-// not of the C library's, which keeps for a thread what it has been given back: 100 MB of 24
-// threads.
+// The memory comes neither from torch's allocator, which counts it as a tensor's where the call is
+// one of foo's, nor from the C library's, which keeps for a thread what it has been given back: 100
+// MB of 24 threads.
 ScratchPool::Block* ScratchPool::allocate(int64_t place, int64_t bytes) {
   void* const memory = mmap(nullptr, sizeof(Block) + bytes, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

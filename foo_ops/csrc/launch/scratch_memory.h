@@ -30,7 +30,7 @@ class ScratchPool {
     bool is_kept;
   };
 
-  // In a line of the cache of its own.
+  // It lies in a line of the cache of its own.
   struct alignas(64) Place {
     std::atomic<Block*> block{nullptr};
   };
@@ -48,8 +48,8 @@ class ScratchPool {
   std::array<Place, kPlaces> places_;
 };
 
-// So many bytes, undefined, of a pool, for as long as this lives. Calls that use one place at the
-// same time get blocks of their own.
+// Holds so many undefined bytes of a pool for as long as this lives. Calls that use one place at
+// the same time get blocks of their own.
 class ScratchMemory {
  public:
   ScratchMemory(ScratchPool& pool, int64_t place, int64_t bytes)

@@ -38,7 +38,7 @@ class ThreadShares {
   }
 
  private:
-  // In a line of the cache of its own.
+  // It lies in a line of the cache of its own.
   struct alignas(64) Next {
     std::atomic<int64_t> job{0};
   };

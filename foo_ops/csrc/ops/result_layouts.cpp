@@ -24,8 +24,8 @@ bool has_fake_kernel(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::Meta);
 }
 
-// The operator `f` beside one called `f_` that takes the same arguments and returns, for each that
-// `f_` writes, what is written there.
+// Finds the operator `f` beside one called `f_` that takes the same arguments and returns, for each
+// that `f_` writes, its new value.
 std::optional<c10::OperatorHandle> functional_twin(const c10::OperatorHandle& op) {
   c10::OperatorName name = op.operator_name();
   if (!name.name.ends_with('_')) return std::nullopt;

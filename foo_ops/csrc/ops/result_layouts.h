@@ -31,7 +31,7 @@ class ResultLayouts {
  public:
   explicit ResultLayouts(c10::OperatorHandle op) : op_(std::move(op)) {}
 
-  // Without arguments `out`.
+  // Takes no arguments `out`.
   SharedLayouts of(c10::ArrayRef<c10::IValue> arguments);
 
  private:

@@ -4,7 +4,7 @@ namespace foo {
 
 namespace {
 
-// In the order of ArgumentPlaces::Name.
+// The names come in the order of ArgumentPlaces::Name.
 constexpr const char* kArgumentNames[] = {"query",          "key",
                                           "value",          "cu_seqlens_q",
                                           "cu_seqlens_k",   "grad_output",

@@ -119,7 +119,7 @@ class AttentionArguments {
   std::array<std::optional<at::Tensor>, ArgumentPlaces::kNames - kFirstOptional> optionals_;
 };
 
-// A boxed kernel out of a function of AttentionArguments that returns a tuple of tensors.
+// Makes a boxed kernel of a function of AttentionArguments that returns a tuple of tensors.
 template <Name name, auto function>
 struct BoxedAttention {
   static void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -137,7 +137,7 @@ struct BoxedAttention {
   }
 };
 
-// As register_shared_kernel, for calls that are rare enough to go through the stack.
+// Registers as register_shared_kernel does, for calls that are rare enough to go through the stack.
 template <Name name, auto function>
 void register_boxed_kernel(torch::Library& library) {
   using Boxed = BoxedAttention<name, function>;

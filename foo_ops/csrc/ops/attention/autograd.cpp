@@ -80,8 +80,9 @@ void call_seeded(const OperatorHandle& op, Stack* stack) {
   seeded.callBoxed(stack);
 }
 
-// For the operators that draw their seed: what is differentiated is the one whose seed the backward
-// pass can be given, too. A call that is refused leaves the generator as it was.
+// Serves the operators that draw their seed. The one that is given a seed is differentiated in
+// their place, so that the backward pass gets the seed, too. A call that is refused leaves the
+// generator as it was.
 template <class Own>
 void draw_and_differentiate(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   if (!needs_gradient(op, *stack) && !has_tangent(op, *stack)) {
@@ -99,9 +100,9 @@ bool will_be_cast(const Tensor& query) {
   return at::autocast::is_autocast_available(type) && at::autocast::is_autocast_enabled(type);
 }
 
-// Under torch.vmap, where the seed is drawn by an operator of torch, which knows what its argument
-// ``randomness`` demands: one seed for all, one for each, or an error. A call is refused
-// for a slice, in its own words; but autocast is yet to come, and to make dtypes the same.
+// Under torch.vmap an operator of torch draws the seed, which knows what the argument
+// ``randomness`` demands: one seed for all, one for each, or an error. A call is refused for a
+// slice, in its own words; but autocast is yet to come, and to make dtypes the same.
 template <class Own>
 void draw_for_vmap(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto given = arguments_of<Own>(op, *stack);

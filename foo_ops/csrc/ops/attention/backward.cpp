@@ -16,7 +16,7 @@ namespace foo {
 namespace {
 
 // The blocks of so many key heads are work for all threads; fewer key heads have theirs in chunks.
-// Does not depend on the threads, so that neither do the sums.
+// The number does not depend on the threads, so that the sums do not either.
 constexpr int64_t kBackwardPieces = 8;
 constexpr int64_t kRowsOfRange = 256;
 
@@ -214,8 +214,8 @@ void clear_slots_without_blocks(const std::vector<std::vector<Chunk>>& jobs, con
   }
 }
 
-// Whether sums can be gathered in the gradient itself: it is of their dtype, and its heads, which
-// lie one after the other, have whole rows.
+// Returns whether sums can be gathered in the gradient itself: it has their dtype, and its heads,
+// which lie one after the other, have whole rows.
 bool can_hold_sums(const at::Tensor& gradient, at::ScalarType type) {
   return gradient.dim() == 4 && gradient.scalar_type() == type &&
          gradient.size(2) % kRowMultiple == 0 && gradient.size(3) % kWidestVector == 0;

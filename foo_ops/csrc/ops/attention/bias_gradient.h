@@ -1,4 +1,4 @@
-// The gradient of attn_bias: where blocks of queries put what they find, and what it comes to.
+// The gradient of attn_bias: blocks of queries write tiles of it, or sums that become it.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace foo {
 
-// The tensor, in double precision, summed over a dimension, which it keeps. In one fixed order,
-// which at::sum does not promise.
+// Sums the tensor, in double precision, over a dimension, which it keeps, in one fixed order.
+// at::sum promises none.
 at::Tensor sum_in_order(const at::Tensor& tensor, int64_t dim);
 
 class BiasGradient {

@@ -50,7 +50,7 @@ struct Checker {
                       " as ", as, " has, got ", size);
   }
 
-  // As check_same, for things that are counted.
+  // Checks as check_same does, for things that are counted.
   void check_count(const char* argument, const char* what, const c10::SymInt& size,
                    const c10::SymInt& expected, const char* as) const {
     TORCH_CHECK_VALUE(size == expected, name, ": ", argument, " must have ", expected, " ", what,

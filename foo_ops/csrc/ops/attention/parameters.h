@@ -148,11 +148,11 @@ struct Extras {
   at::Tensor alibi_slopes, sinks;
 };
 
-// Everything that does not depend on how the sequences lie in memory.
+// Sets everything that does not depend on how the sequences lie in memory.
 void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& inputs,
                  const AttentionOptions& options, const std::optional<at::Tensor>& seed);
 
-// The seed of a call without one: drawn from the default generator if there is dropout.
+// Returns the seed of a call without one: drawn from the default generator if there is dropout.
 std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p);
 
 }  // namespace foo

@@ -11,8 +11,8 @@ namespace foo {
 
 namespace {
 
-// Keys are split where there are fewer blocks. This does not depend on the threads, so that neither
-// do the sums.
+// Keys are split where there are fewer blocks. The number does not depend on the threads, so that
+// the sums do not either.
 constexpr int64_t kEnoughPieces = 64;
 constexpr int64_t kSplitLength = 1024;
 // Each of several threads has to have so many merged blocks, so that none has long to wait for
@@ -58,7 +58,7 @@ int64_t count_blocks(const Parameters& parameters, const std::vector<Sequence>& 
   return count;
 }
 
-// The most queries in a block of the forward kernel, but for what merge_neighbours makes of them.
+// The most queries in a block of the forward kernel, before merge_neighbours.
 int64_t forward_block(const Parameters& parameters, const std::vector<Sequence>& sequences) {
   if (has_16_registers() && count_blocks(parameters, sequences, kLargeBlock) >= kEnoughPieces) {
     return kLargeBlock;

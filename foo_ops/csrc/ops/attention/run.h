@@ -28,8 +28,8 @@ class PartialResults {
   at::Tensor output_, largest_, total_;
 };
 
-// For the backward pass: computes anew what weights are made of in the blocks where the logsumexp
-// is so large that its digits do not tell, and tells these where it is.
+// Finds for the backward pass the blocks where the logsumexp is so large that its digits do not
+// tell, computes the statistics of their softmax anew, and tells the blocks where these are.
 void compute_statistics(Parameters& parameters, PartialResults& results, std::vector<Piece>& blocks,
                         const at::Tensor& query);
 

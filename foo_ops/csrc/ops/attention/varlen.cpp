@@ -283,7 +283,7 @@ class UsedBlocks {
   at::Tensor numbers_, distinct_, places_;
 };
 
-// In the compute type, so that nothing is rounded before it is summed.
+// The sum is in the compute type, so that nothing is rounded before it.
 PackedGradients paged_backward(const AttentionInputs& inputs, const Lengths& given,
                                const AttentionOptions& options, const AttentionResults& results,
                                const std::optional<at::Tensor>& seed) {
