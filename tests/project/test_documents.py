@@ -79,11 +79,56 @@ def test_paths_exist(document):
             assert list(REPOSITORY.glob(name)), name
 
 
+def commands(document):
+    """Return the shell lines of a document, and the commands in its sentences."""
+    in_sentences = re.findall(r"`((?:make|[.\w/]*python) [^`\n]+)`", text_of(document))
+    lines = "\n".join(blocks(document, SHELL)).splitlines()
+    return [*in_sentences, *(line.partition(" #")[0] for line in lines)]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_make_targets_exist(document):
     targets = re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE)
-    for target in re.findall(r"\bmake ([a-z-]+)", "\n".join(blocks(document, SHELL))):
-        assert target in targets
+    for command in commands(document):
+        for target in re.findall(r"\bmake ([a-z-]+)", command):
+            assert target in targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_name_files_and_modules_that_exist(document):
+    for command in commands(document):
+        for name in re.findall(
+            r"(?<![\w./'])(?:foo_ops|tests|benchmarks|examples)/[\w./]+", command
+        ):
+            assert (REPOSITORY / name).exists(), command
+        for name in re.findall(r"-m ((?:foo_ops|benchmarks)[\w.]*)", command):
+            module = REPOSITORY / name.replace(".", "/")
+            program = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
+            assert program.exists(), command
+
+
+def anchors(text):
+    """Return the anchors of a document's headings, as mkdocs and GitHub make them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def missing_anchors(document, text):
+    """Return the links of a text, as part of the document, to headings that do not exist."""
+    links = re.findall(r"\]\((?!https?://)([^)#]*)#([^)]+)\)", text)
+    pages = [(REPOSITORY / document).parent / name if name else None for name, _ in links]
+    known = [anchors(text if page is None else page.read_text()) for page in pages]
+    return [anchor for (_, anchor), names in zip(links, known) if anchor not in names]
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md"])
+def test_links_to_headings_lead_somewhere(document):
+    assert missing_anchors(document, text_of(document)) == []
+
+
+def test_a_link_to_a_missing_heading_would_be_noticed():
+    text = "# On `x.y`\n[a](#on-xy) [b](#on) [c](CONTRIBUTING.md#add-an-operator) [d](README.md#no)"
+    assert missing_anchors("README.md", text) == ["on", "no"]
 
 
 def test_front_page_is_short():

@@ -52,8 +52,8 @@ def make_elementwise_kernel(
         variants: for each common dtype the position of its function, the dtype in which elements
             are read, and the dtypes in which the outputs are written.
         functions: each takes one scalar for each argument and returns one for each output, in the
-            compute types of their dtypes (see vectors/elements.py). A float is in the inputs'
-            compute type, where that is a floating-point type.
+            compute types of their dtypes (see foo_ops/kernels/vectors/elements.py). A float is in
+            the inputs' compute type, where that is a floating-point type.
     """
     dtype, *given = signature.split(",")
     position, input_dtype, output_dtypes = variants[dtype]

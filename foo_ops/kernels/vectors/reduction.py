@@ -7,7 +7,7 @@ keep a sum in each lane of a vector:
     for i in range(size):
         total = accumulate(total, x[i] * x[i])
 
-With explicit vectors (vectors/arithmetic.py) the lanes of one are summed by `reduce_add`:
+With explicit vectors (foo_ops/kernels/vectors/arithmetic.py) `reduce_add` sums the lanes of one:
 
     step = lanes(x)
     totals = splat(zero(x), step) ... reduce_add(totals)

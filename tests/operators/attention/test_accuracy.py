@@ -1,7 +1,7 @@
 """foo::attention is as exact as torch's own operators in the same dtype.
 
-Each error is measured against closed formulas in float64 (tests/attention_exact.py), and torch's
-in the same test: ours may be ``ROOM`` times it, and what a few roundings of the dtype come to.
+Each error is measured against closed formulas in float64 (tests/support/attention_exact.py), and
+torch's in the same test: ours may be ``ROOM`` times it, and a few roundings of the dtype more.
 """
 
 import numpy as np

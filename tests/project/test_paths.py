@@ -1,0 +1,62 @@
+"""Files that comments, docstrings and documents name exist."""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDERS = ("foo_ops", "tests", "benchmarks", "examples", "docs")
+SOURCES = sorted(
+    str(path.relative_to(REPOSITORY))
+    for folder in FOLDERS
+    for path in (REPOSITORY / folder).rglob("*")
+    if path.suffix in (".py", ".cpp", ".h", ".md")
+)
+# A path has a slash and ends as files of the repository do. It is not part of an address.
+PATH = re.compile(r"(?<![\w/.:<~-])(?:\.\./)*(?:[\w.-]+/)+[\w-]+\.(?:py|cpp|h|md)\b")
+# Folders of PyTorch's, and of what programs write.
+OTHERS = ("ATen/", "c10/", "torch/", "test/", "build/", "benchmarks/results/")
+
+
+def docstrings(source):
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, documented))
+    return [ast.get_docstring(node) or "" for node in nodes]
+
+
+def prose(name, source):
+    """Return the comments and docstrings of a source, or all of a document."""
+    if name.endswith(".py"):
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+        return "\n".join([*comments, *docstrings(source)])
+    return source if name.endswith(".md") else "\n".join(re.findall(r"//.*", source))
+
+
+def missing(name, source):
+    """Return the paths that a file names, from the root or beside itself, and that do not exist."""
+    places = (REPOSITORY, REPOSITORY / "foo_ops", (REPOSITORY / name).parent)
+    paths = [path for path in PATH.findall(prose(name, source)) if not path.startswith(OTHERS)]
+    return [path for path in paths if not any((place / path).exists() for place in places)]
+
+
+@pytest.mark.parametrize("name", [*SOURCES, "README.md", "CONTRIBUTING.md", "setup.py"])
+def test_paths_exist(name):
+    assert missing(name, (REPOSITORY / name).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("foo_ops/a.py", '"""See foo_ops/ops/no.py and foo_ops/ops/abs.py."""\nx = "a/b.py"'),
+        ("foo_ops/a.py", "# (see csrc/launch/layout.h; foo_ops/ops/no.py)\n"),
+        ("foo_ops/csrc/a.cpp", '#include "no/no.h"\n// As foo_ops/ops/no.py has it.'),
+        ("docs/a.md", "[abs](../foo_ops/ops/abs.py) and `foo_ops/ops/no.py`"),
+    ],
+)
+def test_a_missing_file_would_be_noticed(name, source):
+    assert missing(name, source) == ["foo_ops/ops/no.py"]
