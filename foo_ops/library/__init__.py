@@ -29,7 +29,6 @@ from torch.library import (
     impl_abstract,
     infer_schema,
     register_fake,
-    register_vmap,
 )
 
 from foo_ops.library.autocast import register_autocast
@@ -41,7 +40,12 @@ from foo_ops.library.implementations import Library, impl
 from foo_ops.library.kernels import register_kernel
 from foo_ops.library.numba_operator import numba_op
 from foo_ops.library.tiles import TileKernel, tile_kernel
-from foo_ops.library.vmap import register_vmap_loop, vmap_by_loop
+from foo_ops.library.vmap import (
+    register_vmap,
+    register_vmap_loop,
+    register_vmap_rows,
+    vmap_by_loop,
+)
 
 __all__ = [
     "OPCHECKS",
@@ -66,6 +70,7 @@ __all__ = [
     "register_variant_autograd",
     "register_vmap",
     "register_vmap_loop",
+    "register_vmap_rows",
     "tile_kernel",
     "vmap_by_loop",
 ]

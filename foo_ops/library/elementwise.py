@@ -23,6 +23,7 @@ from foo_ops.library.kernels import (
     kinds_of,
 )
 from foo_ops.library.operators import Parameter, find, keep, library_of, parameters_of
+from foo_ops.library.vmap import make_elementwise_rule
 
 _UNSIGNED_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
@@ -86,7 +87,11 @@ class ElementwiseKernel(NumbaKernel):
             {dtype: list(results) for dtype, results in types.items()},
             in_words(self.variants),
         )
-        return Launcher(elementwise.register_for, make_fake(operator, parameters, elementwise))
+        return Launcher(
+            elementwise.register_for,
+            make_fake(operator, parameters, elementwise),
+            make_elementwise_rule(operator.name(), parameters, self.own_dtypes),
+        )
 
     def register(
         self,

@@ -15,6 +15,7 @@ from foo_ops import _C
 from foo_ops.kernels.compiler.kernel import KERNELS, Maker
 from foo_ops.kernels.user.user_kernel import UserKernel
 from foo_ops.library.operators import Parameter, find, functionalize_out, keep, parameters_of
+from foo_ops.library.vmap import Rule, register_default_vmap
 
 DISPATCH_KEYS = {"cpu": "CPU", "foo": "PrivateUse1", "CPU": "CPU", "PrivateUse1": "PrivateUse1"}
 
@@ -28,10 +29,12 @@ class Launcher:
     Attributes:
         register_for: makes the registration for a dispatch key.
         fake: the fake kernel; None where the operator's author brings it.
+        vmap: the rule for torch.vmap; None for an operator that has an argument ``out``.
     """
 
     register_for: Callable[[str], Any]
     fake: Callable[..., Any] | None
+    vmap: Rule | None
 
 
 class NumbaKernel(abc.ABC):
@@ -59,6 +62,8 @@ class NumbaKernel(abc.ABC):
             keep(launcher.register_for(key), lib)
         if operator._schema.is_mutable:
             keep(_C.count_versions(operator.name()), lib)
+        if launcher.vmap is not None:
+            register_default_vmap(operator.name(), launcher.vmap, lib)
         if launcher.fake is None:
             return
         torch.library.register_fake(operator.name(), launcher.fake, lib=lib)

@@ -22,6 +22,7 @@ from foo_ops.library.kernels import (
     kinds_of,
 )
 from foo_ops.library.operators import Parameter, find, parameters_of, short_name
+from foo_ops.library.vmap import make_loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,8 @@ class TileKernel(NumbaKernel):
                 refuse,
             )
 
-        return Launcher(register_for, _fake_of_out(operator, parameters))
+        rule = None if operator._schema.is_mutable else make_loop(operator.name())
+        return Launcher(register_for, _fake_of_out(operator, parameters), rule)
 
     def _refusal(self, operator: torch._ops.OpOverload, count: int) -> Callable[..., None] | None:
         """Return what is called with all arguments of the operator; results it does not get."""

@@ -1,14 +1,78 @@
-"""Map operators under torch.vmap, by a loop."""
+"""Map operators under torch.vmap: in one call where that is possible, else by a loop."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import register_vmap
 
-from foo_ops.library.operators import find, tensors_in
+from foo_ops.library.operators import Parameter, find, keep, tensors_in
+
+Rule = Callable[..., tuple[Any, Any]]
+KEY = "FuncTorchBatched"
+
+
+class _DefaultRule:
+    """The rule that comes with a kernel; it gives way to one that an author registers."""
+
+    def __init__(self, name: str, rule: Rule) -> None:
+        self._name = name
+        self._library = torch.library.Library(name.partition("::")[0], "FRAGMENT")
+        torch.library.register_vmap(name, rule, lib=self._library)
+        _defaults[name] = self
+
+    def destroy(self) -> None:
+        if _defaults.get(self._name) is self:
+            del _defaults[self._name]
+            self._library._destroy()
+
+
+_defaults: dict[str, _DefaultRule] = {}
+
+
+def register_default_vmap(name: str, rule: Rule, lib: torch.library.Library | None) -> None:
+    """Register the rule of a kernel, for an operator that has none."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, KEY):
+        keep(_DefaultRule(name, rule), lib)
+
+
+def register_vmap(
+    op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
+    func: Rule | None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Any:
+    """Register as torch.library.register_vmap does, in place of the rule of a kernel of Numba.
+
+    Args:
+        op: the operator, such as ``"mylib::f"``.
+        func: ``func(info, in_dims, *args, **kwargs)`` returns the results and where their mapped
+            dimensions are. Without it this is a decorator.
+        lib: the registration ends with it; without it, with the process.
+
+    Example:
+        >>> foo_ops.library.define("mylib::negative", "(Tensor input) -> Tensor")
+        >>> foo_ops.library.register_kernel(
+        ...     "mylib::negative", "cpu", foo_ops.library.elementwise_kernel(lambda x: -x)
+        ... )
+        >>> @foo_ops.library.register_vmap("mylib::negative")
+        ... def rule(info, in_dims, input):
+        ...     return torch.ops.mylib.negative(input), in_dims[0]
+        >>> torch.vmap(torch.ops.mylib.negative)(torch.ones(2))
+        tensor([-1., -1.])
+    """
+    if isinstance(op, torch.library.CustomOpDef):
+        name = op._qualname
+    else:
+        name = op if isinstance(op, str) else op.name()
+    if name in _defaults:
+        _defaults[name].destroy()
+    if func is None:
+        return torch.library.register_vmap(op, lib=lib)
+    return torch.library.register_vmap(op, func, lib=lib)
 
 
 def register_vmap_loop(name: str) -> None:
@@ -23,12 +87,111 @@ def register_vmap_loop(name: str) -> None:
         >>> torch.vmap(torch.ops.mylib.sum_of_row)(torch.ones(3, 2))
         tensor([2., 2., 2.])
     """
+    register_vmap(name, make_loop(name))
+
+
+def make_loop(name: str) -> Rule:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any, **keywords: Any) -> Any:
+        return vmap_by_loop(find(name), info, in_dims, *inputs, **keywords)
+
+    return vmap
+
+
+def register_vmap_rows(name: str, *rows: str) -> None:
+    """Map an operator that takes any number of leading dimensions, in one call.
+
+    Args:
+        name: the operator, whose results have the leading dimensions, too.
+        rows: names the arguments that have them. Where another one is mapped, there is a call for
+            each element of the mapped dimension.
+
+    Example:
+        >>> foo_ops.library.register_vmap_rows("foo::rms_norm", "input")
+        >>> torch.vmap(foo_ops.rms_norm)(torch.tensor([[3.0, 3.0], [1.0, 1.0]]))
+        tensor([[1.0000, 1.0000],
+                [1.0000, 1.0000]])
+    """
     operator = find(name)
+    names = [argument.name for argument in operator._schema.arguments]
 
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any, **keywords: Any) -> Any:
-        return vmap_by_loop(operator, info, in_dims, *inputs, **keywords)
+        positional = list(zip(names, inputs, in_dims))
+        if any(in_dim is not None and name not in rows for name, _, in_dim in positional):
+            return vmap_by_loop(operator, info, in_dims, *inputs, **keywords)
+        arguments = [
+            _in_front(argument, in_dim, info.batch_size)
+            if name in rows and isinstance(argument, Tensor)
+            else argument
+            for name, argument, in_dim in positional
+        ]
+        results = operator(*arguments, **keywords)
+        return results, 0 if isinstance(results, Tensor) else (0,) * len(results)
 
     register_vmap(name, vmap)
+
+
+def _in_front(tensor: Tensor, in_dim: int | None, count: int) -> Tensor:
+    """Move the mapped dimension to the front, or repeat what is not mapped."""
+    return tensor.expand(count, *tensor.shape) if in_dim is None else tensor.movedim(in_dim, 0)
+
+
+def make_elementwise_rule(
+    name: str, parameters: Iterable[Parameter], own: Iterable[str]
+) -> Rule | None:
+    """Make the rule of an elementwise operator, which broadcasts as it does without a map.
+
+    Args:
+        own: names the tensors that are not promoted to a common dtype.
+    """
+    parameters, own = list(parameters), set(own)
+    if any(p.role == "out" for p in parameters):
+        return None
+
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any, **keywords: Any) -> Any:
+        given = list(zip(parameters, inputs, in_dims))
+        tensors = [(p, x, d) for p, x, d in given if isinstance(x, Tensor)]
+        rank = max(x.dim() - (d is not None) for _, x, d in tensors)
+        common = _common_dtype([(x, d) for p, x, d in tensors if p.name not in own])
+        for parameter, _, in_dim in tensors:
+            if parameter.role != "read" and in_dim is None:
+                raise RuntimeError(
+                    f"{name}: {parameter.name} is written, and must be mapped by "
+                    "torch.vmap as other arguments are"
+                )
+        arguments = [
+            _aligned(x, d, rank, None if p.name in own else common)
+            if isinstance(x, Tensor) and d is not None
+            else x
+            for p, x, d in given
+        ]
+        results = find(name)(*arguments, **keywords)
+        if parameters[0].role == "in place":
+            return inputs[0], in_dims[0]
+        return results, 0 if isinstance(results, Tensor) else (0,) * len(results)
+
+    return vmap
+
+
+def _common_dtype(tensors: list[tuple[Tensor, int | None]]) -> torch.dtype:
+    """Return the dtype to which tensors are promoted, whose mapped dimensions do not count."""
+    from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+
+    logical = [
+        torch.empty((1,) * (x.dim() - (d is not None)), dtype=x.dtype, device="meta")
+        for x, d in tensors
+    ]
+    kind = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
+    return elementwise_dtypes(*logical, type_promotion_kind=kind)[1]
+
+
+def _aligned(tensor: Tensor, in_dim: int, rank: int, common: torch.dtype | None) -> Tensor:
+    """Move the mapped dimension before all that are broadcast."""
+    tensor = tensor.movedim(in_dim, 0)
+    if common is not None and tensor.dim() == 1:
+        # A number does not promote tensors with dimensions; now it has one.
+        tensor = tensor.to(common)
+    missing = rank - tensor.dim() + 1
+    return tensor.reshape(tensor.shape[0], *(1,) * missing, *tensor.shape[1:])
 
 
 def vmap_by_loop(

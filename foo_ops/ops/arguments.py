@@ -80,6 +80,7 @@ def compute_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def has_elements(tensor: Tensor) -> bool:
-    """Whether a tensor can be looked into: not where it is fake, nor inside of torch.vmap."""
+    """Whether a tensor can be looked into: not where it is fake or traced, nor under torch.vmap."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return type(tensor) is Tensor and not tensor.is_meta and not is_wrapped
+    is_traced = torch._C._len_torch_dispatch_stack() > 0
+    return type(tensor) is Tensor and not tensor.is_meta and not is_wrapped and not is_traced

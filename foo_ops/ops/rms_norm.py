@@ -342,3 +342,9 @@ library.register_autograd(
 )
 library.register_autograd("foo::rms_norm_backward", composite=composite_backward)
 library.register_autograd("foo::add_rms_norm_backward", composite=add_composite_backward)
+
+
+# ------------------------------------------------------------------------------------------- vmap
+
+library.register_vmap_rows("foo::rms_norm", "input")
+library.register_vmap_rows("foo::add_rms_norm", "input", "residual")

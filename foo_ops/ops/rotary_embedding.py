@@ -283,3 +283,9 @@ library.register_autograd(
 )
 library.register_autograd("foo::rotary_embedding_backward", composite=composite_backward)
 library.register_variant_autograd("foo::rotary_embedding_")
+
+
+# ------------------------------------------------------------------------------------------- vmap
+
+library.register_vmap_rows("foo::rotary_embedding", "input")
+library.register_vmap_rows("foo::rotary_embedding_backward", "grad_output")

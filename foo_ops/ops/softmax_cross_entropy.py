@@ -357,3 +357,16 @@ library.register_autograd(
     "foo::softmax_cross_entropy", "foo::softmax_cross_entropy_backward", composite=composite
 )
 library.register_autograd("foo::softmax_cross_entropy_backward", composite=composite_backward)
+
+
+# ------------------------------------------------------------------------------------------- vmap
+
+# In one call, unless it is differentiated through the mean, which each has of its own.
+library.register_vmap_rows(
+    "foo::softmax_cross_entropy_backward",
+    "grad_loss",
+    "grad_logsumexp",
+    "logits",
+    "target",
+    "logsumexp",
+)
