@@ -4,7 +4,7 @@ Results are compared with a reference in float64, each element within its *error
 in float64. A spec may derive one from how often the operator may round and from the magnitude of
 what is rounded, as the specs of this package do; what breaks such a budget is a bug, or an
 algorithm that rounds more often than its budget allows, and then that must be argued there. Without
-one, the budget is a relative and an absolute tolerance that follow from the dtype.
+one, the budget is a relative and an absolute tolerance that follow from the dtype (tolerance.py).
 """
 
 from __future__ import annotations
@@ -22,21 +22,17 @@ from torch.utils import _pytree as pytree
 
 from foo_ops.testing.layouts import copy_with_layout, hint_at_junk
 from foo_ops.testing.schema import functional_form, overload, tensors_in
+from foo_ops.testing.tolerance import (
+    gradient_tolerance,
+    gradients_of,
+    has_gradients,
+    spreads_of_gradients,
+    tolerance,
+)
 
 Tensors = tuple[Tensor, ...]
 Dtypes = tuple[torch.dtype | None, ...]
 Maker = Callable[[torch.dtype], "Sample"]
-
-# Relative and absolute tolerances: those of torch.testing.assert_close.
-TOLERANCES = {
-    torch.float16: (1e-3, 1e-5),
-    torch.bfloat16: (1.6e-2, 1e-5),
-    torch.float32: (1.3e-6, 1e-5),
-    torch.float64: (1e-7, 1e-7),
-    torch.complex32: (1e-3, 1e-5),
-    torch.complex64: (1.3e-6, 1e-5),
-    torch.complex128: (1e-7, 1e-7),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +250,8 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
     if spec.output_budget is not None:
         budgets = spec.output_budget(exact_sample, dtype)
     else:
-        budgets = tuple(map(functools.partial(_tolerance, spec), outputs, expected))
+        allowed = functools.partial(tolerance, spec.tolerances)
+        budgets = tuple(map(allowed, outputs, expected))
     assert len(budgets) == len(outputs)
     for position, (output, value, budget) in enumerate(zip(outputs, expected, budgets)):
         assert_within(f"output {position}", output, value, budget)
@@ -290,7 +287,8 @@ def check_gradients(
             "differentiable=False in the OpSpec"
         )
     exact_cotangents = tuple(exact(cotangent) for cotangent in cotangents)
-    expected = gradients_of(outputs, exact_sample.differentiable(), exact_cotangents)
+    tensors = exact_sample.differentiable()
+    expected = gradients_of(outputs, tensors, exact_cotangents, once=False)
     if spec.gradient_budget is not None:
         with torch.no_grad():
             dtypes = tuple(
@@ -298,39 +296,13 @@ def check_gradients(
             )
             budgets = spec.gradient_budget(exact_sample, dtypes, exact_cotangents)
     else:
-        budgets = tuple(map(functools.partial(_tolerance, spec), gradients, expected))
+        spreads = spreads_of_gradients(outputs, tensors, exact_cotangents, expected)
+        allowed = functools.partial(gradient_tolerance, spec.tolerances)
+        budgets = tuple(map(allowed, gradients, expected, spreads))
     assert len(gradients) == len(expected) == len(budgets)
     names = names or [str(position) for position in range(len(gradients))]
     for name, gradient, value, budget in zip(names, gradients, expected, budgets):
         assert_within(f"the gradient of {name}", gradient, value, budget)
-
-
-def gradients_of(
-    outputs: Tensors, tensors: Sequence[Tensor], cotangents: Tensors
-) -> tuple[Tensor, ...]:
-    """Differentiate the outputs that have a history; zeros where none depends on a tensor."""
-    recorded = [index for index, output in enumerate(outputs) if output.requires_grad]
-    if not tensors:
-        return ()
-    return torch.autograd.grad(
-        [outputs[index] for index in recorded],
-        tensors,
-        [cotangents[index] for index in recorded],
-        allow_unused=True,
-        materialize_grads=True,
-    )
-
-
-def _tolerance(spec: OpSpec, actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the budget that follows from a result's dtype. Integers and bool must be equal."""
-    relative, absolute = (TOLERANCES | dict(spec.tolerances)).get(actual.dtype, (0.0, 0.0))
-    if not has_gradients(expected.dtype):
-        return torch.full(expected.shape, absolute)
-    return relative * expected.abs().nan_to_num(math.inf) + absolute
-
-
-def has_gradients(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def cotangents_for(outputs: Tensors) -> Tensors:

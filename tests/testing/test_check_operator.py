@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.broken_products import BROKEN, writing_b
+from support.broken_products import BROKEN, writing_b, wrong_backward
 from support.product_operator import (
     failures_of,
     product,
@@ -44,10 +44,39 @@ def test_report_names_all_failures():
     assert lines[0] == f"{spec.name} fails 9 of 18 cases"
     assert lines[2].startswith(f"{name}-cpu-float32-values-size7: output 0 is wrong in 21 of 21")
     assert lines[3] == (
+        "The sample 'size7', float32 on cpu, was given to it as it is, and fresh memory was full "
+        "of NaN."
+    )
+    assert lines[4] == (
         f"2 more cases of values: {name}-cpu-bfloat16-values-size7, {name}-cpu-float64-values-size7"
     )
-    assert f"5 more cases of writes_only_what_is_declared: {name}-cpu-float32-writes" in lines[6]
+    assert f"5 more cases of writes_only_what_is_declared: {name}-cpu-float32-writes" in lines[8]
     assert len(caught.value.failures) == 9
+
+
+@pytest.mark.parametrize(
+    ("check", "treatment"),
+    [
+        (
+            "layouts",
+            "The sample 'size7', float32 on foo, was laid out by every_second (Give the last "
+            "dimension a stride of 2), given to it, and fresh memory was full of NaN.",
+        ),
+        ("opcheck", "was given to torch.library.opcheck as it is, requiring gradients."),
+        (
+            "compiled_for_dynamic_shapes",
+            "The sample, float32 on foo, was of size 9, and then of sizes 6 and 19 for the same "
+            "graph (dynamic=True), compiled by torch.compile, negated twice before and after the "
+            "operator.",
+        ),
+    ],
+)
+def test_failure_says_what_was_done_to_the_sample(check, treatment):
+    spec = product_spec(
+        writing_b, backward=wrong_backward, dtypes=(torch.float32,), devices=("foo",)
+    )
+    messages = failures_of(spec, [check]).values()
+    assert any(message.endswith(treatment) for message in messages), messages
 
 
 def test_ids_name_operator_device_dtype_check_and_sample():

@@ -19,7 +19,11 @@ from foo_ops.testing.checks.matrix import (
 from foo_ops.testing.spec import OpSpec, Tensors, cotangents_for
 
 
-@check(dtypes=lambda spec: single_and_brain(spec) if spec.large is not None else (), names=no_name)
+@check(
+    "the large one, given to it with 1, 2, 3 and again 3 threads",
+    dtypes=lambda spec: single_and_brain(spec) if spec.large is not None else (),
+    names=no_name,
+)
 def same_bits_for_any_number_of_threads(case: Case) -> None:
     sample = case.large()
     if case.dtype in differentiable(case.spec):
@@ -40,7 +44,12 @@ def second_foo(spec: OpSpec) -> tuple[str, ...]:
     return ("foo:1",) if several else ()
 
 
-@check(dtypes=first, names=no_name, devices=second_foo)
+@check(
+    "of size 5, and given to it on foo:0 as well",
+    dtypes=first,
+    names=no_name,
+    devices=second_foo,
+)
 def second_device(case: Case) -> None:
     """Check that results on the second device are those of the first."""
     outputs = run(case, case.sized(5))

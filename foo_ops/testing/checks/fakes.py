@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import library
-from foo_ops.testing.checks.calls import arguments, run
+from foo_ops.testing.checks.calls import arguments, run, strides_differ
 from foo_ops.testing.checks.contexts import failing_as
 from foo_ops.testing.checks.matrix import (
     Case,
@@ -23,7 +23,12 @@ from foo_ops.testing.checks.matrix import (
 )
 
 
-@check(dtypes=first_and_last, names=essential, gradients=gradient_or_not)
+@check(
+    "given to torch.library.opcheck as it is",
+    dtypes=first_and_last,
+    names=essential,
+    gradients=gradient_or_not,
+)
 def opcheck(case: Case) -> None:
     """Run torch.library.opcheck: schema, autograd registration, fake kernel, AOTAutograd."""
     sample = arguments(case)
@@ -45,12 +50,17 @@ def hint_at_tag(operator: torch._ops.OpOverload) -> str:
     return ". If it returns the argument that it writes, define it with tags=torch.Tag.inplace"
 
 
-@check()
+@check("replaced by fake tensors of the same shapes and strides")
 def fake_kernel(case: Case) -> None:
     check_fake(case)
 
 
-@check(dtypes=first, names=in_layouts, layouts=all_layouts)
+@check(
+    "replaced by fake tensors of the same shapes and strides",
+    dtypes=first,
+    names=in_layouts,
+    layouts=all_layouts,
+)
 def fake_kernel_in_layouts(case: Case) -> None:
     check_fake(case)
 
@@ -91,8 +101,5 @@ def properties(output: Tensor, fake: Tensor) -> Iterator[tuple[str, Any, Any]]:
     yield "shape", sizes, tuple(output.shape)
     yield "dtype", fake.dtype, output.dtype
     yield "device", fake.device, output.device
-    if None not in known and output.numel() > 0:
-        strides = zip(output.shape, fake.stride(), output.stride())
-        # The stride of a dimension of size 1 means nothing.
-        differ = any(size > 1 and one != other for size, one, other in strides)
-        yield "stride", fake.stride() if differ else output.stride(), output.stride()
+    if None not in known and strides_differ(output, fake):
+        yield "stride", tuple(fake.stride()), output.stride()

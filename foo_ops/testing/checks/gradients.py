@@ -21,7 +21,7 @@ from foo_ops.testing.checks.matrix import Case, check, differentiable, double_pr
 from foo_ops.testing.spec import Tensors, check_gradients, cotangents_for
 
 
-@check(dtypes=differentiable)
+@check("given to it as it is, and differentiated", dtypes=differentiable)
 def gradients(case: Case) -> None:
     sample = case.sample().requiring_grad()
     with poisoned_memory():
@@ -30,7 +30,11 @@ def gradients(case: Case) -> None:
         check_both(case, sample, outputs, cotangents_for(outputs))
 
 
-@check(dtypes=differentiable, names=essential)
+@check(
+    "given to it as it is, each tensor alone requiring a gradient",
+    dtypes=differentiable,
+    names=essential,
+)
 def gradient_of_each_input(case: Case) -> None:
     """Check that which inputs need a gradient never changes what comes out."""
     sample = case.sample().requiring_grad()
@@ -49,7 +53,11 @@ def gradient_of_each_input(case: Case) -> None:
             raise AssertionError(f"no output requires a gradient {what}")
 
 
-@check(dtypes=differentiable, names=essential)
+@check(
+    "given to it as it is, and differentiated through one output at a time",
+    dtypes=differentiable,
+    names=essential,
+)
 def gradient_through_each_output(case: Case) -> None:
     """Check that an output without gradient is as good as one of zeros."""
     sample = case.sample().requiring_grad()
@@ -69,7 +77,11 @@ def gradient_through_each_output(case: Case) -> None:
             check_gradients(case.spec, sample, gradients, cotangents, names)
 
 
-@check(dtypes=differentiable, names=essential)
+@check(
+    "given to it as it is, with and without gradients, under no_grad and inference_mode",
+    dtypes=differentiable,
+    names=essential,
+)
 def gradient_only_where_needed(case: Case) -> None:
     sample = case.sample()
     if any(output.requires_grad for output in run(case, sample)):
@@ -95,7 +107,11 @@ def finite(outputs: Iterable[Tensor]) -> Tensors:
     return tuple(output.where(output.isfinite(), 0) for output in outputs)
 
 
-@check(dtypes=double_precision, names=essential)
+@check(
+    "moved by 1e-6, up and down, one element at a time",
+    dtypes=double_precision,
+    names=essential,
+)
 def gradcheck(case: Case) -> None:
     """Check the formula against numerical derivatives of the kernel itself."""
     sample = case.sample().requiring_grad()

@@ -15,7 +15,8 @@ import torch
 from foo_ops.library.dtypes import dtype_name
 from foo_ops.testing.checks.contexts import seeded, threads
 from foo_ops.testing.layouts import LAYOUTS, Layout, expanded
-from foo_ops.testing.spec import OpSpec, Sample, has_gradients
+from foo_ops.testing.spec import OpSpec, Sample
+from foo_ops.testing.tolerance import has_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,17 @@ class Case:
             with threads(1):
                 CHECKS[self.check].run(self)
         except AssertionError as error:
-            raise error.with_traceback(None)  # noqa: B904
+            raise AssertionError(f"{error}\n{self.treatment()}") from error.__cause__
+
+    def treatment(self) -> str:
+        """Say what the check does to the sample."""
+        sample = f"sample {self.name!r}" if self.name else "sample"
+        words = [f"The {sample}, {dtype_name(self.dtype)} on {self.device}, was"]
+        if self.layout is not None:
+            first_line, *_ = (self.layout.__doc__ or "").splitlines()
+            words.append(f"laid out by {self.layout.__name__} ({first_line.rstrip('.')}),")
+        words.append(CHECKS[self.check].treatment)
+        return " ".join(words) + ", requiring gradients" * self.gradient + "."
 
 
 Run = Callable[[Case], None]
@@ -97,10 +108,12 @@ class Check:
     """A check, and the cases that it is run for.
 
     Attributes:
+        treatment: what it does to the sample, after "the sample was".
         run: raises AssertionError.
         dtypes, names, layouts, gradients, devices: of each spec, which ones are combined.
     """
 
+    treatment: str
     run: Run
     dtypes: Select
     names: Select
@@ -143,6 +156,7 @@ def cases(spec: OpSpec, checks: Collection[str] | None = None) -> list[Case]:
 
 
 def check(
+    treatment: str,
     *,
     dtypes: Select = lambda spec: spec.dtypes,
     names: Select = lambda spec: spec.samples,
@@ -150,10 +164,10 @@ def check(
     gradients: Select = lambda spec: (False,),
     devices: Select = lambda spec: spec.devices,
 ) -> Callable[[Run], Run]:
-    """Put a function into the table of checks, by its name."""
+    """Put a function into the table of checks, by its name. See `Check`."""
 
     def register(run: Run) -> Run:
-        CHECKS[run.__name__] = Check(run, dtypes, names, layouts, gradients, devices)
+        CHECKS[run.__name__] = Check(treatment, run, dtypes, names, layouts, gradients, devices)
         return run
 
     return register

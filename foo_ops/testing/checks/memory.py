@@ -20,7 +20,11 @@ def whole(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-@check(names=essential, layouts=lambda spec: (None, inside_padding))
+@check(
+    "given to it, and compared with what it was before",
+    names=essential,
+    layouts=lambda spec: (None, inside_padding),
+)
 def writes_only_what_is_declared(case: Case) -> None:
     """Check that nothing is written, arguments or memory beside them, but ``Tensor(a!)``."""
     sample, operator = arguments(case), case.spec.operator
@@ -47,7 +51,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*map(whole, dense))
 
 
-@check(names=essential)
+@check("given to it as it is", names=essential)
 def aliases_only_what_is_declared(case: Case) -> None:
     """Check that outputs share memory only where the schema says so."""
     sample, operator = arguments(case), case.spec.operator
@@ -94,6 +98,7 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
 
 
 @check(
+    "given to it with out arguments full of NaN",
     dtypes=lambda spec: spec.dtypes if spec.functional is not None else (),
     names=in_layouts,
     layouts=all_layouts,

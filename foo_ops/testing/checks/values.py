@@ -14,7 +14,7 @@ from foo_ops.testing.layouts import Layout
 from foo_ops.testing.spec import check_outputs, cotangents_for
 
 
-@check()
+@check("given to it as it is, and fresh memory was full of NaN")
 def values(case: Case) -> None:
     """Check every sample, in memory that is full of NaN where it was not written."""
     sample = case.sample()
@@ -28,7 +28,11 @@ def values(case: Case) -> None:
     check_outputs(case.spec, case.sample(), case.dtype, outputs)
 
 
-@check(names=in_layouts, layouts=all_layouts)
+@check(
+    "given to it, and fresh memory was full of NaN",
+    names=in_layouts,
+    layouts=all_layouts,
+)
 def layouts(case: Case) -> None:
     """Check tensors that are not contiguous, with NaN beside them."""
     assert case.layout is not None
