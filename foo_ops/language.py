@@ -19,6 +19,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from foo_ops.kernels.compiler.interpret import INTERPRETS
+
 _MODULES = {
     "reduction": (
         *("accumulate", "accumulate_maximum", "cast", "lanes", "reduce_add", "reduce_maximum"),
@@ -38,6 +40,7 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "plain_language" if INTERPRETS else module
     return getattr(importlib.import_module(f"foo_ops.kernels.vectors.{module}"), name)
 
 

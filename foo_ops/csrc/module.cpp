@@ -54,6 +54,16 @@ void* resolve_kernel(const std::string& kernel, const std::string& signature) {
   }
 }
 
+// Throws what a kernel raised that Python interprets.
+void rethrow_raised() {
+  const py::gil_scoped_acquire gil;
+  try {
+    py::module_::import("foo_ops.kernels.compiler.interpret").attr("reraise")();
+  } catch (py::error_already_set& error) {
+    pass_on(error);
+  }
+}
+
 // Fake kernels call these.
 void bind_attention_checks(py::module_& module) {
   using Optional = const std::optional<at::Tensor>&;
@@ -242,6 +252,7 @@ void bind_autograd(py::module_& module) {
 
 void bind_operators(py::module_& module) {
   foo::set_resolver(resolve_kernel);
+  module.def("interpret_kernels", [] { foo::set_rethrower(rethrow_raised); });
   module.def("agreement", &describe_agreement);
   bind_kernels(module);
   bind_attention_checks(module);

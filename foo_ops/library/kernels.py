@@ -12,6 +12,7 @@ from typing import Any, overload
 import torch
 
 from foo_ops import _C
+from foo_ops.kernels.compiler.interpret import INTERPRETS
 from foo_ops.kernels.compiler.kernel import KERNELS, Maker
 from foo_ops.kernels.user.user_kernel import UserKernel
 from foo_ops.library.operators import Parameter, find, functionalize_out, keep, parameters_of
@@ -20,6 +21,9 @@ from foo_ops.library.vmap import Rule, register_default_vmap
 DISPATCH_KEYS = {"cpu": "CPU", "foo": "PrivateUse1", "CPU": "CPU", "PrivateUse1": "PrivateUse1"}
 
 _serial_numbers = itertools.count(2)
+
+if INTERPRETS:
+    _C.interpret_kernels()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,11 +2,14 @@
 
 #include <c10/util/Exception.h>
 
+#include <limits>
+
 namespace foo {
 
 namespace {
 
 Resolver resolver = nullptr;
+Rethrower rethrower = nullptr;
 
 std::string written(const Signature& signature) {
   std::string result;
@@ -27,6 +30,18 @@ std::string dtype_name(at::ScalarType dtype) {
 
 void set_resolver(Resolver new_resolver) {
   resolver = new_resolver;
+}
+
+void set_rethrower(Rethrower new_rethrower) {
+  rethrower = new_rethrower;
+}
+
+void rethrow_raised() {
+  if (rethrower != nullptr) rethrower();
+}
+
+int64_t grain_size(int64_t of_compiled) {
+  return rethrower != nullptr ? std::numeric_limits<int64_t>::max() : of_compiled;
 }
 
 void* Kernel::resolve(const Signature& signature) {

@@ -28,6 +28,18 @@ inline constexpr const char* kGivenCode = "given";
 using Resolver = void* (*)(const std::string& kernel, const std::string& signature);
 void set_resolver(Resolver resolver);
 
+// Where Python interprets the kernels of users (FOO_INTERPRET=1), it is called after each of them,
+// in the same thread, and throws what the kernel raised.
+using Rethrower = void (*)();
+void set_rethrower(Rethrower rethrower);
+
+// Called when all ranges of a user's kernel are done. A compiled kernel raises nothing.
+void rethrow_raised();
+
+// How many steps of a user's kernel one thread takes at least: all of them where Python interprets
+// it, so that debuggers find it in the thread of the call.
+int64_t grain_size(int64_t of_compiled);
+
 // A kernel with a function pointer for each signature, resolved at its first use. An instance lives
 // as long as the process.
 class Kernel {

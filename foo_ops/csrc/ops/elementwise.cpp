@@ -77,7 +77,7 @@ void run_iterator(Operands& operands, Kernel& kernel, const Signature& signature
   iterator.for_each([function, scalars = operands.scalars.data()](
                         char** data, const int64_t* strides, int64_t size0,
                         int64_t size1) { function(data, strides, size0, size1, scalars); },
-                    at::internal::GRAIN_SIZE);
+                    grain_size(at::internal::GRAIN_SIZE));
 }
 
 // Whether there is nothing to find out: contiguous inputs of one shape, of the dtypes that the
@@ -123,7 +123,7 @@ void run_plain(Operands& operands, Kernel& kernel, const Signature& signature) {
     for (size_t i = 0; i < data.size(); ++i) moved[i] += begin * strides[i];
     function(moved.data(), strides.data(), end - begin, 1, operands.scalars.data());
   };
-  at::parallel_for(0, numel, at::internal::GRAIN_SIZE, run);
+  at::parallel_for(0, numel, grain_size(at::internal::GRAIN_SIZE), run);
 }
 
 void run(Operands& operands, Kernel& kernel, const Signature& signature) {
@@ -132,6 +132,7 @@ void run(Operands& operands, Kernel& kernel, const Signature& signature) {
   } else {
     run_iterator(operands, kernel, signature);
   }
+  rethrow_raised();
 }
 
 // Whether an argument's dtype is one of those that the common dtype is made of.

@@ -96,10 +96,11 @@ class Call {
     function(numbers_.data(), kCountTiles, &tiles, 0, 0);
     if (tiles < 0) return false;
     const int64_t grain = std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1));
-    at::parallel_for(0, tiles, grain, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, tiles, grain_size(grain), [&](int64_t begin, int64_t end) {
       function(numbers_.data(), kRunTiles, nullptr, begin, end);
     });
     if (finishes) function(numbers_.data(), kFinishTiles, nullptr, 0, 0);
+    rethrow_raised();
     return true;
   }
 

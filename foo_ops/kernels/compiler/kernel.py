@@ -41,6 +41,9 @@ class Source(Protocol):
 
     def build(self, signature: str) -> Kernel: ...
 
+    def interpret(self, signature: str) -> Kernel | None:
+        """Return the kernel as plain Python (interpret.py), or None where it is compiled always."""
+
     def explain(self, signature: str, error: Exception) -> KernelError | None:
         """Return what is raised in place of the compiler's error, or None to raise that one."""
 
@@ -79,6 +82,9 @@ class OwnKernel(Source):
 
     def build(self, signature: str) -> Kernel:
         return self.maker(signature, **self.options)
+
+    def interpret(self, signature: str) -> None:
+        """The package's own kernels are made of vectors and tiles in registers."""
 
     def explain(self, signature: str, error: Exception) -> None:
         """The package's own kernels compile; whoever writes one wants to see all of it."""

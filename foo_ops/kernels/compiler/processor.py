@@ -9,6 +9,8 @@ import sys
 
 import llvmlite.binding as llvm
 
+from foo_ops.kernels.compiler.switches import switch
+
 # On Linux on x86-64: the system call, what it is asked, and for which registers.
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
@@ -56,7 +58,7 @@ def use_pairs() -> bool:
     They are where that is quicker than float32. FOO_BFLOAT16_PAIRS=1 makes other processors do the
     same with more instructions, for tests; FOO_BFLOAT16_PAIRS=0 switches it off.
     """
-    chosen = _switch("FOO_BFLOAT16_PAIRS")
+    chosen = switch("FOO_BFLOAT16_PAIRS")
     return _has_quick_dot() if chosen is None else chosen
 
 
@@ -66,16 +68,8 @@ def use_matrix_unit() -> bool:
     FOO_MATRIX_UNIT=1 makes other processors multiply such tiles with vectors, for tests;
     FOO_MATRIX_UNIT=0 switches it off.
     """
-    chosen = _switch("FOO_MATRIX_UNIT")
+    chosen = switch("FOO_MATRIX_UNIT")
     return has_matrix_unit() if chosen is None else chosen
-
-
-def _switch(name: str) -> bool | None:
-    """Read an environment variable that is 0 or 1; None where it is not set."""
-    chosen = os.environ.get(name)
-    if chosen and chosen not in ("0", "1"):
-        raise ValueError(f"{name} must be 0 or 1, got {chosen}")
-    return chosen == "1" if chosen else None
 
 
 def has_bfloat16_dot() -> bool:

@@ -58,7 +58,7 @@ def make_elementwise_kernel(
     dtype, *given = signature.split(",")
     position, input_dtype, output_dtypes = variants[dtype]
     scalar = functions[position]
-    arguments = _arguments(kinds, given, input_dtype)
+    arguments = describe_arguments(kinds, given, input_dtype)
     outputs = len(output_dtypes)
     dtypes = (*output_dtypes, *(a.dtype for a in arguments if a.dtype is not None))
     inputs = len(dtypes) - outputs
@@ -100,7 +100,7 @@ def make_elementwise_kernel(
     return Kernel(loop, ARGUMENT_TYPES, vectorizes=True)
 
 
-def _arguments(kinds: tuple[str, ...], codes: list[str], common: str) -> list[Argument]:
+def describe_arguments(kinds: tuple[str, ...], codes: list[str], common: str) -> list[Argument]:
     """Describe the arguments of a call whose signature goes on with these codes."""
     compute = ELEMENTS[common].compute
     numbers_types = {"float": compute if isinstance(compute, types.Float) else types.float64}

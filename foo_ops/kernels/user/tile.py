@@ -50,7 +50,7 @@ def make_tile_kernel(
         others: "tiles" gives the number of tiles, by default that of the rows of the first tensor;
             "check" tells whether there may be any; "finish" is called when all are done.
     """
-    argument_types = _argument_types(signature, kinds, contiguous_rows)
+    argument_types = types_of_arguments(signature, kinds, contiguous_rows)
     arguments_at = make_argument_reader(argument_types, range(len(kinds)))
 
     def called(name: str, default: Callable, *default_taken: int) -> Callable:
@@ -88,7 +88,7 @@ def _rows(view):
     return view.rows
 
 
-def _argument_types(
+def types_of_arguments(
     signature: str, kinds: tuple[str, ...], contiguous_rows: bool
 ) -> tuple[types.Type, ...]:
     """The Numba type of each argument."""

@@ -11,13 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foo_ops.kernels.compiler.fingerprint import (
-    attribute_names,
-    fingerprint,
-    global_names,
-    is_known,
-)
+from foo_ops.kernels.compiler.fingerprint import fingerprint
 from foo_ops.kernels.compiler.kernel import KernelError, Maker, Source
+from foo_ops.kernels.user.copies import Copies
 
 if TYPE_CHECKING:
     from foo_ops.kernels.compiler.kernel import Kernel
@@ -55,6 +51,11 @@ class UserKernel(Source):
         compilable = _Compilable()
         return self.maker(signature, *self.options, *map(compilable.of, self.functions))
 
+    def interpret(self, signature: str) -> Kernel:
+        """Make it by the maker of the same name in plain.py."""
+        maker = dataclasses.replace(self.maker, module="foo_ops.kernels.user.plain")
+        return maker(signature, *self.options, *self.functions)
+
     def explain(self, signature: str, error: Exception) -> KernelError:
         """Say in one message the operator, the dtypes and the line of the user's file."""
         place, reason = _place_of(error, self.functions[0]), _reason_of(error)
@@ -63,72 +64,38 @@ class UserKernel(Source):
         )
 
 
-class _Compilable:
+class _Compilable(Copies):
     """Wraps functions and those that they call in ``njit``, so that Numba compiles them too."""
 
-    def __init__(self) -> None:
-        self._wrapped: dict[types.FunctionType, Any] = {}
-
-    def of(self, function: Any) -> Any:
+    def finished(self, copy: types.FunctionType) -> Any:
         from numba import njit
 
-        if not _is_plain(function):
-            return function
-        if function not in self._wrapped:
-            _refuse_to_raise(function.__code__)
-            # Copied before what it calls is, which may be itself.
-            copy = types.FunctionType(
-                function.__code__,
-                dict(function.__globals__),
-                function.__name__,
-                function.__defaults__,
-                _copied_cells(function),
-            )
-            self._wrapped[function] = njit(copy)
-            attributes = attribute_names(function.__code__)
-            for name in global_names(function.__code__) & function.__globals__.keys():
-                value = function.__globals__[name]
-                is_module = isinstance(value, types.ModuleType)
-                copy.__globals__[name] = (
-                    self._module(value, attributes) if is_module else self.of(value)
-                )
-            for cell in copy.__closure__ or ():
-                cell.cell_contents = self.of(cell.cell_contents)
-        return self._wrapped[function]
-
-    def _module(self, module: types.ModuleType, names: frozenset[str]) -> types.ModuleType:
-        """Copy a module, with those of its functions wrapped that are used."""
-        functions = {name: vars(module)[name] for name in names & vars(module).keys()}
-        functions = {name: value for name, value in functions.items() if _is_plain(value)}
-        if is_known(module.__name__) or not functions:
-            return module
-        copy = types.ModuleType(module.__name__)
-        vars(copy).update(vars(module))
-        vars(copy).update({name: self.of(value) for name, value in functions.items()})
-        return copy
+        _refuse_python(copy)
+        return njit(copy)
 
 
-def _refuse_to_raise(code: types.CodeType) -> None:
-    """Refuse exceptions, which Numba compiles to a status that nobody would look at."""
+_DEBUGGING = ("print", "breakpoint", "pdb")
+
+
+def _refuse_python(function: types.FunctionType) -> None:
+    """Refuse exceptions, which Numba compiles to a status that nobody would look at; and debugging.
+
+    The message for that names the way to do it.
+    """
+    code = function.__code__
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
         line = getattr(instruction, "line_number", instruction.starts_line) or line
+        place, name = f"Raised from {code.co_filename} ({line})", instruction.argval
         if instruction.opname in ("RAISE_VARARGS", "RERAISE"):
-            raise TypeError(f"a kernel must not raise Raised from {code.co_filename} ({line})")
-
-
-def _is_plain(value: Any) -> bool:
-    return (
-        isinstance(value, types.FunctionType)
-        and not is_known(value.__module__)
-        # It stands for a function of Numba's own, such as an overload.
-        and not hasattr(value, "__wrapped__")
-    )
-
-
-def _copied_cells(function: types.FunctionType) -> tuple[types.CellType, ...] | None:
-    cells = function.__closure__
-    return None if cells is None else tuple(types.CellType(cell.cell_contents) for cell in cells)
+            raise TypeError(f"a kernel must not raise {place}")
+        is_named = instruction.opname in ("LOAD_GLOBAL", "IMPORT_NAME") and name in _DEBUGGING
+        # A function of the user's own may have such a name.
+        if is_named and not isinstance(function.__globals__.get(name), types.FunctionType):
+            raise TypeError(
+                f"compiled code has no {name}; set FOO_INTERPRET=1 to run kernels as plain Python, "
+                f"with print, pdb and exceptions {place}"
+            )
 
 
 # --------------------------------------------------------------------------------------- errors

@@ -1,0 +1,171 @@
+"""Kernels of users as plain Python: the makers of elementwise.py and tile.py under the same names.
+
+A function runs as it stands, but for ``math``: in float32 its functions return float32, as where
+they are compiled, and infinity or NaN where Python's raise.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numba.core import types as numba_types
+
+from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.user import elementwise, tile
+from foo_ops.kernels.user.copies import Copies
+from foo_ops.kernels.vectors.plain_views import View, read, write
+from foo_ops.kernels.vectors.views import DATA, NDIM, SIZES, STRIDES
+
+
+def make_elementwise_kernel(
+    signature: str,
+    kinds: tuple[str, ...],
+    variants: Mapping[str, tuple[int, str, tuple[str, ...]]],
+    *functions: Callable[..., Any],
+) -> Kernel:
+    """Make the loop over elements around a scalar function; see elementwise.py."""
+    dtype, *given = signature.split(",")
+    position, input_dtype, output_dtypes = variants[dtype]
+    function = _Plain().of(functions[position])
+    arguments = elementwise.describe_arguments(kinds, given, input_dtype)
+    inputs = [argument for argument in arguments if argument.dtype is not None]
+    dtypes = (*output_dtypes, *(argument.dtype for argument in inputs))
+
+    def argument_at(argument: Any, addresses: Sequence[int], numbers: int) -> Any:
+        if argument.dtype is not None:
+            return read(addresses[len(output_dtypes) + argument.position], argument.dtype)[0]
+        return _number(argument.type, numbers + 8 * argument.position)
+
+    def loop(data: int, strides: int, size0: int, size1: int, numbers: int) -> None:
+        steps = _integers(strides, 2 * len(dtypes))
+        inner, outer = steps[: len(dtypes)], steps[len(dtypes) :]
+        starts = _integers(data, len(dtypes))
+        for row, column in np.ndindex(size1, size0):
+            places = [a + row * o + column * i for a, o, i in zip(starts, outer, inner)]
+            values = function(*(argument_at(argument, places, numbers) for argument in arguments))
+            values = values if isinstance(values, tuple) else (values,)
+            if len(values) != len(output_dtypes):
+                raise TypeError(
+                    f"the kernel returns {len(values)} values, and the operator "
+                    f"{len(output_dtypes)}"
+                )
+            for place, output_dtype, value in zip(places, output_dtypes, values):
+                write(place, output_dtype, value)
+
+    return Kernel(_quietly(loop), elementwise.ARGUMENT_TYPES)
+
+
+def make_tile_kernel(
+    signature: str,
+    kinds: tuple[str, ...],
+    contiguous_rows: bool,
+    taken: Mapping[str, tuple[int, ...]],
+    *functions: Callable[..., Any],
+) -> Kernel:
+    """Make the call of a function over views for a range of tiles; see tile.py."""
+    argument_types = tile.types_of_arguments(signature, kinds, contiguous_rows)
+    plain = _Plain()
+    function, *others = map(plain.of, functions)
+    given = dict(zip(taken, others))
+
+    def argument_at(type_: Any, place: int) -> Any:
+        if isinstance(type_, tile.View):
+            return _view(_integers(place, 1)[0], type_.dtype, contiguous_rows)
+        return _number(type_, place)
+
+    def loop(numbers: int, phase: int, count: int, begin: int, end: int) -> None:
+        values = [argument_at(t, numbers + 8 * i) for i, t in enumerate(argument_types)]
+
+        def call(name: str, default: Any) -> Any:
+            if name not in given:
+                return default
+            return given[name](*(values[position] for position in taken[name]))
+
+        if phase == tile.COUNT_TILES:
+            is_right = call("check", True)
+            rows = next((value.rows for value in values if isinstance(value, View)), 0)
+            write(count, "int64", call("tiles", rows) if is_right else -1)
+        elif phase == tile.RUN_TILES:
+            function(*values, range(begin, end))
+        else:
+            call("finish", None)
+
+    return Kernel(_quietly(loop), tile.ARGUMENT_TYPES)
+
+
+def _quietly(loop: Callable[..., None]) -> Callable[..., None]:
+    """Let what divides by zero or overflows give infinity or NaN without a warning."""
+    return np.errstate(all="ignore")(loop)
+
+
+# ------------------------------------------------------------------------------------- arguments
+
+
+def _integers(address: int, count: int) -> list[int]:
+    return read(address, "int64", count).tolist()
+
+
+def _number(type_: Any, address: int) -> Any:
+    """Read a number, which lies in eight bytes, or None."""
+    if type_ == numba_types.none:
+        return None
+    is_float = isinstance(type_, numba_types.Float)
+    bits = read(address, "float64" if is_float else "int64")
+    return bool(bits[0]) if type_ == numba_types.boolean else bits.astype(str(type_))[0]
+
+
+def _view(struct: int, dtype: str, contiguous_rows: bool) -> View:
+    """Read the C++ struct of views.py."""
+    fields = _integers(struct, max(DATA, NDIM, SIZES, STRIDES) + 1)
+    shape, strides = (_integers(fields[field], fields[NDIM]) for field in (SIZES, STRIDES))
+    return View(fields[DATA], dtype, shape, strides, contiguous_rows)
+
+
+# ------------------------------------------------------------------------------------------ math
+
+
+class _Plain(Copies):
+    """Copies functions whose ``math`` is the one below, and those within Numba's ``njit``."""
+
+    def other(self, value: Any) -> Any:
+        if value is math:
+            return _MATH
+        if isinstance(value, types.BuiltinFunctionType) and value.__module__ == "math":
+            return getattr(_MATH, value.__name__)
+        inner = getattr(value, "py_func", None)
+        return value if inner is None else self.of(inner)
+
+
+def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function of ``math`` return the type of its arguments, float64 for integers."""
+
+    def call(*numbers: Any) -> Any:
+        kinds = [np.asarray(number).dtype for number in numbers]
+        kind = np.result_type(*(k if k.kind == "f" else np.dtype(np.float64) for k in kinds))
+        try:
+            return kind.type(function(*map(float, numbers)))
+        except OverflowError:
+            return kind.type(math.inf)
+        except ValueError:
+            return kind.type(math.nan)
+
+    return call
+
+
+# NumPy's functions give infinity and NaN where those of math raise.
+_NUMPYS = {"acos": "arccos", "asin": "arcsin", "atan": "arctan", "pow": "power"}
+_NUMPYS |= {"acosh": "arccosh", "asinh": "arcsinh", "atanh": "arctanh", "atan2": "arctan2"}
+_FUNCTIONS = (
+    *("cos", "cosh", "copysign", "degrees", "erf", "erfc", "exp", "expm1", "fabs", "fmod", "gamma"),
+    *("hypot", "lgamma", "log", "log10", "log1p", "log2", "radians", "sin", "sinh", "sqrt", "tan"),
+    *("tanh", *_NUMPYS),
+)
+_MATH = types.ModuleType("math")
+vars(_MATH).update(vars(math))
+for _name in _FUNCTIONS:
+    _function = getattr(np, _NUMPYS.get(_name, _name), None) or getattr(math, _name)
+    setattr(_MATH, _name, _lifted(_function))

@@ -1,0 +1,145 @@
+"""The names of foo_ops.language for kernels that run as plain Python, on NumPy's scalars.
+
+A vector is an array. See reduction.py, functions.py, arithmetic.py and memory.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from foo_ops.kernels.compiler.processor import vector_bits
+from foo_ops.kernels.vectors.elements import ELEMENTS
+from foo_ops.kernels.vectors.plain_views import (
+    Pointer,
+    Row,
+    View,
+    compute_dtype_of,
+    read,
+    write,
+)
+
+
+def _type_of(like: Any) -> np.dtype[Any]:
+    if isinstance(like, (Pointer, Row, View)):
+        return compute_dtype_of(like.dtype)
+    return np.asarray(like).dtype
+
+
+def zero(like: Any) -> Any:
+    return _type_of(like).type(0)
+
+
+def cast(value: Any, like: Any) -> Any:
+    return np.asarray(value).astype(_type_of(like))[()]
+
+
+def lanes(like: Any) -> int:
+    return vector_bits() // 8 // _type_of(like).itemsize
+
+
+def accumulate(total: Any, value: Any) -> Any:
+    return cast(total + cast(value, total), total)
+
+
+def accumulate_maximum(largest: Any, value: Any) -> Any:
+    return np.maximum(largest, cast(value, largest))
+
+
+def reduce_add(vector: Any) -> Any:
+    """Add halves until one lane is left, as compiled code does."""
+    while len(vector) > 1:
+        vector = vector[: len(vector) // 2] + vector[len(vector) // 2 :]
+    return vector[0]
+
+
+def reduce_maximum(vector: Any) -> Any:
+    return np.maximum.reduce(vector)
+
+
+# ------------------------------------------------------------------------------------ functions
+
+
+def _without_subnormals(x: Any) -> Any:
+    return cast(np.where(x < np.finfo(_type_of(x)).smallest_normal, 0.0, x), x)
+
+
+def exp(x: Any) -> Any:
+    return _without_subnormals(np.exp(x))
+
+
+def exp2(x: Any) -> Any:
+    return _without_subnormals(np.exp2(x))
+
+
+def log(x: Any) -> Any:
+    return np.log(x)
+
+
+def tanh(x: Any) -> Any:
+    return np.tanh(x)
+
+
+# ----------------------------------------------------------------------------------- arithmetic
+
+
+def absolute(a: Any) -> Any:
+    return np.abs(a)
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """Round once: both products are exact, or nearly, in the next wider type."""
+    wide = np.float64 if _type_of(a) == np.float32 else np.longdouble
+    return cast(np.asarray(a).astype(wide) * b + c, a)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    return np.where(a > b, a, b)[()]
+
+
+def less(a: Any, b: Any) -> Any:
+    return a < b
+
+
+def select(mask: Any, a: Any, b: Any) -> Any:
+    return np.where(mask, a, b)[()]
+
+
+def any_lane(mask: Any) -> bool:
+    return bool(np.any(mask))
+
+
+def splat(value: Any, lanes: int) -> Any:
+    return np.full(lanes, value)
+
+
+# --------------------------------------------------------------------------------------- memory
+
+
+def load(pointer: Pointer, index: Any) -> Any:
+    return pointer[index]
+
+
+def load_vector(pointer: Pointer, index: Any, lanes: int) -> Any:
+    return read(pointer.place(index, lanes), pointer.dtype, lanes)
+
+
+def store(pointer: Pointer, index: Any, value: Any) -> None:
+    write(pointer.place(index, np.size(value)), pointer.dtype, value)
+
+
+def prefetch(pointer: Pointer, index: Any) -> None:
+    pass
+
+
+def address_of(pointer: Pointer) -> int:
+    return pointer.address
+
+
+def shift(pointer: Pointer, count: Any) -> Pointer:
+    return pointer.moved(count)
+
+
+def shift_bytes(pointer: Pointer, count: Any) -> Pointer:
+    return pointer.moved(count // ELEMENTS[pointer.dtype].size)

@@ -1,0 +1,181 @@
+"""FOO_INTERPRET=1: kernels of users run as plain Python, with the values of compiled ones."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import kernels_to_interpret
+from support.processes import SECONDS
+
+from foo_ops import language, library
+from foo_ops.kernels.vectors import plain_language
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def interpreted(*arguments, input="", **environment):
+    """A process of Python in which kernels are interpreted."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"FOO_INTERPRET": "1"} | environment,
+        cwd=REPOSITORY,
+        input=input,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+def test_same_bits(tmp_path):
+    """Of kernels that call no function which is an approximation, and add in one order."""
+    file = tmp_path / "results.pt"
+    process = interpreted(kernels_to_interpret.__file__, str(file))
+    assert process.returncode == 0, process.stderr
+    results, expected = torch.load(file), kernels_to_interpret.all_calls()
+    assert results.keys() == expected.keys()
+    for case, tensors in expected.items():
+        for position, (result, tensor) in enumerate(zip(results[case], tensors, strict=True)):
+            message = f"{case}, result {position}: {{}}".format
+            torch.testing.assert_close(
+                result, tensor, rtol=0, atol=0, equal_nan=True, check_stride=True, msg=message
+            )
+
+
+@pytest.mark.parametrize("operator", ["silu_mul", "rms_norm"])
+def test_own_operators_are_within_their_budgets(operator):
+    """Values and gradients against float64, in all dtypes, on both devices."""
+    samples = "size7 or size1 or size0"
+    chosen = f"{operator} and not add_ and (values or gradients) and ({samples})"
+    process = interpreted(
+        *("-m", "pytest", "-v", "-p", "no:xdist", "-p", "no:cacheprovider"),
+        *("tests/operators/test_matrix.py", "-k", chosen),
+    )
+    assert process.returncode == 0, process.stdout
+    assert int(re.search(r"(\d+) passed", process.stdout)[1]) >= 24
+
+
+PROGRAM = """
+import torch
+from foo_ops import library
+
+library.define("debugged::f", "(Tensor x) -> Tensor")
+library.register_fake("debugged::f", torch.empty_like)
+
+@library.register_kernel("debugged::f", ("cpu", "foo"))
+@library.tile_kernel(contiguous_rows={contiguous})
+def f(x, y, rows):
+    {first}
+    for row in rows:
+        source, target = x.row(row), y.row(row)
+        for i in range(x.shape[-1] + {more}):
+            target[i] = source[i] + 1
+
+print(torch.ops.debugged.f(torch.arange(6.0, device="{device}").view(2, 3)).tolist())
+"""
+
+
+def program(first="pass", more=0, device="cpu", contiguous=False):
+    return PROGRAM.format(first=first, more=more, device=device, contiguous=contiguous)
+
+
+def test_print(device):
+    process = interpreted("-c", program("print(x, x.row(1), x[1, 0], len(rows))", device=device))
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == [
+        "View(float32, shape=(2, 3), strides=(3, 1)) float32 [3.0, 4.0, 5.0] 3.0 2",
+        "[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]",
+    ]
+
+
+def test_debugger_stops_in_a_kernel(device):
+    process = interpreted(
+        "-c", program("breakpoint()", device=device), input="p x.shape\nn\np rows\nc\n"
+    )
+    assert process.returncode == 0, process.stderr
+    assert "(Pdb) (2, 3)\n" in process.stdout
+    assert "range(0, 2)\n" in process.stdout
+    assert process.stdout.endswith("[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]\n")
+
+
+@pytest.mark.parametrize(
+    ("contiguous", "message"),
+    [
+        (False, "IndexError: index 3 is outside of a row of 3 elements"),
+        (True, "IndexError: index 3 is outside of the elements from 0 to 2"),
+    ],
+)
+def test_index_outside_is_an_exception_with_its_place(contiguous, message, device):
+    process = interpreted("-c", program(more=1, device=device, contiguous=contiguous))
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-1] == message
+    assert 'File "<string>", line 15, in f' in process.stderr
+
+
+def test_exception_comes_once_and_from_the_thread_of_the_call():
+    """Not from the one that a compiled kernel would run the end of a long tensor on."""
+    text = """
+import threading
+import torch
+from foo_ops import library
+
+@library.numba_op("debugged::small")
+def small(x: float) -> float:
+    assert x < 99_999, f"got {x} in {threading.current_thread().name}"
+    return x
+
+torch.set_num_threads(4)
+long = torch.arange(100_000.0)
+for x in (long, long.repeat_interleave(2)[::2], torch.arange(3.0)):
+    try:
+        print(small(x))
+    except AssertionError as error:
+        print("raised:", error)
+"""
+    process = interpreted("-c", text)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == [
+        "raised: got 99999.0 in MainThread",
+        "raised: got 99999.0 in MainThread",
+        "tensor([0., 1., 2.])",
+    ]
+
+
+def test_tensor_without_dimensions_or_elements(device):
+    text = f"""
+import torch, foo_ops
+x = torch.tensor(-2.0, device="{device}")
+print(torch.ops.foo.abs(x).item(), foo_ops.rms_norm(x[None], eps=0.0).tolist())
+print(torch.ops.foo.abs(x.new_empty(0)).tolist(), foo_ops.rms_norm(x.new_empty(0, 3)).tolist())
+"""
+    process = interpreted("-c", text)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == ["2.0 [-1.0]", "[] []"]
+
+
+def test_every_name_of_the_language_is_there():
+    for name in language.__all__:
+        assert callable(getattr(plain_language, name)), name
+
+
+@pytest.mark.parametrize("name", ["print", "breakpoint"])
+def test_message_of_the_compiler_says_how_to_debug(name):
+    call = {"print": lambda x: print(x), "breakpoint": lambda x: breakpoint()}[name]
+    lib = library.Library(f"no_{name}", "FRAGMENT")
+    lib.define("f(Tensor x) -> Tensor")
+    library.register_kernel(f"no_{name}::f", "cpu", library.elementwise_kernel(call), lib=lib)
+    message = re.escape(
+        f"no_{name}::f: its kernel cannot be compiled for float32: compiled code has no {name}; "
+        "set FOO_INTERPRET=1 to run kernels as plain Python, with print, pdb and exceptions ("
+    )
+    with pytest.raises(RuntimeError, match=message):
+        getattr(torch.ops, f"no_{name}").f(torch.ones(2))
+    lib._destroy()
+
+
+def test_switch_is_0_or_1():
+    process = interpreted("-c", "import foo_ops.language", FOO_INTERPRET="yes")
+    assert "ValueError: FOO_INTERPRET must be 0 or 1, got yes\n" in process.stderr
