@@ -6,6 +6,7 @@ extended:
 - Where a function is taken, an `elementwise_kernel` or a `tile_kernel` is taken as well
   (`register_kernel`, `impl`, `Library.impl`). It is called by the C++ dispatcher through its
   address, with no Python on the way. `numba_op` makes an operator of one function.
+- `define`: again, as in a notebook; what was registered for an operator ends with it.
 - `register_autograd`: calls that need no gradient do not enter Python.
   `register_variant_autograd` does the same for ``f_`` and ``f.out``.
 - `register_autocast`: keyword arguments, and autocast's own dtype.
@@ -22,13 +23,14 @@ Example:
 """
 
 from torch.library import (
-    define,
+    custom_op,
     fallthrough_kernel,
     get_ctx,
     get_kernel,
     impl_abstract,
     infer_schema,
-    register_fake,
+    triton_op,
+    wrap_triton,
 )
 
 from foo_ops.library.autocast import register_autocast
@@ -36,7 +38,13 @@ from foo_ops.library.autograd import register_autograd, register_variant_autogra
 from foo_ops.library.checks import OPCHECKS, opcheck
 from foo_ops.library.elementwise import ElementwiseKernel, elementwise_kernel
 from foo_ops.library.flops import register_flops
-from foo_ops.library.implementations import Library, impl
+from foo_ops.library.implementations import (
+    Library,
+    define,
+    impl,
+    register_fake,
+    register_torch_dispatch,
+)
 from foo_ops.library.kernels import register_kernel
 from foo_ops.library.numba_operator import numba_op
 from foo_ops.library.tiles import TileKernel, tile_kernel
@@ -52,6 +60,7 @@ __all__ = [
     "ElementwiseKernel",
     "Library",
     "TileKernel",
+    "custom_op",
     "define",
     "elementwise_kernel",
     "fallthrough_kernel",
@@ -67,10 +76,13 @@ __all__ = [
     "register_fake",
     "register_flops",
     "register_kernel",
+    "register_torch_dispatch",
     "register_variant_autograd",
     "register_vmap",
     "register_vmap_loop",
     "register_vmap_rows",
     "tile_kernel",
+    "triton_op",
     "vmap_by_loop",
+    "wrap_triton",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foo_ops import _C
-from foo_ops.library.operators import keep, library_of
+from foo_ops.library.operators import keep, library_of, own_library
 
 
 def register_autograd(
@@ -67,6 +67,7 @@ def register_autograd(
         >>> torch.func.grad(lambda x: torch.ops.mylib.scaled(x, 3.0))(torch.tensor(1.0))
         tensor(3.)
     """
+    lib = own_library(op, lib)
     if callable(backward) and not isinstance(backward, torch._ops.OpOverload):
         _register_formula(op, backward, setup_context, composite, lib)
         return
@@ -131,4 +132,5 @@ def register_variant_autograd(
         >>> input.grad
         tensor([5., 5.])
     """
-    keep(_C.register_variant_autograd(op if isinstance(op, str) else op.name()), lib)
+    name = op if isinstance(op, str) else op.name()
+    keep(_C.register_variant_autograd(name), own_library(name, lib))

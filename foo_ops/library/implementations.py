@@ -1,13 +1,15 @@
-"""Provide `Library` and `impl`, which take kernels of Numba as well as functions."""
+"""Provide `Library`, `define` and `impl`, which go beyond those of torch.library."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from foo_ops.library.kernels import NumbaKernel, register_kernel
+from foo_ops.library.operators import DEFINITIONS, Definition, own_library
 
 
 class Library(torch.library.Library):
@@ -31,6 +33,73 @@ class Library(torch.library.Library):
         name = op_name if isinstance(op_name, str) else op_name.name()
         qualified = name if "::" in name else f"{self.ns}::{name}"
         return register_kernel(qualified, dispatch_key or self.dispatch_key, fn, lib=self)
+
+
+def define(
+    qualname: str | torch.library.Library,
+    schema: str,
+    alias_analysis: str = "",
+    *,
+    lib: torch.library.Library | None = None,
+    tags: torch.Tag | Sequence[torch.Tag] = (),
+) -> Any:
+    """Define an operator as torch.library.define does; a cell of a notebook may do it again.
+
+    Args:
+        qualname: the operator, such as ``"mylib::f"``. Where the same module has defined it before,
+            also without ``lib``, that operator is replaced, and what this package registered for it
+            without ``lib`` is gone. In older code, a library.
+        schema: without the name, such as ``"(Tensor input) -> Tensor"``.
+        alias_analysis: only where a library is given first, as in older code.
+        lib: the operator ends with it; without it, with the process.
+        tags: of torch.Tag.
+
+    Example:
+        >>> for _ in range(2):
+        ...     foo_ops.library.define("mylib::again", "(Tensor input) -> Tensor")
+    """
+    if isinstance(qualname, torch.library.Library):
+        return torch.library.define(qualname, schema, alias_analysis)  # type: ignore[call-arg]
+    if lib is not None or not isinstance(qualname, str):
+        return torch.library.define(qualname, schema, lib=lib, tags=tags)
+    module = sys._getframe(1).f_globals.get("__name__")
+    if qualname in DEFINITIONS and DEFINITIONS[qualname].module == module:
+        DEFINITIONS.pop(qualname).library._destroy()
+    own = torch.library.Library(qualname.partition("::")[0], "FRAGMENT")
+    torch.library.define(qualname, schema, lib=own, tags=tags)
+    DEFINITIONS[qualname] = Definition(own, module)
+    return None
+
+
+def register_fake(
+    op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
+    func: Callable[..., Any] | None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+    _stacklevel: int = 1,
+    allow_override: bool = True,
+) -> Any:
+    """Register a fake kernel as torch.library does, for as long as the operator is there."""
+    # torch asks which module calls; this one is between only where no decorator is returned.
+    level = _stacklevel if func is None else _stacklevel + 1
+    own = own_library(op, lib)
+    return torch.library.register_fake(
+        op, func, lib=own, _stacklevel=level, allow_override=allow_override
+    )
+
+
+def register_torch_dispatch(
+    op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
+    torch_dispatch_class: type,
+    func: Callable[..., Any] | None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Any:
+    """Register what a subclass or a mode does, for as long as the operator is there."""
+    own = own_library(op, lib)
+    return torch.library.register_torch_dispatch(op, torch_dispatch_class, func, lib=own)
 
 
 def impl(
@@ -68,7 +137,7 @@ def impl(
         return register
     if isinstance(func, NumbaKernel):
         return register_kernel(qualname, types, func, lib=lib)
-    return torch.library.impl(qualname, types, func, lib=lib)
+    return torch.library.impl(qualname, types, func, lib=own_library(qualname, lib))
 
 
 def _impl_in(library: torch.library.Library, name: Any, key: str) -> Callable[[Any], Any]:

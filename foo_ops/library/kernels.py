@@ -15,7 +15,14 @@ from foo_ops import _C
 from foo_ops.kernels.compiler.interpret import INTERPRETS
 from foo_ops.kernels.compiler.kernel import KERNELS, Maker
 from foo_ops.kernels.user.user_kernel import UserKernel
-from foo_ops.library.operators import Parameter, find, functionalize_out, keep, parameters_of
+from foo_ops.library.operators import (
+    Parameter,
+    find,
+    functionalize_out,
+    keep,
+    own_library,
+    parameters_of,
+)
 from foo_ops.library.vmap import Rule, register_default_vmap
 
 DISPATCH_KEYS = {"cpu": "CPU", "foo": "PrivateUse1", "CPU": "CPU", "PrivateUse1": "PrivateUse1"}
@@ -150,6 +157,7 @@ def register_kernel(
             return func
 
         return register
+    lib = own_library(op, lib)
     if not isinstance(func, NumbaKernel):
         return torch.library.register_kernel(op, device_types, func, lib=lib)
     operator = find(op) if isinstance(op, str) else op

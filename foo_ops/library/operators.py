@@ -24,12 +24,34 @@ def short_name(operator: torch._ops.OpOverload) -> str:
     return operator.name().partition("::")[2].partition(".")[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """An operator that was defined without a library: its own, and the module that defined it."""
+
+    library: torch.library.Library
+    module: str | None
+
+
+DEFINITIONS: dict[str, Definition] = {}
+
+
+def own_library(op: Any, lib: torch.library.Library | None) -> torch.library.Library | None:
+    """Return the library given for a registration, or else that of the operator, if it has one.
+
+    So what is registered for an operator ends with it, when another takes its place.
+    """
+    name = op.name() if isinstance(op, torch._ops.OpOverload) else op
+    if lib is not None or not isinstance(name, str) or name not in DEFINITIONS:
+        return lib
+    return DEFINITIONS[name].library
+
+
 def library_of(name: str, lib: torch.library.Library | None) -> torch.library.Library:
     """Return the library that a registration for an operator belongs to."""
-    if lib is not None:
-        return lib
-    library = torch.library.Library(name.partition("::")[0], "FRAGMENT")
-    _kept.append(library)
+    library = own_library(name, lib)
+    if library is None:
+        library = torch.library.Library(name.partition("::")[0], "FRAGMENT")
+        _kept.append(library)
     return library
 
 

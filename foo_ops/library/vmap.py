@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foo_ops.library.operators import Parameter, find, keep, tensors_in
+from foo_ops.library.operators import Parameter, find, keep, own_library, tensors_in
 
 Rule = Callable[..., tuple[Any, Any]]
 KEY = "FuncTorchBatched"
@@ -70,9 +70,7 @@ def register_vmap(
         name = op if isinstance(op, str) else op.name()
     if name in _defaults:
         _defaults[name].destroy()
-    if func is None:
-        return torch.library.register_vmap(op, lib=lib)
-    return torch.library.register_vmap(op, func, lib=lib)
+    return torch.library.register_vmap(op, func, lib=own_library(op, lib))
 
 
 def register_vmap_loop(name: str) -> None:

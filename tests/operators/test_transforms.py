@@ -102,11 +102,15 @@ OPERATORS = {
         lambda x: foo_ops.softmax_cross_entropy(x, TARGET.to(x.device), reduction="none"),
         lambda x: F.cross_entropy(x, TARGET.to(x.device), reduction="none"),
     ),
-    "attention": ((1, 2, 3, 2), lambda x: foo_ops.attention(x, x, x), lambda x: math_attention(x, x, x)),
+    "attention": (
+        (1, 2, 3, 2),
+        lambda x: foo_ops.attention(x, x, x),
+        lambda x: math_attention(x, x, x),
+    ),
     "attention_varlen": ((5, 2, 2), ours_packed, packed_attention),
     "square": ((3, 4), lambda x: torch.ops.foo_transforms.square(x), torch.square),
     "row_sum": ((3, 4), lambda x: torch.ops.foo_transforms.row_sum(x), lambda x: x.sum(-1)),
-}  # fmt: skip
+}
 
 
 def scalar(function):
