@@ -2,7 +2,12 @@
 
 Names are loaded where a kernel is compiled: to import this module imports no Numba. The modules
 of ``foo_ops.kernels.vectors`` say what each does: views.py about arrays, reduction.py about sums
-and maxima, functions.py about exp2, exp, tanh and log, the package itself about explicit vectors.
+and maxima, functions.py about exp2, exp, tanh and log, the package itself about explicit vectors;
+``help(language.exp)`` says what one function does.
+
+The examples in their docstrings are lines of a kernel, where ``x`` and ``y`` are rows of ``size``
+adjacent elements (``x = input.row(row)``), ``i`` is an index, and ``total`` a number of x's type.
+With FOO_INTERPRET=1 all of them run as plain Python.
 
 Example:
     >>> from foo_ops import language

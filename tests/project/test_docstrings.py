@@ -10,6 +10,9 @@ import torch
 import torch._dynamo  # before foo_ops.device._dynamo, which it imports
 
 import foo_ops
+from foo_ops import language
+from foo_ops.kernels.vectors import plain_language
+from foo_ops.kernels.vectors.plain_views import Pointer
 
 # Programs, and what needs a process of its own.
 LEFT_OUT = ("foo_ops.demo.__main__", "foo_ops.testing.pytest_plugin")
@@ -21,11 +24,24 @@ MODULES = sorted(
 PUBLIC = (foo_ops, foo_ops.custom_ops, foo_ops.device, foo_ops.library, foo_ops.testing)
 
 
+PARSER = doctest.DocTestParser()
+
+
+def lines_of_a_kernel():
+    """What the examples of foo_ops.language stand in; they run as plain Python."""
+    memory = [torch.arange(start, start + 64.0) for start in (1, 2)]
+    x, y = (Pointer(tensor.data_ptr(), "float32", 0, 64) for tensor in memory)
+    names = {"x": x, "y": y, "i": 1, "size": 64, "total": x[0], "memory": memory}
+    return names | {"language": plain_language}
+
+
 def run(name):
     torch.manual_seed(0)
+    is_vocabulary = name.startswith("foo_ops.kernels.vectors.")
     return doctest.testmod(
         importlib.import_module(name),
-        extraglobs={"torch": torch, "foo_ops": foo_ops},
+        extraglobs={"torch": torch, "foo_ops": foo_ops}
+        | (lines_of_a_kernel() if is_vocabulary else {}),
         optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS,
     )
 
@@ -46,3 +62,11 @@ def test_every_public_function_has_an_example(module):
 def has_example(function):
     (found,) = doctest.DocTestFinder(exclude_empty=False).find(function)
     return len(found.examples) > 0
+
+
+@pytest.mark.parametrize("name", language.__all__)
+def test_each_name_of_the_language_has_an_example(name):
+    """It is the same one where kernels run as plain Python."""
+    text = getattr(language, name).__doc__
+    assert any(f"language.{name}(" in example.source for example in PARSER.get_examples(text))
+    assert getattr(plain_language, name).__doc__ == text

@@ -17,6 +17,12 @@ from foo_ops.kernels.vectors.values import Vector
 
 @intrinsic(prefer_literal=True)
 def splat(typing_context, value, lanes):
+    """Return a vector with a scalar in each of its lanes, whose number is a constant.
+
+    Example:
+        >>> totals = language.splat(language.zero(x), language.lanes(x))
+    """
+
     scalar = types.unliteral(value)
 
     def generate(context, builder, signature, args):
@@ -51,6 +57,13 @@ for _function, _instruction in (
 
 @intrinsic
 def fma(typing_context, a, b, c):
+    """Return a * b + c, rounded once, of vectors lane by lane.
+
+    Example:
+        >>> vector = language.load_vector(x, 0, language.lanes(x))
+        >>> squares = language.fma(vector, vector, vector)
+    """
+
     def generate(context, builder, signature, args):
         return emit_fma(builder, *args)
 
@@ -59,6 +72,12 @@ def fma(typing_context, a, b, c):
 
 @intrinsic
 def absolute(typing_context, a):
+    """Return |a|, of a vector lane by lane.
+
+    Example:
+        >>> vector = language.absolute(language.load_vector(x, 0, language.lanes(x)))
+    """
+
     def generate(context, builder, signature, args):
         return call_intrinsic(builder, f"llvm.fabs.{suffix(args[0].type)}", args[0].type, [args[0]])
 
@@ -67,6 +86,13 @@ def absolute(typing_context, a):
 
 @intrinsic
 def maximum(typing_context, a, b):
+    """Return the larger of two, of vectors lane by lane; where one is NaN, the second.
+
+    Example:
+        >>> vector = language.load_vector(x, 0, language.lanes(x))
+        >>> positive = language.maximum(vector, language.splat(language.zero(x), language.lanes(x)))
+    """
+
     def generate(context, builder, signature, args):
         return builder.select(builder.fcmp_ordered(">", *args), *args)
 
@@ -75,6 +101,13 @@ def maximum(typing_context, a, b):
 
 @intrinsic
 def less(typing_context, a, b):
+    """Return a mask that is true in the lanes where a < b.
+
+    Example:
+        >>> a, b = (language.load_vector(row, 0, language.lanes(x)) for row in (x, y))
+        >>> mask = language.less(a, b)
+    """
+
     mask = Vector(types.boolean, a.lanes)
 
     def generate(context, builder, signature, args):
@@ -85,6 +118,13 @@ def less(typing_context, a, b):
 
 @intrinsic
 def select(typing_context, mask, a, b):
+    """Return a in the lanes where a mask is true, and b in the others.
+
+    Example:
+        >>> a, b = (language.load_vector(row, 0, language.lanes(x)) for row in (x, y))
+        >>> smaller = language.select(language.less(a, b), a, b)
+    """
+
     def generate(context, builder, signature, args):
         return builder.select(*args)
 
@@ -93,6 +133,14 @@ def select(typing_context, mask, a, b):
 
 @intrinsic
 def any_lane(typing_context, mask):
+    """Whether a mask is true in a lane.
+
+    Example:
+        >>> a, b = (language.load_vector(row, 0, language.lanes(x)) for row in (x, y))
+        >>> if language.any_lane(language.less(a, b)):
+        ...     language.store(y, 0, a)
+    """
+
     def generate(context, builder, signature, args):
         bits = builder.bitcast(args[0], ir.IntType(mask.lanes))
         return builder.icmp_unsigned("!=", bits, bits.type(0))

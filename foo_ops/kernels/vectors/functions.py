@@ -140,6 +140,9 @@ def exp2(typing_context, x):
 
     The result is zero below -126.5 (with AVX-512 -126, float64: -1022.5), and so for -infinity; NaN
     for NaN.
+
+    Example:
+        >>> y[i] = language.exp2(x[i] - 3)
     """
 
     def generate(context, builder, signature, args):
@@ -172,6 +175,9 @@ def exp(typing_context, x):
     """Compute e^x within 2 units in the last place.
 
     The result is zero below -87.7 (float64: -708.7), infinity above 88.4 (709.4), and NaN for NaN.
+
+    Example:
+        >>> y[i] = x[i] / (1 + language.exp(-x[i]))
     """
 
     def generate(context, builder, signature, args):
@@ -211,7 +217,11 @@ def _tanh(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 @intrinsic
 def tanh(typing_context, x):
-    """Compute tanh(x) within 4 units in the last place; NaN for NaN."""
+    """Compute tanh(x) within 4 units in the last place; NaN for NaN.
+
+    Example:
+        >>> y[i] = 30 * language.tanh(x[i] / 30)
+    """
 
     def generate(context, builder, signature, args):
         return _tanh(builder, args[0])
@@ -296,6 +306,9 @@ def log(typing_context, x):
     """Compute the natural logarithm, within 1 unit in the last place.
 
     The result is -infinity for 0, NaN for less and for NaN, and infinity for infinity.
+
+    Example:
+        >>> y[i] = language.log(1 + x[i] * x[i])
     """
 
     def generate(context, builder, signature, args):

@@ -32,6 +32,12 @@ def pointer_to(dtype: str) -> Callable[[int], Any]:
 
 @intrinsic
 def address_of(typing_context, pointer):
+    """Return the address of a pointer's first element, in bytes.
+
+    Example:
+        >>> is_aligned = language.address_of(x) % 64 == 0
+    """
+
     def generate(context, builder, signature, args):
         return builder.ptrtoint(args[0], INT64)
 
@@ -40,6 +46,13 @@ def address_of(typing_context, pointer):
 
 @intrinsic
 def shift(typing_context, pointer, count):
+    """Return a pointer that is moved on by some elements.
+
+    Example:
+        >>> second_half = language.shift(x, size // 2)
+        >>> y[i] = second_half[0]
+    """
+
     def generate(context, builder, signature, args):
         return builder.gep(args[0], [args[1]])
 
@@ -48,6 +61,13 @@ def shift(typing_context, pointer, count):
 
 @intrinsic
 def shift_bytes(typing_context, pointer, count):
+    """Return a pointer that is moved on by some bytes.
+
+    Example:
+        >>> third_of_float32 = language.shift_bytes(x, 8)
+        >>> y[i] = third_of_float32[0]
+    """
+
     def generate(context, builder, signature, args):
         address = builder.add(builder.ptrtoint(args[0], INT64), args[1])
         return builder.inttoptr(address, args[0].type)
@@ -57,6 +77,12 @@ def shift_bytes(typing_context, pointer, count):
 
 @intrinsic
 def load(typing_context, pointer, index):
+    """Return an element in the compute type, as ``pointer[index]`` does.
+
+    Example:
+        >>> y[i] = 2 * language.load(x, i)
+    """
+
     def generate(context, builder, signature, args):
         return load_element(context, builder, pointer.dtype, builder.gep(args[0], [args[1]]))
 
@@ -78,6 +104,14 @@ def load_element(context: Any, builder: ir.IRBuilder, dtype: str, address: ir.Va
 
 @intrinsic
 def store(typing_context, pointer, index, value):
+    """Write a scalar, or the lanes of a vector one after the other, rounded to the dtype.
+
+    Example:
+        >>> language.store(y, i, 0.5)
+        >>> vector = language.load_vector(x, 0, language.lanes(x))
+        >>> language.store(y, 0, vector + vector)
+    """
+
     dtype = pointer.dtype
     target_type = value if isinstance(value, Vector) else ELEMENTS[dtype].compute
 
@@ -110,7 +144,11 @@ def store_element(
 
 @intrinsic
 def prefetch(typing_context, pointer, index):
-    """Begin to bring an element to the second cache. It need not exist."""
+    """Begin to bring an element to the second cache. It need not exist.
+
+    Example:
+        >>> language.prefetch(x, i + 256)
+    """
 
     def generate(context, builder, signature, args):
         address = builder.bitcast(builder.gep(args[0], [args[1]]), INT8.as_pointer())
@@ -128,6 +166,12 @@ def prefetch(typing_context, pointer, index):
 
 @intrinsic(prefer_literal=True)
 def load_vector(typing_context, pointer, index, lanes):
+    """Return adjacent elements in the compute type: as many as a constant says.
+
+    Example:
+        >>> vector = language.load_vector(x, 0, language.lanes(x))
+    """
+
     vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
 
     def generate(context, builder, signature, args):

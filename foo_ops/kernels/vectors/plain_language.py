@@ -1,6 +1,6 @@
 """The names of foo_ops.language for kernels that run as plain Python, on NumPy's scalars.
 
-A vector is an array. See reduction.py, functions.py, arithmetic.py and memory.py.
+A vector is an array. The docstrings are those of the compiled functions of the same names.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from foo_ops.kernels.compiler.processor import vector_bits
+from foo_ops.kernels.vectors import arithmetic, functions, memory, reduction
 from foo_ops.kernels.vectors.elements import ELEMENTS
 from foo_ops.kernels.vectors.plain_views import (
     Pointer,
@@ -48,7 +49,7 @@ def accumulate_maximum(largest: Any, value: Any) -> Any:
 
 
 def reduce_add(vector: Any) -> Any:
-    """Add halves until one lane is left, as compiled code does."""
+    # Halves, until one lane is left, as compiled code does.
     while len(vector) > 1:
         vector = vector[: len(vector) // 2] + vector[len(vector) // 2 :]
     return vector[0]
@@ -89,7 +90,7 @@ def absolute(a: Any) -> Any:
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
-    """Round once: both products are exact, or nearly, in the next wider type."""
+    # The product is exact, or nearly, in the next wider type.
     wide = np.float64 if _type_of(a) == np.float32 else np.longdouble
     return cast(np.asarray(a).astype(wide) * b + c, a)
 
@@ -143,3 +144,11 @@ def shift(pointer: Pointer, count: Any) -> Pointer:
 
 def shift_bytes(pointer: Pointer, count: Any) -> Pointer:
     return pointer.moved(count // ELEMENTS[pointer.dtype].size)
+
+
+# --------------------------------------------------------------------------------------- docstrings
+
+for _module in (arithmetic, functions, memory, reduction):
+    for _name, _function in list(globals().items()):
+        if getattr(_function, "__module__", None) == __name__ and hasattr(_module, _name):
+            _function.__doc__ = getattr(_module, _name).__doc__

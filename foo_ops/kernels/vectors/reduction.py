@@ -38,7 +38,11 @@ def _compute_type(of: types.Type) -> types.Type:
 
 @intrinsic
 def zero(typing_context, like):
-    """Return zero, in the compute type of a view or a pointer, or in the type of a value."""
+    """Return zero, in the compute type of a view or a pointer, or in the type of a value.
+
+    Example:
+        >>> total = language.zero(x)
+    """
     type_ = _compute_type(like)
 
     def generate(context, builder, signature, args):
@@ -51,6 +55,9 @@ def zero(typing_context, like):
 def cast(typing_context, value, like):
     """Convert a number to the compute type of a view or a pointer, or to the type of another
     one.
+
+    Example:
+        >>> mean = language.cast(total / size, x)
     """
     type_ = _compute_type(like)
 
@@ -64,6 +71,11 @@ def cast(typing_context, value, like):
 def lanes(typing_context, like):
     """Return how many elements of a view or a pointer a vector has: a constant, for
     `load_vector`.
+
+    Example:
+        >>> step = language.lanes(x)
+        >>> for start in range(0, size - step + 1, step):
+        ...     language.store(y, start, language.load_vector(x, start, step))
     """
     count = vector_bits() // _compute_type(like).bitwidth
 
@@ -75,7 +87,12 @@ def lanes(typing_context, like):
 
 @intrinsic
 def accumulate(typing_context, total, value):
-    """Add a value to a total, in its type; a loop's additions may be made in another order."""
+    """Add a value to a total, in its type; a loop's additions may be made in another order.
+
+    Example:
+        >>> for i in range(size):
+        ...     total = language.accumulate(total, x[i] * x[i])
+    """
 
     def generate(context, builder, signature, args):
         flags = () if isinstance(total, types.Integer) else ("reassoc",)
@@ -87,7 +104,13 @@ def accumulate(typing_context, total, value):
 
 @intrinsic
 def accumulate_maximum(typing_context, largest, value):
-    """Return the larger of two floating-point numbers in the first's type; NaN if one is NaN."""
+    """Return the larger of two floating-point numbers in the first's type; NaN if one is NaN.
+
+    Example:
+        >>> largest = x[0]
+        >>> for i in range(1, size):
+        ...     largest = language.accumulate_maximum(largest, x[i])
+    """
 
     def generate(context, builder, signature, args):
         type_ = args[0].type
@@ -117,7 +140,11 @@ def _emit_reduction(
 
 @intrinsic
 def reduce_add(typing_context, vector):
-    """Return the sum of a vector's lanes."""
+    """Return the sum of a vector's lanes.
+
+    Example:
+        >>> total = language.reduce_add(language.load_vector(x, 0, language.lanes(x)))
+    """
 
     def generate(context, builder, signature, args):
         return _emit_reduction(builder, args[0], builder.fadd)
@@ -127,7 +154,12 @@ def reduce_add(typing_context, vector):
 
 @intrinsic
 def reduce_maximum(typing_context, vector):
-    """Return the largest of a vector's lanes; NaN if one is NaN."""
+    """Return the largest of a vector's lanes; NaN if one is NaN.
+
+    Example:
+        >>> vector = language.load_vector(x, 0, language.lanes(x))
+        >>> largest = language.reduce_maximum(vector)
+    """
 
     def generate(context, builder, signature, args):
         def larger(a: ir.Value, b: ir.Value) -> ir.Value:
