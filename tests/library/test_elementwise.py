@@ -6,6 +6,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies
+from support.exact import units_in_the_last_place
 from torch._subclasses import FakeTensorMode
 
 from foo_ops import language, library, testing
@@ -208,13 +209,6 @@ def test_compiled_for_dynamic_shapes(device):
 
 
 for_each_compute_type = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-
-
-def units_in_the_last_place(actual, expected, dtype):
-    """Return how far off results are. The reference in float64 errs by half a unit, too."""
-    last_place = torch.finfo(dtype).eps * torch.exp2(expected.abs().log2().floor())
-    errors = (actual.double() - expected).abs() / last_place
-    return errors.max().item() - (0.5 if dtype == torch.float64 else 0)
 
 
 @for_each_compute_type

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support import kernels_to_interpret
+from support.exact import units_in_the_last_place
 from support.processes import SECONDS
 
 from foo_ops import language, library
@@ -56,6 +58,30 @@ def test_own_operators_are_within_their_budgets(operator):
     )
     assert process.returncode == 0, process.stdout
     assert int(re.search(r"(\d+) passed", process.stdout)[1]) >= 24
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["exp", "exp2", "log", "tanh"])
+def test_functions_are_within_half_a_unit_or_so(name, dtype):
+    """Nearer than compiled ones, and zero where these are."""
+    x = torch.linspace(-80, 80, 10_001, dtype=dtype)
+    x = x.exp() if name == "log" else x
+    result = torch.from_numpy(getattr(plain_language, name)(x.numpy()))
+    exact = getattr(torch, name)(x.double())
+    assert result.dtype == dtype
+    assert units_in_the_last_place(result, exact, dtype) <= (0.51 if dtype == torch.float32 else 1)
+    below = {"exp": -87.7, "exp2": -126.6}.get(name)
+    if below is not None and dtype == torch.float32:
+        assert getattr(plain_language, name)(np.float32(below)) == 0
+
+
+def test_python_that_a_kernel_may_use():
+    process = interpreted(
+        *("-m", "pytest", "-v", "-p", "no:xdist", "-p", "no:cacheprovider"),
+        *("tests/library/test_elementwise.py", "-k", "test_python_that_a_kernel_may_use"),
+    )
+    assert process.returncode == 0, process.stdout
+    assert int(re.search(r"(\d+) passed", process.stdout)[1]) >= 7
 
 
 PROGRAM = """

@@ -68,3 +68,10 @@ def roundings_off(result, exact):
     assert exact.dtype == torch.float64
     rounding = torch.finfo(result.dtype).eps * exact.norm().item()
     return (result.cpu().double() - exact).norm().item() / rounding
+
+
+def units_in_the_last_place(actual, expected, dtype):
+    """How far off results are. In float64 what they are compared with errs by half a unit, too."""
+    last_place = torch.finfo(dtype).eps * torch.exp2(expected.abs().log2().floor())
+    errors = (actual.double() - expected).abs() / last_place
+    return errors.max().item() - (0.5 if dtype == torch.float64 else 0)

@@ -156,6 +156,10 @@ def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _to_integer(function: Callable[[float], int]) -> Callable[[Any], Any]:
+    return lambda number: np.int64(function(float(number)))
+
+
 # NumPy's functions give infinity and NaN where those of math raise.
 _NUMPYS = {"acos": "arccos", "asin": "arcsin", "atan": "arctan", "pow": "power"}
 _NUMPYS |= {"acosh": "arccosh", "asinh": "arcsinh", "atanh": "arctanh", "atan2": "arctan2"}
@@ -169,3 +173,5 @@ vars(_MATH).update(vars(math))
 for _name in _FUNCTIONS:
     _function = getattr(np, _NUMPYS.get(_name, _name), None) or getattr(math, _name)
     setattr(_MATH, _name, _lifted(_function))
+for _name in ("ceil", "floor", "trunc"):
+    setattr(_MATH, _name, _to_integer(getattr(math, _name)))

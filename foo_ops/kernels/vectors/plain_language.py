@@ -62,24 +62,29 @@ def reduce_maximum(vector: Any) -> Any:
 # ------------------------------------------------------------------------------------ functions
 
 
+def _rounded(function: Any, x: Any) -> Any:
+    """Compute in float64: in float32 NumPy's functions are off by some units in the last place."""
+    return cast(function(np.asarray(x, np.float64)), x)
+
+
 def _without_subnormals(x: Any) -> Any:
     return cast(np.where(x < np.finfo(_type_of(x)).smallest_normal, 0.0, x), x)
 
 
 def exp(x: Any) -> Any:
-    return _without_subnormals(np.exp(x))
+    return _without_subnormals(_rounded(np.exp, x))
 
 
 def exp2(x: Any) -> Any:
-    return _without_subnormals(np.exp2(x))
+    return _without_subnormals(_rounded(np.exp2, x))
 
 
 def log(x: Any) -> Any:
-    return np.log(x)
+    return _rounded(np.log, x)
 
 
 def tanh(x: Any) -> Any:
-    return np.tanh(x)
+    return _rounded(np.tanh, x)
 
 
 # ----------------------------------------------------------------------------------- arithmetic
