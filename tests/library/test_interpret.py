@@ -33,7 +33,7 @@ def interpreted(*arguments, input="", **environment):
 
 
 def test_same_bits(tmp_path):
-    """Of kernels that call no function which is an approximation, and add in one order."""
+    """These kernels call no function that is an approximation, and add in one order."""
     file = tmp_path / "results.pt"
     process = interpreted(kernels_to_interpret.__file__, str(file))
     assert process.returncode == 0, process.stderr

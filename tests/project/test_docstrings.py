@@ -28,7 +28,7 @@ PARSER = doctest.DocTestParser()
 
 
 def lines_of_a_kernel():
-    """What the examples of foo_ops.language stand in; they run as plain Python."""
+    """Return the names that examples of foo_ops.language use. They run as plain Python."""
     memory = [torch.arange(start, start + 64.0) for start in (1, 2)]
     x, y = (Pointer(tensor.data_ptr(), "float32", 0, 64) for tensor in memory)
     names = {"x": x, "y": y, "i": 1, "size": 64, "total": x[0], "memory": memory}

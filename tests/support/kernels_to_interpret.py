@@ -81,7 +81,7 @@ def calls(device, dtype):
     results += [scaled, *torch.ops.interpreted.norms(x, 1e-6)]
     results += [torch.ops.interpreted.blend_(x.clone(), torch.ones((), dtype=dtype))]
     results += [torch.ops.foo.abs(-x), torch.ops.foo.abs(x.to(torch.complex64)).float()]
-    # Of the odd numbers above 256 each is halfway between two in bfloat16.
+    # An odd number above 256 is halfway between two that bfloat16 has.
     triples = torch.arange(1, 200, device=device).to(dtype).view(1, -1)
     results += [torch.ops.interpreted.scale_(triples, torch.full((1,), 3, device=device))]
     return [result.cpu() for result in results]
