@@ -228,13 +228,12 @@ void bind_autograd(py::module_& module) {
   module.def(
       "register_composite",
       [](const std::string& name) { return Registration(foo::register_composite(name)); }, name);
-  module.def(
-      "register_backward_operator",
-      torch::wrap_pybind_function(
-          [](const std::string& name, const std::string& backward, Tangents tangents) {
-            return Registration(foo::register_backward_operator(name, backward, tangents));
-          }),
-      name, py::arg("backward_name"), py::arg("tangents"));
+  module.def("register_backward_operator",
+             torch::wrap_pybind_function(
+                 [](const std::string& name, const std::string& backward, Tangents tangents) {
+                   return Registration(foo::register_backward_operator(name, backward, tangents));
+                 }),
+             name, py::arg("backward_name"), py::arg("tangents"));
   module.def(
       "refuse_to_differentiate",
       [](const std::string& name, const std::string& message) {

@@ -80,7 +80,16 @@ def register_fake(
     _stacklevel: int = 1,
     allow_override: bool = True,
 ) -> Any:
-    """Register a fake kernel as torch.library does, for as long as the operator is there."""
+    """Register a fake kernel as torch.library does, for as long as the operator is there.
+
+    Example:
+        >>> foo_ops.library.define("mylib::row_count", "(Tensor input) -> Tensor")
+        >>> @foo_ops.library.register_fake("mylib::row_count")
+        ... def row_count_fake(input):
+        ...     return input.new_empty((), dtype=torch.int64)
+        >>> torch.ops.mylib.row_count(torch.empty(2, 3, device="meta")).dtype
+        torch.int64
+    """
     # torch asks which module calls; this one is between only where no decorator is returned.
     level = _stacklevel if func is None else _stacklevel + 1
     own = own_library(op, lib)
@@ -97,7 +106,24 @@ def register_torch_dispatch(
     *,
     lib: torch.library.Library | None = None,
 ) -> Any:
-    """Register what a subclass or a mode does, for as long as the operator is there."""
+    """Register what a subclass or a mode does, for as long as the operator is there.
+
+    Example:
+        >>> class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        ...     calls = 0
+        ...     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        ...         return function(*args, **(kwargs or {}))
+        >>> foo_ops.library.define("mylib::counted", "(Tensor input) -> Tensor")
+        >>> foo_ops.library.register_kernel("mylib::counted", "cpu", lambda input: input.clone())
+        >>> @foo_ops.library.register_torch_dispatch("mylib::counted", Counting)
+        ... def count(mode, function, types, args, kwargs):
+        ...     mode.calls += 1
+        ...     return function(*args, **kwargs)
+        >>> with Counting() as counting:
+        ...     copy = torch.ops.mylib.counted(torch.ones(2))
+        >>> counting.calls
+        1
+    """
     own = own_library(op, lib)
     return torch.library.register_torch_dispatch(op, torch_dispatch_class, func, lib=own)
 

@@ -19,8 +19,8 @@
 #include <limits>
 #include <tuple>
 
-#include "launch/operator_counts.h"
 #include "launch/autograd.h"
+#include "launch/operator_counts.h"
 #include "launch/registration.h"
 
 namespace foo::aten {

@@ -169,8 +169,7 @@ void redispatch_below_autograd(const OperatorHandle& op, DispatchKeySet keys, St
 
 Registrations register_autograd_shortcut(const std::string& operator_name) {
   return register_on_autograd_keys(operator_name, [](const auto& op, auto key) {
-    return std::make_unique<AutogradKernel>(registered_formula(op, key),
-                                            refuse_tangents);
+    return std::make_unique<AutogradKernel>(registered_formula(op, key), refuse_tangents);
   });
 }
 
@@ -190,7 +189,8 @@ Registrations register_backward_operator(const std::string& operator_name,
     call_with_tangents(backward, op, keys, stack);
   };
   return register_on_autograd_keys(operator_name, [&](const auto& op, auto key) {
-    const Action composite = tangents == Tangents::kComposite ? registered_formula(op, key) : Action();
+    const Action composite =
+        tangents == Tangents::kComposite ? registered_formula(op, key) : Action();
     const Action with_gradient = [backward, composite](const OperatorHandle& op,
                                                        DispatchKeySet keys, Stack* stack) {
       const int64_t missing = backward->missing_gradient(arguments_of(op, *stack));

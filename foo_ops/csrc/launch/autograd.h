@@ -28,8 +28,8 @@ void redispatch_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySe
 // has registered: calls that need no gradient go straight on below autograd.
 Registrations register_autograd_shortcut(const std::string& operator_name);
 
-// Puts a C++ kernel in front of a Python function on the Autograd key which computes the same as the
-// operator with PyTorch's own: it is called where there are gradients or tangents.
+// Puts a C++ kernel in front of a Python function on the Autograd key which computes the same as
+// the operator with PyTorch's own: it is called where there are gradients or tangents.
 Registrations register_composite(const std::string& operator_name);
 
 // How the tangents of an operator with a backward operator are found.

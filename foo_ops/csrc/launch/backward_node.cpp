@@ -54,7 +54,8 @@ class BackwardNode final : public torch::autograd::Node {
         },
         [this](const c10::IValue& number) { numbers_.push_back(number); });
     for (const size_t index : backward_->tensor_arguments()) {
-      is_complex_.push_back(arguments[index].isTensor() && arguments[index].toTensor().is_complex());
+      is_complex_.push_back(arguments[index].isTensor() &&
+                            arguments[index].toTensor().is_complex());
     }
     if (results.size() == 1) return;
     for (const c10::IValue& result : results) results_.emplace_back(result.toTensor());
@@ -155,9 +156,7 @@ class RefusingNode final : public torch::autograd::Node {
  public:
   explicit RefusingNode(std::string message) : message_(std::move(message)) {}
 
-  variable_list apply(variable_list&&) override {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, message_);
-  }
+  variable_list apply(variable_list&&) override { TORCH_CHECK_NOT_IMPLEMENTED(false, message_); }
 
   std::string name() const override { return "NotImplemented"; }
 

@@ -13,7 +13,8 @@
 namespace foo {
 
 // Calls an operator below autograd and records the call in autograd's graph, as the code does that
-// PyTorch generates for its own operators. torch::autograd::Function would be refused by torch.func.
+// PyTorch generates for its own operators. torch::autograd::Function would be refused by
+// torch.func.
 void call_and_record(const std::shared_ptr<const BackwardOperator>& backward,
                      const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                      torch::jit::Stack* stack);

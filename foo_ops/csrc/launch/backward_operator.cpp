@@ -70,9 +70,9 @@ BackwardOperator::BackwardOperator(const c10::OperatorHandle& op,
 void BackwardOperator::find_results(const c10::FunctionSchema& schema,
                                     const std::vector<c10::Argument>& results) {
   if (!has_names(results)) {
-    TORCH_CHECK_TYPE(results.size() == tensor_arguments_.size(), name_, ": without names it must have ",
-                     tensor_arguments_.size(), " results, as ", schema.name(),
-                     " takes tensors, got ", results.size());
+    TORCH_CHECK_TYPE(results.size() == tensor_arguments_.size(), name_,
+                     ": without names it must have ", tensor_arguments_.size(), " results, as ",
+                     schema.name(), " takes tensors, got ", results.size());
     for (const auto i : c10::irange(results.size())) results_.push_back(int64_t(i));
     return;
   }
@@ -184,8 +184,7 @@ variable_list BackwardOperator::gradients(const variable_list& of_results,
   for (const auto edge : c10::irange(found.size())) {
     if (!needed[edge] || results_[edge] < 0) continue;
     const at::Tensor& gradient = stack[results_[edge]].toTensor();
-    found[edge] =
-        gradient.is_complex() && !saved.is_complex[edge] ? at::real(gradient) : gradient;
+    found[edge] = gradient.is_complex() && !saved.is_complex[edge] ? at::real(gradient) : gradient;
   }
   return found;
 }

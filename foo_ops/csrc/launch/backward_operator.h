@@ -27,15 +27,16 @@ struct SavedForBackward {
 //
 //   query                  an argument of f
 //   output                 a result of f
-//   grad_output            the gradient of a result of f; where results have no names, any other name
+//   grad_output            the gradient of a result of f; where results have no names, any other
+//   name
 //                          is that of the next one's
 //   query_requires_grad    whether an argument of f needs a gradient, a bool
 //
-// Its results are grad_query and so on, grad_key_and_value for two that are the same, and others that
-// are not looked at; where they have no names, there is one for each tensor.
-// A gradient that is optional is None where nothing depends on that result, else it is zeros.
-// A tensor that is optional here and not in f is a factor of the others' gradients: it is saved
-// where one of those is needed.
+// Its results are grad_query and so on, grad_key_and_value for two that are the same, and others
+// that are not looked at; where they have no names, there is one for each tensor. A gradient that
+// is optional is None where nothing depends on that result, else it is zeros. A tensor that is
+// optional here and not in f is a factor of the others' gradients: it is saved where one of those
+// is needed.
 class BackwardOperator {
  public:
   // Throws a TypeError where a name or a type does not fit.
@@ -56,8 +57,8 @@ class BackwardOperator {
         tensor(results[source.index].toTensor(), true);
       } else if (source.kind == Source::kTensor) {
         const c10::IValue& argument = arguments[source.index];
-        const bool is_saved = argument.isTensor() && (!source.is_factor ||
-                                                      another_requires_grad(arguments, source.index));
+        const bool is_saved = argument.isTensor() &&
+                              (!source.is_factor || another_requires_grad(arguments, source.index));
         tensor(is_saved ? argument.toTensor() : at::Tensor(), false);
       } else if (source.kind == Source::kNumber) {
         number(arguments[source.index]);

@@ -45,8 +45,7 @@ SavedForBackward saved_of(const BackwardOperator& backward, const Stack& argumen
                           c10::ArrayRef<c10::IValue> results) {
   SavedForBackward saved;
   backward.save(
-      arguments, results,
-      [&](const at::Tensor& tensor, bool) { saved.tensors.push_back(tensor); },
+      arguments, results, [&](const at::Tensor& tensor, bool) { saved.tensors.push_back(tensor); },
       [&](const c10::IValue& number) { saved.numbers.push_back(number); });
   for (const size_t index : backward.tensor_arguments()) {
     saved.is_complex.push_back(arguments[index].isTensor() &&

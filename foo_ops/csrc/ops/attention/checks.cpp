@@ -263,15 +263,17 @@ void check_attention_results(const char* name, const at::Tensor& grad_output,
   check("logsumexp", logsumexp, compute, rows);
 }
 
-void check_attention_bias(const std::optional<at::Tensor>& attn_bias, bool attn_bias_requires_grad) {
+void check_attention_bias(const std::optional<at::Tensor>& attn_bias,
+                          bool attn_bias_requires_grad) {
   if (attn_bias_requires_grad) {
     TORCH_CHECK_VALUE(
         attn_bias.has_value(),
         "attention_backward: attn_bias must be given if attn_bias_requires_grad, got None");
-    TORCH_CHECK_TYPE(at::isFloatingType(attn_bias->scalar_type()),
-                     "attention_backward: attn_bias must be floating-point if attn_bias_requires_grad, "
-                     "got ",
-                     dtype_name(attn_bias->scalar_type()));
+    TORCH_CHECK_TYPE(
+        at::isFloatingType(attn_bias->scalar_type()),
+        "attention_backward: attn_bias must be floating-point if attn_bias_requires_grad, "
+        "got ",
+        dtype_name(attn_bias->scalar_type()));
   }
 }
 
