@@ -7,10 +7,12 @@ extended:
   (`register_kernel`, `impl`, `Library.impl`). It is called by the C++ dispatcher through its
   address, with no Python on the way. `numba_op` makes an operator of one function.
 - `define`: again, as in a notebook; what was registered for an operator ends with it.
-- `register_autograd`: calls that need no gradient do not enter Python.
-  `register_variant_autograd` does the same for ``f_`` and ``f.out``.
+- `register_autograd`: calls without a gradient enter no Python, and neither do those with one whose
+  gradients are an operator; torch.func differentiates them. `register_variant_autograd` does the
+  same for ``f_`` and ``f.out``.
 - `register_autocast`: keyword arguments, and autocast's own dtype.
-- `register_vmap`, and `register_vmap_loop` for a loop over the mapped dimension.
+- `register_vmap`: in place of the rule that kernels of Numba bring; `register_vmap_rows` maps in
+  one call, and `register_vmap_loop` by a loop over the mapped dimension.
 - `register_flops`: for torch.utils.flop_counter.
 - `opcheck`: on device foo, and that gradients are recorded.
 

@@ -51,23 +51,25 @@ def register_autograd(
             beside a formula.
 
     Example:
-        >>> foo_ops.library.define("mylib::scaled", "(Tensor x, float by) -> Tensor")
+        >>> foo_ops.library.define("mylib::times", "(Tensor x, float by) -> Tensor")
         >>> foo_ops.library.register_kernel(
-        ...     "mylib::scaled", "cpu", foo_ops.library.elementwise_kernel(lambda x, by: by * x)
+        ...     "mylib::times", "cpu", foo_ops.library.elementwise_kernel(lambda x, by: by * x)
         ... )
-        >>> foo_ops.library.define("mylib::scaled_backward", "(Tensor grad, float by) -> Tensor")
+        >>> foo_ops.library.define("mylib::times_backward", "(Tensor grad, float by) -> Tensor")
         >>> foo_ops.library.register_kernel(
-        ...     "mylib::scaled_backward",
+        ...     "mylib::times_backward",
         ...     "cpu",
         ...     foo_ops.library.elementwise_kernel(lambda grad, by: by * grad),
         ... )
         >>> foo_ops.library.register_autograd(
-        ...     "mylib::scaled", "mylib::scaled_backward", composite=lambda x, by: by * x
+        ...     "mylib::times", "mylib::times_backward", composite=lambda x, by: by * x
         ... )
-        >>> torch.func.grad(lambda x: torch.ops.mylib.scaled(x, 3.0))(torch.tensor(1.0))
+        >>> torch.func.grad(lambda x: torch.ops.mylib.times(x, 3.0))(torch.tensor(1.0))
         tensor(3.)
     """
     lib = own_library(op, lib)
+    if isinstance(backward, torch._ops.OpOverloadPacket):
+        backward = backward.default
     if callable(backward) and not isinstance(backward, torch._ops.OpOverload):
         _register_formula(op, backward, setup_context, composite, lib)
         return

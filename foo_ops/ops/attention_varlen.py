@@ -239,6 +239,11 @@ def rows_in_blocks(blocks: Tensor, block_size: int, count: int) -> Tensor:
     return (used * block_size + within).flatten()[:count]
 
 
+def zeros_of(tensor: Tensor) -> Tensor:
+    """Return zeros that are part of a graph, also where no sequence adds to them."""
+    return torch.cat((torch.zeros_like(tensor), tensor[:0]))
+
+
 def composite_seeded(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Compute foo::attention_varlen_seeded with torch's own operators, a sequence at a time."""
     query, _, value, *_ = inputs
@@ -258,9 +263,8 @@ def composite_backward(
     """Compute foo::attention_varlen_backward with torch's own operators."""
     *inputs, _, _, seed = saved
     query, key, value, *_, block_table, alibi_slopes, sinks = inputs
-    grad_query = [torch.zeros_like(query[:0])]
-    grad_key = torch.zeros_like(key_rows(key, block_table))
-    grad_value = torch.zeros_like(key_rows(value, block_table))
+    grad_query = [query[:0]]
+    grad_key, grad_value = (zeros_of(key_rows(tensor, block_table)) for tensor in (key, value))
     grad_slopes = query.new_empty(0) if alibi_slopes is None else torch.zeros_like(alibi_slopes)
     grad_sinks = query.new_empty(0) if sinks is None else torch.zeros_like(sinks)
     for index, sequence in enumerate(sequences_of(inputs, seed, **options)):

@@ -53,7 +53,10 @@ def test_each_of_foo_s_own_operators_counts():
     lengths = {"max_seqlen_q": 5, "max_seqlen_k": 5}
     torch.foo.reset_operator_counts()
 
-    torch.ops.foo.abs(input)
+    input.requires_grad_()
+    (first,) = torch.autograd.grad(torch.ops.foo.abs(input).sum(), input, create_graph=True)
+    first.sum().backward()
+    input.requires_grad_(False)
     torch.ops.foo.abs_(input)
     torch.ops.foo.abs.out(input, out=out)
     with torch.no_grad():

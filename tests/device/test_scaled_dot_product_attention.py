@@ -223,7 +223,7 @@ def test_dropout(dtype):
     ).cpu()
     assert 0.6 < keep.mean() < 0.8
     expected, expected_gradients = expected_of(
-        inputs, {}, cotangent, keep=keep.bool(), dropout_p=0.3
+        inputs, {}, cotangent, dropout_mask=keep.bool(), dropout_p=0.3
     )
     assert_near(output.detach(), expected.detach())
     for actual, expected in zip(gradients, expected_gradients):

@@ -163,7 +163,8 @@ def test_a_gradient_that_is_not_returned(lib):
 def test_one_gradient_for_two_arguments(lib):
     define(lib, "plus(Tensor x, Tensor y) -> Tensor", lambda x, y: x + y)
     define(lib, "plus_backward(Tensor grad) -> Tensor grad_x_and_y", lambda grad: 2 * grad)
-    library.register_autograd("foo_backward::plus", "foo_backward::plus_backward", lib=lib)
+    plus_backward = torch.ops.foo_backward.plus_backward
+    library.register_autograd("foo_backward::plus", plus_backward, lib=lib)
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     torch.ops.foo_backward.plus(x, y).sum().backward()
     assert x.grad.tolist() == y.grad.tolist() == [2, 2]
