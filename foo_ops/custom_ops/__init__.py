@@ -41,12 +41,8 @@ import torch
 from torch.library import get_ctx, infer_schema
 
 from foo_ops.custom_ops.names import parse, validate_namespace
-from foo_ops.custom_ops.operators import (
-    DISPATCH_KEYS,
-    OPERATORS,
-    define_operator,
-    find_operator,
-)
+from foo_ops.custom_ops.operators import OPERATORS, define_operator, find_operator
+from foo_ops.library.operators import DISPATCH_KEYS
 
 __all__ = [
     "custom_op",

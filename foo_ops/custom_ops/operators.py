@@ -12,8 +12,7 @@ from torch.library import Library
 from foo_ops.custom_ops.formula import Formula
 from foo_ops.custom_ops.names import parse, validate_schema
 from foo_ops.library import register_autograd
-
-DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "foo": "PrivateUse1"}
+from foo_ops.library.operators import DISPATCH_KEYS
 
 
 class CustomOp:

@@ -16,6 +16,7 @@ from foo_ops.kernels.compiler.interpret import INTERPRETS
 from foo_ops.kernels.compiler.kernel import KERNELS, Maker
 from foo_ops.kernels.user.user_kernel import UserKernel
 from foo_ops.library.operators import (
+    DISPATCH_KEYS,
     Parameter,
     find,
     functionalize_out,
@@ -25,7 +26,7 @@ from foo_ops.library.operators import (
 )
 from foo_ops.library.vmap import Rule, register_default_vmap
 
-DISPATCH_KEYS = {"cpu": "CPU", "foo": "PrivateUse1", "CPU": "CPU", "PrivateUse1": "PrivateUse1"}
+_DEVICE_KEYS = {device_type: DISPATCH_KEYS[device_type] for device_type in ("cpu", "foo")}
 
 _serial_numbers = itertools.count(2)
 
@@ -167,15 +168,16 @@ def register_kernel(
 
 def _dispatch_keys(device_types: str | Sequence[str] | None) -> list[str]:
     if device_types is None:
-        return ["CPU", "PrivateUse1"]
+        return list(_DEVICE_KEYS.values())
     if isinstance(device_types, str):
         device_types = (device_types,)
+    keys = _DEVICE_KEYS | {key: key for key in _DEVICE_KEYS.values()}
     for device_type in device_types:
-        if device_type not in DISPATCH_KEYS:
+        if device_type not in keys:
             raise ValueError(
                 f"device_types of a kernel of Numba must be cpu or foo, got {device_type!r}"
             )
-    return [DISPATCH_KEYS[device_type] for device_type in device_types]
+    return [keys[device_type] for device_type in device_types]
 
 
 def describe(function: Callable[..., Any]) -> str:

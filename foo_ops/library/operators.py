@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "foo": "PrivateUse1"}
+
 # A registration without a library lasts as long as the process.
 _kept: list[Any] = []
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from foo_ops.library.dtypes import dtype_name
+from foo_ops.library.operators import DISPATCH_KEYS
 from foo_ops.testing.checks.contexts import failing_as
 from foo_ops.testing.checks.matrix import Case
 from foo_ops.testing.schema import named_tensors, out_names, unwritten
@@ -57,12 +58,10 @@ def run_both(case: Case, sample: Sample) -> tuple[Tensors, Tensors, Tensors]:
     return outputs, cotangents, run_backward(outputs, sample, cotangents)
 
 
-AUTOGRAD_KEYS = {"cpu": ("AutogradCPU",), "foo": ("AutogradPrivateUse1",)}
-
-
 def require_history(case: Case, sample: Sample, outputs: Tensors) -> None:
     """Require a formula, and gradients of outputs where the reference has them."""
-    keys = ("CompositeImplicitAutograd", "Autograd", *AUTOGRAD_KEYS[torch.device(case.device).type])
+    of_device = f"Autograd{DISPATCH_KEYS[torch.device(case.device).type]}"
+    keys = ("CompositeImplicitAutograd", "Autograd", of_device)
     name = case.spec.name
     if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys):
         # A kernel in Python may have gradients all the same, but only in eager mode.
