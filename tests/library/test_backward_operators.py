@@ -139,6 +139,17 @@ def test_a_gradient_that_is_missing_is_none_or_zeros(lib, mark):
     assert result.tolist() == [2, 2, 2]
 
 
+def test_a_result_that_is_saved_does_not_keep_itself_alive(lib):
+    schema = "two_backward(Tensor grad_first, Tensor grad_second, Tensor first) -> Tensor grad_x"
+    two, _ = make_two(lib, schema)
+    x = torch.ones(1000, device="foo", requires_grad=True)
+    before = torch.foo.memory_allocated()
+    results = two(x)
+    assert torch.foo.memory_allocated() > before
+    del results
+    assert torch.foo.memory_allocated() == before
+
+
 def test_compiled_autograd(lib):
     product = make_product(lib, [])
     x, y = torch.tensor([2.0, 3.0], requires_grad=True), torch.tensor([5.0, 7.0])
