@@ -102,6 +102,8 @@ def call_cases() -> Iterator[Case]:
     for name, (requires_grad, context) in variants.items():
         prepare = partial(prepare_calls, requires_grad)
         yield Case("calls", name, prepare, context=context, headline=True)
+    name = "abs, gradient needed, and its backward pass"
+    yield Case("calls", name, prepare_backward_calls, headline=True)
     yield Case("calls", "relu, made with numba_op", prepare_kit_relu, headline=True)
     yield Case("calls", "sum of a row, made with tile_kernel", prepare_kit_sum, headline=True)
 
@@ -122,6 +124,22 @@ def prepare_calls(requires_grad: bool) -> Contenders:
     input = torch.randn(8, requires_grad=requires_grad)
     ours, theirs = partial(torch.ops.foo.abs.default, input), partial(torch.abs, input)
     return local_contenders(ours, theirs, partial(torch.ops.aten.abs.default, input))
+
+
+def prepare_backward_calls() -> Contenders:
+    """Call operators and differentiate them; also one that torch.library made of functions."""
+    input, cotangent = torch.randn(8, requires_grad=True), torch.ones(8)
+
+    def differentiated(operator: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(operator(input), input, cotangent)[0]
+
+    contenders = local_contenders(
+        differentiated(torch.ops.foo.abs.default),
+        differentiated(torch.abs),
+        differentiated(torch.ops.aten.abs.default),
+    )
+    custom = partial(Local, differentiated(kit.custom_abs()))
+    return {**contenders, "torch.library.custom_op": custom}
 
 
 def local_contenders(

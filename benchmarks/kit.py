@@ -40,3 +40,22 @@ def row_sum() -> Any:
             output.data[row] = total
 
     return torch.ops.foo_benchmark.row_sum.default
+
+
+@cache
+def custom_abs() -> Any:
+    """Compute torch.abs in an operator that torch.library makes of functions in Python."""
+
+    @torch.library.custom_op("foo_benchmark::custom_abs", mutates_args=())
+    def custom_abs(input: torch.Tensor) -> torch.Tensor:
+        return input.abs()
+
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (input,) = ctx.saved_tensors
+        return grad * input.sgn()
+
+    custom_abs.register_autograd(backward, setup_context=setup_context)
+    return custom_abs

@@ -224,15 +224,18 @@ def peak_table(results: Sequence[Result], unit: str) -> list[list[str]]:
 
 def comparison_table(results: Sequence[Result], unit: str) -> list[list[str]]:
     """Write the ratio of the figures shown: the title says which way is better."""
-    ours, *others = results[0].seconds
+    ours, *others = dict.fromkeys(name for result in results for name in result.seconds)
     rows = [["case", "threads", ours, *others, *(f"{ours} / {name}" for name in others)]]
     for result in results:
         figures = {
-            name: [figure(seconds, result.work, unit) for seconds in result.seconds[name]]
-            for name in (ours, *others)
+            name: [figure(each, result.work, unit) for each in seconds]
+            for name, seconds in result.seconds.items()
         }
-        medians = [median(values) for values in figures.values()]
-        compared = [spread(ratios(figures[ours], figures[name])) for name in others]
+        medians = [median(figures[name]) if name in figures else NONE for name in (ours, *others)]
+        compared = [
+            spread(ratios(figures[ours], figures[name])) if name in figures else NONE
+            for name in others
+        ]
         rows.append([result.name, str(result.threads), *medians, *compared])
     return rows
 

@@ -9,6 +9,7 @@ from numba import njit
 from numba.core import types
 
 from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.user import elementwise
 from foo_ops.kernels.user.elementwise import ABSENT, GIVEN
 from foo_ops.kernels.vectors.arguments import make_argument_reader
 from foo_ops.kernels.vectors.elements import ELEMENTS
@@ -27,7 +28,7 @@ ARGUMENT_TYPES = (
 # The phases of a call. tests/project/test_agreement.py compares them with C++'s.
 COUNT_TILES, RUN_TILES, FINISH_TILES = range(3)
 
-SCALARS = {"float": types.float64, "int": types.int64, "bool": types.boolean}
+SCALARS = {"float": types.float64} | elementwise.SCALARS
 
 
 def make_tile_kernel(
