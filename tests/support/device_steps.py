@@ -184,8 +184,11 @@ IN_PLACE_OF_TWO = {
     "index_put_": lambda x, y: x.index_put_((y.long().abs() % max(1, len(x)),), x.sum()),
     "set item": lambda x, y: x.__setitem__(slice(None), y),
     "set_": lambda x, y: x.set_(y),
+    # The storage of an expanded tensor is smaller: it would grow by memory that nobody wrote.
     "set_ to storage": lambda x, y: x.set_(
-        y.untyped_storage(), 0, (y.numel() * y.itemsize // x.itemsize,)
+        y.untyped_storage(),
+        0,
+        (min(y.numel() * y.itemsize, y.untyped_storage().nbytes()) // x.itemsize,),
     ),
     "data": lambda x, y: setattr(x, "data", y),
     "swap": torch.utils.swap_tensors,
