@@ -37,7 +37,7 @@ def row_sum() -> Any:
             x, total = input.row(row), language.zero(input)
             for i in range(input.shape[-1]):
                 total = language.accumulate(total, x[i])
-            output.data[row] = total
+            output.flat[row] = total
 
     return torch.ops.foo_benchmark.row_sum.default
 

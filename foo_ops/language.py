@@ -1,9 +1,9 @@
 """The names that tile kernels use beside Python's arithmetic, ``math`` and their arguments.
 
 Names are loaded where a kernel is compiled: to import this module imports no Numba. The modules
-of ``foo_ops.kernels.vectors`` say what each does: views.py about arrays, reduction.py about sums
-and maxima, functions.py about exp2, exp, tanh and log, the package itself about explicit vectors;
-``help(language.exp)`` says what one function does.
+of ``foo_ops.kernels.vectors`` say what each does: views.py about arrays, items.py about indices,
+reduction.py about sums and maxima, functions.py about exp2, exp, tanh and log, the package itself
+about explicit vectors; ``help(language.exp)`` says what one function does.
 
 The examples in their docstrings are lines of a kernel, where ``x`` and ``y`` are rows of ``size``
 adjacent elements (``x = input.row(row)``), ``i`` is an index, and ``total`` a number of x's type.
@@ -16,7 +16,7 @@ Example:
     ...         x, total = input.row(row), language.zero(input)
     ...         for i in range(input.shape[-1]):
     ...             total = language.accumulate(total, x[i] * x[i])
-    ...         output[row] = total
+    ...         output.flat[row] = total
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ Agreement agreement() {
   add_struct<Parameters>(result);
   add_struct<Piece>(result);
   add_struct<View>(result);
+  add_struct<Outside>(result);
   result.functions = {{"AttentionFunction", Arguments<AttentionFunction>::names()},
                       {"SumFunction", Arguments<SumFunction>::names()},
                       {"ElementwiseFunction", Arguments<ElementwiseFunction>::names()},
@@ -38,7 +39,10 @@ Agreement agreement() {
       FOO_CONSTANT(kNone),        FOO_CONSTANT(kBool),         FOO_CONSTANT(kOfQueryDtype),
       FOO_CONSTANT(kFloat32),     FOO_CONSTANT(kNotWanted),    FOO_CONSTANT(kStored),
       FOO_CONSTANT(kAdded),       FOO_CONSTANT(kCountTiles),   FOO_CONSTANT(kRunTiles),
-      FOO_CONSTANT(kFinishTiles), FOO_CONSTANT(kAbsentCode),   FOO_CONSTANT(kGivenCode)};
+      FOO_CONSTANT(kFinishTiles), FOO_CONSTANT(kAbsentCode),   FOO_CONSTANT(kGivenCode),
+      FOO_CONSTANT(kCheckedCode), FOO_CONSTANT(kElement),      FOO_CONSTANT(kRow),
+      FOO_CONSTANT(kFlat),        FOO_CONSTANT(kInRow),        FOO_CONSTANT(kShape),
+      FOO_CONSTANT(kMostIndices)};
 #undef FOO_CONSTANT
   return result;
 }

@@ -23,6 +23,7 @@
 #include "launch/parameter.h"
 #include "launch/registration.h"
 #include "ops/attention/checks.h"
+#include "ops/bounds.h"
 #include "ops/elementwise.h"
 #include "ops/tile.h"
 
@@ -48,7 +49,11 @@ void* resolve_kernel(const std::string& kernel, const std::string& signature) {
   } catch (py::error_already_set& error) {
     const py::object refusal =
         py::module_::import("foo_ops.kernels.compiler.kernel").attr("KernelError");
-    TORCH_CHECK(!error.matches(refusal), std::string(py::str(error.value())));
+    if (error.matches(refusal)) {
+      const std::string message = py::str(error.value());
+      TORCH_CHECK_TYPE(!error.matches(PyExc_TypeError), message);
+      TORCH_CHECK(false, message);
+    }
     // Anything else, such as KeyboardInterrupt, came while it was compiled.
     pass_on(error);
   }
@@ -193,15 +198,18 @@ void bind_kernels(py::module_& module) {
       .def("register_for", [](Elementwise& elementwise, const std::string& key) {
         return Registration(elementwise.register_for(c10::parseDispatchKey(key)));
       });
-  module.def("register_tile", [](const std::string& operator_name, const std::string& key,
-                                 const std::string& kernel, std::vector<Parameter> parameters,
-                                 bool contiguous_rows, bool repeats_written, bool finishes,
-                                 std::vector<bool> checks, py::object refuse) {
-    return Registration(foo::register_tile(operator_name, c10::parseDispatchKey(key), kernel,
-                                           std::move(parameters),
-                                           {contiguous_rows, repeats_written, finishes,
-                                            std::move(checks), refusal(std::move(refuse))}));
-  });
+  module.def(
+      "register_tile",
+      [](const std::string& operator_name, const std::string& key, const std::string& kernel,
+         std::vector<Parameter> parameters, std::vector<std::string> names, bool contiguous_rows,
+         bool repeats_written, bool finishes, std::vector<bool> checks, py::object refuse) {
+        return Registration(foo::register_tile(
+            operator_name, c10::parseDispatchKey(key), kernel, std::move(parameters),
+            {std::move(names), contiguous_rows, repeats_written, finishes, std::move(checks),
+             refusal(std::move(refuse))}));
+      });
+  module.def("ask_for_bounds_checks", &foo::ask_for_bounds_checks);
+  module.def("end_bounds_checks", &foo::end_bounds_checks);
 }
 
 // Facts that kernels must know as well, by name: structs, functions and constants.

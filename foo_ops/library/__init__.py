@@ -14,7 +14,8 @@ extended:
 - `register_vmap`: in place of the rule that kernels of Numba bring; `register_vmap_rows` maps in
   one call, and `register_vmap_loop` by a loop over the mapped dimension.
 - `register_flops`: for torch.utils.flop_counter.
-- `opcheck`: on device foo, and that gradients are recorded.
+- `opcheck`: on device foo, and that gradients are recorded. `check_bounds`: that no kernel reads or
+  writes outside of a tensor.
 
 Example:
     >>> @foo_ops.library.numba_op("mylib::relu6")
@@ -37,6 +38,7 @@ from torch.library import (
 
 from foo_ops.library.autocast import register_autocast
 from foo_ops.library.autograd import register_autograd, register_variant_autograd
+from foo_ops.library.bounds import check_bounds
 from foo_ops.library.checks import OPCHECKS, opcheck
 from foo_ops.library.elementwise import ElementwiseKernel, elementwise_kernel
 from foo_ops.library.flops import register_flops
@@ -62,6 +64,7 @@ __all__ = [
     "ElementwiseKernel",
     "Library",
     "TileKernel",
+    "check_bounds",
     "custom_op",
     "define",
     "elementwise_kernel",

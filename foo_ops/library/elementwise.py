@@ -23,6 +23,7 @@ from foo_ops.library.kernels import (
     kinds_of,
 )
 from foo_ops.library.operators import Parameter, find, keep, library_of, parameters_of
+from foo_ops.library.returns import returned_counts
 from foo_ops.library.vmap import make_elementwise_rule
 
 _UNSIGNED_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
@@ -74,8 +75,9 @@ class ElementwiseKernel(NumbaKernel):
     def launcher(
         self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
     ) -> Launcher:
-        _check(operator, parameters, self)
         results = len(operator._schema.returns) or sum(p.role != "read" for p in parameters)
+        _check(operator, parameters, self)
+        _check_returned(operator, self, results)
         types = {
             dtype: _result_types(operator, dtype, variant, results)
             for dtype, variant in self.variants.items()
@@ -177,8 +179,8 @@ def elementwise_kernel(
     schema: a number for each tensor and for each float, int and bool, None for what is missing. It
     returns a number, or a tuple with one for each result. Numba compiles it at its first use for a
     dtype, LLVM vectorises it. It must not allocate, raise, or call Python. Globals and what it
-    closes over are constants, with the values of that first use. A division by zero gives inf or
-    NaN, and 0 for integers.
+    closes over are constants, with the values of its first use, whatever the dtype. A division by
+    zero gives inf or NaN, and 0 for integers.
 
     Tensors may have any strides; they are broadcast and promoted to a common dtype. float16 and
     bfloat16 are computed in float32, all others in their own type, and so are arguments of type
@@ -249,6 +251,20 @@ def _check(
                 f"{operator.name()}: its kernel must take {len(inputs)} arguments ({names}), and "
                 f"{describe(variant.function)} takes {taken}"
             )
+
+
+def _check_returned(
+    operator: torch._ops.OpOverload, kernel: ElementwiseKernel, results: int
+) -> None:
+    """Refuse another number of values where the code says it; the compiler refuses any other."""
+    for variant in kernel.variants.values():
+        for count, line in returned_counts(variant.function):
+            if count not in (None, 0, results):
+                raise TypeError(
+                    f"{operator.name()}: its kernel must return {results} "
+                    f"value{'s' * (results != 1)}, one for each result, and "
+                    f"{describe(variant.function)} returns {count} in line {line}"
+                )
 
 
 def _result_types(

@@ -22,6 +22,7 @@ from foo_ops.library.kernels import (
     kinds_of,
 )
 from foo_ops.library.operators import Parameter, find, parameters_of, short_name
+from foo_ops.library.returns import returned_counts
 from foo_ops.library.vmap import make_loop
 
 
@@ -49,7 +50,8 @@ class TileKernel(NumbaKernel):
                 "given the number of tiles, tiles=..."
             )
         kinds = kinds_of(parameters) + ("tensor",) * results
-        options = (kinds, self.contiguous_rows, taken)
+        *names, _ = inspect.signature(self.function).parameters
+        options = (kinds, tuple(names), self.contiguous_rows, taken)
         functions = (self.function, *others.values())
         kernel = add_source(operator, functions, TILE, *options)
         is_repeated = results > 0 and not _fresh(operator)
@@ -63,6 +65,7 @@ class TileKernel(NumbaKernel):
                 key,
                 kernel,
                 [cpp_parameter(parameter) for parameter in parameters],
+                names,
                 self.contiguous_rows,
                 is_repeated,
                 self.finish is not None,
@@ -143,8 +146,10 @@ def tile_kernel(
     it at its first use for these dtypes, and threads run it on ranges of tiles. It returns nothing.
 
     - A tensor is a view with ``shape``, ``strides``, ``ndim``, ``size``, ``rows``, ``data``,
-      ``row(i)`` and elements ``x[i, j]`` (see foo_ops/kernels/vectors/views.py). bfloat16 and
-      float16 are read as float32 and rounded when they are written.
+      ``row(i)``, elements ``x[i, j]`` and ``x.flat[i]`` (see foo_ops/kernels/vectors/views.py).
+      bfloat16 and float16 are read as float32 and rounded when they are written. An index that is a
+      negative constant counts from the end. No other one is compared with the shape, but under
+      `check_bounds`.
     - float, int and bool come as float64, int64 and bool; what is missing is None. A float64 makes
       what it meets float64, unless it is a constant: `foo_ops.language.cast` narrows it.
     - Results are allocated as the operator's fake kernel says, which is called once for the same
@@ -191,15 +196,28 @@ def tile_kernel(
         ...         x, total = input.row(row), language.zero(input)
         ...         for i in range(input.shape[-1]):
         ...             total = language.accumulate(total, x[i])
-        ...         output.data[row] = total
+        ...         output.flat[row] = total
     """
 
     def make(function: Callable[..., Any]) -> TileKernel:
         if (check is None) != (refuse is None):
             raise TypeError("tile_kernel must be given both check and refuse, or neither")
+        for written in (function, finish):
+            if written is not None:
+                _require_no_result(written)
         return TileKernel(function, tiles, contiguous_rows, finish, check, refuse)
 
     return make if function is None else make(function)
+
+
+def _require_no_result(function: Callable[..., Any]) -> None:
+    """Refuse a function that returns something, but for the value of a lambda's expression."""
+    for count, line in returned_counts(function):
+        if count != 0 and function.__name__ != "<lambda>":
+            raise TypeError(
+                "a tile kernel writes its results, which are arguments, and must return nothing: "
+                f"{describe(function)} returns a value in line {line}"
+            )
 
 
 def _fresh(operator: torch._ops.OpOverload) -> int:

@@ -104,7 +104,7 @@ def write_normalised(x: Any, squares: Any, size: Any, weight: Any, eps: Any, y: 
     for i in range(size):
         value = x[i] * scale
         if weight is not None:
-            value = value * weight.data[i]
+            value = value * weight[i]
         y[i] = value
 
 
@@ -144,7 +144,7 @@ def add_up_parts(grad_weight: Any, sums_of_parts: Any) -> None:
     if grad_weight.size == 0:
         return
     for i in range(grad_weight.size):
-        grad_weight.data[i] = 0.0
+        grad_weight[i] = 0.0
     if sums_of_parts.shape[0] > 0:
         total = sums_of_parts.row(0)
         for part in range(1, sums_of_parts.shape[0]):
@@ -152,7 +152,7 @@ def add_up_parts(grad_weight: Any, sums_of_parts: Any) -> None:
             for i in range(grad_weight.size):
                 total[i] = total[i] + sums[i]
         for i in range(grad_weight.size):
-            grad_weight.data[i] = total[i]
+            grad_weight[i] = total[i]
 
 
 def differentiate_rows(
@@ -175,7 +175,7 @@ def differentiate_rows(
                 squares = language.accumulate(squares, x[i] * x[i])
                 weighted = g[i]
                 if weight is not None:
-                    weighted = weighted * weight.data[i]
+                    weighted = weighted * weight[i]
                 product = language.accumulate(product, weighted * x[i])
             added = x
             if grad_sum is not None:
@@ -186,7 +186,7 @@ def differentiate_rows(
             for i in range(size):
                 weighted = g[i]
                 if weight is not None:
-                    weighted = weighted * weight.data[i]
+                    weighted = weighted * weight[i]
                     sums[i] = sums[i] + g[i] * x[i] * scale
                 value = scale * weighted - x[i] * slope
                 if grad_sum is not None:

@@ -103,7 +103,9 @@ def turn_halves(
         language.store(y, y0 + i, a * cosine - b * sine)
         language.store(y, y0 + half + i, b * cosine + a * sine)
     for i in range(whole, half):
-        turn_pair(x, x0 + i, x0 + half + i, c[c0 + i], s[s0 + i] * sign, y, y0 + i, y0 + half + i)
+        cosine = language.load(c, c0 + i)
+        sine = language.load(s, s0 + i) * sign
+        turn_pair(x, x0 + i, x0 + half + i, cosine, sine, y, y0 + i, y0 + half + i)
 
 
 def turn_neighbours(
@@ -112,17 +114,17 @@ def turn_neighbours(
     """Turn the pairs (2 i, 2 i + 1) of a row."""
     for i in range(half):
         first, second = 2 * i, 2 * i + 1
-        turn_pair(
-            x, x0 + first, x0 + second, c[c0 + i], s[s0 + i] * sign, y, y0 + first, y0 + second
-        )
+        cosine = language.load(c, c0 + i)
+        sine = language.load(s, s0 + i) * sign
+        turn_pair(x, x0 + first, x0 + second, cosine, sine, y, y0 + first, y0 + second)
 
 
 def turn_pair(
     x: Any, first: Any, second: Any, cosine: Any, sine: Any, y: Any, to_first: Any, to_second: Any
 ) -> None:
-    a, b = x[first], x[second]
-    y[to_first] = a * cosine - b * sine
-    y[to_second] = b * cosine + a * sine
+    a, b = language.load(x, first), language.load(x, second)
+    language.store(y, to_first, a * cosine - b * sine)
+    language.store(y, to_second, b * cosine + a * sine)
 
 
 def turn_rows(
@@ -147,7 +149,7 @@ def turn_rows(
         else:
             turn_halves(x, x0, c, c0, s, s0, half, sign, y, y0)
         for i in range(2 * half, size):
-            y[y0 + i] = x[x0 + i]
+            language.store(y, y0 + i, language.load(x, x0 + i))
         x0, y0 = x0 + step_of(input), y0 + step_of(output)
         c0, s0 = c0 + step_of(cosine), s0 + step_of(sine)
         left -= 1

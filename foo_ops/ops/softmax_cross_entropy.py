@@ -29,7 +29,6 @@ from foo_ops.ops.arguments import (
     require_rows,
     require_shape,
 )
-from foo_ops.ops.indexing import offset_of
 
 ARGUMENTS = "float label_smoothing=0.0, int ignore_index=-100"
 library.define(
@@ -103,15 +102,10 @@ def softmax_cross_entropy(
 # ---------------------------------------------------------------------------------------- kernels
 
 
-def number_at(view: Any, row: Any) -> Any:
-    """Return the element of a tensor without the dimension of classes."""
-    return view.data[offset_of(view, view, row, 0)]
-
-
 def are_classes(logits: Any, target: Any, ignore_index: Any) -> bool:
     classes = logits.shape[-1]
     for row in range(target.size):
-        label = number_at(target, row)
+        label = target.flat[row]
         if label != ignore_index and (label < 0 or label >= classes):
             return False
     return True
@@ -134,7 +128,7 @@ def count_classes(target: Any, ignore_index: Any) -> Any:
     """Count the rows that are not ignored."""
     count = 0
     for row in range(target.size):
-        if number_at(target, row) != ignore_index:
+        if target.flat[row] != ignore_index:
             count += 1
     return count
 
@@ -142,9 +136,9 @@ def count_classes(target: Any, ignore_index: Any) -> Any:
 def take_mean(target: Any, ignore_index: Any, loss: Any, mean: Any) -> None:
     total, count = 0.0, count_classes(target, ignore_index)
     for row in range(target.size):
-        if number_at(target, row) != ignore_index:
-            total += loss.data[row]
-    mean.data[0] = total / count if count else math.nan
+        if target.flat[row] != ignore_index:
+            total += loss.flat[row]
+    mean.flat[0] = total / count if count else math.nan
 
 
 @library.tile_kernel(
@@ -185,15 +179,15 @@ def forward_kernel(
             total = total * language.exp(largest - shift) + chunk
             largest, plain = peak, plain + values
         rest = math.log(total) if largest != math.inf else 0.0
-        logsumexp.data[row] = largest + rest
-        label = number_at(target, row)
+        logsumexp.flat[row] = largest + rest
+        label = target.flat[row]
         value = 0.0
         if label != ignore_index:
             # Differences of logits come first: beside a large one nothing is left of the logarithm.
             value = rest + (1.0 - label_smoothing) * (largest - x[label])
             if label_smoothing != 0.0:
                 value -= label_smoothing * plain / size
-        loss.data[row] = value
+        loss.flat[row] = value
 
 
 @library.tile_kernel(
@@ -221,20 +215,20 @@ def backward_kernel(
     size = logits.shape[-1]
     share = language.zero(logits)
     if grad_mean is not None:
-        share = language.cast(grad_mean.data[0] / count_classes(target, ignore_index), logits)
+        share = language.cast(grad_mean.flat[0] / count_classes(target, ignore_index), logits)
     for row in rows:
         x, y = logits.row(row), output.row(row)
-        label = number_at(target, row)
+        label = target.flat[row]
         slope = language.zero(logits)
         if label != ignore_index:
             slope = share
             if grad_loss is not None:
-                slope = slope + number_at(grad_loss, row)
+                slope = slope + grad_loss.flat[row]
         scale = slope
         if grad_logsumexp is not None:
-            scale = scale + number_at(grad_logsumexp, row)
+            scale = scale + grad_logsumexp.flat[row]
         each = language.cast(label_smoothing * slope / size, logits)
-        shift = number_at(logsumexp, row)
+        shift = logsumexp.flat[row]
         if LARGE < abs(shift) < math.inf:
             total = language.zero(logits)
             for i in range(size):

@@ -94,4 +94,4 @@ def test_what_makes_the_kernel_and_its_options_count():
         for maker in (table.TILE, table.ELEMENTWISE)
         for options in ((("tensor",),), (("tensor?",),))
     ]
-    assert len({kernel.fingerprint() for kernel in kernels}) == len(kernels)
+    assert len({kernel.fingerprint("float32") for kernel in kernels}) == len(kernels)

@@ -1,5 +1,6 @@
 """FOO_INTERPRET=1: kernels of users run as plain Python, with the values of compiled ones."""
 
+import operator
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from support.processes import SECONDS
 
 from foo_ops import language, library
 from foo_ops.kernels.vectors import plain_language
+from foo_ops.kernels.vectors.plain_views import FromEnd
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -75,13 +77,21 @@ def test_functions_are_within_half_a_unit_or_so(name, dtype):
         assert getattr(plain_language, name)(np.float32(below)) == 0
 
 
-def test_python_that_a_kernel_may_use():
+@pytest.mark.parametrize(
+    ("file", "chosen", "count"),
+    [
+        ("test_elementwise.py", "test_python_that_a_kernel_may_use", 7),
+        ("test_tile_indexing.py", "negative or flat or offsets or shifted or branches", 16),
+        ("test_numba_op_definitions.py", "test_globals_are_those_of_the_first_use", 2),
+    ],
+)
+def test_compiled_kernels_pass_the_same(file, chosen, count):
     process = interpreted(
         *("-m", "pytest", "-v", "-p", "no:xdist", "-p", "no:cacheprovider"),
-        *("tests/library/test_elementwise.py", "-k", "test_python_that_a_kernel_may_use"),
+        *(f"tests/library/{file}", "-k", chosen),
     )
     assert process.returncode == 0, process.stdout
-    assert int(re.search(r"(\d+) passed", process.stdout)[1]) >= 7
+    assert int(re.search(r"(\d+) passed", process.stdout)[1]) >= count
 
 
 PROGRAM = """
@@ -117,6 +127,29 @@ def test_print(device):
     ]
 
 
+def test_print_to_a_stream_that_was_replaced():
+    text = """
+import contextlib
+import io
+import sys
+import torch
+from foo_ops import library
+
+@library.numba_op("debugged::printed")
+def printed(x: float) -> float:
+    print(x, file=sys.stdout)
+    return x
+
+for number in (1.0, 2.0):
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        printed(torch.tensor(number, dtype=torch.float32 if number == 1 else torch.float64))
+    print(repr(stream.getvalue()))
+"""
+    process = interpreted("-c", text)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == [r"'1.0\n'", r"'2.0\n'"]
+
+
 def test_debugger_stops_in_a_kernel(device):
     process = interpreted(
         "-c", program("breakpoint()", device=device), input="p x.shape\nn\np rows\nc\n"
@@ -139,6 +172,82 @@ def test_index_outside_is_an_exception_with_its_place(contiguous, message, devic
     assert process.returncode == 1
     assert process.stderr.splitlines()[-1] == message
     assert 'File "<string>", line 15, in f' in process.stderr
+
+
+def test_indices_that_are_refused(device):
+    """A negative variable is outside, and what does not compile is a TypeError."""
+    text = f"""
+import torch
+from foo_ops import language, library
+
+library.define("debugged::f", "(Tensor x) -> Tensor")
+library.register_fake("debugged::f", torch.empty_like)
+
+@library.register_kernel("debugged::f", ("cpu", "foo"))
+@library.tile_kernel
+def f(x, y, rows):
+    for access in (
+        lambda: x[1 - len(rows), 0],
+        lambda: x.row(1)[1 - len(rows)],
+        lambda: x.flat[1 - len(rows)],
+        lambda: x.row(1 - len(rows)),
+        lambda: language.load(x.data, -1),
+        lambda: x.flat[-7],
+        lambda: x[0],
+        lambda: x.flat[0, 0],
+        lambda: x.row(0)[0, 0],
+        lambda: x.data[0],
+        lambda: language.load_vector(x.row(0), 0, 2),
+    ):
+        try:
+            print(access())
+        except (IndexError, TypeError) as error:
+            print(f"{{type(error).__name__}}: {{error}}")
+
+torch.ops.debugged.f(torch.ones(2, 3, device="{device}"))
+"""
+    process = interpreted("-c", text)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == [
+        "IndexError: index (-1, 0) is outside of the shape (2, 3)",
+        "IndexError: index -1 is outside of a row of 3 elements",
+        "IndexError: index -1 is outside of the 6 elements",
+        "IndexError: row -1 is outside of the 2 rows",
+        "IndexError: index -1 is outside of the elements from 0 to 5",
+        "IndexError: index -1 is outside of the 6 elements",
+        "TypeError: wrong index: x has 2 dimensions and must be given as many indices, got 1 "
+        "(x.row(i) is a row, x.flat[i] the i-th element)",
+        "TypeError: wrong index: a row or x.flat must be given one index, got 2",
+        "TypeError: wrong index: a row or x.flat must be given one index, got 2",
+        "TypeError: wrong index: x.data is memory, and not indexed, since that would ignore "
+        "strides: x[i, j] and x.flat[i] are elements, and language.load(x.data, offset) is what "
+        "lies there",
+        "TypeError: a row has a stride, and is no pointer to vectors, unless tile_kernel is given "
+        "contiguous_rows=True",
+    ]
+
+
+@pytest.mark.parametrize(
+    "number", [3, 2.5, np.float32(3), np.int64(3), np.arange(1, 5, dtype=np.float32)], ids=repr
+)
+def test_negative_constants_calculate_as_other_numbers(number):
+    """In float32, too, whose type a constant does not change."""
+    names = "add sub mul truediv floordiv mod pow lt le gt ge eq ne"
+    operations = [getattr(operator, name) for name in names.split()]
+    if isinstance(number, (int, np.int64)):
+        # No power: NumPy has no negative ones of integers.
+        operations.remove(operator.pow)
+        operations += [operator.and_, operator.or_, operator.xor]
+    for operation in operations:
+        for result, expected in (
+            (operation(number, FromEnd(-2)), operation(number, -2)),
+            (operation(FromEnd(-2), number), operation(-2, number)),
+        ):
+            assert type(result) is type(expected), operation
+            assert np.asarray(result).dtype == np.asarray(expected).dtype, operation
+            assert np.array_equal(result, expected, equal_nan=True), operation
+    if isinstance(number, int):
+        assert (FromEnd(-2) << 3, FromEnd(-9) >> 3) == (-16, -2)
 
 
 def test_exception_comes_once_and_from_the_thread_of_the_call():

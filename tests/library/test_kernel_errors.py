@@ -52,6 +52,10 @@ def two_values(x):
     return x, x
 
 
+def either_pair(x):
+    return (x, 1.0) if x > 0 else (1.0, x)
+
+
 def raises(x):
     if x < 0:
         raise ValueError("negative")
@@ -90,7 +94,7 @@ ELEMENTWISE = [
     (in_helper, "Unknown attribute 'nothing' of type float32", None, "return x.nothing"),
     (unknown_name, "NameError: name 'does_not_exist' is not defined", 0, "def unknown_name(x):"),
     (text, "the kernel returns unicode_type, which is no number", 0, "def text(x):"),
-    (two_values, "the kernel returns 2 values, and the operator 1", 0, "def two_values(x):"),
+    (either_pair, "the kernel returns 2 values, and the operator 1", 0, "def either_pair(x):"),
     (raises, "a kernel must not raise", 2, 'raise ValueError("negative")'),
     (asserts, "a kernel must not raise", 1, "assert x > 0"),
     (allocates, "a kernel must not allocate", 1, "return [x, x][0]"),
@@ -135,16 +139,16 @@ def test_elementwise_kernel_that_cannot_be_compiled(function, reason, offset, so
 
 def of_bits(input, output, rows):
     for row in rows:
-        output.data[row] = input.data[row] & 3
+        output.flat[row] = input.flat[row] & 3
 
 
 def test_dtype_that_a_tile_kernel_does_not_fit():
     """The message names all dtypes, and the operator works for those that it fits."""
     call, name = operator(library.tile_kernel(of_bits, tiles=lambda input: input.size))
     assert call(torch.arange(6)).tolist() == [0, 1, 2, 3, 0, 1]
-    place = f"{line(of_bits, 2)}: output.data[row] = input.data[row] & 3"
+    place = f"{line(of_bits, 2)}: output.flat[row] = input.flat[row] & 3"
     message = (
-        f"{name}: its kernel cannot be compiled for bfloat16,bfloat16: No implementation of "
+        f"{name}: its kernel cannot be compiled for bfloat16-1d,bfloat16-1d: No implementation of "
         "function Function(<built-in function and_>) found for signature: "
         f"and_(float32, Literal[int](3)) ({place})"
     )
@@ -162,8 +166,8 @@ def test_vectors_of_rows_that_have_a_stride():
     call, name = operator(library.tile_kernel(of_vectors))
     place = f"{line(of_vectors, 3)}: language.store(output.row(row), 0, language.load_vector(x, 0,"
     message = (
-        f"{name}: its kernel cannot be compiled for float32,float32: a row has a stride, and is no "
-        f"pointer to vectors, unless tile_kernel is given contiguous_rows=True ({place}"
+        f"{name}: its kernel cannot be compiled for float32-1d,float32-1d: a row has a stride, and "
+        f"is no pointer to vectors, unless tile_kernel is given contiguous_rows=True ({place}"
     )
     with pytest.raises(RuntimeError, match=rf"\A{re.escape(message)}"):
         call(torch.ones(4))
@@ -174,7 +178,9 @@ def test_vectors_of_rows_that_have_a_stride():
 def test_dtype_that_no_kernel_reads():
     call, name = operator(library.tile_kernel(of_bits))
     dtype = "float8_e5m2"
-    message = f"{name}: its kernel cannot be compiled for {dtype},{dtype}: a kernel cannot read "
+    message = (
+        f"{name}: its kernel cannot be compiled for {dtype}-1d,{dtype}-1d: a kernel cannot read "
+    )
     with pytest.raises(RuntimeError, match=re.escape(message + dtype)):
         call(torch.ones(3).to(torch.float8_e5m2))
 
@@ -221,6 +227,11 @@ def test_wrong_number_of_arguments():
             f"its kernel must take 1 arguments (input), and two ({line(two, 0)}) takes 2",
         ),
         (
+            library.elementwise_kernel(two_values),
+            "its kernel must return 1 value, one for each result, and two_values "
+            f"({line(two_values, 0)}) returns 2 in line {two_values.__code__.co_firstlineno + 1}",
+        ),
+        (
             library.tile_kernel(tile_of_two),
             "its kernel must take 3 arguments (input, result, tiles), and tile_of_two "
             f"({line(tile_of_two, 0)}) takes 2",
@@ -235,6 +246,27 @@ def test_wrong_number_of_arguments():
         library.define(name, "(Tensor input) -> Tensor")
         with pytest.raises(TypeError, match=rf"\A{re.escape(f'{name}: {message}')}\Z"):
             library.register_kernel(name, "cpu", kernel)
+
+
+def returns_its_result(input, output, rows):
+    for row in rows:
+        output.flat[row] = 1.0
+    return output
+
+
+def test_a_tile_kernel_that_returns_something():
+    """Refused where it is defined."""
+    first = returns_its_result.__code__.co_firstlineno
+    message = (
+        "a tile kernel writes its results, which are arguments, and must return nothing: "
+        f"returns_its_result ({line(returns_its_result, 0)}) returns a value in line {first + 3}"
+    )
+    for make in (
+        lambda: library.tile_kernel(returns_its_result),
+        lambda: library.tile_kernel(of_bits, finish=returns_its_result),
+    ):
+        with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\Z"):
+            make()
 
 
 def test_arguments_that_no_kernel_takes():

@@ -1,9 +1,11 @@
 """numba_op defines an operator, caches its kernels, and refuses what cannot be one."""
 
+import colorsys
 import math
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -163,3 +165,107 @@ def test_defined_again(device):
     with pytest.raises(TypeError, match="must annotate x"):
         library.numba_op("foo_numba::again", lambda x: x)
     assert torch.ops.foo_numba.again(torch.ones(1, device=device)).item() == factor
+
+
+def half(x: float) -> int:
+    return x / 2
+
+
+def is_half(x: float) -> bool:
+    return x / 2
+
+
+def as_real(x: complex) -> float:
+    return -x
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "kinds"),
+    [
+        (half, torch.float32, ("float32", "int64")),
+        (is_half, torch.float64, ("float64", "bool")),
+        (as_real, torch.complex64, ("complex64", "float32")),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_numbers_that_the_result_cannot_hold(function, dtype, kinds, device):
+    operator = library.numba_op(f"foo_numba::{function.__name__}_{device}", function)
+    message = "the kernel returns {}, and the operator {}, which cannot hold it".format(*kinds)
+    with pytest.raises(RuntimeError, match=re.escape(f"{message} ({__file__}:")):
+        operator(torch.ones(2, dtype=dtype, device=device))
+
+
+def product(a: float, b: float) -> float:
+    return a * b
+
+
+@pytest.mark.parametrize(
+    ("backward", "count"), [(lambda g, a, b: g * b, 1), (lambda g, a, b: (g * b, g * a, 0.0), 3)]
+)
+def test_number_of_gradients(backward, count):
+    line = backward.__code__.co_firstlineno
+    message = (
+        "foo_numba::product_backward: its kernel must return 2 values, one for each result, and "
+        f"<lambda> ({__file__}:{line}) returns {count} in line {line}"
+    )
+    with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\Z"):
+        library.numba_op("foo_numba::product", product, backward=backward)
+    packet = library.numba_op("foo_numba::product", product, backward=both_gradients)
+    a, b = torch.tensor([[2.0], [3.0]], requires_grad=True)
+    packet(a, b).sum().backward()
+
+
+def both_gradients(g, a, b):
+    return g * b, g * a
+
+
+FACTOR = 2.0
+
+
+def times_factor(x):
+    return x * FACTOR
+
+
+def test_globals_are_those_of_the_first_use(device, monkeypatch):
+    """Whatever they are when it is compiled for another dtype; also those of what it calls."""
+    settings = types.ModuleType("settings_of_a_user")
+    settings.offset = 1.0
+
+    def scaled(x: float) -> float:
+        return times_factor(x) + settings.offset
+
+    name = f"foo_numba::scaled_{device}"
+    operator = library.numba_op(name, scaled)
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    assert operator(torch.ones(1, device=device)).tolist() == [4]
+    monkeypatch.setitem(globals(), "FACTOR", 4.0)
+    settings.offset = 2.0
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        assert operator(torch.ones(1, dtype=dtype, device=device)).tolist() == [4]
+    assert library.numba_op(name, scaled)(torch.ones(1, device=device)).tolist() == [6]
+
+
+def test_function_of_a_module_of_python(device):
+    """One that is written in Python is compiled as a user's own is."""
+
+    def luma(r: float, g: float, b: float) -> float:
+        return colorsys.rgb_to_yiq(r, g, b)[0] + math.floor(r) * math.pi
+
+    operator = library.numba_op(f"foo_numba::luma_{device}", luma)
+    inputs = torch.tensor([[1.0], [0.5], [0.25]], device=device).unbind()
+    expected = torch.tensor([colorsys.rgb_to_yiq(1.0, 0.5, 0.25)[0] + math.pi], device=device)
+    torch.testing.assert_close(operator(*inputs), expected)
+
+
+def test_a_failure_does_not_keep_globals(device, monkeypatch):
+    """In a notebook, what was missing is defined, and the same call made again."""
+
+    def calls_later(x: float) -> float:
+        return defined_later(x)  # noqa: F821
+
+    operator = library.numba_op(f"foo_numba::later_{device}", calls_later)
+    input = torch.ones(1, device=device)
+    with pytest.raises(RuntimeError, match="name 'defined_later' is not defined"):
+        operator(input)
+    monkeypatch.setitem(globals(), "defined_later", lambda x: x + 5.0)
+    assert operator(input).tolist() == [6]

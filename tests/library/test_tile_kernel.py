@@ -35,7 +35,7 @@ def scaled_norm_vectors(input, weight, eps, output, rows):
         for i in range(size):
             value = x[i] * scale
             if weight is not None:
-                value = value * weight.data[i]
+                value = value * weight[i]
             y[i] = value
 
 
@@ -47,7 +47,7 @@ def columns(input, sums, largest, tiles):
             total += input[row, column]
             maximum = language.accumulate_maximum(maximum, input[row, column])
         sums[column] = total
-        largest.data[column * largest.strides[0]] = maximum
+        language.store(largest.data, column * largest.strides[0], maximum)
 
 
 def add_scalars(input, a, b, flag, count, rows):

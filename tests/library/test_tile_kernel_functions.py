@@ -19,10 +19,10 @@ def wait_for_flag(progress, flag, rows):
     for _ in rows:
         count = 0
         # Some ten seconds at most. What is written makes LLVM read the flag anew.
-        while flag.data[0] == 0 and count < 2**33:
+        while flag[0] == 0 and count < 2**33:
             count += 1
-            progress.data[0] = count
-        progress.data[1] = flag.data[0]
+            progress[0] = count
+        progress[1] = flag[0]
 
 
 def test_kernels_run_without_the_gil(device):
@@ -57,12 +57,12 @@ def test_kernels_run_without_the_gil(device):
 
 def picked(input, index, output, rows):
     for row in rows:
-        output.data[row] = input.data[index.data[row]]
+        output.flat[row] = input[index.flat[row]]
 
 
 def picked_in_range(index, input):
     for row in range(index.size):
-        if index.data[row] < 0 or index.data[row] >= input.size:
+        if index.flat[row] < 0 or index.flat[row] >= input.size:
             return False
     return True
 
@@ -131,15 +131,15 @@ def test_other_functions_take_what_the_kernel_takes(name):
 
 def row_sums(input, sums, total, rows):
     for row in rows:
-        sums.data[row] = language.zero(sums)
+        sums.flat[row] = language.zero(sums)
         for i in range(input.shape[-1]):
-            sums.data[row] += input.row(row)[i]
+            sums.flat[row] += input.row(row)[i]
 
 
 def sum_of_sums(total, sums):
-    total.data[0] = language.zero(total)
+    total.flat[0] = language.zero(total)
     for row in range(sums.size):
-        total.data[0] += sums.data[row]
+        total.flat[0] += sums.flat[row]
 
 
 @pytest.fixture(scope="module")

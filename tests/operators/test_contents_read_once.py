@@ -17,12 +17,12 @@ def picked_when_told(input, index, progress, flag, output, tiles):
     """Wait until another thread has rewritten the index, some ten seconds at most."""
     for _ in tiles:
         count = 0
-        while flag.data[0] == 0 and count < 2**33:
+        while flag[0] == 0 and count < 2**33:
             count += 1
             # A write makes LLVM read the flag anew.
-            progress.data[0] = count
+            progress[0] = count
         for i in range(index.size):
-            output.data[i] = input.data[index[i]]
+            output[i] = input[index[i]]
 
 
 def are_inside(index, input):

@@ -12,11 +12,11 @@ from foo_ops.kernels.attention import (
     operands,
     parameters,
 )
-from foo_ops.kernels.compiler import processor
+from foo_ops.kernels.compiler import kernel, processor
 from foo_ops.kernels.compiler.kernel import KERNELS
 from foo_ops.kernels.products import on_amx, on_vectors
 from foo_ops.kernels.user import elementwise, tile
-from foo_ops.kernels.vectors import philox, views
+from foo_ops.kernels.vectors import bounds, philox
 from foo_ops.kernels.vectors.elements import ELEMENTS
 from foo_ops.kernels.vectors.struct import Struct
 from foo_ops.kernels.vectors.values import Pointer
@@ -101,8 +101,8 @@ def test_a_difference_would_be_noticed():
 
 
 def test_views():
-    fields = ("DATA", "NDIM", "SIZES", "STRIDES", "SIZE", "ROWS")
-    expected = [(name.lower(), 8 * getattr(views, name)) for name in fields]
+    fields = ("DATA", "NDIM", "SIZES", "STRIDES", "SIZE", "ROWS", "OUTSIDE")
+    expected = [(name.lower(), 8 * getattr(bounds, name)) for name in fields]
     given = _C.agreement()["structs"]["View"]
     assert [(name, offset) for name, _, offset in given] == expected
     assert [type_ for _, type_, _ in given] == [
@@ -112,15 +112,32 @@ def test_views():
         "int64*",
         "int64",
         "int64",
+        "Outside*",
+    ]
+
+
+def test_accesses_outside():
+    fields = ("IS_FOUND", "VIEW", "KIND", "ROW", "COUNT", "PLACE", "INDICES")
+    expected = [(name.lower(), 8 * getattr(bounds, name)) for name in fields]
+    given = _C.agreement()["structs"]["Outside"]
+    assert [(name, offset) for name, _, offset in given] == expected
+    assert [type_ for _, type_, _ in given] == [
+        "int64",
+        "View*",
+        "int64",
+        "int64",
+        "int64",
+        "int8*",
+        f"int64[{bounds.MOST_INDICES}]",
     ]
 
 
 def functions():
-    for name, kernel in KERNELS.items():
+    for name, source in KERNELS.items():
         if name.startswith("attention_"):
             function = "SumFunction" if name == "attention_sum_chunks" else "AttentionFunction"
             for dtype in ("float32", "float64") if name == "attention_dropout_mask" else DTYPES:
-                yield function, kernel.build(dtype).argument_types
+                yield function, source.build(dtype).argument_types
     yield "TileFunction", tile.ARGUMENT_TYPES
     # Data are addresses, to Numba: numbers.
     data, *rest = elementwise.ARGUMENT_TYPES
@@ -163,6 +180,13 @@ def test_constants():
         "kFinishTiles": tile.FINISH_TILES,
         "kAbsentCode": elementwise.ABSENT,
         "kGivenCode": elementwise.GIVEN,
+        "kCheckedCode": kernel.CHECKED,
+        "kElement": bounds.OF_ELEMENT,
+        "kRow": bounds.OF_ROW,
+        "kFlat": bounds.OF_FLAT,
+        "kInRow": bounds.IN_ROW,
+        "kShape": bounds.OF_SHAPE,
+        "kMostIndices": bounds.MOST_INDICES,
     }
 
 

@@ -47,7 +47,7 @@ def mean(norms, mean):
     total = language.zero(norms)
     for i in range(norms.size):
         total = total + norms[i]
-    mean.data[0] = total / norms.size
+    mean.flat[0] = total / norms.size
 
 
 @library.register_kernel("interpreted::norms", ("cpu", "foo"))

@@ -40,7 +40,7 @@ def rms_norm(input, weight, eps, output, rows):
             total = language.accumulate(total, x[i] * x[i])
         scale = language.cast(1 / (total / size + eps) ** 0.5, input)
         for i in range(SIZE):
-            y[i] = x[i] * scale * weight.data[i]
+            y[i] = x[i] * scale * weight[i]
 
 
 def setup_context(ctx, inputs, keyword_only_inputs, output):

@@ -11,13 +11,28 @@ namespace {
 Resolver resolver = nullptr;
 Rethrower rethrower = nullptr;
 
+std::string written(int16_t code) {
+  switch (code) {
+    case kAbsent:
+      return kAbsentCode;
+    case kGiven:
+      return kGivenCode;
+    case kChecked:
+      return kCheckedCode;
+    default:
+      return dtype_name(static_cast<at::ScalarType>(code));
+  }
+}
+
 std::string written(const Signature& signature) {
   std::string result;
-  for (const int8_t code : signature) {
+  for (const int16_t code : signature) {
+    if (code <= kRankZero) {
+      result += '-' + std::to_string(kRankZero - code) + 'd';
+      continue;
+    }
     if (!result.empty()) result += ',';
-    result += code == kAbsent  ? kAbsentCode
-              : code == kGiven ? kGivenCode
-                               : dtype_name(static_cast<at::ScalarType>(code));
+    result += written(code);
   }
   return result;
 }

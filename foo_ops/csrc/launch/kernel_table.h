@@ -14,17 +14,22 @@ namespace foo {
 std::string dtype_name(at::ScalarType dtype);
 
 // The arguments that a kernel is compiled for, a number for each argument that matters: a tensor's
-// dtype; for an optional argument whether it is there.
-using Signature = c10::SmallVector<int8_t, 16>;
-constexpr int8_t kAbsent = -1;
-constexpr int8_t kGiven = -2;
+// dtype, behind which may be its number of dimensions; for an optional argument whether it is
+// there. The last number may say that the kernel checks its accesses.
+using Signature = c10::SmallVector<int16_t, 24>;
+constexpr int16_t kAbsent = -1;
+constexpr int16_t kGiven = -2;
+constexpr int16_t kChecked = -3;
+// Stands for no dimensions; each dimension makes it one less.
+constexpr int16_t kRankZero = -4;
 // The resolver takes the codes in this form.
 inline constexpr const char* kAbsentCode = "none";
 inline constexpr const char* kGivenCode = "given";
+inline constexpr const char* kCheckedCode = "checked";
 
 // Compiles a kernel for a signature or loads it from the disk cache, and returns its address. The
-// signature is written as "float32,none,given". Called without the GIL; throws what the compilation
-// raised.
+// signature is written as "float32-2d,none,given,checked". Called without the GIL; throws what the
+// compilation raised.
 using Resolver = void* (*)(const std::string& kernel, const std::string& signature);
 void set_resolver(Resolver resolver);
 
@@ -61,7 +66,7 @@ class Kernel {
 
   template <class Function>
   Function* get(at::ScalarType dtype) {
-    return get<Function>(Signature{static_cast<int8_t>(dtype)});
+    return get<Function>(Signature{static_cast<int16_t>(dtype)});
   }
 
  private:

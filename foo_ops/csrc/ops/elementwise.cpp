@@ -281,7 +281,7 @@ void Elementwise::launch(torch::jit::Stack& stack) {
   const auto arguments = torch::jit::last(stack, parameters_.size());
   const Types types = types_of(arguments);
   Operands operands{{}, {}, {}, types.results, {}};
-  Signature signature{static_cast<int8_t>(types.common)};
+  Signature signature{static_cast<int16_t>(types.common)};
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& parameter = parameters_[i];
     const c10::IValue& argument = arguments[i];
@@ -295,7 +295,7 @@ void Elementwise::launch(torch::jit::Stack& stack) {
     const at::Tensor& tensor = argument.toTensor();
     const bool is_own = !parameter.own_types.empty();
     if (is_own) {
-      signature.push_back(static_cast<int8_t>(tensor.scalar_type()));
+      signature.push_back(static_cast<int16_t>(tensor.scalar_type()));
     } else if (parameter.is_optional) {
       signature.push_back(kGiven);
     }

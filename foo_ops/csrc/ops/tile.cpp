@@ -10,6 +10,7 @@
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
 #include "launch/read_once.h"
+#include "ops/bounds.h"
 #include "ops/result_layouts.h"
 
 namespace foo {
@@ -21,7 +22,7 @@ constexpr int64_t kNoDimensions[] = {1, 1};
 
 // A pointer to write to would copy a tensor that shares its memory until it is written to: one that
 // is only read gives a pointer to read from.
-View view_of(const at::Tensor& tensor, bool is_written) {
+View view_of(const at::Tensor& tensor, bool is_written, Outside& outside) {
   const at::IntArrayRef sizes = tensor.sizes();
   const bool has_dimensions = tensor.dim() > 0;
   return {is_written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr()),
@@ -29,7 +30,8 @@ View view_of(const at::Tensor& tensor, bool is_written) {
           has_dimensions ? sizes.data() : kNoDimensions + 1,
           has_dimensions ? tensor.strides().data() : kNoDimensions + 1,
           tensor.numel(),
-          c10::multiply_integers(sizes.begin(), sizes.empty() ? sizes.end() : sizes.end() - 1)};
+          c10::multiply_integers(sizes.begin(), sizes.empty() ? sizes.end() : sizes.end() - 1),
+          &outside};
 }
 
 using Tensors = c10::SmallVector<at::Tensor, 8>;
@@ -65,7 +67,8 @@ class Call {
     is_written_.push_back(is_written);
     numbers_.push_back(0);
     tensor_of_.push_back(int64_t(tensors_.size()) - 1);
-    signature_.push_back(int8_t(tensor.scalar_type()));
+    signature_.push_back(int16_t(tensor.scalar_type()));
+    signature_.push_back(int16_t(kRankZero - tensor.dim()));
   }
 
   void add_scalar(const c10::IValue& value, bool is_optional) {
@@ -80,26 +83,39 @@ class Call {
     signature_.push_back(kAbsent);
   }
 
-  // False, and nothing is written, where the kernel's check does not pass.
-  bool run(Kernel& kernel, bool finishes) {
+  // False, and nothing is written, where the kernel's check does not pass. Throws where a kernel
+  // that checks its accesses has found one outside.
+  bool run(const std::string& operator_name, Kernel& kernel, const TileOptions& options) {
+    if (checks_bounds()) signature_.push_back(kChecked);
     auto* function = kernel.get<TileFunction>(signature_);
+    Outside outside;
+    outside.is_found = 0;
     c10::SmallVector<View, 8> views;
     int64_t largest = 0;
     for (size_t i = 0; i < tensors_.size(); ++i) {
-      views.push_back(view_of(tensors_[i], is_written_[i]));
+      views.push_back(view_of(tensors_[i], is_written_[i], outside));
       largest = std::max(largest, tensors_[i].numel());
     }
     for (size_t i = 0; i < numbers_.size(); ++i) {
       if (tensor_of_[i] >= 0) numbers_[i] = reinterpret_cast<int64_t>(&views[tensor_of_[i]]);
     }
+    const auto require_inside = [&] {
+      if (outside.is_found == 0) return;
+      const int64_t tensor = outside.view - views.data();
+      const auto* const argument = std::find(tensor_of_.begin(), tensor_of_.end(), tensor);
+      refuse_outside(operator_name, options.names[argument - tensor_of_.begin()], outside);
+    };
     int64_t tiles = 0;
     function(numbers_.data(), kCountTiles, &tiles, 0, 0);
+    require_inside();
     if (tiles < 0) return false;
     const int64_t grain = std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1));
     at::parallel_for(0, tiles, grain_size(grain), [&](int64_t begin, int64_t end) {
       function(numbers_.data(), kRunTiles, nullptr, begin, end);
     });
-    if (finishes) function(numbers_.data(), kFinishTiles, nullptr, 0, 0);
+    require_inside();
+    if (options.finishes) function(numbers_.data(), kFinishTiles, nullptr, 0, 0);
+    require_inside();
     rethrow_raised();
     return true;
   }
@@ -168,7 +184,7 @@ class TileLauncher final : public c10::OperatorKernel {
     if (options_.repeats_written) {
       for (const Written& output : written) call.add_tensor(output.buffer, true);
     }
-    if (!call.run(kernel_, options_.finishes)) refuse(arguments, copies, device);
+    if (!call.run(name_, kernel_, options_)) refuse(arguments, copies, device);
     move_to_targets(written);
     return results;
   }

@@ -7,30 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "launch/layout.h"
 #include "launch/parameter.h"
 #include "launch/registration.h"
+#include "ops/view.h"
 
 namespace foo {
-
-// A tensor as a kernel sees it. Strides count elements.
-struct View {
-  void* data;
-  int64_t ndim;
-  const int64_t* sizes;
-  const int64_t* strides;
-  int64_t size;
-  // All dimensions but the last, multiplied.
-  int64_t rows;
-};
-
-template <>
-struct Layout<View> {
-  using Struct = View;
-  static constexpr const char* name = "View";
-  static constexpr Field fields[] = FOO_FIELDS(data, ndim, sizes, strides, size, rows);
-};
-static_assert(is_whole<View>());
 
 // The phases of a call, in this order. The kernel runs ranges of tiles on several threads, and
 // finishes on one, if it has something to do then.
@@ -46,6 +27,8 @@ using TileFunction = void(const int64_t* arguments, int64_t phase, int64_t* coun
 using Refusal = std::function<void(c10::ArrayRef<c10::IValue> arguments)>;
 
 struct TileOptions {
+  // The names of the function's parameters: first arguments, then results.
+  std::vector<std::string> names;
   // The last dimension of every tensor is given to the kernel with stride 1.
   bool contiguous_rows;
   // The kernel takes the tensors that it writes in place once more, as its outputs.

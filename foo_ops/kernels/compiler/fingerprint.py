@@ -2,11 +2,13 @@
 
 A function counts with its compiled code, its defaults, what it closes over and the globals that it
 names, and so do the functions among these, wherever they are. Line numbers and comments do not
-count. Needs no Numba: a kernel that is already on disk is loaded without it.
+count, but for kernels that tell where they have gone wrong. Needs no Numba: a kernel that is
+already on disk is loaded without it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import enum
 import functools
@@ -15,28 +17,40 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-def fingerprint(*functions: Callable[..., Any]) -> bytes:
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """A walk through functions: the number of each one seen so far, by id."""
+
+    has_places: bool
+    seen: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+def fingerprint(*functions: Callable[..., Any], has_places: bool = False) -> bytes:
     """Return the same for the same functions in every process, and another where anything
     differs.
+
+    Args:
+        functions: the functions.
+        has_places: files and line numbers count, too.
     """
-    seen: dict[int, int] = {}
-    return b"\0".join(part for function in functions for part in _parts(function, seen))
+    walk = _Walk(has_places)
+    return b"\0".join(part for function in functions for part in _parts(function, walk))
 
 
-def _parts(value: Any, seen: dict[int, int]) -> Iterator[bytes]:
+def _parts(value: Any, walk: _Walk) -> Iterator[bytes]:
     value = _function_of(value)
     if isinstance(value, types.FunctionType):
-        if id(value) in seen:
-            yield b"function %d" % seen[id(value)]
+        if id(value) in walk.seen:
+            yield b"function %d" % walk.seen[id(value)]
             return
-        seen[id(value)] = len(seen)
-        yield from _function_parts(value, seen)
+        walk.seen[id(value)] = len(walk.seen)
+        yield from _function_parts(value, walk)
     elif isinstance(value, types.CodeType):
-        yield from _code_parts(value, seen)
+        yield from _code_parts(value, walk)
     elif isinstance(value, (tuple, list)):
         yield f"{type(value).__name__} of {len(value)}".encode()
         for part in value:
-            yield from _parts(part, seen)
+            yield from _parts(part, walk)
     elif isinstance(value, (frozenset, set)):
         yield repr(sorted(map(repr, value))).encode()
     elif isinstance(value, type) and issubclass(value, enum.Enum):
@@ -56,27 +70,25 @@ def _function_of(value: Any) -> Any:
     return value
 
 
-def _function_parts(function: types.FunctionType, seen: dict[int, int]) -> Iterator[bytes]:
+def _function_parts(function: types.FunctionType, walk: _Walk) -> Iterator[bytes]:
     if is_known(function.__module__):
         yield f"{function.__module__}.{function.__qualname__}".encode()
         return
-    yield from _parts(function.__code__, seen)
-    yield from _parts(function.__defaults__, seen)
+    yield from _parts(function.__code__, walk)
+    yield from _parts(function.__defaults__, walk)
     for cell in function.__closure__ or ():
-        yield from _parts(cell.cell_contents, seen)
+        yield from _parts(cell.cell_contents, walk)
     attributes = attribute_names(function.__code__)
     for name in sorted(global_names(function.__code__) & function.__globals__.keys()):
         yield name.encode()
         value = function.__globals__[name]
         if isinstance(value, types.ModuleType):
-            yield from _module_parts(value, attributes, seen)
+            yield from _module_parts(value, attributes, walk)
         else:
-            yield from _parts(value, seen)
+            yield from _parts(value, walk)
 
 
-def _module_parts(
-    module: types.ModuleType, names: frozenset[str], seen: dict[int, int]
-) -> Iterator[bytes]:
+def _module_parts(module: types.ModuleType, names: frozenset[str], walk: _Walk) -> Iterator[bytes]:
     """Yield what a function may use of a module that it names."""
     yield module.__name__.encode()
     if is_known(module.__name__):
@@ -85,16 +97,18 @@ def _module_parts(
         value = vars(module)[name]
         yield name.encode()
         if isinstance(value, types.ModuleType):
-            yield from _module_parts(value, names, seen)
+            yield from _module_parts(value, names, walk)
         else:
-            yield from _parts(value, seen)
+            yield from _parts(value, walk)
 
 
-def _code_parts(code: types.CodeType, seen: dict[int, int]) -> Iterator[bytes]:
+def _code_parts(code: types.CodeType, walk: _Walk) -> Iterator[bytes]:
     yield code.co_code
     yield repr((code.co_names, code.co_varnames, code.co_argcount, code.co_flags)).encode()
+    if walk.has_places:
+        yield repr((code.co_filename, code.co_firstlineno, code.co_linetable)).encode()
     for constant in code.co_consts:
-        yield from _parts(constant, seen)
+        yield from _parts(constant, walk)
 
 
 def is_known(module: str | None) -> bool:

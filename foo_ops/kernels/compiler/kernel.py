@@ -25,8 +25,21 @@ class Kernel:
     vectorizes: bool = False
 
 
+# Stands at the end of the signature of a kernel that checks its accesses, and tells where one was
+# outside; see csrc/launch/kernel_table.h.
+CHECKED = "checked"
+
+
 class KernelError(Exception):
     """Says in one message why a user's kernel cannot be compiled."""
+
+
+class KernelTypeError(KernelError, TypeError):
+    """Says that a kernel gives a tensor an index that it does not take."""
+
+
+# The beginning of the message.
+WRONG_INDEX = "wrong index: "
 
 
 class Source(Protocol):
@@ -36,13 +49,16 @@ class Source(Protocol):
     def title(self) -> str:
         """The beginning of the names of its files."""
 
-    def fingerprint(self) -> bytes:
+    def fingerprint(self, signature: str) -> bytes:
         """Return bytes that differ wherever the code does."""
 
     def build(self, signature: str) -> Kernel: ...
 
     def interpret(self, signature: str) -> Kernel | None:
         """Return the kernel as plain Python (interpret.py), or None where it is compiled always."""
+
+    def settle(self) -> None:
+        """Hold on to what the code depends on, since there is a kernel that was made of it."""
 
     def explain(self, signature: str, error: Exception) -> KernelError | None:
         """Return what is raised in place of the compiler's error, or None to raise that one."""
@@ -77,7 +93,7 @@ class OwnKernel(Source):
     def title(self) -> str:
         return self.name
 
-    def fingerprint(self) -> bytes:
+    def fingerprint(self, signature: str) -> bytes:
         return self.name.encode()
 
     def build(self, signature: str) -> Kernel:
@@ -85,6 +101,9 @@ class OwnKernel(Source):
 
     def interpret(self, signature: str) -> None:
         """The package's own kernels are made of vectors and tiles in registers."""
+
+    def settle(self) -> None:
+        """The package's own constants do not change."""
 
     def explain(self, signature: str, error: Exception) -> None:
         """The package's own kernels compile; whoever writes one wants to see all of it."""

@@ -93,7 +93,7 @@ def _key(source: Source, signature: str, sources: bytes) -> str:
         str(has_matrix_unit()),
     ]
     digest = hashlib.sha256("\n".join(parts).encode())
-    digest.update(source.fingerprint())
+    digest.update(source.fingerprint(signature))
     digest.update(sources)
     return digest.hexdigest()[:16]
 

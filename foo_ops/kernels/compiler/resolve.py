@@ -19,7 +19,7 @@ import traceback
 from typing import Any
 
 from foo_ops.kernels.compiler.interpret import INTERPRETS, callback
-from foo_ops.kernels.compiler.kernel import KERNELS, KernelError
+from foo_ops.kernels.compiler.kernel import KERNELS, KernelError, Source
 
 # Held while the compiler works, and during a fork.
 _lock: Any = threading.RLock()
@@ -77,16 +77,22 @@ def _find(kernel: str, signature: str) -> int:
 def _load(kernel: str, signature: str) -> int:
     source = KERNELS[kernel]
     try:
-        interpreted = source.interpret(signature) if INTERPRETS else None
-        if interpreted is not None:
-            return callback(interpreted.function, len(interpreted.argument_types))
-        from foo_ops.kernels.compiler.load import load
-
-        return load(source, signature, f"{kernel}-{signature}")
+        address = _made(source, signature, f"{kernel}-{signature}")
     except MemoryError:
         raise
     except Exception as error:
         raise source.explain(signature, error) or _told_in_full(kernel, signature, error) from error
+    source.settle()
+    return address
+
+
+def _made(source: Source, signature: str, name: str) -> int:
+    interpreted = source.interpret(signature) if INTERPRETS else None
+    if interpreted is not None:
+        return callback(interpreted.function, len(interpreted.argument_types))
+    from foo_ops.kernels.compiler.load import load
+
+    return load(source, signature, name)
 
 
 def _told_in_full(kernel: str, signature: str, error: Exception) -> KernelError:

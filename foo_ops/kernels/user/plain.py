@@ -17,8 +17,8 @@ from numba.core import types as numba_types
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.user import elementwise, tile
 from foo_ops.kernels.user.copies import Copies
-from foo_ops.kernels.vectors.plain_views import View, read, write
-from foo_ops.kernels.vectors.views import DATA, NDIM, SIZES, STRIDES
+from foo_ops.kernels.vectors.bounds import DATA, NDIM, SIZES, STRIDES
+from foo_ops.kernels.vectors.plain_views import FromEnd, View, read, write
 
 
 def make_elementwise_kernel(
@@ -62,19 +62,20 @@ def make_elementwise_kernel(
 def make_tile_kernel(
     signature: str,
     kinds: tuple[str, ...],
+    names: tuple[str, ...],
     contiguous_rows: bool,
     taken: Mapping[str, tuple[int, ...]],
     *functions: Callable[..., Any],
 ) -> Kernel:
     """Make the call of a function over views for a range of tiles; see tile.py."""
-    argument_types = tile.types_of_arguments(signature, kinds, contiguous_rows)
+    argument_types = tile.types_of_arguments(signature, kinds, names, contiguous_rows)
     plain = _Plain()
     function, *others = map(plain.of, functions)
     given = dict(zip(taken, others))
 
     def argument_at(type_: Any, place: int) -> Any:
         if isinstance(type_, tile.View):
-            return _view(_integers(place, 1)[0], type_.dtype, contiguous_rows)
+            return _view(_integers(place, 1)[0], type_)
         return _number(type_, place)
 
     def loop(numbers: int, phase: int, count: int, begin: int, end: int) -> None:
@@ -118,26 +119,47 @@ def _number(type_: Any, address: int) -> Any:
     return bool(bits[0]) if type_ == numba_types.boolean else bits.astype(str(type_))[0]
 
 
-def _view(struct: int, dtype: str, contiguous_rows: bool) -> View:
+def _view(struct: int, type_: tile.View) -> View:
     """Read the C++ struct of views.py."""
     fields = _integers(struct, max(DATA, NDIM, SIZES, STRIDES) + 1)
     shape, strides = (_integers(fields[field], fields[NDIM]) for field in (SIZES, STRIDES))
-    return View(fields[DATA], dtype, shape, strides, contiguous_rows)
+    return View(type_, fields[DATA], shape, strides)
 
 
-# ------------------------------------------------------------------------------------------ math
+# ----------------------------------------------------------------------------- names and constants
 
 
 class _Plain(Copies):
-    """Copies functions whose ``math`` is the one below, and those within Numba's ``njit``."""
+    """Copies functions whose ``math`` has the functions below, and those within Numba's ``njit``.
+
+    Their negative constants know that they are constants.
+    """
+
+    def finished(self, copy: types.FunctionType) -> types.FunctionType:
+        copy.__code__ = _with_marked_constants(copy.__code__)
+        return copy
 
     def other(self, value: Any) -> Any:
-        if value is math:
-            return _MATH
         if isinstance(value, types.BuiltinFunctionType) and value.__module__ == "math":
-            return getattr(_MATH, value.__name__)
+            return _MATH.get(value.__name__, value)
         inner = getattr(value, "py_func", None)
-        return value if inner is None else self.of(inner)
+        return _marked(value) if inner is None else self.of(inner)
+
+
+def _with_marked_constants(code: types.CodeType) -> types.CodeType:
+    return code.replace(co_consts=tuple(map(_marked, code.co_consts)))
+
+
+def _marked(value: Any) -> Any:
+    """Return a constant with all negative integers as `FromEnd`."""
+    if isinstance(value, types.CodeType):
+        return _with_marked_constants(value)
+    if type(value) is tuple:
+        return tuple(map(_marked, value))
+    return FromEnd(value) if type(value) is int and value < 0 else value
+
+
+# ------------------------------------------------------------------------------------------ math
 
 
 def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,10 +190,8 @@ _FUNCTIONS = (
     *("hypot", "lgamma", "log", "log10", "log1p", "log2", "radians", "sin", "sinh", "sqrt", "tan"),
     *("tanh", *_NUMPYS),
 )
-_MATH = types.ModuleType("math")
-vars(_MATH).update(vars(math))
-for _name in _FUNCTIONS:
-    _function = getattr(np, _NUMPYS.get(_name, _name), None) or getattr(math, _name)
-    setattr(_MATH, _name, _lifted(_function))
-for _name in ("ceil", "floor", "trunc"):
-    setattr(_MATH, _name, _to_integer(getattr(math, _name)))
+_MATH = {
+    name: _lifted(getattr(np, _NUMPYS.get(name, name), None) or getattr(math, name))
+    for name in _FUNCTIONS
+}
+_MATH |= {name: _to_integer(getattr(math, name)) for name in ("ceil", "floor", "trunc")}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from numba import njit
 from numba.core import types
 
-from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.compiler.kernel import CHECKED, Kernel
 from foo_ops.kernels.user import elementwise
 from foo_ops.kernels.user.elementwise import ABSENT, GIVEN
 from foo_ops.kernels.vectors.arguments import make_argument_reader
@@ -34,6 +33,7 @@ SCALARS = {"float": types.float64} | elementwise.SCALARS
 def make_tile_kernel(
     signature: str,
     kinds: tuple[str, ...],
+    names: tuple[str, ...],
     contiguous_rows: bool,
     taken: Mapping[str, tuple[int, ...]],
     function: Callable,
@@ -42,16 +42,18 @@ def make_tile_kernel(
     """Kernel that runs a function over ranges of tiles.
 
     Args:
-        signature: a dtype for each tensor, "none" or "given" for what is optional.
+        signature: a dtype with a number of dimensions for each tensor, "none" or "given" for other
+            arguments that are optional; at the end "checked" where no access may be outside.
         kinds: "tensor" or one of `SCALARS` for each argument, with "?" after it where it is
             optional.
+        names: what the function calls its arguments.
         contiguous_rows: the elements of a row are adjacent.
         taken: for each of the other functions what it is, and the arguments that it takes.
         function: ``function(*arguments, tiles)``.
         others: "tiles" gives the number of tiles, by default that of the rows of the first tensor;
             "check" tells whether there may be any; "finish" is called when all are done.
     """
-    argument_types = types_of_arguments(signature, kinds, contiguous_rows)
+    argument_types = types_of_arguments(signature, kinds, names, contiguous_rows)
     arguments_at = make_argument_reader(argument_types, range(len(kinds)))
 
     def called(name: str, default: Callable, *default_taken: int) -> Callable:
@@ -90,20 +92,24 @@ def _rows(view):
 
 
 def types_of_arguments(
-    signature: str, kinds: tuple[str, ...], contiguous_rows: bool
+    signature: str, kinds: tuple[str, ...], names: tuple[str, ...], contiguous_rows: bool
 ) -> tuple[types.Type, ...]:
     """The Numba type of each argument."""
-    codes = iter(signature.split(","))
-    return tuple(_argument_type(kind, codes, contiguous_rows) for kind in kinds)
+    codes = signature.split(",")
+    is_checked = codes[-1] == CHECKED
 
+    def view(code: str, name: str) -> View:
+        dtype, _, dimensions = code.partition("-")
+        if dtype not in ELEMENTS:
+            raise TypeError(f"a kernel cannot read {dtype}")
+        return View(dtype, int(dimensions.removesuffix("d")), contiguous_rows, is_checked, name)
 
-def _argument_type(kind: str, codes: Any, contiguous_rows: bool) -> types.Type:
-    plain = kind.removesuffix("?")
-    code = next(codes) if plain == "tensor" or kind != plain else GIVEN
-    if code == ABSENT:
-        return types.none
-    if plain != "tensor":
-        return SCALARS[plain]
-    if code not in ELEMENTS:
-        raise TypeError(f"a kernel cannot read {code}")
-    return View(code, contiguous_rows)
+    rest, argument_types = iter(codes), []
+    for kind, name in zip(kinds, names):
+        plain = kind.removesuffix("?")
+        code = next(rest) if plain == "tensor" or kind != plain else GIVEN
+        if code == ABSENT:
+            argument_types.append(types.none)
+        else:
+            argument_types.append(view(code, name) if plain == "tensor" else SCALARS[plain])
+    return tuple(argument_types)

@@ -12,16 +12,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foo_ops.kernels.compiler.fingerprint import fingerprint
-from foo_ops.kernels.compiler.kernel import KernelError, Maker, Source
+from foo_ops.kernels.compiler.kernel import (
+    CHECKED,
+    WRONG_INDEX,
+    KernelError,
+    KernelTypeError,
+    Maker,
+    Source,
+)
 from foo_ops.kernels.user.copies import Copies
 
 if TYPE_CHECKING:
     from foo_ops.kernels.compiler.kernel import Kernel
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class UserKernel(Source):
     """Functions of a user, and what makes a kernel of them.
+
+    Their globals are constants, with the values that they have when the kernel is first compiled
+    for some signature, or loaded. Where that fails, the next attempt looks at them again.
 
     Attributes:
         operator: the operator's name, for messages.
@@ -34,32 +44,46 @@ class UserKernel(Source):
     functions: tuple[Callable[..., Any], ...]
     maker: Maker
     options: tuple[Any, ...]
+    _seen: tuple[Callable[..., Any], ...] = ()
+    _is_settled: bool = False
 
     @property
     def title(self) -> str:
         """The name of the first function: one that serves several operators is compiled once."""
         return re.sub(r"\W+", "", self.functions[0].__name__)
 
-    def fingerprint(self) -> bytes:
+    def fingerprint(self, signature: str) -> bytes:
         described = repr((self.maker, self.options)).encode()
-        return described + fingerprint(*self.functions)
+        has_places = signature.endswith(CHECKED)
+        return described + fingerprint(*self._look(), has_places=has_places)
 
     def build(self, signature: str) -> Kernel:
         # Numba looks for what is registered before it begins, and foo_ops.language loads lazily.
-        from foo_ops.kernels.vectors import functions, reduction  # noqa: F401
+        from foo_ops.kernels.vectors import functions, items, reduction  # noqa: F401
 
-        compilable = _Compilable()
-        return self.maker(signature, *self.options, *map(compilable.of, self.functions))
+        # The fingerprint is that of the same globals.
+        seen, compilable = self._seen or self._look(), _Compilable()
+        return self.maker(signature, *self.options, *map(compilable.of, seen))
 
     def interpret(self, signature: str) -> Kernel:
         """Make it by the maker of the same name in plain.py."""
         maker = dataclasses.replace(self.maker, module="foo_ops.kernels.user.plain")
-        return maker(signature, *self.options, *self.functions)
+        return maker(signature, *self.options, *self._look())
+
+    def settle(self) -> None:
+        self._is_settled = True
+
+    def _look(self) -> tuple[Callable[..., Any], ...]:
+        """Look at the globals, unless a kernel has been made with what was seen before."""
+        if not self._is_settled:
+            self._seen = tuple(map(Copies().of, self.functions))
+        return self._seen
 
     def explain(self, signature: str, error: Exception) -> KernelError:
         """Say in one message the operator, the dtypes and the line of the user's file."""
         place, reason = _place_of(error, self.functions[0]), _reason_of(error)
-        return KernelError(
+        kind = KernelTypeError if reason.startswith(WRONG_INDEX) else KernelError
+        return kind(
             f"{self.operator}: its kernel cannot be compiled for {signature}: {reason} ({place})"
         )
 

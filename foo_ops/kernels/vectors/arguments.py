@@ -148,9 +148,14 @@ def store_each(typing_context, pointers, index, values):
             f"the kernel returns {len(values) if several else 1} values, "
             f"and the operator {len(computed)}"
         )
-    for value in values if several else (values,):
+    for value, pointer in zip(values if several else (values,), pointers):
         if not isinstance(value, (types.Number, types.Boolean)):
             raise errors.TypingError(f"the kernel returns {value}, which is no number")
+        if not _can_hold(ELEMENTS[pointer.dtype].compute, value):
+            raise errors.TypingError(
+                f"the kernel returns {types.unliteral(value)}, and the operator {pointer.dtype}, "
+                "which cannot hold it"
+            )
 
     def generate(context, builder, signature, args):
         for position, pointer in enumerate(pointers):
@@ -161,6 +166,15 @@ def store_each(typing_context, pointers, index, values):
 
     given = computed if several else computed[0]
     return types.void(pointers, types.intp, given), generate
+
+
+def _can_hold(target: types.Type, value: types.Type) -> bool:
+    """Whether a result takes a number; an integer one takes no fractions, a real one no complex."""
+    if isinstance(value, types.Complex):
+        return isinstance(target, types.Complex)
+    # Numba promotes uint64 and int64 to float64.
+    takes_fractions = isinstance(target, (types.Float, types.Complex)) or target == types.uint64
+    return takes_fractions or not isinstance(value, types.Float)
 
 
 def make_argument_reader(

@@ -1,4 +1,4 @@
-"""Read and write memory through a `Pointer`: elements, and vectors of adjacent elements."""
+"""Read and write memory through a `Pointer` or a `Row`: elements, and vectors of adjacent ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from foo_ops.kernels.vectors.bounds import address_in, pointer_in, shifted
 from foo_ops.kernels.vectors.elements import COMPLEX_PARTS, ELEMENTS, narrow, widen
 from foo_ops.kernels.vectors.instructions import INT8, INT32, INT64
 from foo_ops.kernels.vectors.values import Pointer, Vector
@@ -39,7 +40,7 @@ def address_of(typing_context, pointer):
     """
 
     def generate(context, builder, signature, args):
-        return builder.ptrtoint(args[0], INT64)
+        return builder.ptrtoint(pointer_in(context, builder, pointer, args[0]), INT64)
 
     return types.intp(pointer), generate
 
@@ -54,7 +55,7 @@ def shift(typing_context, pointer, count):
     """
 
     def generate(context, builder, signature, args):
-        return builder.gep(args[0], [args[1]])
+        return shifted(context, builder, pointer, *args)
 
     return pointer(pointer, types.intp), generate
 
@@ -67,10 +68,13 @@ def shift_bytes(typing_context, pointer, count):
         >>> third_of_float32 = language.shift_bytes(x, 8)
         >>> y[i] = third_of_float32[0]
     """
+    size = ELEMENTS[pointer.dtype].size
 
     def generate(context, builder, signature, args):
-        address = builder.add(builder.ptrtoint(args[0], INT64), args[1])
-        return builder.inttoptr(address, args[0].type)
+        if isinstance(pointer, Pointer):
+            address = builder.add(builder.ptrtoint(args[0], INT64), args[1])
+            return builder.inttoptr(address, args[0].type)
+        return shifted(context, builder, pointer, args[0], builder.sdiv(args[1], INT64(size)))
 
     return pointer(pointer, types.intp), generate
 
@@ -84,7 +88,8 @@ def load(typing_context, pointer, index):
     """
 
     def generate(context, builder, signature, args):
-        return load_element(context, builder, pointer.dtype, builder.gep(args[0], [args[1]]))
+        address = address_in(context, builder, pointer, *args)
+        return load_element(context, builder, pointer.dtype, address)
 
     return ELEMENTS[pointer.dtype].compute(pointer, types.intp), generate
 
@@ -116,11 +121,10 @@ def store(typing_context, pointer, index, value):
     target_type = value if isinstance(value, Vector) else ELEMENTS[dtype].compute
 
     def generate(context, builder, signature, args):
-        address = builder.gep(args[0], [args[1]])
+        lanes = target_type.lanes if isinstance(target_type, Vector) else 1
+        address = address_in(context, builder, pointer, args[0], args[1], lanes)
         if isinstance(target_type, Vector):
-            stored = narrow(builder, dtype, args[2])
-            address = builder.bitcast(address, stored.type.as_pointer())
-            builder.store(stored, address, align=ELEMENTS[dtype].size)
+            builder.store(narrow(builder, dtype, args[2]), address, align=ELEMENTS[dtype].size)
         else:
             store_element(context, builder, dtype, address, args[2])
         return context.get_dummy_value()
@@ -151,7 +155,8 @@ def prefetch(typing_context, pointer, index):
     """
 
     def generate(context, builder, signature, args):
-        address = builder.bitcast(builder.gep(args[0], [args[1]]), INT8.as_pointer())
+        element = pointer_in(context, builder, pointer, shifted(context, builder, pointer, *args))
+        address = builder.bitcast(element, INT8.as_pointer())
         types_ = [address.type, INT32, INT32, INT32]
         function = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(ir.VoidType(), types_), "llvm.prefetch.p0"
@@ -175,13 +180,16 @@ def load_vector(typing_context, pointer, index, lanes):
     vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
 
     def generate(context, builder, signature, args):
-        return emit_load_vector(builder, pointer.dtype, args[0], args[1], vector.lanes)
+        address = address_in(context, builder, pointer, args[0], args[1], vector.lanes)
+        return _load_vector(builder, pointer.dtype, address)
 
     return vector(pointer, types.intp, lanes), generate
 
 
 def emit_load_vector(builder, dtype, pointer, index, lanes) -> ir.Value:
-    element = ELEMENTS[dtype]
-    stored = ir.VectorType(element.storage, lanes).as_pointer()
-    address = builder.bitcast(builder.gep(pointer, [index]), stored)
-    return widen(builder, dtype, builder.load(address, align=element.size))
+    stored = ir.VectorType(ELEMENTS[dtype].storage, lanes).as_pointer()
+    return _load_vector(builder, dtype, builder.bitcast(builder.gep(pointer, [index]), stored))
+
+
+def _load_vector(builder: ir.IRBuilder, dtype: str, address: ir.Value) -> ir.Value:
+    return widen(builder, dtype, builder.load(address, align=ELEMENTS[dtype].size))

@@ -123,27 +123,27 @@ def splat(value: Any, lanes: int) -> Any:
 # --------------------------------------------------------------------------------------- memory
 
 
-def load(pointer: Pointer, index: Any) -> Any:
-    return pointer[index]
+def load(pointer: Pointer | Row, index: Any) -> Any:
+    return read(pointer.place(index), pointer.dtype)[0]
 
 
-def load_vector(pointer: Pointer, index: Any, lanes: int) -> Any:
+def load_vector(pointer: Pointer | Row, index: Any, lanes: int) -> Any:
     return read(pointer.place(index, lanes), pointer.dtype, lanes)
 
 
-def store(pointer: Pointer, index: Any, value: Any) -> None:
+def store(pointer: Pointer | Row, index: Any, value: Any) -> None:
     write(pointer.place(index, np.size(value)), pointer.dtype, value)
 
 
-def prefetch(pointer: Pointer, index: Any) -> None:
+def prefetch(pointer: Pointer | Row, index: Any) -> None:
     pass
 
 
-def address_of(pointer: Pointer) -> int:
+def address_of(pointer: Pointer | Row) -> int:
     return pointer.address
 
 
-def shift(pointer: Pointer, count: Any) -> Pointer:
+def shift(pointer: Pointer | Row, count: Any) -> Pointer | Row:
     return pointer.moved(count)
 
 

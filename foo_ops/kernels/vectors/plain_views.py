@@ -1,19 +1,25 @@
 """Views, rows and pointers for kernels that run as plain Python: those of views.py on NumPy.
 
 An element is a NumPy scalar of its compute type, so that arithmetic rounds and promotes as in
-compiled code. An index outside of an array raises IndexError.
+compiled code. An index outside of an array raises IndexError, and what does not compile TypeError.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from foo_ops.kernels.compiler.kernel import WRONG_INDEX
+from foo_ops.kernels.vectors import views
 from foo_ops.kernels.vectors.elements import COMPLEX_PARTS, ELEMENTS
+from foo_ops.kernels.vectors.items import NOT_INDEXED, wrong_count
+from foo_ops.kernels.vectors.values import HAS_STRIDE
 
 _STORAGES = {"bool": "uint8", "bfloat16": "uint16"}
 
@@ -74,104 +80,177 @@ class Extents(tuple[Any, ...]):
         return repr(tuple(map(int, self)))
 
 
-class Pointer:
-    """Adjacent elements, of which those from ``first`` to before ``last`` may be used."""
+class FromEnd(int):
+    """A negative constant. As an index it counts from the end, as it does in compiled code, where a
+    variable does not. In arithmetic it is a number of Python like any other. An argument still
+    counts from the end here, and does not there.
+    """
 
-    def __init__(self, address: int, dtype: str, first: int, last: int) -> None:
-        self.address, self.dtype = address, dtype
-        self._first, self._last = first, last
+    # NumPy's scalars then leave arithmetic to what follows. A subclass of int would be an integer
+    # of 64 bits to them, which makes float64 of float32.
+    __array_priority__ = 1.0
 
+    __hash__ = int.__hash__
+
+
+def _let_calculate(name: str, reflected: str) -> None:
+    function = getattr(operator, f"__{name}__")
+    setattr(FromEnd, f"__{name}__", lambda self, other: function(int(self), other))
+    setattr(FromEnd, f"__{reflected}__", lambda self, other: function(other, int(self)))
+
+
+for _name in ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub"):
+    _let_calculate(_name, f"r{_name}")
+for _name, _reflected in (
+    *(("truediv", "rtruediv"), ("xor", "rxor")),
+    *(("lt", "gt"), ("le", "ge"), ("eq", "eq"), ("ne", "ne")),
+):
+    _let_calculate(_name, _reflected)
+
+
+def from_start(index: Any, size: Any) -> Any:
+    return size + index if isinstance(index, FromEnd) else index
+
+
+class _Elements(ABC):
+    """Elements that are given one index; those from ``first`` to before ``stop`` may be used."""
+
+    dtype: str
+    first: Any = 0
+    stop: Any
+
+    @abstractmethod
     def place(self, index: Any, count: int = 1) -> int:
         """Return the address of an element with ``count - 1`` after it."""
-        if not self._first <= index <= self._last - count:
+
+    def _place(self, index: Any) -> int:
+        if isinstance(index, tuple):
+            raise TypeError(WRONG_INDEX + wrong_count(self, len(index)))
+        return self.place(from_start(index, self.stop))
+
+    def __getitem__(self, index: Any) -> Any:
+        return read(self._place(index), self.dtype)[0]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        write(self._place(index), self.dtype, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (read(self.place(i), self.dtype)[0] for i in range(self.first, self.stop))
+
+    def __repr__(self) -> str:
+        return f"{self.dtype} [{', '.join(map(str, self))}]"
+
+
+class Pointer(_Elements):
+    """Adjacent elements."""
+
+    def __init__(
+        self, address: int, dtype: str, first: int, stop: int, is_indexable: bool = True
+    ) -> None:
+        self.address, self.dtype = address, dtype
+        self.first, self.stop = first, stop
+        self._is_indexable = is_indexable
+
+    def place(self, index: Any, count: int = 1) -> int:
+        if not self.first <= index <= self.stop - count:
             raise IndexError(
-                f"index {index} is outside of the elements from {self._first} to {self._last - 1}"
+                f"index {index} is outside of the elements from {self.first} to {self.stop - 1}"
                 + f", with the {count - 1} after it" * (count > 1)
             )
         return self.address + int(index) * ELEMENTS[self.dtype].size
 
+    def _place(self, index: Any) -> int:
+        if not self._is_indexable:
+            raise TypeError(WRONG_INDEX + NOT_INDEXED)
+        return super()._place(index)
+
     def moved(self, count: Any) -> Pointer:
         """Return the pointer to an element beside the first; it need not exist."""
         address = self.address + int(count) * ELEMENTS[self.dtype].size
-        return Pointer(address, self.dtype, self._first - int(count), self._last - int(count))
-
-    def __getitem__(self, index: Any) -> Any:
-        return read(self.place(index), self.dtype)[0]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        write(self.place(index), self.dtype, value)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(self._first, self._last))
-
-    def __repr__(self) -> str:
-        return f"{self.dtype} [{', '.join(map(str, self))}]"
+        first, stop = self.first - int(count), self.stop - int(count)
+        return Pointer(address, self.dtype, first, stop, self._is_indexable)
 
 
-class Row:
+class Row(_Elements):
     """Elements that are a stride apart."""
 
-    def __init__(self, data: Pointer, stride: Any, size: Any) -> None:
-        self._data, self._stride, self._size = data, stride, size
-        self.dtype = data.dtype
+    def __init__(self, memory: Pointer, stride: Any, first: Any, stop: Any) -> None:
+        self._memory, self._stride = memory, stride
+        self.address, self.dtype = memory.address, memory.dtype
+        self.first, self.stop = first, stop
 
-    def _index(self, index: Any) -> Any:
-        if not 0 <= index < self._size:
-            raise IndexError(f"index {index} is outside of a row of {self._size} elements")
-        return index * self._stride
+    def place(self, index: Any, count: int = 1) -> int:
+        if count != 1:
+            raise TypeError(HAS_STRIDE)
+        if not self.first <= index < self.stop:
+            size = self.stop - self.first
+            raise IndexError(f"index {index - self.first} is outside of a row of {size} elements")
+        return self._memory.place(index * self._stride)
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._data[self._index(index)]
+    def moved(self, count: Any) -> Row:
+        memory = self._memory.moved(count * self._stride)
+        return Row(memory, self._stride, self.first - count, self.stop - count)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._data[self._index(index)] = value
 
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(self._size))
+class Flat(_Elements):
+    """The elements of a view, counted over all dimensions."""
 
-    def __repr__(self) -> str:
-        return f"{self.dtype} [{', '.join(map(str, self))}]"
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self.dtype, self.stop = view.dtype, view.size
+
+    def place(self, index: Any, count: int = 1) -> int:
+        if not 0 <= index < self.stop:
+            raise IndexError(f"index {index} is outside of the {self.stop} elements")
+        return self._view.data.place(self._view.offset_of_number(index, self._view.ndim))
 
 
 class View:
     """A tensor: its sizes and strides, in elements, and where its first element is."""
 
     def __init__(
-        self,
-        address: int,
-        dtype: str,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        contiguous_rows: bool,
+        self, type_: views.View, address: int, shape: Sequence[int], strides: Sequence[int]
     ) -> None:
-        self.dtype, self.shape, self.strides = dtype, Extents(shape), Extents(strides)
+        self._type, self.dtype = type_, type_.dtype
+        self.shape, self.strides = Extents(shape), Extents(strides)
         self.ndim = np.int64(len(shape))
         self.size, self.rows = np.int64(math.prod(shape)), np.int64(math.prod(shape[:-1]))
-        self._contiguous_rows = contiguous_rows
         last = sum((size - 1) * stride for size, stride in zip(shape, strides))
-        self.data = Pointer(address, dtype, 0, last + 1 if self.size > 0 else 0)
+        stop = last + 1 if self.size > 0 else 0
+        self.data = Pointer(address, self.dtype, 0, stop, type_.memory.is_indexable)
 
-    def _offset(self, indices: Any) -> int:
-        indices = indices if isinstance(indices, tuple) else (indices,)
-        inside = (0 <= index < size for index, size in zip(indices, self.shape))
-        if len(indices) != self.ndim or not all(inside):
-            raise IndexError(f"index {_written(indices)} is outside of the shape {self.shape}")
-        return sum(int(index * stride) for index, stride in zip(indices, self.strides))
+    @property
+    def flat(self) -> Flat:
+        return Flat(self)
+
+    def offset_of_number(self, number: Any, dimensions: Any) -> int:
+        """Return the offset of what has a number, counted over some of the first dimensions."""
+        indices = np.unravel_index(int(number), tuple(self.shape[:dimensions]))
+        return sum(int(i * step) for i, step in zip(indices, self.strides))
 
     def row(self, number: Any) -> Pointer | Row:
+        number = from_start(number, self.rows)
         if not 0 <= number < self.rows:
             raise IndexError(f"row {number} is outside of the {self.rows} rows")
-        indices = np.unravel_index(int(number), tuple(self.shape[:-1]))
-        start = self.data.moved(sum(int(i * step) for i, step in zip(indices, self.strides)))
-        if self._contiguous_rows:
+        start = self.data.moved(self.offset_of_number(number, -1))
+        if self._type.contiguous_rows:
             return Pointer(start.address, self.dtype, 0, int(self.shape[-1]))
-        return Row(start, self.strides[-1], self.shape[-1])
+        return Row(start, self.strides[-1], 0, self.shape[-1])
+
+    def _place(self, indices: Any) -> int:
+        given = indices if isinstance(indices, tuple) else (indices,)
+        if len(given) != self.ndim:
+            raise TypeError(WRONG_INDEX + wrong_count(self._type, len(given)))
+        counted = tuple(map(from_start, given, self.shape))
+        if not all(0 <= index < size for index, size in zip(counted, self.shape)):
+            raise IndexError(f"index {_written(given)} is outside of the shape {self.shape}")
+        return self.data.place(sum(int(i * step) for i, step in zip(counted, self.strides)))
 
     def __getitem__(self, indices: Any) -> Any:
-        return self.data[self._offset(indices)]
+        return read(self._place(indices), self.dtype)[0]
 
     def __setitem__(self, indices: Any, value: Any) -> None:
-        self.data[self._offset(indices)] = value
+        write(self._place(indices), self.dtype, value)
 
     def __repr__(self) -> str:
         return f"View({self.dtype}, shape={self.shape}, strides={self.strides})"

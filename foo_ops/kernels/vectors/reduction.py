@@ -27,12 +27,14 @@ from numba.extending import intrinsic
 from foo_ops.kernels.compiler.processor import vector_bits
 from foo_ops.kernels.vectors.elements import ELEMENTS
 from foo_ops.kernels.vectors.instructions import INT32, call_intrinsic, suffix
-from foo_ops.kernels.vectors.values import Pointer, Vector
+from foo_ops.kernels.vectors.values import Pointer, Row, Vector
 from foo_ops.kernels.vectors.views import View
 
 
 def _compute_type(of: types.Type) -> types.Type:
-    """Return a value's own type, or for pointers and views the compute type of their elements."""
+    """Return a value's own type, or for pointers, rows and views the compute type of elements."""
+    if isinstance(of, Row):
+        return ELEMENTS[of.element].compute
     return ELEMENTS[of.dtype].compute if isinstance(of, (Pointer, View)) else types.unliteral(of)
 
 

@@ -1,15 +1,20 @@
-"""The types of kernels that Numba does not have: pointers, vectors and register tiles."""
+"""The types of kernels that Numba does not have: pointers, rows, vectors and register tiles."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import errors, types
 from numba.extending import models, register_model
 
 from foo_ops.kernels.vectors.elements import ELEMENTS
 from foo_ops.kernels.vectors.instructions import DOUBLE, FLOAT, INT32, INT64
+
+HAS_STRIDE = (
+    "a row has a stride, and is no pointer to vectors, unless tile_kernel is given "
+    "contiguous_rows=True"
+)
 
 
 class Pointer(types.Type):
@@ -18,6 +23,36 @@ class Pointer(types.Type):
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
         super().__init__(f"Pointer({dtype})")
+
+
+class Row(types.Type):
+    """Elements of a dtype that are a stride apart, or adjacent.
+
+    Attributes:
+        element: the dtype.
+        is_contiguous: the stride is 1, so that they can be read as vectors.
+        is_checked: no element outside is read or written; see bounds.py.
+        is_indexable: ``row[i]`` is an element. It is not for a tensor's memory, where strides are
+            for the kernel to follow.
+    """
+
+    def __init__(
+        self, element: str, is_contiguous: bool, is_checked: bool, is_indexable: bool = True
+    ) -> None:
+        self.element = element
+        self.is_contiguous = is_contiguous
+        self.is_checked = is_checked
+        self.is_indexable = is_indexable
+        words = ["contiguous"] * is_contiguous + ["checked"] * is_checked
+        words += ["memory"] * (not is_indexable)
+        super().__init__(f"Row({', '.join([element, *words])})")
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype to functions of vectors, which take adjacent elements only."""
+        if not self.is_contiguous:
+            raise errors.TypingError(HAS_STRIDE)
+        return self.element
 
 
 class Vector(types.Type):
@@ -57,6 +92,22 @@ def vector_ir(vector: Vector) -> ir.VectorType:
 class _PointerModel(models.PrimitiveModel):
     def __init__(self, manager: Any, type_: Pointer) -> None:
         super().__init__(manager, type_, ELEMENTS[type_.dtype].storage.as_pointer())
+
+
+@register_model(Row)
+class _RowModel(models.StructModel):
+    """The elements before ``stop`` are inside; in a checked row those from ``first`` on.
+
+    ``view`` is the tensor's, and ``number`` says which row this is, or -1 for its whole memory.
+    """
+
+    def __init__(self, manager: Any, type_: Row) -> None:
+        fields = [("data", Pointer(type_.element)), ("stop", types.int64)]
+        if not type_.is_contiguous:
+            fields.append(("stride", types.int64))
+        if type_.is_checked:
+            fields += [(name, types.int64) for name in ("first", "view", "number")]
+        super().__init__(manager, type_, fields)
 
 
 @register_model(Vector)

@@ -1,81 +1,112 @@
 """Arrays as a tile kernel sees them: where the data is, sizes and strides; and rows of them.
 
-A `View` has any number of dimensions. Strides count elements.
+The number of dimensions of a `View` is part of its type. Strides count elements.
 
     x.ndim, x.size, x.rows          the number of dimensions, of elements, and of rows
     x.shape[d], x.strides[d]        of one dimension; d may be negative
-    x.data                          a `Pointer` to the first element
     x[i, j], x[i, j] = value        one element, with as many indices as dimensions
-    x.row(i)                        a row: rows are what the last dimension spans, counted over all
-                                    others
+    x.flat[i], x.flat[i] = value    the i-th element, counted over all dimensions
+    x.row(i)                        a `Row`: rows are what the last dimension spans, counted over
+                                    all others; it is indexed, too
+    x.data                          the memory, for `language.load` and its like, at offsets that
+                                    follow from the strides
 
-A row is indexed, too. With ``contiguous_rows=True`` it is a `Pointer`, to adjacent elements, which
-can be read as vectors; else a `Row`, which follows the last stride. An element is read in the
-compute type (see elements.py), and a value is converted to it and rounded when it is written. No
-index is checked.
+With ``contiguous_rows=True`` the elements of a row are adjacent, and can be read as vectors. An
+element is read in the compute type (see elements.py), and a value is converted to it and rounded
+when it is written. items.py has what an index may be.
 """
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, errors, types
-from numba.core.imputils import lower_getattr_generic
+from numba.core import cgutils, types
+from numba.core.imputils import lower_cast, lower_getattr_generic
+from numba.core.typeconv import Conversion
 from numba.core.typing.templates import (
     AbstractTemplate,
     AttributeTemplate,
-    bound_function,
     infer_getattr,
     infer_global,
     signature,
 )
 from numba.extending import lower_builtin, models, register_model
 
-from foo_ops.kernels.vectors.elements import ELEMENTS
+from foo_ops.kernels.vectors.bounds import (
+    DATA,
+    OF_ROW,
+    ROWS,
+    SIZE,
+    SIZES,
+    STRIDES,
+    is_in,
+    record_unless,
+)
 from foo_ops.kernels.vectors.instructions import INT64
-from foo_ops.kernels.vectors.memory import load_element, store_element
-from foo_ops.kernels.vectors.values import Pointer
+from foo_ops.kernels.vectors.values import Pointer, Row
 
-# The fields of the C++ struct, each of eight bytes.
-DATA, NDIM, SIZES, STRIDES, SIZE, ROWS = range(6)
 NUMBERS = types.CPointer(types.int64)
 
 
 class View(types.Type):
-    """A pointer to the C++ struct ``View``, with elements of a dtype."""
+    """A pointer to the C++ struct ``View``.
 
-    def __init__(self, dtype: str, contiguous_rows: bool) -> None:
+    Attributes:
+        dtype: of the elements.
+        ndim: the number of dimensions.
+        contiguous_rows: the elements of a row are adjacent.
+        is_checked: no element outside is read or written; see bounds.py.
+        argument: its name in the kernel, for messages; empty for one of several.
+    """
+
+    def __init__(
+        self, dtype: str, ndim: int, contiguous_rows: bool, is_checked: bool, argument: str = ""
+    ) -> None:
         self.dtype = dtype
-        self.row = Pointer(dtype) if contiguous_rows else Row(dtype)
-        super().__init__(f"View({dtype}, {self.row})")
+        self.ndim = ndim
+        self.contiguous_rows = contiguous_rows
+        self.is_checked = is_checked
+        self.argument = argument
+        self.row = Row(dtype, contiguous_rows, is_checked)
+        # In what may have strides the i-th element is not i elements behind the first.
+        self.memory = Row(dtype, True, is_checked, contiguous_rows and ndim <= 1)
+        super().__init__(f"View({ndim}d, {self.row}, {argument})")
+
+    def nameless(self) -> View:
+        return View(self.dtype, self.ndim, self.contiguous_rows, self.is_checked)
+
+    def unify(self, typing_context: Any, other: types.Type) -> View | None:
+        """Return the type of a variable that is one argument here and another there."""
+        return self.nameless() if is_alike(self, other) else None
+
+    def can_convert_to(self, typing_context: Any, other: types.Type) -> Conversion | None:
+        return Conversion.safe if is_alike(self, other) else None
+
+    def described(self) -> str:
+        dimensions = f"{self.ndim} dimension{'s' * (self.ndim != 1)}"
+        return f"{self.argument or 'the tensor'} has {dimensions}"
 
 
-class Row(types.Type):
-    """Elements of a dtype that are a stride apart."""
+def is_alike(view: View, other: types.Type) -> bool:
+    return isinstance(other, View) and view.nameless() == other.nameless()
 
-    def __init__(self, dtype: str) -> None:
-        self.element = dtype
-        super().__init__(f"Row({dtype})")
 
-    @property
-    def dtype(self) -> str:
-        """Refuse functions of vectors, which ask a pointer for its dtype."""
-        raise errors.TypingError(
-            "a row has a stride, and is no pointer to vectors, unless tile_kernel is given "
-            "contiguous_rows=True"
-        )
+class Flat(types.Type):
+    """The elements of a view, which are counted over all dimensions."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        super().__init__(f"Flat({view})")
 
 
 class Extents(types.Type):
     """The sizes or the strides of a view."""
 
-    def __init__(self) -> None:
-        super().__init__("Extents")
-
-
-EXTENTS = Extents()
+    def __init__(self, view: View) -> None:
+        self.view = view
+        super().__init__(f"Extents({view})")
 
 
 @register_model(View)
@@ -84,18 +115,21 @@ class _ViewModel(models.PrimitiveModel):
         super().__init__(manager, type_, INT64.as_pointer())
 
 
-@register_model(Row)
-class _RowModel(models.StructModel):
-    def __init__(self, manager: Any, type_: Row) -> None:
-        super().__init__(
-            manager, type_, [("data", Pointer(type_.element)), ("stride", types.int64)]
-        )
+@register_model(Flat)
+class _FlatModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, type_: Flat) -> None:
+        super().__init__(manager, type_, INT64.as_pointer())
 
 
 @register_model(Extents)
 class _ExtentsModel(models.StructModel):
     def __init__(self, manager: Any, type_: Extents) -> None:
-        super().__init__(manager, type_, [("numbers", NUMBERS), ("count", types.int64)])
+        super().__init__(manager, type_, [("numbers", NUMBERS), ("view", type_.view)])
+
+
+@lower_cast(View, View)
+def _same_view(context, builder, from_type, to_type, value):
+    return value
 
 
 # ----------------------------------------------------------------------------------- attributes
@@ -115,189 +149,163 @@ class _ViewAttributes(AttributeTemplate):
         return types.int64
 
     def resolve_shape(self, view: View) -> types.Type:
-        return EXTENTS
+        return Extents(view)
 
     def resolve_strides(self, view: View) -> types.Type:
-        return EXTENTS
+        return Extents(view)
 
     def resolve_data(self, view: View) -> types.Type:
-        return Pointer(view.dtype)
+        return view.memory
 
-    @bound_function("foo_ops.View.row")
-    def resolve_row(self, view: View, args: Any, kws: Any) -> Any:
-        if len(args) != 1 or kws or not isinstance(args[0], types.Integer):
-            return None
-        return signature(view.row, types.int64, recvr=view)
+    def resolve_flat(self, view: View) -> types.Type:
+        return Flat(view)
+
+    def resolve_row(self, view: View) -> types.Type:
+        class Method(AbstractTemplate):
+            key = "foo_ops.View.row"
+            prefer_literal = True
+
+            def generic(self, args, kws):
+                if len(args) != 1 or kws or not isinstance(args[0], types.Integer):
+                    return None
+                return signature(view.row, index_type(args[0]), recvr=view)
+
+        return types.BoundFunction(Method, view)
 
 
-def _field(builder: ir.IRBuilder, view: ir.Value, position: int) -> ir.Value:
-    return _constant(builder, view, INT64(position))
-
-
-def _constant(builder: ir.IRBuilder, numbers: ir.Value, index: ir.Value) -> ir.Value:
+def number_of(builder: ir.IRBuilder, numbers: ir.Value, position: int | ir.Value) -> ir.Value:
     """Load one of the numbers that describe an array, which stay the same during a call.
 
     LLVM has to be told so, or each element that is written might change them: a loop with
-    ``weight.data[i]`` would not be vectorised, and take 5 to 10 times as long.
+    ``weight[i]`` would not be vectorised, and take 5 to 10 times as long.
     """
+    index = INT64(position) if isinstance(position, int) else position
     number = builder.load(builder.gep(numbers, [index]))
     number.set_metadata("invariant.load", builder.module.add_metadata([]))
     return number
 
 
-def _numbers(builder: ir.IRBuilder, view: ir.Value, position: int) -> ir.Value:
-    return builder.inttoptr(_field(builder, view, position), INT64.as_pointer())
+def numbers_of(builder: ir.IRBuilder, view: ir.Value, field: int) -> ir.Value:
+    """Return the pointer to the sizes or to the strides."""
+    return builder.inttoptr(number_of(builder, view, field), INT64.as_pointer())
 
 
-def _data(context: Any, builder: ir.IRBuilder, type_: View, view: ir.Value) -> ir.Value:
+def data_of(context: Any, builder: ir.IRBuilder, type_: View, view: ir.Value) -> ir.Value:
     pointer = context.get_value_type(Pointer(type_.dtype))
-    return builder.inttoptr(_field(builder, view, DATA), pointer)
+    return builder.inttoptr(number_of(builder, view, DATA), pointer)
+
+
+def stride_of(builder: ir.IRBuilder, type_: View, view: ir.Value, dimension: int) -> ir.Value:
+    if type_.contiguous_rows and dimension == type_.ndim - 1:
+        return INT64(1)
+    return number_of(builder, numbers_of(builder, view, STRIDES), dimension)
 
 
 @lower_getattr_generic(View)
 def _get_attribute(context, builder, type_, view, name):
-    number = {"ndim": NDIM, "size": SIZE, "rows": ROWS}.get(name)
-    if number is not None:
-        return _field(builder, view, number)
+    if name == "ndim":
+        return INT64(type_.ndim)
+    if name in ("size", "rows"):
+        return number_of(builder, view, SIZE if name == "size" else ROWS)
+    if name == "flat":
+        return view
     if name == "data":
-        return _data(context, builder, type_, view)
-    extents = cgutils.create_struct_proxy(EXTENTS)(context, builder)
-    extents.numbers = _numbers(builder, view, SIZES if name == "shape" else STRIDES)
-    extents.count = _field(builder, view, NDIM)
+        return _memory(context, builder, type_, view)
+    extents = cgutils.create_struct_proxy(Extents(type_))(context, builder)
+    extents.numbers = numbers_of(builder, view, SIZES if name == "shape" else STRIDES)
+    extents.view = view
     return extents._getvalue()
+
+
+def _memory(context: Any, builder: ir.IRBuilder, type_: View, view: ir.Value) -> ir.Value:
+    """Return the whole memory of a tensor, from its first element to its last one."""
+    stop = INT64(1)
+    for dimension in range(type_.ndim):
+        size = number_of(builder, numbers_of(builder, view, SIZES), dimension)
+        stride = stride_of(builder, type_, view, dimension)
+        stop = builder.add(stop, builder.mul(builder.sub(size, INT64(1)), stride))
+    is_empty = builder.icmp_signed("==", number_of(builder, view, SIZE), INT64(0))
+    memory = cgutils.create_struct_proxy(type_.memory)(context, builder)
+    memory.data = data_of(context, builder, type_, view)
+    memory.stop = builder.select(is_empty, INT64(0), stop)
+    if type_.is_checked:
+        _let_check(builder, memory, view, INT64(-1))
+    return memory._getvalue()
+
+
+def _let_check(builder: ir.IRBuilder, row: Any, view: ir.Value, number: ir.Value) -> None:
+    """Give a row what a checked one needs."""
+    row.first = INT64(0)
+    row.view = builder.ptrtoint(view, INT64)
+    row.number = number
+
+
+# ---------------------------------------------------------------------------- numbers of elements
+
+
+def index_type(type_: types.Integer) -> types.Type:
+    """Return the type that an index is converted to: a negative constant is known as such."""
+    is_constant = isinstance(type_, types.IntegerLiteral)
+    return type_ if is_constant and type_.literal_value < 0 else types.int64
+
+
+def from_start(
+    builder: ir.IRBuilder, type_: types.Type, index: ir.Value, size: ir.Value
+) -> ir.Value:
+    """Count a negative constant from the end; a variable is never."""
+    return builder.add(index, size) if isinstance(type_, types.IntegerLiteral) else index
+
+
+def offset_of_number(
+    builder: ir.IRBuilder, type_: View, view: ir.Value, number: ir.Value, dimensions: Sequence[int]
+) -> ir.Value:
+    """Return the offset of what has a number, counted over some of the first dimensions."""
+    offset, rest = INT64(0), number
+    for dimension in reversed(dimensions):
+        index = rest
+        # The first needs no division, which takes 10 ns.
+        if dimension > 0:
+            size = number_of(builder, numbers_of(builder, view, SIZES), dimension)
+            if type_.is_checked:
+                # There may be no element, but a number that is outside.
+                is_empty = builder.icmp_signed("==", size, INT64(0))
+                size = builder.select(is_empty, INT64(1), size)
+            index, rest = builder.srem(rest, size), builder.sdiv(rest, size)
+        stride = stride_of(builder, type_, view, dimension)
+        offset = builder.add(offset, builder.mul(index, stride))
+    return offset
 
 
 @lower_builtin("foo_ops.View.row", View, types.Integer)
 def _row(context, builder, signature, args):
-    view, row = args
-    sizes, strides = (_numbers(builder, view, field) for field in (SIZES, STRIDES))
-    rest = cgutils.alloca_once_value(builder, row)
-    offset = cgutils.alloca_once_value(builder, INT64(0))
-    outer = builder.sub(_field(builder, view, NDIM), INT64(1))
-
-    def add(index: ir.Value, dimension: ir.Value) -> None:
-        stride = _constant(builder, strides, dimension)
-        builder.store(builder.add(builder.load(offset), builder.mul(index, stride)), offset)
-
-    # From the last but one dimension on; the first needs no division, which takes 10 ns.
-    with cgutils.for_range_slice(
-        builder, builder.sub(outer, INT64(1)), INT64(0), INT64(-1), inc=False
-    ) as (dimension, _):
-        size = _constant(builder, sizes, dimension)
-        number = builder.load(rest)
-        add(builder.srem(number, size), dimension)
-        builder.store(builder.sdiv(number, size), rest)
-    with builder.if_then(builder.icmp_signed(">", outer, INT64(0))):
-        add(builder.load(rest), INT64(0))
-    data = builder.gep(_data(context, builder, signature.args[0], view), [builder.load(offset)])
-    if isinstance(signature.return_type, Pointer):
-        return data
-    result = cgutils.create_struct_proxy(signature.return_type)(context, builder)
-    result.data = data
+    type_, view = signature.args[0], args[0]
+    rows = number_of(builder, view, ROWS)
+    number = from_start(builder, signature.args[1], args[1], rows)
     # A view without dimensions has one row, of one element.
-    last = builder.select(builder.icmp_signed("<", outer, INT64(0)), INT64(0), outer)
-    result.stride = _constant(builder, strides, last)
-    return result._getvalue()
+    outer = max(type_.ndim - 1, 0)
+    stop = number_of(builder, numbers_of(builder, view, SIZES), outer) if type_.ndim else INT64(1)
+    offset = offset_of_number(builder, type_, view, number, range(outer))
+    row = cgutils.create_struct_proxy(signature.return_type)(context, builder)
+    if type_.is_checked:
+        is_inside = is_in(builder, number, rows)
+        record_unless(context, builder, is_inside, view, OF_ROW, [number])
+        offset = builder.select(is_inside, offset, INT64(0))
+        stop = builder.select(is_inside, stop, INT64(0))
+        _let_check(builder, row, view, number)
+    row.data = builder.gep(data_of(context, builder, type_, view), [offset])
+    row.stop = stop
+    if not type_.contiguous_rows:
+        row.stride = stride_of(builder, type_, view, outer) if type_.ndim else INT64(0)
+    return row._getvalue()
 
 
 @infer_global(len)
 class _ExtentsLength(AbstractTemplate):
     def generic(self, args, kws):
-        return signature(types.int64, *args) if args == (EXTENTS,) else None
+        is_extents = len(args) == 1 and isinstance(args[0], Extents)
+        return signature(types.int64, *args) if is_extents else None
 
 
 @lower_builtin(len, Extents)
 def _length(context, builder, signature, args):
-    return cgutils.create_struct_proxy(EXTENTS)(context, builder, value=args[0]).count
-
-
-# ------------------------------------------------------------------------------------- elements
-
-
-def _is_index(type_: types.Type) -> bool:
-    if isinstance(type_, types.BaseTuple):
-        return all(isinstance(part, types.Integer) for part in type_)
-    return isinstance(type_, types.Integer)
-
-
-def _element_type(array: types.Type, index: types.Type) -> types.Type | None:
-    """Return the type of what an index gives, or None where it cannot be one."""
-    if array == EXTENTS:
-        return types.int64 if isinstance(index, types.Integer) else None
-    if isinstance(array, (Pointer, Row)):
-        return ELEMENTS[_dtype(array)].compute if isinstance(index, types.Integer) else None
-    if isinstance(array, View) and _is_index(index):
-        return ELEMENTS[array.dtype].compute
-    return None
-
-
-def _dtype(array: types.Type) -> str:
-    return array.element if isinstance(array, Row) else array.dtype
-
-
-def _index_type(index: types.Type) -> types.Type:
-    if isinstance(index, types.BaseTuple):
-        return types.UniTuple(types.int64, len(index))
-    return types.int64
-
-
-@infer_global(operator.getitem)
-class _GetItem(AbstractTemplate):
-    def generic(self, args, kws):
-        result = _element_type(*args)
-        return signature(result, args[0], _index_type(args[1])) if result is not None else None
-
-
-@infer_global(operator.setitem)
-class _SetItem(AbstractTemplate):
-    def generic(self, args, kws):
-        array, index, _ = args
-        if not isinstance(array, (Pointer, Row, View)):
-            return None
-        element = _element_type(array, index)
-        if element is None:
-            return None
-        return signature(types.none, array, _index_type(index), element)
-
-
-@lower_builtin(operator.getitem, Extents, types.Integer)
-def _extent(context, builder, signature, args):
-    extents = cgutils.create_struct_proxy(EXTENTS)(context, builder, value=args[0])
-    is_negative = builder.icmp_signed("<", args[1], INT64(0))
-    index = builder.select(is_negative, builder.add(args[1], extents.count), args[1])
-    return _constant(builder, extents.numbers, index)
-
-
-def _address(context: Any, builder: ir.IRBuilder, array: Any, index: Any, args: Any) -> ir.Value:
-    if isinstance(array, Pointer):
-        return builder.gep(args[0], [args[1]])
-    if isinstance(array, Row):
-        row = cgutils.create_struct_proxy(array)(context, builder, value=args[0])
-        return builder.gep(row.data, [builder.mul(args[1], row.stride)])
-    strides = _numbers(builder, args[0], STRIDES)
-    is_tuple = isinstance(index, types.BaseTuple)
-    indices = cgutils.unpack_tuple(builder, args[1]) if is_tuple else [args[1]]
-    offset = INT64(0)
-    for dimension, value in enumerate(indices):
-        stride = _constant(builder, strides, INT64(dimension))
-        offset = builder.add(offset, builder.mul(value, stride))
-    return builder.gep(_data(context, builder, array, args[0]), [offset])
-
-
-def _get_item(context, builder, signature, args):
-    array, index = signature.args
-    address = _address(context, builder, array, index, args)
-    return load_element(context, builder, _dtype(array), address)
-
-
-def _set_item(context, builder, signature, args):
-    array, index, _ = signature.args
-    address = _address(context, builder, array, index, args)
-    store_element(context, builder, _dtype(array), address, args[2])
-    return context.get_dummy_value()
-
-
-for _array in (Pointer, Row, View):
-    for _index in (types.Integer, types.UniTuple):
-        lower_builtin(operator.getitem, _array, _index)(_get_item)
-        lower_builtin(operator.setitem, _array, _index, types.Any)(_set_item)
+    return INT64(signature.args[0].view.ndim)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from foo_ops.library.bounds import check_bounds
 from foo_ops.library.dtypes import dtype_name
 from foo_ops.testing.checks.contexts import seeded, threads
 from foo_ops.testing.layouts import LAYOUTS, Layout, expanded
@@ -83,7 +84,7 @@ class Case:
         # pytest leaves out such frames: the author wants to know what is wrong, not who found it.
         __tracebackhide__ = True
         try:
-            with threads(1):
+            with threads(1), check_bounds():
                 CHECKS[self.check].run(self)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.treatment()}") from error.__cause__

@@ -16,8 +16,9 @@ class _Lower(lowering.Lower):
 
     def lower_inst(self, inst: ir.Stmt) -> None:
         """Lower a statement without making text of it, which Numba does for a message nobody
-        reads.
+        reads; what lowers a part of it finds its place in the context.
         """
+        self.context.place = inst.loc
         if isinstance(inst, ir.Assign):
             name = inst.target.name
             self.storevar(self.lower_assign(self.typeof(name), inst), name)

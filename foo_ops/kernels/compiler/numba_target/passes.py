@@ -12,7 +12,7 @@ from typing import Any
 
 from numba.core import bytecode, errors, interpreter, ir, transforms
 from numba.core.compiler_machinery import CompilerPass, PassManager, register_pass
-from numba.core.ir_utils import build_definitions
+from numba.core.ir_utils import build_definitions, get_definition, guard
 from numba.core.rewrites.registry import rewrite_registry
 from numba.core.ssa import reconstruct_ssa
 from numba.core.typed_passes import (
@@ -54,7 +54,7 @@ def pipeline(name: str) -> PassManager:
     passes.add_pass(FixupArgs, "mend arguments")
     passes.add_pass(_ProcessIR, "process Numba's IR")
     passes.add_pass(_InlineClosures, "inline closures")
-    passes.add_pass(RewriteSemanticConstants, "replace expressions that are constant")
+    passes.add_pass(_ReplaceConstants, "replace expressions that are constant")
     passes.add_pass(DeadBranchPrune, "remove branches that are never taken")
     passes.add_pass(_Rewrite, "rewrite items at constant indices")
     passes.add_pass(MakeFunctionToJitFunction, "make functions of closures")
@@ -119,6 +119,31 @@ class _InlineClosures(InlineClosureLikes):
         blocks = state.func_ir.blocks.values()
         has_closures = any(True for block in blocks for _ in block.find_exprs(op="make_function"))
         return has_closures and super().run_pass(state)
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _ReplaceConstants(RewriteSemanticConstants):
+    """Replace ``x.ndim``, too, where the type of an argument says it: so that a branch for another
+    number of dimensions is removed, and not compiled.
+    """
+
+    _name = "foo_ops_replace_constants"
+
+    def run_pass(self, state: Any) -> bool:
+        super().run_pass(state)
+        definitions = state.func_ir._definitions
+        for block in state.func_ir.blocks.values():
+            for assignment in block.find_insts(ir.Assign):
+                expression: Any = assignment.value
+                if not isinstance(expression, ir.Expr) or expression.op != "getattr":
+                    continue
+                argument = guard(get_definition, state.func_ir, expression.value)
+                if expression.attr == "ndim" and isinstance(argument, ir.Arg):
+                    dimensions = getattr(state.args[argument.index], "ndim", None)
+                    if dimensions is not None:
+                        assignment.value = ir.Const(dimensions, assignment.loc)
+                        definitions[assignment.target.name] = [assignment.value]
+        return True
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)

@@ -1,0 +1,69 @@
+#include "ops/bounds.h"
+
+#include <c10/util/ArrayRef.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <sstream>
+
+namespace foo {
+
+namespace {
+
+// How many have asked for checks: scopes of several threads may overlap.
+std::atomic<int64_t> askers = 0;
+
+// As the user has written it, with numbers in place of variables.
+std::string written(const std::string& argument, const Outside& outside) {
+  const int64_t* const indices = outside.indices;
+  std::ostringstream text;
+  text << argument;
+  switch (outside.kind) {
+    case kElement:
+      for (int64_t i = 0; i < outside.count; ++i) text << (i == 0 ? "[" : ", ") << indices[i];
+      text << "]";
+      break;
+    case kRow:
+      text << ".row(" << indices[0] << ")";
+      break;
+    case kFlat:
+      text << ".flat[" << indices[0] << "]";
+      break;
+    case kShape:
+      text << ".shape[" << indices[0] << "]";
+      break;
+    default:
+      if (outside.row < 0) {
+        text << ".data[" << indices[0];
+      } else {
+        text << ".row(" << outside.row << ")[" << indices[0];
+      }
+      if (outside.count > 1) text << ":" << indices[0] + outside.count;
+      text << "]";
+  }
+  return text.str();
+}
+
+}  // namespace
+
+bool checks_bounds() {
+  return askers.load(std::memory_order_relaxed) > 0;
+}
+
+void ask_for_bounds_checks() {
+  ++askers;
+}
+
+void end_bounds_checks() {
+  --askers;
+}
+
+void refuse_outside(const std::string& operator_name, const std::string& argument,
+                    const Outside& outside) {
+  const View& view = *outside.view;
+  TORCH_CHECK_INDEX(false, operator_name, ": ", written(argument, outside), " is outside of ",
+                    argument, ", which has shape ", c10::ArrayRef<int64_t>(view.sizes, view.ndim),
+                    " (", outside.place, ")");
+}
+
+}  // namespace foo

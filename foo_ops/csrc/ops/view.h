@@ -1,0 +1,67 @@
+// A tensor as a tile kernel sees it, and an access outside of one.
+
+#pragma once
+
+#include <cstdint>
+
+#include "launch/layout.h"
+
+namespace foo {
+
+struct Outside;
+
+// Strides count elements.
+struct View {
+  void* data;
+  int64_t ndim;
+  const int64_t* sizes;
+  const int64_t* strides;
+  int64_t size;
+  // All dimensions but the last, multiplied.
+  int64_t rows;
+  // Where a kernel that checks its accesses writes what it finds.
+  Outside* outside;
+};
+
+template <>
+struct Layout<Outside>;
+
+template <>
+struct Layout<View> {
+  using Struct = View;
+  static constexpr const char* name = "View";
+  static constexpr Field fields[] = FOO_FIELDS(data, ndim, sizes, strides, size, rows, outside);
+};
+static_assert(is_whole<View>());
+
+// Where an index stood: in x[i, j], x.row(i), x.flat[i], behind a row or x.data, and in x.shape[i]
+// or x.strides[i].
+enum AccessKind : int64_t { kElement, kRow, kFlat, kInRow, kShape };
+
+// An access with more indices is told in part.
+constexpr int64_t kMostIndices = 64;
+
+// The first access outside of a tensor in a call. The kernel has not performed it.
+struct Outside {
+  // Whether there was one. The thread that sets it writes the rest.
+  int64_t is_found;
+  const View* view;
+  int64_t kind;
+  // For kInRow which row it is, or -1 for the data of the whole tensor.
+  int64_t row;
+  // For kInRow how many elements begin at the index; else how many indices there are.
+  int64_t count;
+  // Where in the user's file, as text that lives as long as the kernel.
+  const char* place;
+  int64_t indices[kMostIndices];
+};
+
+template <>
+struct Layout<Outside> {
+  using Struct = Outside;
+  static constexpr const char* name = "Outside";
+  static constexpr Field fields[] = FOO_FIELDS(is_found, view, kind, row, count, place, indices);
+};
+static_assert(is_whole<Outside>());
+
+}  // namespace foo

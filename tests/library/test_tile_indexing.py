@@ -1,0 +1,229 @@
+"""Indices of tile kernels mean elements, or do not compile."""
+
+import itertools
+import re
+
+import pytest
+import torch
+
+from foo_ops import language, library
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+serial = itertools.count()
+
+
+def define(function, schema="(Tensor input) -> Tensor", **options):
+    """A new operator with a tile kernel."""
+    name = f"f{next(serial)}"
+    library.define(f"foo_index::{name}", schema)
+    library.register_fake(
+        f"foo_index::{name}", lambda input, *args: torch.zeros_like(input).contiguous()
+    )
+    library.register_kernel(
+        f"foo_index::{name}", ("cpu", "foo"), library.tile_kernel(function, **options)
+    )
+    return getattr(torch.ops.foo_index, name)
+
+
+def refusal(function, input, reason, offset, **options):
+    """The message for an operator that cannot be compiled for a tensor."""
+    call = define(function, **options)
+    code = function.__code__
+    place = re.escape(f"({code.co_filename}:{code.co_firstlineno + offset}: ")
+    with pytest.raises(TypeError, match=rf": wrong index: {re.escape(reason)} {place}") as caught:
+        call(input)
+    assert type(caught.value) is TypeError
+    return str(caught.value)
+
+
+def one_index(input, output, rows):
+    for row in rows:
+        output[row] = 2 * input[row]
+
+
+def three_indices(input, output, rows):
+    for row in rows:
+        output.flat[row] = input[row, 0, 0]
+
+
+def two_indices_of_a_row(input, output, rows):
+    for row in rows:
+        output.row(row)[0, 0] = 1.0
+
+
+@pytest.mark.parametrize("contiguous_rows", [False, True])
+def test_number_of_indices(contiguous_rows, device):
+    options = {"contiguous_rows": contiguous_rows}
+    call = define(one_index, tiles=lambda input: input.shape[0], **options)
+    assert call(torch.arange(6.0, device=device)[::2]).tolist() == [0, 4, 8]
+    hint = "({0}.row(i) is a row, {0}.flat[i] the i-th element)"
+    wrong = "input has {} and must be given as many indices, got {} " + hint.format("input")
+    message = refusal(
+        one_index, torch.ones(2, 3, device=device), wrong.format("2 dimensions", 1), 2, **options
+    )
+    signature = "float32-2d,float32-2d"
+    assert re.match(
+        rf"foo_index::f\d+: its kernel cannot be compiled for {signature}: wrong", message
+    )
+    for shape, dimensions in (
+        ((), "0 dimensions"),
+        ((4,), "1 dimension"),
+        ((4, 1), "2 dimensions"),
+    ):
+        input = torch.ones(shape, device=device)
+        refusal(three_indices, input, wrong.format(dimensions, 3), 2, **options)
+    wrong = "a row or x.flat must be given one index, got 2"
+    refusal(two_indices_of_a_row, torch.ones(2, 3, device=device), wrong, 2, **options)
+
+
+def from_the_end(input, output, rows):
+    for row in rows:
+        output[row, 0] = 0.0
+        output[row, -1] = input[row, -2] + 10 * input[-1, 0]
+        output.row(row)[-2] = input.row(row)[-1]
+        output.row(-1)[0] = 7.0
+    output.flat[-6] = output.shape[-2] + 100 * input.shape[-1]
+
+
+@pytest.mark.parametrize("contiguous_rows", [False, True])
+def test_negative_constants_count_from_the_end(contiguous_rows, device):
+    call = define(from_the_end, tiles=lambda input: input.rows, contiguous_rows=contiguous_rows)
+    input = torch.arange(9.0).view(3, 3)
+    for matrix in (input, input.T):
+        expected = torch.zeros(3, 3)
+        expected[:, 2] = matrix[:, 1] + 10 * matrix[2, 0]
+        expected[:, 1] = matrix[:, 2]
+        expected[2, 0] = 7.0
+        expected.view(-1)[-6] = 303.0
+        assert torch.equal(call(matrix.to(device)).cpu(), expected)
+
+
+def through_flat(input, scale, output, rows):
+    for row in rows:
+        for i in range(input.shape[-1]):
+            output.row(row)[i] = input.row(row)[i] * scale.flat[row]
+
+
+@pytest.mark.parametrize("contiguous_rows", [False, True])
+def test_flat_follows_the_strides(contiguous_rows, device):
+    call = define(
+        through_flat, "(Tensor input, Tensor scale) -> Tensor", contiguous_rows=contiguous_rows
+    )
+    input, scales = torch.randn(2, 3, 5), torch.randn(4, 6)
+    for scale in (scales[::2, ::2], scales[:3, :2].T, scales[:2, :3], scales[:1, :3].expand(2, 3)):
+        result = call(input.to(device), scale.to(device))
+        assert torch.equal(result.cpu(), input * scale[..., None])
+
+
+def through_data(input, output, rows):
+    for row in rows:
+        output.data[row] = input.data[row]
+
+
+def test_memory_is_indexed_only_where_that_means_elements(device):
+    reason = (
+        "x.data is memory, and not indexed, since that would ignore strides: x[i, j] and x.flat[i] "
+        "are elements, and language.load(x.data, offset) is what lies there"
+    )
+    options = {"tiles": lambda input: input.size}
+    refusal(through_data, torch.ones(3, device=device), reason, 2, **options)
+    options["contiguous_rows"] = True
+    refusal(through_data, torch.ones(2, 3, device=device), reason, 2, **options)
+    call = define(through_data, **options)
+    assert call(torch.arange(6.0, device=device)[::2]).tolist() == [0, 2, 4]
+
+
+def transposed(input, output, rows):
+    """With offsets of its own."""
+    for row in rows:
+        for i in range(input.shape[1]):
+            value = language.load(input.data, row * input.strides[0] + i * input.strides[1])
+            language.store(output.data, row * output.strides[0] + i, value)
+
+
+def test_memory_is_read_at_offsets(device):
+    input = torch.randn(3, 4)
+    for matrix in (input, input.T):
+        assert torch.equal(define(transposed)(matrix.to(device)).cpu(), matrix)
+
+
+def differences(input, output, rows):
+    for row in rows:
+        x, y = input.row(row), output.row(row)
+        following = language.shift(x, 1)
+        language.prefetch(following, 64)
+        for i in range(input.shape[-1] - 1):
+            if language.address_of(following) > language.address_of(x):
+                y[i] = following[i] - following[i - 1]
+        y[-1] = language.shift(following, -1)[-1] + 10 * language.shift(x, -1)[1]
+
+
+@pytest.mark.parametrize("contiguous_rows", [False, True])
+def test_shifted_rows_follow_the_strides(contiguous_rows, device):
+    call = define(differences, contiguous_rows=contiguous_rows)
+    input = torch.randn(3, 4)
+    for matrix in (input, input.T):
+        expected = matrix.diff(dim=1)
+        last = matrix[:, -1:] + 10 * matrix[:, :1]
+        with library.check_bounds():
+            result = call(matrix.to(device)).cpu()
+        assert torch.equal(result, torch.cat([expected, last], dim=1))
+
+
+def for_any_number_of_dimensions(input, output, tiles):
+    for _ in tiles:
+        if input.ndim == 0:
+            output.flat[0] = 1.0 + input.shape[-1]
+        elif input.ndim == 1:
+            output[-1] = input.shape[0] + 10.0
+        else:
+            output[0, -1] = input.shape[1] + 20.0
+
+
+def test_branches_for_another_number_of_dimensions_are_not_compiled(device):
+    call = define(for_any_number_of_dimensions, tiles=lambda: 1)
+    assert call(torch.zeros((), device=device)).tolist() == 2
+    assert call(torch.zeros(2, device=device))[-1] == 12
+    assert call(torch.zeros(1, 3, device=device))[0, -1] == 23
+    wrong = "input has 3 dimensions and must be given as many indices, got 2"
+    refusal_of_three = wrong.replace("input", "output")
+    with pytest.raises(TypeError, match=refusal_of_three):
+        call(torch.zeros(1, 2, 3, device=device))
+
+
+def third_size(input, output, rows):
+    for row in rows:
+        output.flat[row] = input.shape[2] + input.strides[-3]
+
+
+def test_dimensions_that_a_tensor_does_not_have(device):
+    call = define(third_size)
+    assert call(torch.zeros(1, 1, 5, device=device)).flatten()[0] == 10
+    for shape in ((), (2, 5)):
+        reason = f"input has {len(shape)} dimensions, and none at 2"
+        refusal(third_size, torch.zeros(shape, device=device), reason, 2)
+
+
+def one_or_the_other(input, other, output, rows):
+    for row in rows:
+        chosen = input if row % 2 == 0 else other
+        for i in range(input.shape[-1]):
+            output[row, i] = chosen[row, i]
+
+
+def wrong_index_of_either(input, other, output, rows):
+    for row in rows:
+        chosen = input if row % 2 == 0 else other
+        output[row, 0] = chosen[row]
+
+
+def test_a_variable_that_is_one_tensor_or_another(device):
+    schema = "(Tensor input, Tensor other) -> Tensor"
+    input, other = torch.randn(2, 4, 3)
+    result = define(one_or_the_other, schema)(input.to(device), other.to(device)).cpu()
+    assert torch.equal(result[::2], input[::2])
+    assert torch.equal(result[1::2], other[1::2])
+    wrong = define(wrong_index_of_either, schema)
+    with pytest.raises(TypeError, match="the tensor has 2 dimensions and must be given as many"):
+        wrong(input.to(device), other.to(device))
