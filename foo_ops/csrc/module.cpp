@@ -1,6 +1,5 @@
-// The only file that includes pybind11: it gives Python the names of foo_ops._C.
+// Gives Python the names of foo_ops._C.
 
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
 
@@ -26,18 +25,12 @@
 #include "ops/bounds.h"
 #include "ops/elementwise.h"
 #include "ops/tile.h"
+#include "python/errors.h"
+#include "python/python_formula.h"
 
 namespace py = pybind11;
 
 namespace {
-
-// As torch passes an exception of Python on, also to another thread: the caller gets it unchanged.
-[[noreturn]] void pass_on(py::error_already_set& error) {
-  error.restore();
-  python_error passed;
-  passed.persist();
-  throw passed;
-}
 
 // Numba is imported here, at a kernel's first use, and not before.
 void* resolve_kernel(const std::string& kernel, const std::string& signature) {
@@ -55,7 +48,7 @@ void* resolve_kernel(const std::string& kernel, const std::string& signature) {
       TORCH_CHECK(false, message);
     }
     // Anything else, such as KeyboardInterrupt, came while it was compiled.
-    pass_on(error);
+    foo::pass_on(error);
   }
 }
 
@@ -65,7 +58,7 @@ void rethrow_raised() {
   try {
     py::module_::import("foo_ops.kernels.compiler.interpret").attr("reraise")();
   } catch (py::error_already_set& error) {
-    pass_on(error);
+    foo::pass_on(error);
   }
 }
 
@@ -161,7 +154,7 @@ foo::Refusal refusal(py::object function) {
       }
       refuse(*values);
     } catch (py::error_already_set& error) {
-      pass_on(error);
+      foo::pass_on(error);
     }
   };
 }
@@ -230,9 +223,12 @@ void bind_autograd(py::module_& module) {
       .value("not_implemented", Tangents::kNotImplemented);
   const py::arg name("operator_name");
   module.def(
-      "register_autograd_shortcut",
-      [](const std::string& name) { return Registration(foo::register_autograd_shortcut(name)); },
-      name);
+      "register_formula",
+      [](const std::string& name, const py::object& formula, Tangents tangents) {
+        return Registration(
+            foo::register_formula(name, foo::make_python_formula(name, formula), tangents));
+      },
+      name, py::arg("formula"), py::arg("tangents"));
   module.def(
       "register_composite",
       [](const std::string& name) { return Registration(foo::register_composite(name)); }, name);

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from foo_ops import _C
-from foo_ops.library.operators import keep, library_of, own_library
+from foo_ops.library.formula import Formula
+from foo_ops.library.operators import find, keep, library_of, own_library
 
 
 def register_autograd(
@@ -35,7 +36,9 @@ def register_autograd(
     - ``composite`` computes the same as ``op`` with PyTorch's own operators. It is called where
       there are tangents of forward-mode differentiation, and without ``backward`` where there are
       gradients, so that derivatives of every order follow from it.
-    - ``backward`` is a formula in Python, as torch.library.register_autograd takes it.
+    - ``backward`` is a formula in Python, as torch.library.register_autograd takes it. A call that
+      needs gradients is recorded in C++ as well, and enters Python for ``setup_context`` only.
+      torch.func differentiates it.
 
     Args:
         op: the operator, such as ``"foo::abs"``; its schema must be functional.
@@ -47,8 +50,9 @@ def register_autograd(
         lib: the registration ends with it; without it, with the process.
 
     Raises:
-        TypeError: for a backward operator whose names or types do not fit, and for a composite
-            beside a formula.
+        TypeError: for a backward operator whose names or types do not fit.
+        RuntimeError: for a formula of an operator that writes to its arguments.
+        NotImplementedError: for a formula of an operator with keyword-only tensors.
 
     Example:
         >>> foo_ops.library.define("mylib::times", "(Tensor x, float by) -> Tensor")
@@ -68,49 +72,64 @@ def register_autograd(
         tensor(3.)
     """
     lib = own_library(op, lib)
+    if isinstance(op, torch.library.CustomOpDef):
+        op.register_autograd(_only_formula(op, backward, composite), setup_context=setup_context)
+        return
+    name = op if isinstance(op, str) else op.name()
     if isinstance(backward, torch._ops.OpOverloadPacket):
         backward = backward.default
+    formula = None
     if callable(backward) and not isinstance(backward, torch._ops.OpOverload):
-        _register_formula(op, backward, setup_context, composite, lib)
-        return
-    if isinstance(op, torch.library.CustomOpDef):
-        op = op._opoverload
-    name = op if isinstance(op, str) else op.name()
-    if setup_context is not None:
+        formula = _formula(name, backward, setup_context)
+    elif setup_context is not None:
         raise TypeError(f"{name}: setup_context is for a formula in Python, backward=function")
     if backward is None and composite is None:
         raise TypeError(f"{name}: register_autograd must be given backward, composite or both")
     if composite is not None:
         _register_on_autograd_key(name, composite, lib)
-    if backward is None:
-        keep(_C.register_composite(name), lib)
-        return
-    backward_name = backward if isinstance(backward, str) else backward.name()
     tangents = _C.Tangents.not_implemented if composite is None else _C.Tangents.composite
-    keep(_C.register_backward_operator(name, backward_name, tangents), lib)
+    if formula is not None:
+        keep(_C.register_formula(name, formula, tangents), lib)
+    elif backward is None:
+        keep(_C.register_composite(name), lib)
+    else:
+        backward_name = getattr(backward, "name", lambda: backward)()
+        keep(_C.register_backward_operator(name, backward_name, tangents), lib)
+
+
+def _only_formula(
+    op: torch.library.CustomOpDef, backward: Any, composite: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """Return what torch's own registers, for an operator that torch.library.custom_op made."""
+    if composite is not None or not callable(backward) or hasattr(backward, "_schema"):
+        raise TypeError(
+            f"{op._qualname}: an operator of custom_op takes a formula in Python, "
+            "backward=function, and nothing else"
+        )
+    return backward
+
+
+def _formula(name: str, backward: Any, setup_context: Callable[..., None] | None) -> Formula:
+    operator = find(name)
+    schema = operator._schema
+    if schema.is_mutable or not schema.returns:
+        raise RuntimeError(
+            f"{name}: only a functional operator, which writes to no argument and has results, can "
+            f"have a formula, got {schema}"
+        )
+    tensors = [it.name for it in schema.arguments if it.kwarg_only and "Tensor" in str(it.type)]
+    if tensors:
+        raise NotImplementedError(
+            f"{name}: an operator with a formula must not have keyword-only tensors, got "
+            f"{', '.join(tensors)}"
+        )
+    return Formula(operator, backward, setup_context)
 
 
 def _register_on_autograd_key(
     name: str, function: Callable[..., Any], lib: torch.library.Library | None
 ) -> None:
     library_of(name, lib).impl(name.partition("::")[2], function, "Autograd")
-
-
-def _register_formula(
-    op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
-    formula: Callable[..., Any],
-    setup_context: Callable[..., None] | None,
-    composite: Callable[..., Any] | None,
-    lib: torch.library.Library | None,
-) -> None:
-    if composite is not None:
-        raise TypeError(
-            f"{op}: a composite is for a backward operator, or for none; a formula in Python takes "
-            "its place"
-        )
-    torch.library.register_autograd(op, formula, setup_context=setup_context, lib=lib)
-    if not isinstance(op, torch.library.CustomOpDef):
-        keep(_C.register_autograd_shortcut(op if isinstance(op, str) else op.name()), lib)
 
 
 def register_variant_autograd(

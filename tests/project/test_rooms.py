@@ -38,13 +38,14 @@ PYTHON_ROOMS = {
 }
 CPP_ROOMS = {
     "csrc/launch": (),
+    "csrc/python": ("csrc/launch",),
     "csrc/ops": ("csrc/launch",),
     "csrc/ops/attention": ("csrc/ops",),
     "csrc/device": ("csrc/launch",),
     "csrc/aten": ("csrc/device",),
     "csrc/agreement.h": (),
     "csrc/agreement.cpp": ("csrc/agreement.h", "csrc/ops/attention"),
-    "csrc/module.cpp": ("csrc/agreement.h", "csrc/ops/attention", "csrc/aten"),
+    "csrc/module.cpp": ("csrc/agreement.h", "csrc/ops/attention", "csrc/aten", "csrc/python"),
 }
 ROOMS = PYTHON_ROOMS | CPP_ROOMS
 COMPANION = "foo_ops._C"

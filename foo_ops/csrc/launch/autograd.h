@@ -5,8 +5,11 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <memory>
 #include <string>
 #include <vector>
+
+#include "launch/formula.h"
 
 namespace foo {
 
@@ -24,10 +27,6 @@ bool has_tangent(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 void redispatch_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                                torch::jit::Stack* stack);
 
-// Puts a C++ kernel in front of the Python autograd formula that torch.library.register_autograd
-// has registered: calls that need no gradient go straight on below autograd.
-Registrations register_autograd_shortcut(const std::string& operator_name);
-
 // Puts a C++ kernel in front of a Python function on the Autograd key which computes the same as
 // the operator with PyTorch's own: it is called where there are gradients or tangents.
 Registrations register_composite(const std::string& operator_name);
@@ -44,6 +43,11 @@ enum class Tangents {
 // Lets an operator's gradients be computed by another operator, see BackwardOperator.
 Registrations register_backward_operator(const std::string& operator_name,
                                          const std::string& backward_name, Tangents tangents);
+
+// Lets an operator's gradients be computed by a formula. Tangents are kComposite or not
+// implemented.
+Registrations register_formula(const std::string& operator_name,
+                               const std::shared_ptr<const Formula>& formula, Tangents tangents);
 
 // Lets an operator be called where gradients are recorded, and throws the message as a
 // NotImplementedError where a gradient or a tangent goes through it.

@@ -1,11 +1,13 @@
 #include "launch/backward_node.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/irange.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <algorithm>
 #include <cctype>
 #include <mutex>
 #include <string>
@@ -24,6 +26,9 @@ using torch::autograd::variable_list;
 using torch::autograd::VariableInfo;
 namespace compiled = torch::dynamo::autograd;
 
+// What is compiled for one key is no good for another, although the node's name is the same.
+constexpr bool kGetsNewName = true;
+
 // "SiluMulBackward" for mylib::silu_mul_backward.
 std::string node_name(const std::string& operator_name) {
   std::string name;
@@ -41,31 +46,27 @@ std::string node_name(const std::string& operator_name) {
 
 class BackwardNode final : public torch::autograd::Node {
  public:
-  explicit BackwardNode(std::shared_ptr<const BackwardOperator> backward)
-      : backward_(std::move(backward)) {}
+  explicit BackwardNode(std::shared_ptr<const Gradients> gradients)
+      : gradients_(std::move(gradients)) {}
 
-  void save(c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<c10::IValue> results) {
-    backward_->save(
-        arguments, results,
-        [this](const at::Tensor& tensor, bool is_result) {
-          // A result would hold its own node, which holds the result.
-          tensors_.emplace_back(tensor, is_result);
-          is_result_.push_back(is_result);
-        },
-        [this](const c10::IValue& number) { numbers_.push_back(number); });
-    for (const size_t index : backward_->tensor_arguments()) {
-      is_complex_.push_back(arguments[index].isTensor() &&
-                            arguments[index].toTensor().is_complex());
+  // Results are saved with their history.
+  void save(SavedForBackward saved) {
+    for (const at::Tensor& tensor : saved.tensors) {
+      // A result would hold its own node, which holds the result.
+      const bool is_result = tensor.defined() && tensor.grad_fn().get() == this;
+      tensors_.emplace_back(tensor, is_result);
+      is_result_.push_back(is_result);
     }
-    if (results.size() == 1) return;
-    for (const c10::IValue& result : results) results_.emplace_back(result.toTensor());
+    numbers_ = std::move(saved.numbers);
+    is_complex_ = std::move(saved.is_complex);
+    results_ = std::move(saved.results);
   }
 
-  variable_list apply(variable_list&& gradients) override {
-    return backward_->gradients(gradients, saved(), needed());
+  variable_list apply(variable_list&& of_results) override {
+    return gradients_->gradients(of_results, saved(), needed());
   }
 
-  std::string name() const override { return node_name(backward_->name()); }
+  std::string name() const override { return node_name(gradients_->name()); }
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -73,14 +74,14 @@ class BackwardNode final : public torch::autograd::Node {
   }
 
   void compiled_args(compiled::CompiledNodeArgs& args) const override {
-    args.collect(backward_->name());
+    args.collect(gradients_->key());
     for (const auto i : c10::irange(tensors_.size())) args.collect(tensors_[i], is_result_[i]);
     for (const c10::IValue& number : numbers_) args.collect(number);
     args.collect(is_complex_);
     args.collect(results_);
   }
 
-  variable_list apply_with_saved(const variable_list& gradients,
+  variable_list apply_with_saved(const variable_list& of_results,
                                  compiled::SwapSavedVariables& swapped) override {
     swapped.before(tensors_);
     swapped.before(numbers_);
@@ -100,8 +101,8 @@ class BackwardNode final : public torch::autograd::Node {
     const auto& compiler = compiled::getPyCompilerInterface();
     const auto name = compiler->bind_function(
         swapped.get_py_compiler(), this->name(),
-        [backward = backward_, count = numbers_.size()](const variable_list& of_results,
-                                                        const std::vector<c10::IValue>& values) {
+        [gradients = gradients_, count = numbers_.size()](const variable_list& of_results,
+                                                          const std::vector<c10::IValue>& values) {
           compiled::PackedArgs unpacked(values);
           SavedForBackward saved;
           saved.tensors = unpacked.unpack<variable_list>();
@@ -110,14 +111,14 @@ class BackwardNode final : public torch::autograd::Node {
           }
           saved.is_complex = unpacked.unpack<std::vector<bool>>();
           saved.results = unpacked.unpack<std::vector<VariableInfo>>();
-          return backward->gradients(of_results, saved, unpacked.unpack<std::vector<bool>>());
+          return gradients->gradients(of_results, saved, unpacked.unpack<std::vector<bool>>());
         },
-        schema, /*is_custom_function=*/false, /*is_traceable=*/true);
+        schema, kGetsNewName, /*is_traceable=*/true);
     const auto metadata =
         compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
             compiled::get_input_metadata(next_edges()));
     auto found = compiler->call_function(swapped.get_py_compiler(), "apply_functional", name,
-                                         gradients, arguments, metadata);
+                                         of_results, arguments, metadata);
     swapped.after(tensors_);
     swapped.after(numbers_);
     swapped.after(results_);
@@ -144,7 +145,7 @@ class BackwardNode final : public torch::autograd::Node {
     return needed;
   }
 
-  std::shared_ptr<const BackwardOperator> backward_;
+  std::shared_ptr<const Gradients> gradients_;
   std::vector<SavedVariable> tensors_;
   std::vector<bool> is_result_;
   std::vector<c10::IValue> numbers_;
@@ -164,29 +165,73 @@ class RefusingNode final : public torch::autograd::Node {
   std::string message_;
 };
 
-// The edges to the arguments' nodes, or to none.
-torch::autograd::edge_list edges_to(c10::ArrayRef<c10::IValue> arguments,
-                                    c10::ArrayRef<size_t> tensors) {
+// The tensors among arguments or results, those of lists one by one; undefined for None in a list.
+variable_list tensors_in(c10::ArrayRef<c10::IValue> values) {
+  variable_list tensors;
+  for (const c10::IValue& value : values) {
+    if (value.isTensor()) {
+      tensors.push_back(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) tensors.push_back(tensor);
+    } else if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+        tensors.push_back(tensor.value_or(at::Tensor()));
+      }
+    }
+  }
+  return tensors;
+}
+
+// The edges to the nodes of tensors, or to none.
+torch::autograd::edge_list edges_to(const variable_list& tensors) {
   torch::autograd::edge_list edges;
   edges.reserve(tensors.size());
-  for (const size_t index : tensors) {
-    edges.push_back(arguments[index].isTensor()
-                        ? torch::autograd::impl::gradient_edge(arguments[index].toTensor())
-                        : torch::autograd::Edge());
+  for (const at::Tensor& tensor : tensors) {
+    edges.push_back(tensor.defined() ? torch::autograd::impl::gradient_edge(tensor)
+                                     : torch::autograd::Edge());
   }
   return edges;
 }
 
-void set_history(c10::ArrayRef<c10::IValue> results,
-                 const c10::intrusive_ptr<torch::autograd::Node>& node) {
-  for (const c10::IValue& result : results) {
-    const at::Tensor& tensor = result.toTensor();
-    if (torch::autograd::isDifferentiableType(tensor.scalar_type())) {
-      torch::autograd::set_history(tensor, node);
+// The tensors that have an edge each, undefined for those that are None.
+variable_list tensors_at(c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<size_t> places) {
+  variable_list tensors;
+  tensors.reserve(places.size());
+  for (const size_t place : places) {
+    tensors.push_back(arguments[place].isTensor() ? arguments[place].toTensor() : at::Tensor());
+  }
+  return tensors;
+}
+
+void record_results(const variable_list& results,
+                    const c10::intrusive_ptr<torch::autograd::Node>& node,
+                    const variable_list& without_gradient = {}) {
+  for (const at::Tensor& result : results) {
+    const bool has_gradient =
+        torch::autograd::isDifferentiableType(result.scalar_type()) &&
+        std::none_of(without_gradient.begin(), without_gradient.end(),
+                     [&](const at::Tensor& other) { return other.is_same(result); });
+    if (has_gradient) {
+      torch::autograd::set_history(result, node);
     } else {
       node->add_input_metadata(torch::autograd::Node::undefined_input());
     }
   }
+}
+
+torch::jit::Stack arguments_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  return torch::jit::last(stack, op.schema().arguments().size()).vec();
+}
+
+auto results_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  return torch::jit::last(stack, op.schema().returns().size());
+}
+
+KeptByFormula keep_without_recording(const Formula& formula, c10::ArrayRef<c10::IValue> arguments,
+                                     c10::ArrayRef<c10::IValue> results) {
+  const at::AutoGradMode no_gradients(false);
+  const c10::AutoFwGradMode no_tangents(false);
+  return formula.keep(arguments, results);
 }
 
 }  // namespace
@@ -195,28 +240,39 @@ void call_and_record(const std::shared_ptr<const BackwardOperator>& backward,
                      const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                      torch::jit::Stack* stack) {
   auto node = c10::make_intrusive<BackwardNode>(backward);
-  const torch::jit::Stack arguments =
-      torch::jit::last(*stack, op.schema().arguments().size()).vec();
-  node->set_next_edges(edges_to(arguments, backward->tensor_arguments()));
+  const auto arguments = arguments_of(op, *stack);
+  node->set_next_edges(edges_to(tensors_at(arguments, backward->tensor_arguments())));
   redispatch_below_autograd(op, keys, stack);
-  const auto results = torch::jit::last(*stack, op.schema().returns().size());
-  set_history(results, node);
-  // Results are saved with their history.
-  node->save(arguments, results);
+  const auto results = results_of(op, *stack);
+  record_results(tensors_in(results), node);
+  node->save(backward->saved(arguments, results));
+}
+
+void call_and_record_formula(const std::shared_ptr<const Formula>& formula,
+                             const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                             torch::jit::Stack* stack) {
+  const auto arguments = arguments_of(op, *stack);
+  auto edges = edges_to(tensors_in(arguments));
+  redispatch_below_autograd(op, keys, stack);
+  const auto results = results_of(op, *stack);
+  KeptByFormula kept = keep_without_recording(*formula, arguments, results);
+  auto node = c10::make_intrusive<BackwardNode>(std::move(kept.gradients));
+  node->set_next_edges(std::move(edges));
+  const auto tensors = tensors_in(results);
+  record_results(tensors, node, kept.non_differentiable);
+  SavedForBackward saved{std::move(kept.saved_tensors)};
+  // Where the gradient of the only result is missing, nothing is to be done.
+  if (kept.materializes_gradients && tensors.size() > 1)
+    for (const at::Tensor& tensor : tensors) saved.results.emplace_back(tensor);
+  node->save(std::move(saved));
 }
 
 void call_and_record_refusal(const std::string& message, const c10::OperatorHandle& op,
                              c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   auto node = c10::make_intrusive<RefusingNode>(message);
-  torch::autograd::edge_list edges;
-  for (const c10::IValue& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
-    if (argument.isTensor()) {
-      edges.push_back(torch::autograd::impl::gradient_edge(argument.toTensor()));
-    }
-  }
-  node->set_next_edges(std::move(edges));
+  node->set_next_edges(edges_to(tensors_in(arguments_of(op, *stack))));
   redispatch_below_autograd(op, keys, stack);
-  set_history(torch::jit::last(*stack, op.schema().returns().size()), node);
+  record_results(tensors_in(results_of(op, *stack)), node);
 }
 
 }  // namespace foo

@@ -1,4 +1,4 @@
-// A node of autograd's graph whose gradients a backward operator computes.
+// A node of autograd's graph whose gradients a backward operator or a formula computes.
 
 #pragma once
 
@@ -9,6 +9,7 @@
 #include <string>
 
 #include "launch/backward_operator.h"
+#include "launch/formula.h"
 
 namespace foo {
 
@@ -18,6 +19,11 @@ namespace foo {
 void call_and_record(const std::shared_ptr<const BackwardOperator>& backward,
                      const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                      torch::jit::Stack* stack);
+
+// Does the same where a formula has the gradients.
+void call_and_record_formula(const std::shared_ptr<const Formula>& formula,
+                             const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                             torch::jit::Stack* stack);
 
 // Does the same for an operator without derivatives: the node throws a NotImplementedError.
 void call_and_record_refusal(const std::string& message, const c10::OperatorHandle& op,

@@ -150,6 +150,30 @@ bool BackwardOperator::another_requires_grad(c10::ArrayRef<c10::IValue> argument
   });
 }
 
+SavedForBackward BackwardOperator::saved(c10::ArrayRef<c10::IValue> arguments,
+                                         c10::ArrayRef<c10::IValue> results) const {
+  SavedForBackward saved;
+  for (const Source& source : sources_) {
+    if (source.kind == Source::kResult) {
+      saved.tensors.push_back(results[source.index].toTensor());
+    } else if (source.kind == Source::kTensor) {
+      const c10::IValue& argument = arguments[source.index];
+      const bool is_saved = argument.isTensor() &&
+                            (!source.is_factor || another_requires_grad(arguments, source.index));
+      saved.tensors.push_back(is_saved ? argument.toTensor() : at::Tensor());
+    } else if (source.kind == Source::kNumber) {
+      saved.numbers.push_back(arguments[source.index]);
+    }
+  }
+  for (const size_t index : tensor_arguments_) {
+    const c10::IValue& argument = arguments[index];
+    saved.is_complex.push_back(argument.isTensor() && argument.toTensor().is_complex());
+  }
+  if (results.size() == 1) return saved;
+  for (const c10::IValue& result : results) saved.results.emplace_back(result.toTensor());
+  return saved;
+}
+
 variable_list BackwardOperator::gradients(const variable_list& of_results,
                                           const SavedForBackward& saved,
                                           const std::vector<bool>& needed) const {

@@ -4,24 +4,13 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
-#include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/autograd/variable_info.h>
 
 #include <string>
 #include <vector>
 
-namespace foo {
+#include "launch/gradients.h"
 
-// What a call of an operator leaves for that of its backward operator.
-struct SavedForBackward {
-  // Undefined where an argument was None or is not needed.
-  torch::autograd::variable_list tensors;
-  torch::jit::Stack numbers;
-  // For each tensor among the arguments whether it is of complex numbers.
-  std::vector<bool> is_complex;
-  // What zeros stand for a gradient that is missing; empty where there is one result.
-  std::vector<torch::autograd::VariableInfo> results;
-};
+namespace foo {
 
 // An operator `f_backward` beside `f`. The names in the schemas say what its arguments are:
 //
@@ -37,42 +26,27 @@ struct SavedForBackward {
 // is optional is None where nothing depends on that result, else it is zeros. A tensor that is
 // optional here and not in f is a factor of the others' gradients: it is saved where one of those
 // is needed.
-class BackwardOperator {
+class BackwardOperator final : public Gradients {
  public:
   // Throws a TypeError where a name or a type does not fit.
   BackwardOperator(const c10::OperatorHandle& op, const c10::OperatorHandle& backward);
 
-  const std::string& name() const { return name_; }
+  const std::string& name() const override { return name_; }
+  std::string key() const override { return name_; }
 
   // Where the tensors stand among the arguments of f: each has an edge of the graph.
   const std::vector<size_t>& tensor_arguments() const { return tensor_arguments_; }
 
-  // Calls `tensor(const at::Tensor&, bool is_result)` for what is saved, in its order, undefined
-  // where there is none, and `number(const c10::IValue&)`.
-  template <class SaveTensor, class SaveNumber>
-  void save(c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<c10::IValue> results,
-            const SaveTensor& tensor, const SaveNumber& number) const {
-    for (const Source& source : sources_) {
-      if (source.kind == Source::kResult) {
-        tensor(results[source.index].toTensor(), true);
-      } else if (source.kind == Source::kTensor) {
-        const c10::IValue& argument = arguments[source.index];
-        const bool is_saved = argument.isTensor() &&
-                              (!source.is_factor || another_requires_grad(arguments, source.index));
-        tensor(is_saved ? argument.toTensor() : at::Tensor(), false);
-      } else if (source.kind == Source::kNumber) {
-        number(arguments[source.index]);
-      }
-    }
-  }
+  // What a call leaves for its backward pass.
+  SavedForBackward saved(c10::ArrayRef<c10::IValue> arguments,
+                         c10::ArrayRef<c10::IValue> results) const;
 
   // An argument that requires a gradient which f_backward does not return, or -1.
   int64_t missing_gradient(c10::ArrayRef<c10::IValue> arguments) const;
 
-  // The gradients of the tensors among the arguments, undefined for those that are not needed.
   torch::autograd::variable_list gradients(const torch::autograd::variable_list& of_results,
                                            const SavedForBackward& saved,
-                                           const std::vector<bool>& needed) const;
+                                           const std::vector<bool>& needed) const override;
 
  private:
   struct Source {

@@ -41,19 +41,6 @@ Duals split(const BackwardOperator& backward, Stack arguments) {
   return duals;
 }
 
-SavedForBackward saved_of(const BackwardOperator& backward, const Stack& arguments,
-                          c10::ArrayRef<c10::IValue> results) {
-  SavedForBackward saved;
-  backward.save(
-      arguments, results, [&](const at::Tensor& tensor, bool) { saved.tensors.push_back(tensor); },
-      [&](const c10::IValue& number) { saved.numbers.push_back(number); });
-  for (const size_t index : backward.tensor_arguments()) {
-    saved.is_complex.push_back(arguments[index].isTensor() &&
-                               arguments[index].toTensor().is_complex());
-  }
-  return saved;
-}
-
 // With the derivative J of a result by an argument, which is a number for each element, or a 2 x 2
 // matrix where they are complex, backward gives J^T g for a gradient g: the rows of J for g = 1 and
 // g = i. So it is not taken for granted that a complex function is holomorphic.
@@ -64,7 +51,7 @@ class PartialDerivatives {
       : backward_(backward),
         duals_(duals),
         results_(results),
-        saved_(saved_of(backward, duals.primals, Stack(results.begin(), results.end()))) {
+        saved_(backward.saved(duals.primals, Stack(results.begin(), results.end()))) {
     for (const at::Tensor& tangent : duals.tangents) needed_.push_back(tangent.defined());
   }
 

@@ -1,0 +1,41 @@
+// What computes the gradients of recorded calls: backward operators and formulas.
+
+#pragma once
+
+#include <ATen/core/stack.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/autograd/variable_info.h>
+
+#include <string>
+#include <vector>
+
+namespace foo {
+
+// What a call of an operator leaves for its backward pass.
+struct SavedForBackward {
+  // Undefined where an argument was None or is not needed.
+  torch::autograd::variable_list tensors;
+  torch::jit::Stack numbers;
+  // For each tensor among the arguments whether it is of complex numbers.
+  std::vector<bool> is_complex;
+  // What zeros stand for a gradient that is missing; empty where none do.
+  std::vector<torch::autograd::VariableInfo> results;
+};
+
+class Gradients {
+ public:
+  virtual ~Gradients() = default;
+
+  // Ends with "_backward".
+  virtual const std::string& name() const = 0;
+
+  // Is the same for calls that differ only in what they saved.
+  virtual std::string key() const = 0;
+
+  // The gradients of the tensors among the arguments, undefined for those that are not needed.
+  virtual torch::autograd::variable_list gradients(const torch::autograd::variable_list& of_results,
+                                                   const SavedForBackward& saved,
+                                                   const std::vector<bool>& needed) const = 0;
+};
+
+}  // namespace foo

@@ -1,0 +1,18 @@
+// Exceptions of Python that pass through C++.
+
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+
+namespace foo {
+
+// As torch passes an exception of Python on, also to another thread: the caller gets it unchanged.
+[[noreturn]] inline void pass_on(pybind11::error_already_set& error) {
+  error.restore();
+  python_error passed;
+  passed.persist();
+  throw passed;
+}
+
+}  // namespace foo

@@ -1,0 +1,142 @@
+#include "python/python_formula.h"
+
+#include <c10/core/SafePyObject.h>
+#include <c10/util/irange.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "python/errors.h"
+
+namespace foo {
+
+namespace {
+
+namespace py = pybind11;
+using torch::autograd::variable_list;
+
+// It is released with the GIL, and not at all once there is no interpreter any more.
+c10::SafePyObject hold(py::object object) {
+  return {object.release().ptr(), getPyInterpreter()};
+}
+
+py::handle get(const c10::SafePyObject& object) {
+  return object.ptr(getPyInterpreter());
+}
+
+// Runs a function that calls Python, which may raise.
+template <class Function>
+auto with_python(const Function& function) {
+  const py::gil_scoped_acquire gil;
+  try {
+    return function();
+  } catch (py::error_already_set& error) {
+    pass_on(error);
+  }
+}
+
+template <class Values, class Convert>
+py::tuple to_tuple(const Values& values, const Convert& convert) {
+  py::tuple tuple(values.size());
+  for (const auto i : c10::irange(values.size())) tuple[i] = convert(values[i]);
+  return tuple;
+}
+
+py::tuple to_tuple(c10::ArrayRef<c10::IValue> values) {
+  return to_tuple(values, [](const c10::IValue& value) { return torch::jit::toPyObject(value); });
+}
+
+bool is_defined(const at::Tensor& tensor) {
+  return tensor.defined();
+}
+
+// None for a tensor that is not there.
+py::tuple to_tuple(const variable_list& tensors) {
+  return to_tuple(tensors, [](const at::Tensor& tensor) { return py::cast(tensor); });
+}
+
+variable_list to_tensors(const py::handle& objects) {
+  variable_list tensors;
+  for (const py::handle object : objects) {
+    tensors.push_back(object.is_none() ? at::Tensor() : object.cast<at::Tensor>());
+  }
+  return tensors;
+}
+
+// The methods of a Formula of foo_ops/library/formula.py.
+struct Methods {
+  explicit Methods(const py::object& formula)
+      : keep(hold(formula.attr("keep"))),
+        key(hold(formula.attr("key"))),
+        gradients(hold(formula.attr("gradients"))) {}
+
+  c10::SafePyObject keep;
+  c10::SafePyObject key;
+  c10::SafePyObject gradients;
+};
+
+// The gradients of one call, and what its formula keeps of it.
+class PythonGradients final : public Gradients {
+ public:
+  PythonGradients(std::string name, std::shared_ptr<const Methods> formula, py::object kept)
+      : name_(std::move(name)), formula_(std::move(formula)), kept_(hold(std::move(kept))) {}
+
+  const std::string& name() const override { return name_; }
+
+  std::string key() const override {
+    return with_python([&] { return get(formula_->key)(get(kept_)).cast<std::string>(); });
+  }
+
+  variable_list gradients(const variable_list& of_results, const SavedForBackward& saved,
+                          const std::vector<bool>& needed) const override {
+    if (std::none_of(of_results.begin(), of_results.end(), is_defined)) {
+      return variable_list(needed.size());
+    }
+    variable_list given = of_results;
+    at::OptionalDeviceGuard guard;
+    for (const auto i : c10::irange(saved.results.size())) {
+      if (!given[i].defined()) given[i] = saved.results[i].zeros(guard);
+    }
+    return with_python([&] {
+      return to_tensors(get(formula_->gradients)(get(kept_), to_tuple(saved.tensors),
+                                                 py::cast(needed), to_tuple(given)));
+    });
+  }
+
+ private:
+  std::string name_;
+  std::shared_ptr<const Methods> formula_;
+  c10::SafePyObject kept_;
+};
+
+class PythonFormula final : public Formula {
+ public:
+  PythonFormula(std::string name, const py::object& formula)
+      : name_(std::move(name)), formula_(std::make_shared<const Methods>(formula)) {}
+
+  KeptByFormula keep(c10::ArrayRef<c10::IValue> arguments,
+                     c10::ArrayRef<c10::IValue> results) const override {
+    return with_python([&] {
+      const py::tuple kept = get(formula_->keep)(to_tuple(arguments), to_tuple(results));
+      return KeptByFormula{std::make_shared<const PythonGradients>(name_, formula_, kept[0]),
+                           to_tensors(kept[1]), to_tensors(kept[2]), kept[3].cast<bool>()};
+    });
+  }
+
+ private:
+  std::string name_;
+  std::shared_ptr<const Methods> formula_;
+};
+
+}  // namespace
+
+std::shared_ptr<const Formula> make_python_formula(const std::string& operator_name,
+                                                   const py::object& formula) {
+  return std::make_shared<const PythonFormula>(operator_name + "_backward", formula);
+}
+
+}  // namespace foo

@@ -1,0 +1,18 @@
+// Formulas that are functions of Python.
+
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+
+#include "launch/formula.h"
+
+namespace foo {
+
+// Makes a formula of a Formula of foo_ops/library/formula.py; the operator's name without overload.
+std::shared_ptr<const Formula> make_python_formula(const std::string& operator_name,
+                                                   const pybind11::object& formula);
+
+}  // namespace foo

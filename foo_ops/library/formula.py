@@ -1,0 +1,213 @@
+"""Let a formula in Python compute the gradients of calls that are recorded in C++."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_numbers = itertools.count()
+# Contexts that hold nothing else need no formula of their own when a backward pass is compiled.
+_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
+
+# What a value holds: a list of so many tensors, one tensor, or none.
+_Holds = int | None
+_ONE = -1
+_Flags = tuple[bool | list[bool], ...]
+
+
+class Context:
+    """Carries what a formula needs from its setup_context to its backward, as the ctx of a
+    torch.autograd.Function does.
+
+    Attributes that setup_context sets are there in backward. Those that backward sets are gone
+    afterwards, since several threads may run the same backward pass.
+    """
+
+    saved_tensors: tuple[Tensor | None, ...] = ()
+    _non_differentiable: tuple[Tensor, ...] = ()
+    _materializes_gradients = True
+    _needed: Callable[[], _Flags]
+
+    @property
+    def needs_input_grad(self) -> _Flags:
+        """For each input whether its gradient is needed; a list where the input is one."""
+        return self._needed()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors, which are found in ``saved_tensors`` then; later changes are noticed."""
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Let results have no gradients."""
+        self._non_differentiable = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Choose what stands for a gradient that is missing: zeros, which is the default, or
+        None.
+        """
+        self._materializes_gradients = value
+
+
+class Kept(NamedTuple):
+    """What a call leaves for its backward pass, apart from the tensors that its node keeps."""
+
+    attributes: dict[str, Any]
+    inputs: tuple[_Holds, ...]
+    results: tuple[_Holds, ...]
+
+
+class Formula:
+    """Gradients of an operator, from functions as torch.library.register_autograd takes them.
+
+    It is called by csrc/python/python_formula.cpp.
+    """
+
+    def __init__(
+        self,
+        operator: torch._ops.OpOverload,
+        backward: Callable[..., Any],
+        setup_context: Callable[..., None] | None,
+    ) -> None:
+        arguments = operator._schema.arguments
+        self._name = operator.name()
+        self._number = next(_numbers)
+        self._backward = backward
+        self._setup_context = setup_context
+        self._names = tuple(it.name for it in arguments if not it.kwarg_only)
+        self._keyword_only = tuple(it.name for it in arguments if it.kwarg_only)
+        self._are_lists = tuple(map(_is_list, arguments))
+        self._gives_tensors = all(str(it.type) == "Tensor" for it in operator._schema.returns)
+        self._are_result_lists = tuple(map(_is_list, operator._schema.returns))
+
+    def keep(
+        self, arguments: tuple[Any, ...], results: tuple[Any, ...]
+    ) -> tuple[Kept, tuple[Tensor | None, ...], tuple[Tensor, ...], bool]:
+        """Return what a call leaves for its backward pass: what comes back to the formula, tensors
+        to save, results without gradients, and whether zeros stand for missing gradients.
+        """
+        inputs = arguments[: len(self._names)] if self._keyword_only else arguments
+        kept = Kept({}, _held(inputs, self._are_lists), _held(results, self._are_result_lists))
+        if self._setup_context is None:
+            return kept, (), (), True
+        context = Context()
+        context._needed = lambda: _required(inputs, kept.inputs)
+        output = results[0] if len(results) == 1 else results
+        if self._keyword_only:
+            keywords = dict(zip(self._keyword_only, arguments[len(inputs) :]))
+            self._setup_context(
+                ctx=context, inputs=inputs, keyword_only_inputs=keywords, output=output
+            )
+        else:
+            self._setup_context(ctx=context, inputs=inputs, output=output)
+        attributes = kept.attributes
+        attributes.update(vars(context))
+        del attributes["_needed"]
+        return (
+            kept,
+            attributes.pop("saved_tensors", ()),
+            attributes.pop("_non_differentiable", ()),
+            attributes.pop("_materializes_gradients", True),
+        )
+
+    def key(self, kept: Kept) -> str:
+        """Return the same for calls whose backward passes differ only in their tensors."""
+        is_plain = all(isinstance(it, _CONSTANTS) for it in kept.attributes.values())
+        return f"formula {self._number} {kept if is_plain else next(_numbers)}"
+
+    def gradients(
+        self,
+        kept: Kept,
+        saved_tensors: tuple[Tensor | None, ...],
+        needed: Sequence[bool],
+        of_results: tuple[Any, ...],
+    ) -> Sequence[Tensor | None]:
+        """Return a gradient or None for each tensor among the inputs, also those in lists."""
+        context = Context()
+        vars(context).update(kept.attributes)
+        context.saved_tensors = saved_tensors
+        context._needed = lambda: _arranged(needed, kept.inputs, False)
+        if not self._gives_tensors:
+            of_results = _arranged(of_results, kept.results, None)
+        found = self._backward(context, *of_results)
+        if not isinstance(found, tuple):
+            found = (found,)
+        names = self._names
+        # As torch does, None is taken for inputs that are not there.
+        if len(found) < len(names) or any(it is not None for it in found[len(names) :]):
+            raise RuntimeError(
+                f"{self._name}: backward must return a gradient or None for each input "
+                f"({', '.join(names)}), got {len(found)}"
+            )
+        gradients: list[Tensor | None] = []
+        for name, gradient, holds in zip(names, found, kept.inputs):
+            if holds == _ONE and (gradient is None or isinstance(gradient, Tensor)):
+                gradients.append(gradient)
+            elif holds is not None or gradient is not None:
+                gradients += self._one_by_one(name, gradient, holds)
+        return gradients
+
+    def _one_by_one(self, name: str, gradient: Any, holds: _Holds) -> Sequence[Tensor | None]:
+        """Return the gradients of the tensors of a list, or refuse what is none of them."""
+        if holds is None or holds == _ONE:
+            wanted = "None, since it is no tensor," if holds is None else "a Tensor or None"
+        elif gradient is None:
+            return [None] * holds
+        else:
+            is_list = isinstance(gradient, (list, tuple)) and len(gradient) == holds
+            if is_list and all(it is None or isinstance(it, Tensor) for it in gradient):
+                return gradient
+            wanted = f"a list of {holds} gradients (Tensor or None)"
+        raise RuntimeError(
+            f"{self._name}: backward must return {wanted} for {name}, got {_described(gradient)}"
+        )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(type(it).__name__ for it in value)}]"
+    return type(value).__name__
+
+
+def _is_list(argument: torch._C.Argument) -> bool:
+    type_ = str(argument.type)
+    return "List[" in type_ and "Tensor" in type_
+
+
+def _held(values: tuple[Any, ...], are_lists: tuple[bool, ...]) -> tuple[_Holds, ...]:
+    return tuple(
+        [
+            _ONE
+            if isinstance(value, Tensor)
+            else len(value)
+            if is_list and value is not None
+            else None
+            for value, is_list in zip(values, are_lists)
+        ]
+    )
+
+
+def _required(values: tuple[Any, ...], held: tuple[_Holds, ...]) -> _Flags:
+    tensors: list[Tensor | None] = []
+    for value, holds in zip(values, held):
+        if holds is not None:
+            tensors += [value] if holds == _ONE else value
+    return _arranged([it is not None and it.requires_grad for it in tensors], held, False)
+
+
+def _arranged(items: Sequence[Any], held: tuple[_Holds, ...], other: Any) -> tuple[Any, ...]:
+    """Arrange something for each tensor as the tensors are, in lists where they are."""
+    rest = iter(items)
+    return tuple(
+        [
+            other
+            if holds is None
+            else next(rest)
+            if holds == _ONE
+            else list(itertools.islice(rest, holds))
+            for holds in held
+        ]
+    )
