@@ -229,9 +229,6 @@ void bind_autograd(py::module_& module) {
             foo::register_formula(name, foo::make_python_formula(name, formula), tangents));
       },
       name, py::arg("formula"), py::arg("tangents"));
-  module.def(
-      "register_composite",
-      [](const std::string& name) { return Registration(foo::register_composite(name)); }, name);
   module.def("register_backward_operator",
              torch::wrap_pybind_function(
                  [](const std::string& name, const std::string& backward, Tangents tangents) {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foo_ops import _C
-from foo_ops.library.formula import Formula
+from foo_ops.library.formula import CompositeFormula, Formula
 from foo_ops.library.operators import find, keep, library_of, own_library
 
 
@@ -34,8 +34,9 @@ def register_autograd(
       and not in ``op`` is a factor of the gradients of others, and is saved where one of those is
       needed. The results are ``grad_<argument>``, or without names one for each tensor.
     - ``composite`` computes the same as ``op`` with PyTorch's own operators. It is called where
-      there are tangents of forward-mode differentiation, and without ``backward`` where there are
-      gradients, so that derivatives of every order follow from it.
+      there are tangents of forward-mode differentiation. Without ``backward`` it is differentiated
+      in the backward pass, so that derivatives of every order follow from it, and calls that are
+      recorded run at the operator's own speed.
     - ``backward`` is a formula in Python, as torch.library.register_autograd takes it. A call that
       needs gradients is recorded in C++ as well, and enters Python for ``setup_context`` only.
       torch.func differentiates it.
@@ -78,7 +79,7 @@ def register_autograd(
     name = op if isinstance(op, str) else op.name()
     if isinstance(backward, torch._ops.OpOverloadPacket):
         backward = backward.default
-    formula = None
+    formula: Formula | CompositeFormula | None = None
     if callable(backward) and not isinstance(backward, torch._ops.OpOverload):
         formula = _formula(name, backward, setup_context)
     elif setup_context is not None:
@@ -88,10 +89,10 @@ def register_autograd(
     if composite is not None:
         _register_on_autograd_key(name, composite, lib)
     tangents = _C.Tangents.not_implemented if composite is None else _C.Tangents.composite
+    if backward is None and composite is not None:
+        formula = CompositeFormula(_functional(name), composite)
     if formula is not None:
         keep(_C.register_formula(name, formula, tangents), lib)
-    elif backward is None:
-        keep(_C.register_composite(name), lib)
     else:
         backward_name = getattr(backward, "name", lambda: backward)()
         keep(_C.register_backward_operator(name, backward_name, tangents), lib)
@@ -109,7 +110,7 @@ def _only_formula(
     return backward
 
 
-def _formula(name: str, backward: Any, setup_context: Callable[..., None] | None) -> Formula:
+def _functional(name: str) -> torch._ops.OpOverload:
     operator = find(name)
     schema = operator._schema
     if schema.is_mutable or not schema.returns:
@@ -117,7 +118,13 @@ def _formula(name: str, backward: Any, setup_context: Callable[..., None] | None
             f"{name}: only a functional operator, which writes to no argument and has results, can "
             f"have a formula, got {schema}"
         )
-    tensors = [it.name for it in schema.arguments if it.kwarg_only and "Tensor" in str(it.type)]
+    return operator
+
+
+def _formula(name: str, backward: Any, setup_context: Callable[..., None] | None) -> Formula:
+    operator = _functional(name)
+    arguments = operator._schema.arguments
+    tensors = [it.name for it in arguments if it.kwarg_only and "Tensor" in str(it.type)]
     if tensors:
         raise NotImplementedError(
             f"{name}: an operator with a formula must not have keyword-only tensors, got "

@@ -72,6 +72,13 @@ class Formula:
         backward: Callable[..., Any],
         setup_context: Callable[..., None] | None,
     ) -> None:
+        """Make a formula.
+
+        Args:
+            operator: it must be functional, and its keyword-only arguments no tensors.
+            backward: takes the context and gradients of the results.
+            setup_context: as torch.library.register_autograd takes it.
+        """
         arguments = operator._schema.arguments
         self._name = operator.name()
         self._number = next(_numbers)
@@ -166,6 +173,70 @@ class Formula:
         )
 
 
+class CompositeFormula:
+    """Gradients of an operator, from a function that computes the same with torch's operators.
+
+    The function is called in the backward pass; until then its inputs are all that is kept. It is
+    called by csrc/python/python_formula.cpp, as `Formula` is.
+    """
+
+    def __init__(self, operator: torch._ops.OpOverload, composite: Callable[..., Any]) -> None:
+        arguments = operator._schema.arguments
+        self._number = next(_numbers)
+        self._composite = composite
+        self._are_lists = tuple(map(_is_list, arguments))
+        self._are_result_lists = tuple(map(_is_list, operator._schema.returns))
+        self._keyword_only = tuple(it.name for it in arguments if it.kwarg_only)
+
+    def keep(
+        self, arguments: tuple[Any, ...], results: tuple[Any, ...]
+    ) -> tuple[Kept, tuple[Tensor | None, ...], tuple[Tensor, ...], bool]:
+        """Return what a call leaves for its backward pass, as `Formula.keep` does."""
+        inputs = _held(arguments, self._are_lists)
+        others = [it if holds is None else None for it, holds in zip(arguments, inputs)]
+        kept = Kept({"others": others}, inputs, _held(results, self._are_result_lists))
+        return kept, tuple(_tensors(arguments, inputs)), (), True
+
+    def key(self, kept: Kept) -> str:
+        """Return the same for calls whose backward passes differ only in their tensors."""
+        is_plain = all(isinstance(it, _CONSTANTS) for it in kept.attributes["others"])
+        return f"composite {self._number} {kept if is_plain else next(_numbers)}"
+
+    def gradients(
+        self,
+        kept: Kept,
+        saved_tensors: tuple[Tensor | None, ...],
+        needed: Sequence[bool],
+        of_results: tuple[Tensor | None, ...],
+    ) -> Sequence[Tensor | None]:
+        """Return a gradient or None for each tensor among the inputs, also those in lists."""
+        places = [place for place, is_needed in enumerate(needed) if is_needed]
+        given = [(place, it) for place, it in enumerate(of_results) if it is not None]
+
+        def differentiated(*tensors: Tensor) -> tuple[Tensor, ...]:
+            inputs = list(saved_tensors)
+            for place, tensor in zip(places, tensors):
+                inputs[place] = tensor
+            results = self._call(kept, inputs)
+            return tuple(results[place] for place, _ in given)
+
+        pull_back = torch.func.vjp(differentiated, *(saved_tensors[place] for place in places))[1]
+        found = iter(pull_back(tuple(gradient for _, gradient in given)))
+        return [next(found) if is_needed else None for is_needed in needed]
+
+    def _call(self, kept: Kept, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the tensors among the results of the composite, those of lists one by one."""
+        arranged = _arranged(inputs, kept.inputs, None)
+        arguments = [
+            other if holds is None else it
+            for it, other, holds in zip(arranged, kept.attributes["others"], kept.inputs)
+        ]
+        count = len(arguments) - len(self._keyword_only)
+        keywords = dict(zip(self._keyword_only, arguments[count:]))
+        results = self._composite(*arguments[:count], **keywords)
+        return _tensors(results if isinstance(results, tuple) else (results,), kept.results)
+
+
 def _described(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(type(it).__name__ for it in value)}]"
@@ -190,12 +261,18 @@ def _held(values: tuple[Any, ...], are_lists: tuple[bool, ...]) -> tuple[_Holds,
     )
 
 
-def _required(values: tuple[Any, ...], held: tuple[_Holds, ...]) -> _Flags:
-    tensors: list[Tensor | None] = []
+def _tensors(values: Sequence[Any], held: tuple[_Holds, ...]) -> list[Any]:
+    """Return the tensors among values, those of lists one by one."""
+    tensors: list[Any] = []
     for value, holds in zip(values, held):
         if holds is not None:
             tensors += [value] if holds == _ONE else value
-    return _arranged([it is not None and it.requires_grad for it in tensors], held, False)
+    return tensors
+
+
+def _required(values: tuple[Any, ...], held: tuple[_Holds, ...]) -> _Flags:
+    flags = [it is not None and it.requires_grad for it in _tensors(values, held)]
+    return _arranged(flags, held, False)
 
 
 def _arranged(items: Sequence[Any], held: tuple[_Holds, ...], other: Any) -> tuple[Any, ...]:

@@ -201,6 +201,8 @@ def vmap_by_loop(
 ) -> tuple[Any, Any]:
     """Return what a function for register_vmap does: the results, stacked, and where.
 
+    A result that is no tensor is that of the first call.
+
     Example:
         >>> @torch.library.custom_op("mylib::norm_of_row", mutates_args=())
         ... def norm_of_row(row: torch.Tensor) -> torch.Tensor:
@@ -217,14 +219,23 @@ def vmap_by_loop(
         return _mapped_over_nothing(operator, in_dims, inputs, keywords)
     calls = []
     for index in range(info.batch_size):
-        chosen = (
-            argument if in_dim is None else argument.select(in_dim, index)
-            for argument, in_dim in zip(inputs, in_dims)
-        )
+        chosen = [_element(argument, in_dim, index) for argument, in_dim in zip(inputs, in_dims)]
         calls.append(operator(*chosen, **keywords))
     if isinstance(calls[0], Tensor):
         return torch.stack(calls), 0
-    return tuple(map(torch.stack, zip(*calls))), (0,) * len(calls[0])
+    are_tensors = [isinstance(result, Tensor) for result in calls[0]]
+    results = tuple(
+        torch.stack(parts) if is_tensor else parts[0]
+        for parts, is_tensor in zip(zip(*calls), are_tensors)
+    )
+    return results, tuple(0 if is_tensor else None for is_tensor in are_tensors)
+
+
+def _element(argument: Any, in_dim: Any, index: int) -> Any:
+    """Return what one call of a loop takes: of a list, from each tensor."""
+    if isinstance(in_dim, (list, tuple)):
+        return [_element(it, its_dim, index) for it, its_dim in zip(argument, in_dim)]
+    return argument if in_dim is None else argument.select(in_dim, index)
 
 
 def _mapped_over_nothing(
@@ -235,7 +246,9 @@ def _mapped_over_nothing(
 ) -> tuple[Any, Any]:
     """Return what a loop without calls does: the fake kernel tells what a call would return."""
 
-    def element(argument: Any, in_dim: int | None) -> Any:
+    def element(argument: Any, in_dim: Any) -> Any:
+        if isinstance(in_dim, (list, tuple)):
+            return list(map(element, argument, in_dim))
         if not isinstance(argument, Tensor):
             return argument
         shape = list(argument.shape)
@@ -245,10 +258,13 @@ def _mapped_over_nothing(
 
     device = tensors_in(inputs)[0].device
 
-    def none_of(result: Tensor) -> Tensor:
+    def none_of(result: Any) -> Any:
+        if not isinstance(result, Tensor):
+            return result
         return torch.empty((0, *result.shape), dtype=result.dtype, device=device)
 
     result = operator(*map(element, inputs, in_dims), **keywords)
     if isinstance(result, Tensor):
         return none_of(result), 0
-    return tuple(map(none_of, result)), (0,) * len(result)
+    dims = tuple(0 if isinstance(part, Tensor) else None for part in result)
+    return tuple(map(none_of, result)), dims

@@ -12,6 +12,13 @@ from foo_ops.library.dtypes import dtype_name
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention_derivatives import composite, composite_gradients, make_dropout_mask
 from foo_ops.ops.attention_options import DEFAULTS, AttentionOptions, given_options, schema
+from foo_ops.ops.attention_vmap import (
+    FUSED,
+    make_forward_rule,
+    vmap_backward,
+    vmap_fused,
+    vmap_fused_backward,
+)
 
 OPTIONS = schema(*DEFAULTS)
 INPUTS = (
@@ -271,63 +278,17 @@ library.register_autograd(
 library.register_autograd("foo::attention_backward", composite=composite_backward)
 
 
-# -------------------------------------------------------------------------- vmap, autocast, FLOPs
+# -------------------------------------------------------------------------- autocast, vmap, FLOPs
 
 
 library.register_autocast("foo::attention")
 library.register_autocast("foo::attention_seeded")
-library.register_vmap_loop("foo::attention_seeded")
-library.register_vmap_loop("foo::attention_backward")
 
-
-def _with_dimensions(tensor: Tensor, in_dim: int | None, dimensions: int) -> Tensor:
-    """Put dimensions of size 1 before those that are not mapped."""
-    if in_dim is not None:
-        tensor = tensor.movedim(in_dim, 0)
-    first = 0 if in_dim is None else 1
-    while tensor.dim() < dimensions + first:
-        tensor = tensor.unsqueeze(first)
-    return tensor
-
-
-def vmap(
-    info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor | None, **options: Any
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """Make the mapped dimension a part of the batch, in one call.
-
-    Dropout does not come here: csrc/ops/attention/autograd.cpp draws a seed for it first.
-    """
-    missing = 6 - len(inputs)
-    inputs, in_dims = (*inputs, *(None,) * missing), (*in_dims, *(None,) * missing)
-    query, key, value, attn_bias, alibi_slopes, sinks = inputs
-    if in_dims[5] is not None:
-        # Heads of one call have the same sinks in all of the batch.
-        operator = torch.ops.foo.attention.default
-        return library.vmap_by_loop(operator, info, in_dims, *inputs, **options)
-    assert query is not None
-    batch = query.movedim(in_dims[0], 0).shape[1] if in_dims[0] is not None else query.shape[0]
-    count = info.batch_size
-    folded = [
-        tensor.expand(count, *tensor.shape).flatten(0, 1)
-        if in_dim is None
-        else tensor.movedim(in_dim, 0).flatten(0, 1)
-        for tensor, in_dim in zip((query, key, value), in_dims)
-        if tensor is not None
-    ]
-    if attn_bias is not None:
-        attn_bias = _with_dimensions(attn_bias, in_dims[3], 4)
-        # One that is not mapped and has a batch of 1 is broadcast as it is.
-        if in_dims[3] is not None or attn_bias.shape[0] != 1:
-            attn_bias = attn_bias.expand(count, batch, *attn_bias.shape[-3:]).flatten(0, 1)
-    if alibi_slopes is not None:
-        alibi_slopes = _with_dimensions(alibi_slopes, in_dims[4], 2)
-        alibi_slopes = alibi_slopes.expand(count, batch, -1).flatten(0, 1)
-    outputs = torch.ops.foo.attention(*folded, attn_bias, alibi_slopes, sinks, **options)
-    output, logsumexp = (tensor.unflatten(0, (count, batch)) for tensor in outputs)
-    return (output, logsumexp), (0, 0)
-
-
-library.register_vmap("foo::attention", vmap)
+for name in ("foo::attention", "foo::attention_seeded"):
+    library.register_vmap(name, make_forward_rule(name))
+library.register_vmap("foo::attention_backward", vmap_backward)
+library.register_vmap(FUSED, vmap_fused)
+library.register_vmap(f"{FUSED}_backward", vmap_fused_backward)
 
 
 def product_flops(

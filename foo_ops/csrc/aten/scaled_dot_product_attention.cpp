@@ -12,7 +12,6 @@
 #include <ATen/ops/empty_permuted.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <array>
@@ -37,12 +36,10 @@ bool has_value(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
 }
 
-// Returns whether it is a plain tensor with four dimensions: a nested one, and one inside of
-// torch.vmap, goes to torch's formula.
+// Returns whether it has four dimensions. A nested tensor goes to torch's formula.
 bool is_supported(const Tensor& tensor, at::ScalarType dtype) {
-  const auto* impl = tensor.unsafeGetTensorImpl();
-  return !impl->is_nested() && !impl->key_set().has(c10::DispatchKey::FuncTorchBatched) &&
-         tensor.dim() == 4 && tensor.scalar_type() == dtype && tensor.sym_size(3) >= 1;
+  return !tensor.unsafeGetTensorImpl()->is_nested() && tensor.dim() == 4 &&
+         tensor.scalar_type() == dtype && tensor.sym_size(3) >= 1;
 }
 
 bool is_supported_dtype(at::ScalarType dtype) {
@@ -60,12 +57,9 @@ bool have_supported_shapes(const Tensor& query, const Tensor& key, const Tensor&
 
 bool is_supported_mask(const Tensor& mask, const Tensor& query, const Tensor& key) {
   const auto dtype = mask.scalar_type();
-  const bool is_batched =
-      mask.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::FuncTorchBatched);
   const std::array<c10::SymInt, 4> scores = {query.sym_size(0), query.sym_size(1),
                                              query.sym_size(2), key.sym_size(2)};
-  return !is_batched &&
-         (dtype == at::kBool || dtype == at::kFloat || dtype == query.scalar_type()) &&
+  return (dtype == at::kBool || dtype == at::kFloat || dtype == query.scalar_type()) &&
          at::is_expandable_to(mask.sym_sizes(), scores);
 }
 
@@ -163,23 +157,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_attention_backward(
           in_order_of(value, grad_value), needed[3] ? grad_bias : Tensor()};
 }
 
-bool is_in_function_transform() {
-  return c10::impl::tls_local_dispatch_key_set().included_.has(
-      c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-}
-
-// torch has no formula for the second derivative, but the operators that compute the backward pass
-// here can be differentiated. Inside of torch.func's transforms custom formulas are forbidden.
-class DifferentiableBackward final : public c10::OperatorKernel {
+// torch has formulas for the gradients of the first operator and for nothing else. The operators of
+// foo that compute both can be differentiated, in both modes.
+class Differentiable final : public c10::OperatorKernel {
  public:
-  explicit DifferentiableBackward(c10::SafeKernelFunction of_torch)
-      : of_torch_(std::move(of_torch)),
-        formula_(c10::KernelFunction::makeFromUnboxedRuntimeFunction(&fused_attention_backward)) {}
+  Differentiable(c10::SafeKernelFunction of_torch, c10::KernelFunction ours, bool has_gradients)
+      : of_torch_(std::move(of_torch)), ours_(std::move(ours)), has_gradients_(has_gradients) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    if (needs_gradient(op, *stack) && !is_in_function_transform()) {
-      formula_.callBoxed(op, keys, stack);
+    if (has_tangent(op, *stack) || (!has_gradients_ && needs_gradient(op, *stack))) {
+      ours_.callBoxed(op, keys, stack);
     } else {
       of_torch_.callBoxed(op, keys, stack);
     }
@@ -187,17 +175,27 @@ class DifferentiableBackward final : public c10::OperatorKernel {
 
  private:
   c10::SafeKernelFunction of_torch_;
-  c10::KernelFunction formula_;
+  c10::KernelFunction ours_;
+  bool has_gradients_;
 };
 
+constexpr const char* kForward = "aten::_scaled_dot_product_fused_attention_overrideable";
 constexpr const char* kBackward = "aten::_scaled_dot_product_fused_attention_overrideable_backward";
 
-const bool backward_is_differentiable = [] {
+void make_differentiable(const char* name, c10::KernelFunction ours, bool has_gradients) {
   constexpr auto kKey = c10::DispatchKey::AutogradPrivateUse1;
-  auto of_torch = find_operator(kBackward).getComputedKernelForDispatchKey(kKey);
-  register_kernel(kBackward, kKey,
-                  c10::KernelFunction::makeFromBoxedFunctor(
-                      std::make_unique<DifferentiableBackward>(std::move(of_torch))));
+  auto of_torch = find_operator(name).getComputedKernelForDispatchKey(kKey);
+  register_kernel(name, kKey,
+                  c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Differentiable>(
+                      std::move(of_torch), std::move(ours), has_gradients)));
+}
+
+const bool are_differentiable = [] {
+  make_differentiable(kForward,
+                      c10::KernelFunction::makeFromUnboxedRuntimeFunction(&fused_attention), true);
+  make_differentiable(
+      kBackward, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&fused_attention_backward),
+      false);
   return true;
 }();
 

@@ -183,13 +183,6 @@ Registrations register_formula(const std::string& operator_name,
   });
 }
 
-Registrations register_composite(const std::string& operator_name) {
-  return register_on_autograd_keys(operator_name, [](const auto& op, auto key) {
-    const auto composite = registered_composite(op, key);
-    return std::make_unique<AutogradKernel>(composite, composite);
-  });
-}
-
 Registrations register_backward_operator(const std::string& operator_name,
                                          const std::string& backward_name, Tangents tangents) {
   const auto backward = std::make_shared<const BackwardOperator>(find_operator(operator_name),

@@ -27,10 +27,6 @@ bool has_tangent(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 void redispatch_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                                torch::jit::Stack* stack);
 
-// Puts a C++ kernel in front of a Python function on the Autograd key which computes the same as
-// the operator with PyTorch's own: it is called where there are gradients or tangents.
-Registrations register_composite(const std::string& operator_name);
-
 // How the tangents of an operator with a backward operator are found.
 enum class Tangents {
   // The backward operator gives the partial derivatives, as an elementwise operator's does.
