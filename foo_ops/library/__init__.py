@@ -13,6 +13,8 @@ extended:
 - `register_autocast`: keyword arguments, and autocast's own dtype.
 - `register_vmap`: in place of the rule that kernels of Numba bring; `register_vmap_rows` maps in
   one call, and `register_vmap_loop` by a loop over the mapped dimension.
+- `register_sharding`: how calls on DTensors are cut among processes; kernels of elements and rows
+  bring it.
 - `register_flops`: for torch.utils.flop_counter.
 - `opcheck`: on device foo, and that gradients are recorded. `check_bounds`: that no kernel reads or
   writes outside of a tensor.
@@ -51,6 +53,7 @@ from foo_ops.library.implementations import (
 )
 from foo_ops.library.kernels import register_kernel
 from foo_ops.library.numba_operator import numba_op
+from foo_ops.library.sharding import register_sharding
 from foo_ops.library.tiles import TileKernel, tile_kernel
 from foo_ops.library.vmap import (
     register_vmap,
@@ -81,6 +84,7 @@ __all__ = [
     "register_fake",
     "register_flops",
     "register_kernel",
+    "register_sharding",
     "register_torch_dispatch",
     "register_variant_autograd",
     "register_vmap",

@@ -24,6 +24,7 @@ from foo_ops.library.kernels import (
 )
 from foo_ops.library.operators import Parameter, find, keep, library_of, parameters_of
 from foo_ops.library.returns import returned_counts
+from foo_ops.library.sharding import make_elementwise_sharding
 from foo_ops.library.vmap import make_elementwise_rule
 
 _UNSIGNED_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
@@ -93,6 +94,7 @@ class ElementwiseKernel(NumbaKernel):
             elementwise.register_for,
             make_fake(operator, parameters, elementwise),
             make_elementwise_rule(operator.name(), parameters, self.own_dtypes),
+            make_elementwise_sharding(operator),
         )
 
     def register(

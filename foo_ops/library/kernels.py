@@ -24,6 +24,8 @@ from foo_ops.library.operators import (
     own_library,
     parameters_of,
 )
+from foo_ops.library.sharding import Rule as ShardingRule
+from foo_ops.library.sharding import register_default_sharding
 from foo_ops.library.vmap import Rule, register_default_vmap
 
 _DEVICE_KEYS = {device_type: DISPATCH_KEYS[device_type] for device_type in ("cpu", "foo")}
@@ -42,11 +44,13 @@ class Launcher:
         register_for: makes the registration for a dispatch key.
         fake: the fake kernel; None where the operator's author brings it.
         vmap: the rule for torch.vmap; None for an operator that has an argument ``out``.
+        sharding: the rule for DTensors.
     """
 
     register_for: Callable[[str], Any]
     fake: Callable[..., Any] | None
     vmap: Rule | None
+    sharding: ShardingRule
 
 
 class NumbaKernel(abc.ABC):
@@ -76,6 +80,7 @@ class NumbaKernel(abc.ABC):
             keep(_C.count_versions(operator.name()), lib)
         if launcher.vmap is not None:
             register_default_vmap(operator.name(), launcher.vmap, lib)
+        register_default_sharding(operator, launcher.sharding, lib)
         if launcher.fake is None:
             return
         torch.library.register_fake(operator.name(), launcher.fake, lib=lib)

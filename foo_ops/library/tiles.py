@@ -23,6 +23,7 @@ from foo_ops.library.kernels import (
 )
 from foo_ops.library.operators import Parameter, find, parameters_of, short_name
 from foo_ops.library.returns import returned_counts
+from foo_ops.library.tile_sharding import make_tile_sharding
 from foo_ops.library.vmap import make_loop
 
 
@@ -74,7 +75,9 @@ class TileKernel(NumbaKernel):
             )
 
         rule = None if operator._schema.is_mutable else make_loop(operator.name())
-        return Launcher(register_for, _fake_of_out(operator, parameters), rule)
+        by_rows = self.tiles is None and self.finish is None and self.check is None
+        sharding = make_tile_sharding(operator, self.function if by_rows else None, names)
+        return Launcher(register_for, _fake_of_out(operator, parameters), rule, sharding)
 
     def _refusal(self, operator: torch._ops.OpOverload, count: int) -> Callable[..., None] | None:
         """Return what is called with all arguments of the operator; results it does not get."""

@@ -1,11 +1,6 @@
-"""Checks that test_distributed.py runs on two processes.
-
-python distributed_checks.py <file that the two share> <rank> <backend> <names of checks>
-"""
+"""Checks that test_distributed.py runs on two processes."""
 
 import copy
-import datetime
-import sys
 import time
 
 import pytest
@@ -22,6 +17,7 @@ from support.distributed_training import (
     train,
 )
 from support.exact import assert_near
+from support.ranks import run_checks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -336,21 +332,5 @@ def default_backend():
     assert objects == [0, 1]
 
 
-def main():
-    file, rank, backend, *names = sys.argv[1:]
-    dist.init_process_group(
-        # None: that of the accelerator.
-        None if backend == "None" else backend,
-        init_method=f"file://{file}",
-        rank=int(rank),
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=100),
-    )
-    for name in names:
-        globals()[name]()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(globals())

@@ -1,14 +1,11 @@
 """torch.distributed runs on foo: two processes, each on tensors of its own device."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.ranks import run_on_ranks
 
 CHECKS = Path(__file__).with_name("distributed_checks.py")
-TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -30,16 +27,4 @@ TESTS = Path(__file__).parents[1]
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_on_two_processes(backend, checks, tmp_path):
-    command = [sys.executable, CHECKS, tmp_path / "store"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), backend, *checks],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n\n".join(errors)
+    run_on_ranks(CHECKS, 2, tmp_path, *checks, backend=backend)

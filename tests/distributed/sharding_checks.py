@@ -1,0 +1,101 @@
+"""Checks that test_sharding.py runs on several processes: operators on DTensors."""
+
+import torch
+import torch.distributed as dist
+from support.ranks import run_checks
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves
+
+import foo_ops
+
+
+def randn(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def placed(tensor, mesh, placements):
+    """Distribute a tensor; Partial is made of parts that differ."""
+    placements = [
+        it if not isinstance(it, Shard) or it.dim < tensor.dim() else Replicate()
+        for it in placements
+    ]
+    if placements != [Partial()]:
+        return distribute_tensor(tensor, mesh, placements)
+    part = tensor * 3 if mesh.get_local_rank() == 0 else -2 * tensor / (mesh.size() - 1)
+    return DTensor.from_local(part, mesh, placements, run_check=False)
+
+
+def differentiated(function, tensors):
+    """Return the results of a function and the gradients of its floating-point arguments."""
+    tensors = [it.detach().requires_grad_(it.is_floating_point()) for it in tensors]
+    results = [it for it in tree_leaves(function(*tensors)) if it.is_floating_point()]
+    generator = torch.Generator().manual_seed(1)
+    loss = 0
+    for result in results:
+        weights = torch.randn(result.shape, generator=generator, dtype=torch.float64)
+        weights = weights.to(result.device)
+        if isinstance(result, DTensor):
+            mesh = result.device_mesh
+            weights = distribute_tensor(weights, mesh, [Replicate()] * mesh.ndim)
+        loss = loss + (result * weights).sum()
+    leaves = [it for it in tensors if it.is_floating_point()]
+    return results, torch.autograd.grad(loss, leaves)
+
+
+def whole(tensors):
+    return [it.full_tensor() if isinstance(it, DTensor) else it for it in tensors]
+
+
+def assert_as_one_process(function, tensors, mesh, placements):
+    """Compare results and gradients with those of one process."""
+    expected = differentiated(function, tensors)
+    distributed = [placed(it, mesh, where) for it, where in zip(tensors, placements, strict=True)]
+    results, gradients = differentiated(function, distributed)
+    assert all(isinstance(it, DTensor) for it in (*results, *gradients))
+    for mine, theirs in zip((results, gradients), expected, strict=True):
+        torch.testing.assert_close(whole(mine), list(theirs), rtol=1e-11, atol=1e-11)
+    return results
+
+
+def all_placements(tensors):
+    """Yield placements for all tensors: all alike, and each in another way than the others."""
+    most = max(it.dim() for it in tensors)
+    ways = [Replicate(), *map(Shard, range(most))]
+    for way in ways:
+        yield [[way]] * len(tensors)
+    for place, tensor in enumerate(tensors):
+        own = [*map(Shard, range(tensor.dim()))]
+        if tensor.is_floating_point():
+            own.append(Partial())
+        for way in own:
+            yield [[way if place == it else Replicate()] for it in range(len(tensors))]
+
+
+def elementwise():
+    return {
+        "abs": (foo_ops.abs, [randn(4, 6)]),
+        "abs of few": (foo_ops.abs, [randn(1, 3)]),
+        "silu_mul": (foo_ops.silu_mul, [randn(4, 6, 3), randn(4, 6, 3)]),
+        "silu_mul, broadcast": (foo_ops.silu_mul, [randn(6, 1, 5), randn(4, 5)]),
+    }
+
+
+def check_cases(cases):
+    for device in ("cpu", "foo"):
+        mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+        torch.manual_seed(0)
+        for name, (function, tensors) in cases().items():
+            tensors = [it.to(device) for it in tensors]
+            for placements in all_placements(tensors):
+                try:
+                    assert_as_one_process(function, tensors, mesh, placements)
+                except Exception as error:
+                    raise AssertionError(f"{name} on {device} with {placements}") from error
+
+
+def elements():
+    check_cases(elementwise)
+
+
+if __name__ == "__main__":
+    run_checks(globals())

@@ -1,0 +1,14 @@
+"""Operators run on DTensors, on two and four processes, and compute what one process does."""
+
+from pathlib import Path
+
+import pytest
+from support.ranks import run_on_ranks
+
+CHECKS = Path(__file__).with_name("sharding_checks.py")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("checks", [["elements"]], ids=" ".join)
+def test_on_processes(ranks, checks, tmp_path):
+    run_on_ranks(CHECKS, ranks, tmp_path, *checks)
