@@ -27,16 +27,14 @@ def make_tile_sharding(
     results = list(names[len(arguments) :])
     # A result that is an argument, where the function has no name for it of its own.
     results = results or [_alias(it, arguments, names) for it in returns]
-    written = [names[place] for place in places if arguments[place].is_write]
+    written = [*(names[place] for place in places if arguments[place].is_write), *results]
     tensors = [*(names[place] for place in places), *results]
     own_names = {argument.name: name for argument, name in zip(arguments, names)}
 
     @functools.cache
     def read() -> dict[str, int | None] | None:
         """Look into the source, which takes too long for an import."""
-        found = (
-            None if function is None else row_dimensions(function, tensors, [*written, *results])
-        )
+        found = None if function is None else row_dimensions(function, tensors, written)
         return found if found is not None and found[names[places[0]]] == 1 else None
 
     def rule(*inputs: Any, **keywords: Any) -> str:

@@ -19,6 +19,7 @@ from foo_ops.ops.attention_options import (
     given_options,
     schema,
 )
+from foo_ops.ops.attention_sharding import make_sharding
 
 OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {schema(*PACKED)}"
 INPUTS = (
@@ -301,8 +302,10 @@ library.register_autograd(
 library.register_autograd("foo::attention_varlen_backward", composite=composite_backward)
 
 
-# -------------------------------------------------------------------------- vmap, autocast, FLOPs
+# ---------------------------------------------------------------- sharding, vmap, autocast, FLOPs
 
+for name in ("attention_varlen", "attention_varlen_seeded", "attention_varlen_backward"):
+    library.register_sharding(f"foo::{name}", make_sharding(name))
 library.register_autocast("foo::attention_varlen")
 library.register_autocast("foo::attention_varlen_seeded")
 library.register_vmap_loop("foo::attention_varlen")

@@ -344,7 +344,12 @@ library.register_autograd("foo::rms_norm_backward", composite=composite_backward
 library.register_autograd("foo::add_rms_norm_backward", composite=add_composite_backward)
 
 
-# ------------------------------------------------------------------------------------------- vmap
+# ---------------------------------------------------------------------------------- vmap, sharding
 
 library.register_vmap_rows("foo::rms_norm", "input")
 library.register_vmap_rows("foo::add_rms_norm", "input", "residual")
+
+# The kernels of the forward pass tell by their source that they work by rows. Each process sums the
+# gradient of the weight over its rows, in parts that nobody else looks at.
+library.register_sharding("foo::rms_norm_backward", "... ., ... ., . -> ... ., ., .")
+library.register_sharding("foo::add_rms_norm_backward", "... ., ... ., ... ., . -> ... ., ., .")

@@ -261,7 +261,8 @@ def composite(
     cosine, sine = cosine.to(compute), sine.to(compute)
     pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))
     dimension = -1 if interleaved else -2
-    a, b = pairs.unbind(dimension)
+    # DTensor does not unbind a dimension that is cut, but splits one.
+    a, b = (part.squeeze(dimension) for part in pairs.split(1, dimension))
     if inverse:
         sine = -sine
     pairs = torch.stack((a * cosine - b * sine, b * cosine + a * sine), dimension)
@@ -287,7 +288,11 @@ library.register_autograd("foo::rotary_embedding_backward", composite=composite_
 library.register_variant_autograd("foo::rotary_embedding_")
 
 
-# ------------------------------------------------------------------------------------------- vmap
+# ---------------------------------------------------------------------------------- vmap, sharding
 
 library.register_vmap_rows("foo::rotary_embedding", "input")
 library.register_vmap_rows("foo::rotary_embedding_backward", "grad_output")
+
+for name in ("rotary_embedding", "rotary_embedding_", "rotary_embedding_backward"):
+    # The tables are broadcast.
+    library.register_sharding(f"foo::{name}", "... ., ... ., ... . -> ... .")

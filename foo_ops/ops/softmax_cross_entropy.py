@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foo_ops import language, library
+from foo_ops._after_import import after_import
+from foo_ops.ops import softmax_cross_entropy_sharding
 from foo_ops.ops.arguments import (
     compute_type,
     has_elements,
@@ -353,7 +355,7 @@ library.register_autograd(
 library.register_autograd("foo::softmax_cross_entropy_backward", composite=composite_backward)
 
 
-# ------------------------------------------------------------------------------------------- vmap
+# ---------------------------------------------------------------------------------- vmap, sharding
 
 # In one call, unless it is differentiated through the mean, which each has of its own.
 library.register_vmap_rows(
@@ -364,3 +366,5 @@ library.register_vmap_rows(
     "target",
     "logsumexp",
 )
+
+after_import("torch.distributed.tensor", softmax_cross_entropy_sharding.register)

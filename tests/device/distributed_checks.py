@@ -1,6 +1,7 @@
 """Checks that test_distributed.py runs on two processes."""
 
 import copy
+import datetime
 import time
 
 import pytest

@@ -1,5 +1,7 @@
 """Checks that test_sharding.py runs on several processes: operators on DTensors."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from support.ranks import run_checks
@@ -80,6 +82,72 @@ def elementwise():
     }
 
 
+def rows():
+    tables = [randn(6, 2), randn(6, 2)]
+    logits, target = randn(4, 6, 10), torch.randint(10, (4, 6))
+    target[0, :3] = -100
+    cases = {
+        "rms_norm": (foo_ops.rms_norm, [randn(4, 6, 8), randn(8)]),
+        "rms_norm without weight": (foo_ops.rms_norm, [randn(5, 8)]),
+        "add_rms_norm": (foo_ops.add_rms_norm, [randn(4, 6, 8), randn(4, 6, 8), randn(8)]),
+        "rms_norm of many rows": (foo_ops.rms_norm, [randn(150, 3), randn(3)]),
+        "rotary_embedding": (foo_ops.rotary_embedding, [randn(4, 2, 6, 4), *tables]),
+        "rotary_embedding of rows": (
+            foo_ops.rotary_embedding,
+            [randn(4, 6, 4), randn(4, 1, 2), randn(4, 1, 2)],
+        ),
+    }
+    for reduction in ("mean", "sum", "none"):
+        cases[f"softmax_cross_entropy, {reduction}"] = (
+            functools.partial(
+                foo_ops.softmax_cross_entropy,
+                reduction=reduction,
+                label_smoothing=0.1,
+                return_logsumexp=True,
+            ),
+            [logits, target],
+        )
+    return cases
+
+
+def heads():
+    def attention(query, key, value, *added):
+        return foo_ops.attention(
+            query, key, value, *added, is_causal=True, softcap=3.0, return_logsumexp=True
+        )
+
+    def biased(query, key, value, *added):
+        return foo_ops.attention(query, key, value, *added, return_logsumexp=True)
+
+    def inputs(batch, heads, key_heads):
+        return [randn(batch, heads, 5, 4), *(randn(batch, key_heads, 7, 4) for _ in range(2))]
+
+    starts, starts_k = (torch.tensor(it, dtype=torch.int32) for it in ([0, 2, 6], [0, 5, 9]))
+
+    def packed(query, key, value, starts, starts_k, slopes, sinks):
+        return foo_ops.attention_varlen(
+            query, key, value, starts, starts_k, None, None, slopes, sinks,
+            max_seqlen_q=4, max_seqlen_k=5, return_logsumexp=True,
+        )  # fmt: skip
+
+    return {
+        "attention": (attention, inputs(4, 8, 8)),
+        "attention, shared heads": (attention, inputs(2, 8, 4)),
+        "attention, one head of key": (attention, inputs(1, 8, 1)),
+        "attention, heads in thirds": (attention, inputs(2, 6, 3)),
+        "attention, bias": (biased, [*inputs(4, 4, 4), randn(4, 4, 5, 7)]),
+        "attention, bias of heads": (
+            biased,
+            [*inputs(4, 4, 2), randn(4, 1, 7), randn(4), randn(4)],
+        ),
+        "attention, bias of batch": (biased, [*inputs(4, 4, 2), randn(4, 1, 5, 7), randn(4, 4)]),
+        "attention_varlen": (
+            packed,
+            [randn(6, 8, 4), randn(9, 4, 4), randn(9, 4, 3), starts, starts_k, randn(8), randn(8)],
+        ),
+    }
+
+
 def check_cases(cases):
     for device in ("cpu", "foo"):
         mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
@@ -93,8 +161,16 @@ def check_cases(cases):
                     raise AssertionError(f"{name} on {device} with {placements}") from error
 
 
-def elements():
+def on_elements():
     check_cases(elementwise)
+
+
+def on_rows():
+    check_cases(rows)
+
+
+def on_heads():
+    check_cases(heads)
 
 
 if __name__ == "__main__":
