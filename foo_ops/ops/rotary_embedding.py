@@ -259,14 +259,16 @@ def composite(
     turned = input[..., : 2 * half].to(compute)
     # Before they are broadcast, so that their gradients are summed in the compute type.
     cosine, sine = cosine.to(compute), sine.to(compute)
-    pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))
-    dimension = -1 if interleaved else -2
-    # DTensor does not unbind a dimension that is cut, but splits one.
-    a, b = (part.squeeze(dimension) for part in pairs.split(1, dimension))
+    # By slices, which DTensor can take of a dimension that is cut.
+    if interleaved:
+        a, b = turned[..., ::2], turned[..., 1::2]
+    else:
+        a, b = turned[..., :half], turned[..., half:]
     if inverse:
         sine = -sine
-    pairs = torch.stack((a * cosine - b * sine, b * cosine + a * sine), dimension)
-    return torch.cat((pairs.flatten(-2).to(input.dtype), input[..., 2 * half :]), -1)
+    pair = (a * cosine - b * sine, b * cosine + a * sine)
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((turned.to(input.dtype), input[..., 2 * half :]), -1)
 
 
 def composite_backward(
