@@ -22,7 +22,6 @@ from torch.distributed.tensor._ops.utils import (
     expand_to_full_mesh_op_strategy,
     is_tensor_evenly_shardable_on_dim,
 )
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from foo_ops.library.sharding import REST, RULES, named_dimensions, parse
 
@@ -39,7 +38,9 @@ def register_strategy(operator: torch._ops.OpOverload) -> None:
     """Let DTensor cut an operator as its rule says."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     if operator in propagator.op_strategy_funcs:
-        _clear_sharding_prop_cache()
+        # As torch.distributed.tensor.debug does, which would import FSDP while FSDP imports this.
+        propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
     options = [it.name for it in operator._schema.arguments if it.kwarg_only]
     # All arguments are part of the key under which a decision is kept: whether one is None, too.
     info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=options)

@@ -23,6 +23,7 @@ def run(program):
         "import foo_ops.device; import torch",
         "import torch.nn; import foo_ops; foo_ops.autoload(); foo_ops.autoload()",
         "import torch._dynamo; import torch",
+        "import torch.distributed.fsdp",
     ],
 )
 def test_import_orders(imports):
