@@ -4,8 +4,11 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from support.ranks import run_checks
+from support.ranks import refuses, run_checks
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
+import foo_ops
 from foo_ops.distributed import gather_sequence, ring_attention, shard_sequence
 
 
@@ -84,6 +87,102 @@ def part_of_the_processes():
     for group in groups:
         if dist.get_rank(group) >= 0:
             compare(inputs("cpu"), is_causal=True, group=group)
+
+
+def in_context_parallel():
+    """torch's context cuts the buffers, balanced or not, and our attention goes round its ring."""
+    for device, length, is_causal in itertools.product(("cpu", "foo"), (24, 20), (False, True)):
+        mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+        tensors = inputs(device, lengths=(length, length))
+        exact = [it.detach().cpu().requires_grad_() for it in tensors]
+        expected, _ = reference(*exact, is_causal=is_causal, scale=None)
+        gradients = torch.autograd.grad(expected.square().sum(), exact)
+        with context_parallel(mesh, buffers=tensors, buffer_seq_dims=[2] * 3):
+            parts = [it.detach().requires_grad_() for it in tensors]
+            output = foo_ops.attention(*parts, is_causal=is_causal)
+            mine = [output, *torch.autograd.grad(output.square().sum(), parts)]
+            whole = context_parallel_unshard(mesh, [it.detach() for it in mine], [2] * 4)
+        for actual, theirs in zip(whole, [expected, *gradients], strict=True):
+            torch.testing.assert_close(actual.cpu(), theirs.detach(), rtol=1e-12, atol=1e-12)
+        # Outside, attention is that of one process again.
+        alone = foo_ops.attention(*tensors, is_causal=is_causal)
+        torch.testing.assert_close(alone.cpu(), expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+def refused_in_context_parallel():
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    query, key, value = inputs("cpu", lengths=(8, 8))
+    starts = torch.tensor([0, 4], dtype=torch.int32)
+    with context_parallel(mesh, buffers=[query, key, value], buffer_seq_dims=[2] * 3):
+        with refuses(
+            NotImplementedError,
+            "attention: softcap must not be given within context_parallel, where "
+            "foo_ops.distributed.ring_attention is called, which takes is_causal and scale",
+        ):
+            foo_ops.attention(query, key, value, softcap=2.0)
+        with refuses(
+            NotImplementedError,
+            "attention: sinks must not be given within context_parallel, where "
+            "foo_ops.distributed.ring_attention is called, which takes is_causal and scale",
+        ):
+            foo_ops.attention(query, key, value, sinks=torch.zeros(4))
+        with refuses(
+            NotImplementedError,
+            "attention_varlen: context_parallel must not cut packed sequences; "
+            "foo_ops.distributed.ring_attention takes dense ones",
+        ):
+            foo_ops.attention_varlen(
+                *(torch.randn(4, 2, 8) for _ in range(3)), starts, starts,
+                max_seqlen_q=4, max_seqlen_k=4,
+            )  # fmt: skip
+
+
+def errors():
+    """What is wrong on one process is raised on all, before anything goes round."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    query, key, value = torch.randn(3, 1, 2, 4, 8)
+    with refuses(
+        ValueError,
+        f"ring_attention: key must have head dimension 8 as query has, got 6 (on rank {last})",
+    ):
+        ring_attention(query, key[..., :6] if rank == last else key, value)
+    with refuses(
+        ValueError,
+        "ring_attention: query must have the same shape on all processes but for its length, got "
+        f"[1, 2, 4, 8] on rank 0 and [2, 2, 4, 8] on rank {last}",
+    ):
+        ring_attention(*(it.expand(1 + (rank == last), -1, -1, -1) for it in (query, key, value)))
+    with refuses(
+        TypeError,
+        "ring_attention: query must have the same dtype on all processes, got float32 on rank 0 "
+        f"and float64 on rank {last}",
+    ):
+        ring_attention(*(it.double() if rank == last else it for it in (query, key, value)))
+    with refuses(
+        ValueError,
+        "ring_attention: scale must be the same on all processes, got None on rank 0 and 2.0 on "
+        f"rank {last}",
+    ):
+        ring_attention(query, key, value, scale=2.0 if rank == last else None)
+    with refuses(
+        ValueError,
+        "ring_attention: key must have length 4 as query has if is_causal, got 3 (on rank 0)",
+    ):
+        ring_attention(query, key[:, :, :3], value[:, :, :3], is_causal=True)
+    with refuses(
+        ValueError,
+        "ring_attention: query must have an even length if is_balanced, got 3 (on rank 0)",
+    ):
+        ring_attention(
+            *(it[:, :, :3] for it in (query, key, value)), is_causal=True, is_balanced=True
+        )
+    size = 2 * dist.get_world_size()
+    with refuses(
+        ValueError,
+        f"shard_sequence: tensor must have a multiple of {size} elements in dimension 2 if "
+        "is_balanced, got 3",
+    ):
+        shard_sequence(query[:, :, :3], is_balanced=True)
 
 
 if __name__ == "__main__":

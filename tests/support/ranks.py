@@ -5,10 +5,12 @@ A file of checks ends with ``run_checks(globals())``, and a test calls `run_on_r
 
 import datetime
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 TESTS = Path(__file__).parents[1]
@@ -29,6 +31,11 @@ def run_on_ranks(script, ranks, tmp_path, *checks, backend="gloo"):
     ]
     errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, "\n\n".join(errors)
+
+
+def refuses(error, message):
+    """Expect an error with exactly this message."""
+    return pytest.raises(error, match=f"^{re.escape(message)}$")
 
 
 def run_checks(functions):

@@ -1,0 +1,86 @@
+"""Let torch's context_parallel cut the sequences of our attention, by ring attention.
+
+The context patches F.scaled_dot_product_attention alone. Within it our operators, called by
+whatever name, would see each process's own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental._context_parallel import _attention
+from torch.overrides import TorchFunctionMode
+
+from foo_ops.distributed.ring_attention import attend
+from foo_ops.ops.attention_options import DEFAULTS
+
+ATTENTION = (torch.ops.foo.attention, torch.ops.foo.attention.default)
+VARLEN = (torch.ops.foo.attention_varlen, torch.ops.foo.attention_varlen.default)
+TAKEN = ("is_causal", "scale")
+OPTIONAL = ("attn_bias", "alibi_slopes", "sinks")
+
+
+class ContextParallelMode(TorchFunctionMode):
+    """Sends attention round the ring of a mesh's processes."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self._group = mesh.get_group()
+        # The layout that the context gave its buffers.
+        self._is_balanced = _attention._cp_options.enable_load_balance
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in ATTENTION:
+            return self._attention(*args, **kwargs)
+        if function in VARLEN:
+            raise NotImplementedError(
+                "attention_varlen: context_parallel must not cut packed sequences; "
+                "foo_ops.distributed.ring_attention takes dense ones"
+            )
+        return function(*args, **kwargs)
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, *added: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        given = dict(zip(OPTIONAL, added)) | options
+        taken: dict[str, Any] = {name: given.pop(name, DEFAULTS[name]) for name in TAKEN}
+        for name, argument in given.items():
+            if argument is not None and argument != DEFAULTS.get(name):
+                raise NotImplementedError(
+                    f"attention: {name} must not be given within context_parallel, where "
+                    "foo_ops.distributed.ring_attention is called, which takes "
+                    f"{' and '.join(TAKEN)}"
+                )
+        return attend(query, key, value, group=self._group, is_balanced=self._is_balanced, **taken)
+
+
+_modes: list[ContextParallelMode] = []
+
+
+def install() -> None:
+    """Enter the mode wherever the context begins, and leave it where it ends."""
+    enable = _attention._enable_context_parallel_dispatcher_impl
+    disable = _attention._disable_context_parallel_dispatcher_impl
+
+    def enable_ours(seq_dim: int, mesh: DeviceMesh) -> None:
+        enable(seq_dim, mesh)
+        _modes.append(ContextParallelMode(mesh))
+        _modes[-1].__enter__()
+
+    def disable_ours() -> None:
+        _modes.pop().__exit__(None, None, None)
+        disable()
+
+    setattr(_attention, enable.__name__, enable_ours)
+    setattr(_attention, disable.__name__, disable_ours)
