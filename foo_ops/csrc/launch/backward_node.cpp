@@ -263,7 +263,7 @@ void call_and_record_formula(const std::shared_ptr<const Formula>& formula,
   SavedForBackward saved{std::move(kept.saved_tensors)};
   // Where the gradient of the only result is missing, nothing is to be done.
   if (kept.materializes_gradients && tensors.size() > 1)
-    for (const at::Tensor& tensor : tensors) saved.results.emplace_back(tensor);
+    for (const at::Tensor& tensor : tensors) saved.results.push_back(zeros_like_result(tensor));
   node->save(std::move(saved));
 }
 

@@ -170,7 +170,9 @@ SavedForBackward BackwardOperator::saved(c10::ArrayRef<c10::IValue> arguments,
     saved.is_complex.push_back(argument.isTensor() && argument.toTensor().is_complex());
   }
   if (results.size() == 1) return saved;
-  for (const c10::IValue& result : results) saved.results.emplace_back(result.toTensor());
+  for (const c10::IValue& result : results) {
+    saved.results.push_back(zeros_like_result(result.toTensor()));
+  }
   return saved;
 }
 
