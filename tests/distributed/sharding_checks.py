@@ -4,8 +4,10 @@ import functools
 
 import torch
 import torch.distributed as dist
-from support.ranks import run_checks
+from support import sharded_operators as kit
+from support.ranks import refuses, run_checks
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_leaves
 
 import foo_ops
@@ -21,7 +23,7 @@ def placed(tensor, mesh, placements):
         it if not isinstance(it, Shard) or it.dim < tensor.dim() else Replicate()
         for it in placements
     ]
-    if placements != [Partial()]:
+    if list(placements) != [Partial()]:
         return distribute_tensor(tensor, mesh, placements)
     part = tensor * 3 if mesh.get_local_rank() == 0 else -2 * tensor / (mesh.size() - 1)
     return DTensor.from_local(part, mesh, placements, run_check=False)
@@ -171,6 +173,106 @@ def on_rows():
 
 def on_heads():
     check_cases(heads)
+
+
+def on_operators_of_the_kit():
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    x, scale = randn(4, 8, 3), randn(3)
+    assert_as_one_process(kit.leaky, [x], mesh, [[Shard(1)]])
+    placements = {
+        (kit.leaky, Shard(2)): Shard(2),
+        # To add parts up and cut the sum costs less than to have it everywhere.
+        (kit.leaky, Partial()): Shard(0),
+        # Rows are computed each on its own, as the source of the kernel shows.
+        (kit.row_sum, Shard(0)): Shard(0),
+        (kit.row_sum, Shard(1)): Shard(1),
+        (kit.row_sum, Shard(2)): Replicate(),
+        # These have tiles that see others, or are no rows.
+        (kit.neighbours, Shard(0)): Replicate(),
+        (kit.column_sum, Shard(0)): Replicate(),
+        (kit.column_sum, Shard(1)): Replicate(),
+        (kit.declared_column_sum, Shard(0)): Partial(),
+        (kit.declared_column_sum, Shard(1)): Shard(0),
+    }
+    for (function, where), result in placements.items():
+        columns = function in (kit.column_sum, kit.declared_column_sum)
+        tensors = [x[0] if columns else x, *([scale] if function is kit.row_sum else [])]
+        distributed = [placed(tensors[0], mesh, [where])]
+        distributed += [placed(it, mesh, [Replicate()]) for it in tensors[1:]]
+        actual = function(*distributed)
+        assert actual.placements == (result,), (function, where, actual.placements)
+        torch.testing.assert_close(actual.full_tensor(), function(*tensors))
+
+
+def on_written_tensors():
+    for device in ("cpu", "foo"):
+        mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+        x, scale = randn(4, 3).to(device), randn(4).to(device)
+        for where in (Replicate(), Shard(0), Shard(1)):
+            mine = placed(x.clone(), mesh, [where])
+            assert torch.ops.foo.abs_(mine) is mine
+            assert mine.placements == (where,)
+            torch.testing.assert_close(mine.full_tensor(), x.abs())
+            out = placed(torch.zeros_like(x), mesh, [where])
+            result = foo_ops.abs(placed(x, mesh, [Shard(0)]), out=out)
+            assert result is out
+            torch.testing.assert_close(out.full_tensor(), x.abs())
+        for where in (Replicate(), Shard(0)):
+            mine = placed(x.clone(), mesh, [where])
+            # The other tensor is redistributed as this one needs it.
+            kit.scale_rows_(mine, placed(scale, mesh, [Shard(0)]))
+            torch.testing.assert_close(mine.full_tensor(), x * scale[:, None])
+        angles = placed(torch.full((1, 1), 0.5).to(x), mesh, [Replicate()])
+        tables = angles.cos(), angles.sin()
+        mine = placed(x.clone(), mesh, [Shard(0)])
+        foo_ops.rotary_embedding(mine, *tables, inplace=True)
+        expected = foo_ops.rotary_embedding(x, *(it.full_tensor() for it in tables))
+        torch.testing.assert_close(mine.full_tensor(), expected)
+
+
+def refused():
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    x, scale = placed(randn(4, 8), mesh, [Shard(1)]), placed(randn(4), mesh, [Replicate()])
+    with refuses(
+        NotImplementedError,
+        "sharded::scale_rows_: input is written and cannot be redistributed, and must be placed "
+        "as the operator can be cut (... ., ... -> ... .), got Shard(dim=1)",
+    ):
+        kit.scale_rows_(x, scale)
+    query = placed(randn(2, 4, 3, 8), mesh, [Shard(1)]).requires_grad_()
+    for tensor in (query, query.detach()):
+        with refuses(NotImplementedError, "attention: dropout_p must be 0 for DTensors, got 0.5"):
+            foo_ops.attention(tensor, tensor, tensor, dropout_p=0.5)
+    target = placed(torch.zeros(4, dtype=torch.int64), mesh, [Replicate()])
+    with refuses(
+        TypeError, "softmax_cross_entropy: target must be a DTensor as others are, got a Tensor"
+    ):
+        foo_ops.softmax_cross_entropy(x, target.to_local())
+
+
+def nothing_travels():
+    """What is cut along batch, heads or rows is computed where it is, on meshes of two, too."""
+    size = dist.get_world_size()
+    meshes = {(Shard(0),): (size,), (Shard(1),): (size,)}
+    if size == 4:
+        meshes[Shard(0), Shard(1)] = (2, 2)
+    for placements, shape in meshes.items():
+        mesh = dist.init_device_mesh("cpu", shape)
+        query, key, value = (placed(randn(4, 8, 3, 8), mesh, placements) for _ in range(3))
+        weight = placed(randn(8), mesh, [Replicate()] * len(shape))
+        calls = {
+            foo_ops.attention: (query, key, value),
+            foo_ops.rms_norm: (query, weight),
+            foo_ops.silu_mul: (query, key),
+        }
+        for function, tensors in calls.items():
+            with CommDebugMode() as communication:
+                result = function(*tensors)
+            assert communication.get_total_counts() == 0, function
+            assert result.placements == placements, function
+        whole_tensors = [it.full_tensor() for it in (query, key, value)]
+        assert_as_one_process(foo_ops.attention, whole_tensors, mesh, [placements] * 3)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,14 @@ CHECKS = Path(__file__).with_name("sharding_checks.py")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("checks", [["on_elements", "on_rows"], ["on_heads"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "checks",
+    [
+        ["on_elements", "on_rows"],
+        ["on_heads"],
+        ["on_operators_of_the_kit", "on_written_tensors", "refused", "nothing_travels"],
+    ],
+    ids=" ".join,
+)
 def test_on_processes(ranks, checks, tmp_path):
     run_on_ranks(CHECKS, ranks, tmp_path, *checks)

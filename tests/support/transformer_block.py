@@ -5,7 +5,7 @@ from torch import nn
 
 import foo_ops
 
-HEADS, KEY_HEADS, HEAD_DIM, LENGTH = 8, 4, 4, 6
+HEADS, KEY_HEADS, HEAD_DIM, LENGTH = 8, 4, 4, 8
 WIDTH, HIDDEN = HEADS * HEAD_DIM, 24
 
 
