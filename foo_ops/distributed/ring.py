@@ -14,6 +14,23 @@ LENGTH = 2
 """The dimension in which the tensors of processes may have different sizes."""
 
 
+def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return this process's place in a group; without torch.distributed there is one process."""
+    if group is None and not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return what each process gives."""
+    _, size = rank_and_size(group)
+    if size == 1:
+        return [mine]
+    all_: list[Any] = [None] * size
+    dist.all_gather_object(all_, mine, group=group)
+    return all_
+
+
 @dataclasses.dataclass(frozen=True)
 class Passing:
     """Tensors on their way to the next process, and those of the one before."""
@@ -33,8 +50,7 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank, self.size = rank_and_size(group)
         self._next = (self.rank + 1) % self.size
         self._previous = (self.rank - 1) % self.size
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foo_ops import _C
-from foo_ops.distributed.ring import LENGTH, Ring
+from foo_ops.distributed.ring import LENGTH, Ring, gather_objects
 from foo_ops.distributed.sequence import Part, part_of
 from foo_ops.library.dtypes import dtype_name
 from foo_ops.ops.arguments import compute_type
@@ -53,7 +53,7 @@ def ring_attention(
         value: (B, Hkv, Sk, Dv). Lengths may differ from process to process; what else the tensors
             are may not.
         group: the processes, whose parts follow each other in the order of their ranks; by default
-            all.
+            all, and without torch.distributed this one alone.
         is_causal: queries see the keys up to their own place in the whole sequence. Then there are
             as many keys as queries on each process.
         scale: factor of the scores, by default 1 / sqrt(D).
@@ -113,8 +113,7 @@ def exchange_lengths(
     else:
         shapes = [list(it.shape) for it in (query, key, value)]
         mine = (shapes, dtype_name(query.dtype), options)
-    all_: list[Any] = [None] * ring.size
-    dist.all_gather_object(all_, mine, group=ring.group)
+    all_ = gather_objects(mine, ring.group)
     for rank, its in enumerate(all_):
         if isinstance(its, Exception):
             raise type(its)(f"{its} (on rank {rank})")

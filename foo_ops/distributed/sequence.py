@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foo_ops.distributed.ring import gather_objects, rank_and_size
+
 
 class Part(NamedTuple):
     """Which of a process's queries see which of a process's keys."""
@@ -50,7 +52,7 @@ def shard_sequence(
     Args:
         tensor: of any shape.
         dim: the dimension of the sequence, by default that of (B, H, S, D).
-        group: the processes; by default all.
+        group: the processes; by default all, and without torch.distributed this one alone.
         is_balanced: the sequence is cut into 2 n pieces for n processes, and process r has the
             pieces r and 2 n - 1 - r, so that in causal attention each has the same work. Else it
             is cut into n pieces, as torch.chunk does.
@@ -65,7 +67,7 @@ def shard_sequence(
         >>> foo_ops.distributed.shard_sequence(torch.arange(8), 0, is_balanced=True)
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = rank_and_size(group)
     if not is_balanced:
         pieces = tensor.tensor_split(_ends(tensor.shape[dim], size), dim)
         return pieces[rank].contiguous()
@@ -105,16 +107,16 @@ def gather_sequence(
         >>> foo_ops.distributed.gather_sequence(part, 0)
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    shapes: list[list[int]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, list(tensor.shape), group=group)
-    longest = max(shape[dim] for shape in shapes)
+    shapes = gather_objects(list(tensor.shape), group)
     # Not every backend gathers tensors of several shapes.
-    padded = tensor.new_zeros(
-        [longest if it == dim % tensor.dim() else size for it, size in enumerate(tensor.shape)]
-    )
-    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor.detach())
-    parts = [torch.empty_like(padded) for _ in shapes]
-    dist.all_gather(parts, padded, group=group)
+    padded = list(tensor.shape)
+    padded[dim] = max(shape[dim] for shape in shapes)
+    mine = tensor.new_zeros(padded)
+    mine.narrow(dim, 0, tensor.shape[dim]).copy_(tensor.detach())
+    parts = [mine]
+    if len(shapes) > 1:
+        parts = [torch.empty_like(mine) for _ in shapes]
+        dist.all_gather(parts, mine, group=group)
     parts = [part.narrow(dim, 0, shape[dim]) for part, shape in zip(parts, shapes)]
     if is_balanced:
         halves = [part.chunk(2, dim) for part in parts]

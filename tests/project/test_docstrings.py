@@ -10,6 +10,7 @@ import torch
 import torch._dynamo  # before foo_ops.device._dynamo, which it imports
 
 import foo_ops
+import foo_ops.distributed
 from foo_ops import language
 from foo_ops.kernels.vectors import plain_language
 from foo_ops.kernels.vectors.plain_views import Pointer
@@ -21,7 +22,10 @@ MODULES = sorted(
     for module in pkgutil.walk_packages(foo_ops.__path__, "foo_ops.")
     if not module.name.startswith(LEFT_OUT)
 )
-PUBLIC = (foo_ops, foo_ops.custom_ops, foo_ops.device, foo_ops.library, foo_ops.testing)
+PUBLIC = (
+    *(foo_ops, foo_ops.custom_ops, foo_ops.device, foo_ops.distributed, foo_ops.library),
+    foo_ops.testing,
+)
 
 
 PARSER = doctest.DocTestParser()
