@@ -7,16 +7,17 @@ whatever name, would see each process's own part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.overrides import TorchFunctionMode
 
 from foo_ops.distributed.ring_attention import attend
 from foo_ops.ops.attention_options import DEFAULTS
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 ATTENTION = (torch.ops.foo.attention, torch.ops.foo.attention.default)
 VARLEN = (torch.ops.foo.attention_varlen, torch.ops.foo.attention_varlen.default)
@@ -25,13 +26,16 @@ OPTIONAL = ("attn_bias", "alibi_slopes", "sinks")
 
 
 class ContextParallelMode(TorchFunctionMode):
-    """Sends attention round the ring of a mesh's processes."""
+    """Sends attention round the ring of a mesh's processes.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    Args:
+        is_balanced: the layout that the context gave its buffers.
+    """
+
+    def __init__(self, mesh: DeviceMesh, is_balanced: bool) -> None:
         super().__init__()
         self._group = mesh.get_group()
-        # The layout that the context gave its buffers.
-        self._is_balanced = _attention._cp_options.enable_load_balance
+        self._is_balanced = is_balanced
 
     def __torch_function__(
         self,
@@ -69,13 +73,18 @@ _modes: list[ContextParallelMode] = []
 
 
 def install() -> None:
-    """Enter the mode wherever the context begins, and leave it where it ends."""
+    """Enter the mode wherever the context begins, and leave it where it ends.
+
+    Called once torch's module has been imported.
+    """
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
     enable = _attention._enable_context_parallel_dispatcher_impl
     disable = _attention._disable_context_parallel_dispatcher_impl
 
     def enable_ours(seq_dim: int, mesh: DeviceMesh) -> None:
         enable(seq_dim, mesh)
-        _modes.append(ContextParallelMode(mesh))
+        _modes.append(ContextParallelMode(mesh, _attention._cp_options.enable_load_balance))
         _modes[-1].__enter__()
 
     def disable_ours() -> None:

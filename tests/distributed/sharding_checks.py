@@ -208,7 +208,7 @@ def on_operators_of_the_kit():
 def on_written_tensors():
     for device in ("cpu", "foo"):
         mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
-        x, scale = randn(4, 3).to(device), randn(4).to(device)
+        x, scale = randn(4, 8).to(device), randn(4).to(device)
         for where in (Replicate(), Shard(0), Shard(1)):
             mine = placed(x.clone(), mesh, [where])
             assert torch.ops.foo.abs_(mine) is mine
