@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ class Operator:
         theirs: the same of PyTorch's operators, which is also what is compiled.
         shapes: of the arguments, by the number of rows and their width.
         moved: how often a call reads or writes a tensor of the first argument's size: forward, and
-            backward.
+            backward where that is measured.
         width: of a row.
         differentiable: how many arguments need a gradient; None stands for all.
     """
@@ -42,7 +42,7 @@ class Operator:
     ours: Function
     theirs: Function
     shapes: Callable[[int, int], Shapes]
-    moved: tuple[int, int]
+    moved: tuple[int, ...]
     width: int
     differentiable: int | None = None
 
@@ -100,15 +100,23 @@ OPERATORS = {
 }
 
 
-def cases(rows: int, dtypes: Sequence[str], threads: Sequence[int]) -> Iterator[Case]:
+def cases(
+    section: str,
+    operators: Mapping[str, Operator],
+    rows: int,
+    dtypes: Sequence[str],
+    threads: Sequence[int],
+) -> Iterator[Case]:
     """Take one row as in decoding, and many as in training, there with gradients too."""
-    for name, operator in OPERATORS.items():
+    for name, operator in operators.items():
         for dtype in dtypes:
             for count, is_backward in ((1, False), (rows, False), (rows, True)):
+                if is_backward >= len(operator.moved):
+                    continue
                 direction = "backward" if is_backward else "forward"
                 size = count * operator.width * getattr(torch, dtype).itemsize
                 yield Case(
-                    SECTION,
+                    section,
                     f"{name} {direction}, {dtype}, {count} x {operator.width}",
                     partial(contenders, operator, dtype, count, is_backward),
                     tuple(threads) if count > 1 else (1,),

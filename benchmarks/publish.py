@@ -25,6 +25,7 @@ KINDS = {
     "attention with a bias, dropout, a window, packed sequences": "attention options",
     "attention of one new token": "attention decoding",
     "norms, rotary embedding, SwiGLU, loss": "operators",
+    "the kit's tutorial": "kit",
 }
 MOST_NAMES = 3
 

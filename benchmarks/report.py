@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import foo_ops
-from benchmarks import code_lines, device, operators, peaks
+from benchmarks import code_lines, device, operators, peaks, tutorial
 from benchmarks.measure import OURS, Result
 from benchmarks.targets import (
     FIRST_CALL_SECONDS,
@@ -55,6 +55,7 @@ SECTIONS = {
     "operators": Section(
         "Operators beside attention, GB/s of memory read and written (more is better)", "GB/s"
     ),
+    "kit": Section("The kit's tutorial, GB/s of memory read and written (more is better)", "GB/s"),
     "device": Section("Device foo beside the CPU, microseconds (less is better)", "us"),
     "attention forward": Section(
         "Attention forward, heads x head dimension, GFLOP/s of useful work (more is better)",
@@ -200,7 +201,7 @@ def table_of(content: Content, section: str, results: Sequence[Result]) -> list[
         return peak_table(results, SECTIONS[section].unit)
     if section == "first call":
         return first_call_table(results)
-    if section == operators.SECTION:
+    if section in (operators.SECTION, tutorial.SECTION):
         return operator_table(content, results, SECTIONS[section].unit)
     if section == device.SECTION:
         return device_table(content, results, SECTIONS[section].unit)

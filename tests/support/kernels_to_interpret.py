@@ -19,7 +19,7 @@ def blend(a: float, b: float, weight: float = 0.3) -> float:
 def kept(x: float, mask: bool, count: int, bound: int | None = None) -> tuple[float, bool]:
     if bound is not None and count > bound:
         return 0.0, True
-    return x / 0.0 if mask else math.log(x), mask and count // 2 > 1
+    return x / 0.0 if mask else math.floor(math.sqrt(x) ** 2), mask and count // 2 > 1
 
 
 library.define("interpreted::scale_", "(Tensor(a!) x, Tensor scale) -> Tensor(a!)")

@@ -137,6 +137,7 @@ class _Plain(Copies):
 
     def finished(self, copy: types.FunctionType) -> types.FunctionType:
         copy.__code__ = _with_marked_constants(copy.__code__)
+        copy.__globals__.setdefault("round", _round)
         return copy
 
     def other(self, value: Any) -> Any:
@@ -178,8 +179,13 @@ def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _to_integer(function: Callable[[float], int]) -> Callable[[Any], Any]:
-    return lambda number: np.int64(function(float(number)))
+def _whole(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Make a function that rounds return the type of its argument."""
+    return lambda number: function(number) if np.asarray(number).dtype.kind == "f" else number
+
+
+def _round(number: Any, digits: Any = None) -> Any:
+    return _whole(np.rint)(number) if digits is None else round(number, digits)
 
 
 # NumPy's functions give infinity and NaN where those of math raise.
@@ -194,4 +200,4 @@ _MATH = {
     name: _lifted(getattr(np, _NUMPYS.get(name, name), None) or getattr(math, name))
     for name in _FUNCTIONS
 }
-_MATH |= {name: _to_integer(getattr(math, name)) for name in ("ceil", "floor", "trunc")}
+_MATH |= {name: _whole(getattr(np, name)) for name in ("ceil", "floor", "trunc")}

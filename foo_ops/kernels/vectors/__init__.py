@@ -18,7 +18,8 @@ count elements. Values are scalars or `Vector`s of the dtype's compute type (ele
     maximum(a, b)                           lane by lane; where one is NaN it is b
     less(a, b), select(mask, a, b)          a mask, and a where the mask is true, else b
     any_lane(mask)                          whether a lane of the mask is true
-    exp2(a), exp(a), log(a), tanh(a)        see functions.py
+    exp2(a), exp(a), log(a), tanh(a)        see functions.py; for others powers.py, periodic.py,
+                                            error_function.py and rounding.py
     tile_zero, tile_load, tile_fma ...      see register_tiles.py
     matrix_load, matrix_dot ...             see amx.py
     transpose_square, transpose_pairs       see transpose.py
@@ -27,5 +28,5 @@ LANES is a constant of the kernel (module level or closure). LLVM's language is 
 the compiler, and nowhere else.
 """
 
-# A kernel may add two vectors without a name from there.
-from foo_ops.kernels.vectors import arithmetic  # noqa: F401
+# A kernel may add two vectors, or call math.exp, without a name from there.
+from foo_ops.kernels.vectors import arithmetic, math_functions  # noqa: F401

@@ -12,7 +12,6 @@ import math
 
 import numpy as np
 from llvmlite import ir
-from numba.extending import intrinsic
 from numpy.polynomial import Chebyshev, Polynomial
 
 from foo_ops.kernels.compiler.processor import target
@@ -27,6 +26,7 @@ from foo_ops.kernels.vectors.instructions import (
     shaped,
     suffix,
 )
+from foo_ops.kernels.vectors.number import Number, make_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +77,13 @@ _FORMATS = {
 _WIDE, _GROWTH_ABOVE = ir.VectorType(FLOAT, 16), _interpolated(5, least=0.0)
 
 
-def _format_of(x: ir.Value) -> _Format:
+def format_of(x: ir.Value) -> _Format:
     return _FORMATS[x.type.element if isinstance(x.type, ir.VectorType) else x.type]
 
 
 def _split(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Split x = n + f into f and 2^n."""
-    format_ = _format_of(x)
+    format_ = format_of(x)
     name = f"llvm.roundeven.{suffix(x.type)}"
     rounded = call_intrinsic(builder, name, x.type, [x])
     integer = shaped(format_.integer, x.type)
@@ -94,22 +94,22 @@ def _split(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     return builder.fsub(x, rounded), builder.bitcast(bits, x.type)
 
 
-def _emit_growth(builder: ir.IRBuilder, f: ir.Value) -> ir.Value:
-    first, *others = _format_of(f).growth
+def emit_growth(builder: ir.IRBuilder, f: ir.Value) -> ir.Value:
+    first, *others = format_of(f).growth
     result = constant_of(f.type, first)
     for coefficient in others:
         result = emit_fma(builder, result, f, constant_of(f.type, coefficient))
     return result
 
 
-def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+def emit_exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     if x.type == _WIDE and "+avx512dq" in target()[2].split(","):
         return _exp2_of_avx512(builder, x)
     # From here on 2^n is the number whose exponent bits are all zero, which is zero.
-    smallest = constant_of(x.type, float(-_format_of(x).exponent_bias))
+    smallest = constant_of(x.type, float(-format_of(x).exponent_bias))
     is_small = builder.fcmp_ordered(">", smallest, x)
     fraction, power = _split(builder, builder.select(is_small, smallest, x))
-    value = emit_fma(builder, fraction, _emit_growth(builder, fraction), constant_of(x.type, 1.0))
+    value = emit_fma(builder, fraction, emit_growth(builder, fraction), constant_of(x.type, 1.0))
     # The multiplication, and not an addition to the exponent bits, is what keeps a NaN a NaN.
     return builder.fmul(value, power)
 
@@ -134,8 +134,8 @@ def _exp2_of_avx512(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return builder.select(is_small, zero, call("scalef", value, x))
 
 
-@intrinsic
-def exp2(typing_context, x):
+@make_function
+def exp2(x: Number) -> Number:
     """Compute 2^x within 1.5 units in the last place, for x below 128 (float64: 1024).
 
     The result is zero below -126.5 (with AVX-512 -126, float64: -1022.5), and so for -infinity; NaN
@@ -144,46 +144,69 @@ def exp2(typing_context, x):
     Example:
         >>> y[i] = language.exp2(x[i] - 3)
     """
-
-    def generate(context, builder, signature, args):
-        return _exp2(builder, args[0])
-
-    return x(x), generate
+    return x.made(emit_exp2(x.builder, x.value))
 
 
-def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Compute 2^(x log2(e)), with the digits that the product of the two loses."""
+@make_function
+def exp2_of_all(x: Number) -> Number:
+    """Compute 2^x within 1.5 units in the last place for all x, which takes longer than exp2."""
+    format_ = format_of(x.value)
+    # From there on the result is zero, or infinity.
+    lowest = -float(format_.exponent_bias + format_.mantissa_bits + 2)
+    clamped = x.clamped(lowest, format_.exponent_bias + 2.0)
+    whole = clamped.nearest()
+    return scale(1.0 + growth(clamped - whole), whole)
+
+
+def split_exponent(x: Number) -> tuple[Number, Number]:
+    """Return n and f of e^x = 2^(n + f), with the digits that the product x log2(e) loses."""
     log2e = 1.0 / math.log(2.0)
-    upper = float(np.float32(log2e)) if _format_of(x).integer == INT32 else log2e
+    upper = log2e if x.is_double else float(np.float32(log2e))
     # Of log2(e) = 0x1.71547652b82fe1777d0f...
-    lower = log2e - upper if upper != log2e else float.fromhex("0x1.777d0ffda0d24p-56")
-    bias = _format_of(x).exponent_bias
-    lowest, highest = (constant_of(x.type, power / log2e) for power in (-bias, bias + 1))
-    x = builder.select(builder.fcmp_ordered(">", lowest, x), lowest, x)
-    x = builder.select(builder.fcmp_ordered("<", highest, x), highest, x)
-    product = builder.fmul(x, constant_of(x.type, upper))
-    lost = emit_fma(builder, x, constant_of(x.type, upper), builder.fneg(product))
-    lost = emit_fma(builder, x, constant_of(x.type, lower), lost)
-    fraction, power = _split(builder, product)
-    fraction = builder.fadd(fraction, lost)
-    value = emit_fma(builder, fraction, _emit_growth(builder, fraction), constant_of(x.type, 1.0))
-    return builder.fmul(value, power)
+    lower = float.fromhex("0x1.777d0ffda0d24p-56") if x.is_double else log2e - upper
+    product, lost = x.times_exactly(upper)
+    whole = product.nearest()
+    return whole, (product - whole) + x.fma(lower, lost)
 
 
-@intrinsic
-def exp(typing_context, x):
-    """Compute e^x within 2 units in the last place.
+def growth(f: Number) -> Number:
+    """Compute 2^f - 1, for f from -1/2 to 1/2."""
+    return f * f.polynomial(format_of(f.value).growth)
 
-    The result is zero below -87.7 (float64: -708.7), infinity above 88.4 (709.4), and NaN for NaN.
+
+def scale(x: Number, n: Number) -> Number:
+    """Multiply by 2^n in two steps, of which each is a normal number where the product is."""
+    magic = format_of(x.value).magic
+    shifted = n.fma(0.5, magic)
+    rest = n - (shifted - magic)
+    return x * _power_of_shifted(shifted) * _power_of_shifted(rest + magic)
+
+
+def power_of_two(n: Number) -> Number:
+    """Return 2^n for an integer n, zero for the least exponent."""
+    return _power_of_shifted(n + format_of(n.value).magic)
+
+
+def _power_of_shifted(n: Number) -> Number:
+    bits = n.bits()
+    shift = constant_of(bits.type, format_of(n.value).mantissa_bits)
+    return n.made(n.builder.bitcast(n.builder.shl(bits, shift), n.type))
+
+
+@make_function
+def exp(x: Number) -> Number:
+    """Compute e^x within 1.5 units in the last place, also where the result is subnormal.
+
+    The result is infinity where it is too large for the type, and NaN for NaN.
 
     Example:
         >>> y[i] = x[i] / (1 + language.exp(-x[i]))
     """
-
-    def generate(context, builder, signature, args):
-        return _exp(builder, args[0])
-
-    return x(x), generate
+    format_ = format_of(x.value)
+    # From there on the result is zero, or infinity.
+    lowest = -(format_.exponent_bias + format_.mantissa_bits + 2) * math.log(2.0)
+    whole, fraction = split_exponent(x.clamped(lowest, (format_.exponent_bias + 2) * math.log(2.0)))
+    return scale(1.0 + growth(fraction), whole)
 
 
 def _decay(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -191,10 +214,10 @@ def _decay(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     magnitude = call_intrinsic(builder, f"llvm.fabs.{suffix(x.type)}", x.type, [x])
     exponent = builder.fmul(magnitude, constant_of(x.type, -2.0 / math.log(2.0)))
     # From here on 2^n is the number whose exponent bits are all zero, which is zero.
-    lowest = constant_of(x.type, float(-_format_of(x).exponent_bias))
+    lowest = constant_of(x.type, float(-format_of(x).exponent_bias))
     is_large = builder.fcmp_ordered(">", lowest, exponent)
     fraction, power = _split(builder, builder.select(is_large, lowest, exponent))
-    growth = builder.fmul(fraction, _emit_growth(builder, fraction))
+    growth = builder.fmul(fraction, emit_growth(builder, fraction))
     less_one = builder.fsub(power, constant_of(x.type, 1.0))
     return (
         emit_fma(builder, power, growth, power),
@@ -215,40 +238,34 @@ def _tanh(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return call_intrinsic(builder, f"llvm.copysign.{suffix(x.type)}", x.type, [result, x])
 
 
-@intrinsic
-def tanh(typing_context, x):
+@make_function
+def tanh(x: Number) -> Number:
     """Compute tanh(x) within 4 units in the last place; NaN for NaN.
 
     Example:
         >>> y[i] = 30 * language.tanh(x[i] / 30)
     """
-
-    def generate(context, builder, signature, args):
-        return _tanh(builder, args[0])
-
-    return x(x), generate
+    return x.made(_tanh(x.builder, x.value))
 
 
-@intrinsic
-def tanh_derivative(typing_context, x):
+@make_function
+def tanh_derivative(x: Number) -> Number:
     """Compute 1 - tanh(x)^2 = 4 e^(-2|x|) / (1 + e^(-2|x|))^2, whose digits do not cancel.
 
     Beside tanh(x) it takes four instructions more.
     """
 
-    def generate(context, builder, signature, args):
-        decay, less_one = _decay(builder, args[0])
-        doubled = builder.fmul(_quotient_of_decay(builder, less_one), constant_of(decay.type, 2.0))
-        return builder.fmul(builder.fmul(decay, doubled), doubled)
-
-    return x(x), generate
+    builder = x.builder
+    decay, less_one = _decay(builder, x.value)
+    doubled = builder.fmul(_quotient_of_decay(builder, less_one), constant_of(decay.type, 2.0))
+    return x.made(builder.fmul(builder.fmul(decay, doubled), doubled))
 
 
 # Rounding loses this of log(2).
 _LOG2_LOSS = float.fromhex("0x1.abc9e3b39803fp-56")
 
 
-def _log(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+def emit_log(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Compute n log(2) + log(1 + f), where x = 2^n (1 + f) and 1 + f is from sqrt(1/2) to sqrt(2).
 
     With s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + 2/3 s^2 + 2/5 s^4 + ...).
@@ -257,17 +274,17 @@ def _log(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     def constant(value: float) -> ir.Constant:
         return constant_of(x.type, value)
 
-    fraction, power = _fraction_and_power(builder, x)
+    fraction, power = fraction_and_power(builder, x)
     s = builder.fdiv(fraction, builder.fadd(fraction, constant(2.0)))
     square, half = builder.fmul(s, s), builder.fmul(constant(0.5), fraction)
     half = builder.fmul(half, fraction)
-    terms = _format_of(x).log_terms
+    terms = format_of(x).log_terms
     series = constant(2.0 / (2 * terms + 1))
     for term in range(terms - 1, 0, -1):
         series = emit_fma(builder, series, square, constant(2.0 / (2 * term + 1)))
     series = emit_fma(builder, series, square, half)
     # log(2) in two parts, of which the product with n and the first is exact.
-    bits = _format_of(x).mantissa_bits - 11
+    bits = format_of(x).mantissa_bits - 11
     upper = math.floor(math.log(2.0) * 2.0**bits) / 2.0**bits
     lower = math.log(2.0) - upper + _LOG2_LOSS
     rest = emit_fma(builder, s, series, builder.fmul(power, constant(lower)))
@@ -279,11 +296,11 @@ def _log(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return builder.select(builder.fcmp_ordered("==", x, constant(math.inf)), x, result)
 
 
-def _fraction_and_power(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+def fraction_and_power(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Find f and n of x = 2^n (1 + f), with 1 + f from sqrt(1/2) to sqrt(2), also for
     subnormals.
     """
-    format_ = _format_of(x)
+    format_ = format_of(x)
     integer, mantissa_bits = shaped(format_.integer, x.type), format_.mantissa_bits
     smallest = constant_of(x.type, 2.0 ** (1 - format_.exponent_bias))
     is_subnormal = builder.fcmp_ordered("<", x, smallest)
@@ -301,8 +318,8 @@ def _fraction_and_power(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, i
     return builder.fsub(mantissa, constant_of(x.type, 1.0)), power
 
 
-@intrinsic
-def log(typing_context, x):
+@make_function
+def log(x: Number) -> Number:
     """Compute the natural logarithm, within 1 unit in the last place.
 
     The result is -infinity for 0, NaN for less and for NaN, and infinity for infinity.
@@ -310,8 +327,4 @@ def log(typing_context, x):
     Example:
         >>> y[i] = language.log(1 + x[i] * x[i])
     """
-
-    def generate(context, builder, signature, args):
-        return _log(builder, args[0])
-
-    return x(x), generate
+    return x.made(emit_log(x.builder, x.value))

@@ -51,6 +51,8 @@ NOT_INDEXED = (
     "elements, and language.load(x.data, offset) is what lies there"
 )
 
+NOT_INTEGER = "an index must be an integer, got {}; int(...) makes one of a float"
+
 _ARRAYS = (Pointer, Row, View, Flat)
 
 
@@ -72,6 +74,8 @@ def _element_type(array: types.Type, index: types.Type) -> types.Type | None:
     """Return the type of what an index gives, or None where it cannot be one."""
     if not isinstance(array, (*_ARRAYS, Extents)):
         return None
+    if any(isinstance(part, types.Float) for part in _parts(index)):
+        raise _refusal(NOT_INTEGER.format(index))
     if not all(isinstance(part, types.Integer) for part in _parts(index)):
         return None
     if isinstance(array, Extents):

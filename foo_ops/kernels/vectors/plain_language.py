@@ -5,12 +5,22 @@ A vector is an array. The docstrings are those of the compiled functions of the 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from foo_ops.kernels.compiler.processor import vector_bits
-from foo_ops.kernels.vectors import arithmetic, functions, memory, reduction
+from foo_ops.kernels.vectors import (
+    arithmetic,
+    error_function,
+    functions,
+    memory,
+    periodic,
+    powers,
+    reduction,
+    rounding,
+)
 from foo_ops.kernels.vectors.elements import ELEMENTS
 from foo_ops.kernels.vectors.plain_views import (
     Pointer,
@@ -62,29 +72,34 @@ def reduce_maximum(vector: Any) -> Any:
 # ------------------------------------------------------------------------------------ functions
 
 
-def _rounded(function: Any, x: Any) -> Any:
+def _rounded(function: Any, *numbers: Any) -> Any:
     """Compute in float64: in float32 NumPy's functions are off by some units in the last place."""
-    return cast(function(np.asarray(x, np.float64)), x)
+    return cast(function(*(np.asarray(number, np.float64) for number in numbers)), numbers[0])
 
 
 def _without_subnormals(x: Any) -> Any:
     return cast(np.where(x < np.finfo(_type_of(x)).smallest_normal, 0.0, x), x)
 
 
-def exp(x: Any) -> Any:
-    return _without_subnormals(_rounded(np.exp, x))
+def _function(function: Any) -> Any:
+    def call(*numbers: Any) -> Any:
+        return _rounded(function, *numbers)
+
+    return call
+
+
+ceil, cos, exp, expm1, floor, log, log1p, log2, pow, round, sin, sqrt, tanh, trunc = map(
+    _function,
+    (
+        *(np.ceil, np.cos, np.exp, np.expm1, np.floor, np.log, np.log1p, np.log2, np.power),
+        *(np.rint, np.sin, np.sqrt, np.tanh, np.trunc),
+    ),
+)
+erf = _function(np.vectorize(math.erf, otypes=[np.float64]))
 
 
 def exp2(x: Any) -> Any:
     return _without_subnormals(_rounded(np.exp2, x))
-
-
-def log(x: Any) -> Any:
-    return _rounded(np.log, x)
-
-
-def tanh(x: Any) -> Any:
-    return _rounded(np.tanh, x)
 
 
 # ----------------------------------------------------------------------------------- arithmetic
@@ -153,7 +168,9 @@ def shift_bytes(pointer: Pointer, count: Any) -> Pointer:
 
 # --------------------------------------------------------------------------------------- docstrings
 
-for _module in (arithmetic, functions, memory, reduction):
+for _module in (
+    *(arithmetic, error_function, functions, memory, periodic, powers, reduction, rounding),
+):
     for _name, _function in list(globals().items()):
         if getattr(_function, "__module__", None) == __name__ and hasattr(_module, _name):
             _function.__doc__ = getattr(_module, _name).__doc__

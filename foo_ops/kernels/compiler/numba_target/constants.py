@@ -3,12 +3,13 @@
 For Numba a constant is an int64 or a float64, and ``float32 * int64`` a float64, as in NumPy before
 its second version. In a kernel that halves the lanes of a vector, and converts there and back.
 
-Powers that are constants are replaced as well: ``x ** 2`` becomes a product. For Numba's dispatch,
-in which a constant is a number like others, it is a loop, or a call of pow.
+Powers with constant integers are replaced as well: ``x ** 2`` becomes a product, and ``x ** -2``
+one of 1 / x. For Numba's dispatch, in which a constant is a number like others, it is a loop.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from types import ModuleType
@@ -25,7 +26,7 @@ _BITWISE = (
     *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
 )
 # As products these take at most six multiplications.
-_EXPONENTS = range(1, 17)
+_EXPONENTS = (*range(-16, 0), *range(1, 17))
 
 
 @intrinsic
@@ -42,16 +43,24 @@ def _adapt(typing_context, constant, other):
     return type_(own, other), generate
 
 
-@intrinsic(prefer_literal=True)
-def _power(typing_context, base, exponent):
-    """Raise a number to a power, by squaring."""
-    number = types.unliteral(base)
-    product = typing_context.resolve_function_type(operator.mul, (number,) * 2, {}).return_type
+def _raised(typing_context: Any, base: types.Type, number: types.Type, exponent: int) -> Any:
+    """Raise a number to a power, by squaring it or its inverse."""
+
+    def result_of(operation: Any, type_: types.Type) -> Any:
+        return typing_context.resolve_function_type(operation, (type_,) * 2, {}).return_type
+
+    # The inverse of a large power could be too small where the power of the inverse is not.
+    factor = result_of(operator.truediv, number) if exponent < 0 else number
+    product = result_of(operator.mul, factor)
 
     def generate(context, builder, signature, args):
         multiply = context.get_function(operator.mul, product(product, product))
-        square = context.cast(builder, args[0], number, product)
-        result, rest = None, exponent.literal_value
+        square = context.cast(builder, args[0], base, product)
+        if exponent < 0:
+            divide = context.get_function(operator.truediv, product(product, product))
+            one = context.cast(builder, context.get_constant(types.int64, 1), types.int64, product)
+            square = divide(builder, (one, square))
+        result, rest = None, abs(exponent)
         while rest:
             if rest & 1:
                 result = square if result is None else multiply(builder, (result, square))
@@ -59,6 +68,24 @@ def _power(typing_context, base, exponent):
             square = multiply(builder, (square, square)) if rest else square
         return result
 
+    return product, generate
+
+
+@intrinsic(prefer_literal=True)
+def _power(typing_context, base, exponent):
+    """Raise a number to a constant power."""
+    number = types.unliteral(base)
+    product, generate = _raised(typing_context, number, number, exponent.literal_value)
+    return product(number, exponent), generate
+
+
+@intrinsic(prefer_literal=True)
+def _power_as_float(typing_context, base, exponent):
+    """Raise a number to a constant power, an integer as a float64."""
+    number = types.unliteral(base)
+    is_whole = isinstance(number, (types.Integer, types.Boolean))
+    factor = types.float64 if is_whole else number
+    product, generate = _raised(typing_context, number, factor, exponent.literal_value)
     return product(number, exponent), generate
 
 
@@ -80,10 +107,13 @@ class AdaptConstants(FunctionPass):
 def _adapted(func_ir: ir.FunctionIR, block: ir.Block) -> Iterator[ir.Stmt]:
     for statement in block.body:
         expression: Any = getattr(statement, "value", None)
-        if _is_product(func_ir, expression):
-            function, operands = _variable(block, "power"), [expression.lhs, expression.rhs]
-            yield _define(func_ir, function, ir.Global("_power", _power, statement.loc))
-            statement.value = ir.Expr.call(function, operands, (), statement.loc)
+        power = _constant_power(func_ir, expression)
+        if power is not None:
+            base, exponent, raise_ = power
+            function, constant = _variable(block, "power"), _variable(block, "exponent")
+            yield _define(func_ir, function, ir.Global("_power", raise_, statement.loc))
+            yield _define(func_ir, constant, ir.Const(exponent, statement.loc))
+            statement.value = ir.Expr.call(function, [base, constant], (), statement.loc)
         for constant, other in _meetings(func_ir, expression):
             function, result = _variable(block, "adapt"), _variable(block, "adapted")
             call = ir.Expr.call(function, [constant, other], (), statement.loc)
@@ -102,12 +132,24 @@ def _define(func_ir: ir.FunctionIR, variable: ir.Var, value: Any) -> ir.Assign:
     return ir.Assign(value, variable, value.loc)
 
 
-def _is_product(func_ir: ir.FunctionIR, expression: Any) -> bool:
-    """Whether an expression is a power with a small constant exponent."""
-    if not _is_operation(expression) or expression.fn not in (operator.pow, operator.ipow):
-        return False
-    exponent = _value(func_ir, expression.rhs)
-    return type(exponent) is int and exponent in _EXPONENTS
+def _constant_power(func_ir: ir.FunctionIR, expression: Any) -> tuple[ir.Var, int, Any] | None:
+    """Return base, exponent and what raises to it, of a power whose exponent is a small constant.
+
+    An exponent such as 2.0, and math.pow, make floats of integers.
+    """
+    if _is_operation(expression):
+        function, operands = expression.fn, [expression.lhs, expression.rhs]
+    elif isinstance(expression, ir.Expr) and expression.op == "call":
+        function, operands = _value(func_ir, expression.func), list(expression.args)
+    else:
+        return None
+    if function not in (operator.pow, operator.ipow, pow, math.pow) or len(operands) != 2:
+        return None
+    exponent = _value(func_ir, operands[1])
+    if type(exponent) not in (int, float) or exponent not in _EXPONENTS:
+        return None
+    is_float = function is math.pow or type(exponent) is float
+    return operands[0], int(exponent), _power_as_float if is_float else _power
 
 
 def _meetings(func_ir: ir.FunctionIR, expression: Any) -> list[tuple[ir.Var, ir.Var]]:

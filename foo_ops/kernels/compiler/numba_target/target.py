@@ -46,12 +46,12 @@ from numba.cpython import (  # noqa: F401
     tupleobj,
 )
 
-from foo_ops.kernels.compiler.numba_target import ranges
+from foo_ops.kernels.compiler.numba_target import ranges, registry
 from foo_ops.kernels.compiler.numba_target.calling_convention import CallingConvention
 from foo_ops.kernels.compiler.numba_target.passes import pipeline
+from foo_ops.kernels.compiler.numba_target.registry import NAME
 from foo_ops.kernels.compiler.processor import target
 
-NAME = "foo_ops kernel"
 # Instructions of a function that is inlined wherever it is called.
 SMALL = 80
 
@@ -155,6 +155,7 @@ class _TypingContext(_RefreshedIfNew, BaseContext):
 
     def load_additional_registries(self) -> None:
         self.install_registry(mathdecl.registry)
+        self.install_registry(registry.signatures)
 
     def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
         # A function of Numba's language may be about to be compiled.
@@ -192,6 +193,7 @@ class _Context(_RefreshedIfNew, cpu.CPUContext):
         # The last of two implementations counts.
         self.install_registry(builtin_registry)
         self.install_registry(ranges.registry)
+        self.install_registry(registry.functions)
 
     def pair_first(self, builder: ir.IRBuilder, value: ir.Value, type_: types.Pair) -> ir.Value:
         return ranges.part_of(builder, value, 0)

@@ -1,0 +1,217 @@
+"""The functions of ``math`` in kernels: bounds, against mpmath with 1200 bits; special values."""
+
+import math
+import re
+from pathlib import Path
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+
+from foo_ops import language, library
+
+DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
+# Units in the last place, as docs/kit.md has them.
+BOUNDS = {
+    **dict.fromkeys(("exp", "exp2", "erf", "pow"), 1.5),
+    **dict.fromkeys(("log", "sin", "cos"), 1),
+    "sqrt": 0.5,
+    "log1p": 2,
+    "log2": 2,
+    "expm1": 3,
+    "tanh": 4,
+}
+POSITIVE = ("log", "log2", "sqrt", "pow")
+
+
+def define(name, function):
+    return library.numba_op(f"foo_math::{name}")(function)
+
+
+def of_one(function):
+    def kernel(x: float) -> float:
+        return function(x)
+
+    return kernel
+
+
+def power(x: float, y: float) -> float:
+    return x**y
+
+
+OPERATORS = {
+    name: define(name, power if name == "pow" else of_one(getattr(math, name)))
+    for name in BOUNDS
+    if hasattr(math, name)
+}
+ROUNDING = {
+    name: define(name, of_one(function))
+    for name, function in (
+        *(("floor", math.floor), ("ceil", math.ceil), ("trunc", math.trunc), ("round", round)),
+    )
+}
+
+
+def samples(dtype, count=150):
+    """Numbers of all sizes, beside 0 and 1, beside the multiples of pi/2, and worst cases."""
+    kind, generator = DTYPES[dtype], np.random.default_rng(0)
+    limits = np.finfo(kind)
+    smallest, largest = (math.log(float(number)) for number in (limits.tiny, limits.max))
+    every = np.exp(generator.uniform(smallest, largest, count))
+    near_zero = np.exp(generator.uniform(math.log(limits.eps) - 5, 0, count))
+    parts = [
+        *(generator.uniform(-2, 2, count), generator.uniform(-30, 30, count), every, -every),
+        *(generator.uniform(-1.2, 1.2, count) * limits.maxexp, near_zero, -near_zero),
+        *(limits.tiny * generator.uniform(0, 1, 20), 1 + generator.normal(size=count) * 1e-3),
+        np.arange(-60, 60) * math.pi / 2,
+        # The nearest of all to multiples of pi/2 (Muller 2006, table 11.1), and in float32.
+        [6381956970095103.0 * 2.0**797 if dtype == torch.float64 else 16367173.0 * 2.0**72],
+    ]
+    return torch.from_numpy(np.concatenate(parts).astype(kind))
+
+
+def units(result, exact, dtype):
+    """Return how far a result is from the exact one, in units of that one's last place."""
+    limits = np.finfo(DTYPES[dtype])
+    too_large = mpmath.mpf(float(limits.max)) * (1 + mpmath.mpf(2) ** (-limits.nmant - 2))
+    if not math.isfinite(result):
+        return 0 if abs(exact) > too_large and (result > 0) == (exact > 0) else math.inf
+    exponent = mpmath.frexp(exact)[1] - 1 if exact != 0 else limits.minexp
+    last = mpmath.mpf(2) ** (max(exponent, limits.minexp) - limits.nmant)
+    return float(abs(mpmath.mpf(result) - exact) / last)
+
+
+def exactly(name, *numbers):
+    x, *others = map(mpmath.mpf, numbers)
+    if name == "pow":
+        # mpmath would compute all the digits of an integer.
+        power = others[0] * mpmath.log(x)
+        return mpmath.exp(max(min(power, 2000), -2000))
+    bases = {"exp2": lambda: mpmath.mpf(2) ** x, "log2": lambda: mpmath.log(x, 2)}
+    return bases.get(name, lambda: getattr(mpmath, name)(x))()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_bounds(name, dtype):
+    x = samples(dtype)
+    x = x.abs() if name in POSITIVE else x[x > -1] if name == "log1p" else x
+    x = x[x != 0]
+    others = [x.abs().log2().clamp(-2, 2).flip(0) * 7] if name == "pow" else []
+    result = OPERATORS[name](x, *others)
+    assert result.dtype == dtype
+    with mpmath.workprec(1200):
+        errors = [
+            units(float(value), exactly(name, *map(float, numbers)), dtype)
+            for value, *numbers in zip(result, x, *others)
+        ]
+    worst = int(np.argmax(errors))
+    assert errors[worst] <= BOUNDS[name], (float(x[worst]), float(result[worst]))
+
+
+def test_the_documents_have_the_same_bounds():
+    text = (Path(__file__).parents[2] / "docs/kit.md").read_text()
+    rows = re.findall(r"^\| (`math[^|]*) \| ([\d.]+) \|", text, flags=re.MULTILINE)
+    documented = {
+        name: float(bound) for names, bound in rows for name in re.findall(r"`math\.(\w+)`", names)
+    }
+    assert documented == BOUNDS
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", set(OPERATORS) - {"pow"})
+def test_special_values(name, dtype):
+    """Infinity, NaN, signed zeros, the ends of the domain."""
+    special = [math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, 1.0, -2.5]
+    x = torch.tensor(special, dtype=dtype)
+    result, expected = OPERATORS[name](x), getattr(torch, name)(x)
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.isinf(), expected.isinf())
+    assert torch.equal(result.signbit()[~result.isnan()], expected.signbit()[~expected.isnan()])
+    torch.testing.assert_close(result, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_powers_of_special_values(dtype):
+    special = [math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0, -1.0, 2.5, -2.5]
+    special += [3.0, -3.0, 4.0, 1e30, -1e30, 1e-30, 0.5, -0.5]
+    special = torch.tensor(special, dtype=dtype)
+    x, y = special[:, None], special[None, :]
+    result = OPERATORS["pow"](x, y)
+    expected = torch.from_numpy(np.power(*np.broadcast_arrays(x.numpy(), y.numpy())))
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.signbit()[~result.isnan()], expected.signbit()[~expected.isnan()])
+    torch.testing.assert_close(result, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROUNDING)
+def test_rounding(name, dtype):
+    """To floats, so that no size is too large, and zeros keep their signs."""
+    numbers = [0.5, 1.5, 2.5, 0.49999997, 2.0**31 + 1, 2.0**63, 2.0**70, 1e30, math.inf, 0.0, 1e-40]
+    x = torch.tensor([*numbers, *(-number for number in numbers), math.nan], dtype=dtype)
+    result, expected = ROUNDING[name](x), getattr(torch, name)(x)
+    assert result.dtype == dtype
+    assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+    assert torch.equal(result.signbit()[:-1], expected.signbit()[:-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["exp", "tanh", "erf", "sin", "pow", "floor"])
+def test_half_precision_computes_in_float32(name, dtype):
+    operator = {**OPERATORS, **ROUNDING}[name]
+    x = torch.linspace(0.125, 9, 200).to(dtype)
+    arguments = (x, x.flip(0)) if name == "pow" else (x,)
+    expected = operator(*(argument.float() for argument in arguments)).to(dtype)
+    assert torch.equal(operator(*arguments), expected)
+
+
+POWERS = {
+    "minus one": (lambda x: x**-1, lambda x: 1 / x),
+    "minus three": (lambda x: x**-3, lambda x: (1 / x) * ((1 / x) * (1 / x))),
+    "float exponent": (lambda x: x**2.0, lambda x: x * x),
+    "math.pow": (lambda x: math.pow(x, 2), lambda x: x * x),
+    "pow": (lambda x: pow(x, 3), lambda x: x * (x * x)),
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_constant_powers_are_products(name):
+    function, expected = POWERS[name]
+    operator = define(f"power_{name.replace(' ', '_').replace('.', '_')}", of_one(function))
+    # 1e19 ** 3 is too large for float32, and 1e-57 too small, but 1e13 ** -3 is not.
+    x = torch.tensor([2.0, -3.0, 0.1, 1e19, 1e13, 1e-20, math.inf, -0.0, math.nan])
+    torch.testing.assert_close(operator(x), expected(x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_integers_are_float64():
+    @library.numba_op("foo_math::of_integers")
+    def of_integers(x: int, y: int) -> tuple[float, float, float]:
+        return math.exp(x), math.pow(x, 2), x**2.0
+
+    x = torch.tensor([-2, 0, 3])
+    exponential, square, other = of_integers(x, x)
+    torch.testing.assert_close(exponential.double(), x.double().exp(), rtol=1e-6, atol=0)
+    assert square.tolist() == other.tolist() == [4, 0, 9]
+
+
+def test_explicit_vectors_take_them_too():
+    library.define("foo_math::vectors", "(Tensor input) -> Tensor")
+    library.register_fake("foo_math::vectors", torch.empty_like)
+
+    @library.register_kernel("foo_math::vectors", "cpu")
+    @library.tile_kernel(contiguous_rows=True)
+    def vectors(input, output, rows):
+        step = language.lanes(input)
+        for row in rows:
+            x, y = input.row(row), output.row(row)
+            for start in range(0, input.shape[-1], step):
+                v = language.load_vector(x, start, step)
+                v = language.erf(language.sin(v)) + language.pow(language.floor(v), v)
+                language.store(y, start, language.sqrt(language.expm1(language.log1p(v))))
+
+    for dtype in DTYPES:
+        x = torch.linspace(1.5, 9, 64, dtype=dtype)
+        expected = (x.double().sin().erf() + x.double().floor().pow(x.double())).sqrt().to(dtype)
+        torch.testing.assert_close(torch.ops.foo_math.vectors(x), expected)
