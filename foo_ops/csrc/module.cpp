@@ -191,16 +191,21 @@ void bind_kernels(py::module_& module) {
       .def("register_for", [](Elementwise& elementwise, const std::string& key) {
         return Registration(elementwise.register_for(c10::parseDispatchKey(key)));
       });
-  module.def(
-      "register_tile",
-      [](const std::string& operator_name, const std::string& key, const std::string& kernel,
-         std::vector<Parameter> parameters, std::vector<std::string> names, bool contiguous_rows,
-         bool repeats_written, bool finishes, std::vector<bool> checks, py::object refuse) {
-        return Registration(foo::register_tile(
-            operator_name, c10::parseDispatchKey(key), kernel, std::move(parameters),
-            {std::move(names), contiguous_rows, repeats_written, finishes, std::move(checks),
-             refusal(std::move(refuse))}));
-      });
+  module.def("register_tile",
+             [](const std::string& operator_name, const std::string& key, const std::string& kernel,
+                std::vector<Parameter> parameters, std::vector<std::string> names,
+                bool contiguous_rows, bool repeats_written, bool finishes,
+                const std::vector<std::tuple<int64_t, int64_t, bool>>& scratch,
+                std::vector<bool> checks, py::object refuse) {
+               std::vector<foo::ScratchOption> options;
+               for (const auto& [like, dimensions, is_per_call] : scratch) {
+                 options.push_back({like, dimensions, is_per_call});
+               }
+               return Registration(foo::register_tile(
+                   operator_name, c10::parseDispatchKey(key), kernel, std::move(parameters),
+                   {std::move(names), contiguous_rows, repeats_written, finishes,
+                    std::move(options), std::move(checks), refusal(std::move(refuse))}));
+             });
   module.def("ask_for_bounds_checks", &foo::ask_for_bounds_checks);
   module.def("end_bounds_checks", &foo::end_bounds_checks);
 }

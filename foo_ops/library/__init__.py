@@ -53,6 +53,7 @@ from foo_ops.library.implementations import (
 )
 from foo_ops.library.kernels import register_kernel
 from foo_ops.library.numba_operator import numba_op
+from foo_ops.library.scratch import Scratch, scratch
 from foo_ops.library.sharding import register_sharding
 from foo_ops.library.tiles import TileKernel, tile_kernel
 from foo_ops.library.vmap import (
@@ -66,6 +67,7 @@ __all__ = [
     "OPCHECKS",
     "ElementwiseKernel",
     "Library",
+    "Scratch",
     "TileKernel",
     "check_bounds",
     "custom_op",
@@ -90,6 +92,7 @@ __all__ = [
     "register_vmap",
     "register_vmap_loop",
     "register_vmap_rows",
+    "scratch",
     "tile_kernel",
     "triton_op",
     "vmap_by_loop",

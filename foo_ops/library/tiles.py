@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from foo_ops import _C
+from foo_ops.kernels.compiler.kernel import size_name
 from foo_ops.kernels.table import TILE
 from foo_ops.library.kernels import (
     Launcher,
@@ -23,6 +24,7 @@ from foo_ops.library.kernels import (
 )
 from foo_ops.library.operators import Parameter, find, parameters_of, short_name
 from foo_ops.library.returns import returned_counts
+from foo_ops.library.scratch import Scratch
 from foo_ops.library.tile_sharding import make_tile_sharding
 from foo_ops.library.vmap import make_loop
 
@@ -37,13 +39,16 @@ class TileKernel(NumbaKernel):
     finish: Callable[..., None] | None
     check: Callable[..., bool] | None
     refuse: Callable[..., None] | None
+    scratch: Mapping[str, Scratch]
 
     def launcher(
         self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
     ) -> Launcher:
-        results = _results(self.function, operator, parameters)
+        results = _results(self.function, self.scratch, operator, parameters)
         optional = {"tiles": self.tiles, "check": self.check, "finish": self.finish}
         others = {name: function for name, function in optional.items() if function is not None}
+        sizes = [size for scratch in self.scratch.values() for size in scratch.functions()]
+        others |= {size_name(position): size for position, size in enumerate(sizes)}
         taken = {name: self._taken(name, operator, function) for name, function in others.items()}
         if self.tiles is None and not any(p.is_tensor and not p.is_optional for p in parameters):
             raise TypeError(
@@ -52,7 +57,12 @@ class TileKernel(NumbaKernel):
             )
         kinds = kinds_of(parameters) + ("tensor",) * results
         *names, _ = inspect.signature(self.function).parameters
-        options = (kinds, tuple(names), self.contiguous_rows, taken)
+        described = [
+            (_position_of_like(operator, name, scratch.like, names, kinds), scratch.dimensions)
+            for name, scratch in self.scratch.items()
+        ]
+        kinds += ("scratch",) * len(described)
+        options = (kinds, tuple(names), self.contiguous_rows, taken, tuple(described))
         functions = (self.function, *others.values())
         kernel = add_source(operator, functions, TILE, *options)
         is_repeated = results > 0 and not _fresh(operator)
@@ -70,6 +80,7 @@ class TileKernel(NumbaKernel):
                 self.contiguous_rows,
                 is_repeated,
                 self.finish is not None,
+                [(*it, scratch.per_call) for it, scratch in zip(described, self.scratch.values())],
                 checks,
                 refuse,
             )
@@ -95,15 +106,21 @@ class TileKernel(NumbaKernel):
         count: int | None = None,
     ) -> tuple[int, ...]:
         """Return which of the kernel's arguments, or of the first ones, another function names."""
-        *arguments, _ = inspect.signature(self.function).parameters
-        arguments = arguments[:count]
+        *names, _ = inspect.signature(self.function).parameters
+        arguments = [
+            argument
+            for argument in names[:count]
+            # Only when all tiles are done there is some still.
+            if argument not in self.scratch
+            or (name == "finish" and self.scratch[argument].per_call)
+        ]
         for parameter in inspect.signature(function).parameters:
             if parameter not in arguments:
                 raise TypeError(
                     f"{operator.name()}: {name} must take arguments that the kernel has "
                     f"({', '.join(arguments)}), and {describe(function)} takes {parameter}"
                 )
-        return tuple(map(arguments.index, inspect.signature(function).parameters))
+        return tuple(map(names.index, inspect.signature(function).parameters))
 
 
 @overload
@@ -116,6 +133,7 @@ def tile_kernel(
     finish: Callable[..., None] | None = None,
     check: Callable[..., bool] | None = None,
     refuse: Callable[..., None] | None = None,
+    scratch: Mapping[str, Scratch] | None = None,
 ) -> TileKernel: ...
 
 
@@ -129,6 +147,7 @@ def tile_kernel(
     finish: Callable[..., None] | None = None,
     check: Callable[..., bool] | None = None,
     refuse: Callable[..., None] | None = None,
+    scratch: Mapping[str, Scratch] | None = None,
 ) -> Callable[[Callable[..., Any]], TileKernel]: ...
 
 
@@ -141,6 +160,7 @@ def tile_kernel(
     finish: Callable[..., None] | None = None,
     check: Callable[..., bool] | None = None,
     refuse: Callable[..., None] | None = None,
+    scratch: Mapping[str, Scratch] | None = None,
 ) -> Any:
     """Make a kernel of a function over arrays, for `register_kernel`.
 
@@ -182,6 +202,8 @@ def tile_kernel(
             function gets the numbers that were checked, whatever other threads do.
         refuse: a Python function, which is called where it cannot, and raises what is wrong: a
             ValueError, an IndexError, a TypeError or a RuntimeError.
+        scratch: memory to work in, which the function gets as views after its results, by their
+            names: ``scratch={"sums": library.scratch(...)}``; see `scratch`.
 
     ``tiles``, ``finish`` and ``check`` are compiled as well. Each gets those of the function's
     arguments that it names, as in ``tiles=lambda output: output.size``. ``refuse`` does, too, but
@@ -208,7 +230,8 @@ def tile_kernel(
         for written in (function, finish):
             if written is not None:
                 _require_no_result(written)
-        return TileKernel(function, tiles, contiguous_rows, finish, check, refuse)
+        _require_scratch(function, scratch)
+        return TileKernel(function, tiles, contiguous_rows, finish, check, refuse, scratch or {})
 
     return make if function is None else make(function)
 
@@ -223,26 +246,63 @@ def _require_no_result(function: Callable[..., Any]) -> None:
             )
 
 
+def _require_scratch(function: Callable[..., Any], scratch: Mapping[str, Scratch] | None) -> None:
+    """Refuse what is no scratch memory, or is not what the function takes before the tiles."""
+    given = scratch or {}
+    if not isinstance(given, Mapping) or not all(isinstance(s, Scratch) for s in given.values()):
+        raise TypeError(
+            "tile_kernel: scratch must be a dict of names and library.scratch(...), got "
+            f"{scratch!r}"
+        )
+    names = list(inspect.signature(function).parameters)
+    taken = names[-1 - len(given) : -1]
+    if taken != list(given):
+        raise TypeError(
+            f"tile_kernel: scratch has {', '.join(given)}, which {describe(function)} must take "
+            f"before its tiles, and it takes {', '.join(taken)}"
+        )
+
+
+def _position_of_like(
+    operator: torch._ops.OpOverload,
+    name: str,
+    like: str,
+    names: Sequence[str],
+    kinds: Sequence[str],
+) -> int:
+    """Return the argument in whose compute type scratch memory is."""
+    tensors = [argument for argument, kind in zip(names, kinds) if kind == "tensor"]
+    if like not in tensors:
+        raise TypeError(
+            f"{operator.name()}: scratch {name} must be like a tensor that is always there "
+            f"({', '.join(tensors)}), got {like}"
+        )
+    return names.index(like)
+
+
 def _fresh(operator: torch._ops.OpOverload) -> int:
     """Count the results that are no arguments that are written."""
     return sum(result.alias_info is None for result in operator._schema.returns)
 
 
 def _results(
-    function: Callable[..., Any], operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
+    function: Callable[..., Any],
+    scratch: Mapping[str, Scratch],
+    operator: torch._ops.OpOverload,
+    parameters: Sequence[Parameter],
 ) -> int:
     """Count the tensors that the function takes after the operator's arguments."""
     fresh = _fresh(operator)
     repeated = sum(p.role == "in place" for p in parameters)
-    taken = count_parameters(function) - 1
+    taken = count_parameters(function) - 1 - len(scratch)
     if taken == len(parameters) + fresh:
         return fresh
     if not fresh and taken == len(parameters) + repeated:
         return repeated
-    arguments = ", ".join([p.name for p in parameters] + ["result"] * fresh + ["tiles"])
+    arguments = [*(p.name for p in parameters), *["result"] * fresh, *scratch, "tiles"]
     raise TypeError(
-        f"{operator.name()}: its kernel must take {len(parameters) + fresh + 1} arguments "
-        f"({arguments}), and {describe(function)} takes {taken + 1}"
+        f"{operator.name()}: its kernel must take {len(arguments)} arguments "
+        f"({', '.join(arguments)}), and {describe(function)} takes {count_parameters(function)}"
     )
 
 

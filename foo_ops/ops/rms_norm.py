@@ -33,20 +33,20 @@ library.define(
     "-> (Tensor output, Tensor sum)",
     tags=TAGS,
 )
-# The gradient of the weight is summed over parts of the rows, which are added up last, so that it
-# is the same for every number of threads.
 library.define(
     "foo::rms_norm_backward",
     "(Tensor grad_output, Tensor input, Tensor? weight, *, float eps) "
-    "-> (Tensor grad_input, Tensor grad_weight, Tensor sums_of_parts)",
+    "-> (Tensor grad_input, Tensor grad_weight)",
     tags=TAGS,
 )
 library.define(
     "foo::add_rms_norm_backward",
     "(Tensor grad_output, Tensor grad_sum, Tensor sum, Tensor? weight, *, float eps) "
-    "-> (Tensor grad_input_and_residual, Tensor grad_weight, Tensor sums_of_parts)",
+    "-> (Tensor grad_input_and_residual, Tensor grad_weight)",
     tags=TAGS,
 )
+# The gradient of the weight is summed over parts of the rows, which are added up last, so that it
+# is the same for every number of threads.
 MOST_PARTS = 64
 
 
@@ -134,10 +134,13 @@ def add_kernel(
         write_normalised(s, total, size, weight, eps, y)
 
 
-def count_parts(sums_of_parts: Any) -> int:
-    # Also where there is no weight, and they have no columns.
-    count: int = sums_of_parts.shape[0]
-    return count
+def count_parts(grad_output: Any) -> int:
+    return min(grad_output.rows, MOST_PARTS)
+
+
+SUMS = library.scratch(
+    count_parts, lambda grad_weight: grad_weight.size, like="grad_output", per_call=True
+)
 
 
 def add_up_parts(grad_weight: Any, sums_of_parts: Any) -> None:
@@ -194,7 +197,12 @@ def differentiate_rows(
                 target[i] = value
 
 
-@library.tile_kernel(tiles=count_parts, finish=add_up_parts, contiguous_rows=True)
+@library.tile_kernel(
+    tiles=count_parts,
+    scratch={"sums_of_parts": SUMS},
+    finish=add_up_parts,
+    contiguous_rows=True,
+)
 def backward_kernel(
     grad_output: Any,
     input: Any,
@@ -208,7 +216,12 @@ def backward_kernel(
     differentiate_rows(grad_output, input, weight, None, eps, grad_input, sums_of_parts, parts)
 
 
-@library.tile_kernel(tiles=count_parts, finish=add_up_parts, contiguous_rows=True)
+@library.tile_kernel(
+    tiles=count_parts,
+    scratch={"sums_of_parts": SUMS},
+    finish=add_up_parts,
+    contiguous_rows=True,
+)
 def add_backward_kernel(
     grad_output: Any,
     grad_sum: Any,
@@ -254,7 +267,7 @@ def fake_add_rms_norm(
 @library.register_fake("foo::rms_norm_backward")
 def fake_backward(
     grad_output: Tensor, input: Tensor, weight: Tensor | None, *, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     operator = "rms_norm_backward"
     require_device(operator, grad_output=grad_output, input=input, weight=weight)
     check(operator, input, weight)
@@ -265,7 +278,7 @@ def fake_backward(
 @library.register_fake("foo::add_rms_norm_backward")
 def fake_add_backward(
     grad_output: Tensor, grad_sum: Tensor, sum: Tensor, weight: Tensor | None, *, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     operator = "add_rms_norm_backward"
     require_device(operator, grad_output=grad_output, grad_sum=grad_sum, sum=sum, weight=weight)
     check(operator, sum, weight)
@@ -274,12 +287,10 @@ def fake_add_backward(
     return empty_gradients(sum, weight)
 
 
-def empty_gradients(input: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def empty_gradients(input: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     grad_input = torch.empty_like(input, memory_format=torch.contiguous_format)
     grad_weight = input.new_empty(0) if weight is None else weight.new_empty(weight.shape)
-    parts = torch.sym_min(math.prod(input.shape[:-1]), MOST_PARTS)
-    sums_of_parts = input.new_empty((parts, grad_weight.shape[0]), dtype=compute_type(input.dtype))
-    return grad_input, grad_weight, sums_of_parts
+    return grad_input, grad_weight
 
 
 for name, kernel in (
@@ -316,7 +327,7 @@ def add_composite(
 
 def composite_backward(
     grad_output: Tensor, input: Tensor, weight: Tensor | None, *, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute foo::rms_norm_backward with torch's own operators, for second derivatives."""
     compute = compute_type(input.dtype)
     grad, x = grad_output.to(compute), input.to(compute)
@@ -324,16 +335,16 @@ def composite_backward(
     weighted = grad if weight is None else grad * weight.to(compute)
     grad_input = scale * weighted - x * scale**3 * (weighted * x).mean(-1, keepdim=True)
     if weight is None:
-        return grad_input.to(input.dtype), input.new_empty(0), x.new_empty(0)
+        return grad_input.to(input.dtype), input.new_empty(0)
     sums = (grad * x * scale).flatten(0, -2)
-    return grad_input.to(input.dtype), sums.sum(0).to(weight.dtype), sums
+    return grad_input.to(input.dtype), sums.sum(0).to(weight.dtype)
 
 
 def add_composite_backward(
     grad_output: Tensor, grad_sum: Tensor, sum: Tensor, weight: Tensor | None, *, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_input, grad_weight, sums = composite_backward(grad_output, sum, weight, eps=eps)
-    return grad_input + grad_sum, grad_weight, sums
+) -> tuple[Tensor, Tensor]:
+    grad_input, grad_weight = composite_backward(grad_output, sum, weight, eps=eps)
+    return grad_input + grad_sum, grad_weight
 
 
 library.register_autograd("foo::rms_norm", "foo::rms_norm_backward", composite=composite)

@@ -6,6 +6,8 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <deque>
+#include <mutex>
 
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
@@ -83,6 +85,11 @@ class Call {
     signature_.push_back(kAbsent);
   }
 
+  void add_scratch() {
+    numbers_.push_back(0);
+    tensor_of_.push_back(-1);
+  }
+
   // False, and nothing is written, where the kernel's check does not pass. Throws where a kernel
   // that checks its accesses has found one outside.
   bool run(const std::string& operator_name, Kernel& kernel, const TileOptions& options) {
@@ -99,19 +106,35 @@ class Call {
     for (size_t i = 0; i < numbers_.size(); ++i) {
       if (tensor_of_[i] >= 0) numbers_[i] = reinterpret_cast<int64_t>(&views[tensor_of_[i]]);
     }
+    // Of the call, then of its threads, until nothing refers to a view any more.
+    std::deque<Scratch> scratch;
     const auto require_inside = [&] {
       if (outside.is_found == 0) return;
-      const int64_t tensor = outside.view - views.data();
-      const auto* const argument = std::find(tensor_of_.begin(), tensor_of_.end(), tensor);
-      refuse_outside(operator_name, options.names[argument - tensor_of_.begin()], outside);
+      refuse_outside(operator_name, options.names[argument_of(outside.view, views, scratch)],
+                     outside);
     };
-    int64_t tiles = 0;
-    function(numbers_.data(), kCountTiles, &tiles, 0, 0);
+    c10::SmallVector<int64_t, 8> counts(1 + dimensions_of(options));
+    function(numbers_.data(), kCountTiles, counts.data(), 0, 0);
     require_inside();
+    const int64_t tiles = counts[0];
     if (tiles < 0) return false;
+    const ScratchShapes of_call = scratch_shapes(operator_name, options, counts.data() + 1, true);
+    const ScratchShapes of_thread =
+        scratch_shapes(operator_name, options, counts.data() + 1, false);
+    scratch.emplace_back(of_call, 0, outside).give(numbers_.data());
+    std::mutex mutex;
     const int64_t grain = std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1));
     at::parallel_for(0, tiles, grain_size(grain), [&](int64_t begin, int64_t end) {
-      function(numbers_.data(), kRunTiles, nullptr, begin, end);
+      if (of_thread.empty()) {
+        function(numbers_.data(), kRunTiles, nullptr, begin, end);
+        return;
+      }
+      auto numbers = numbers_;
+      {
+        const std::lock_guard lock(mutex);
+        scratch.emplace_back(of_thread, at::get_thread_num() + 1, outside).give(numbers.data());
+      }
+      function(numbers.data(), kRunTiles, nullptr, begin, end);
     });
     require_inside();
     if (options.finishes) function(numbers_.data(), kFinishTiles, nullptr, 0, 0);
@@ -121,6 +144,40 @@ class Call {
   }
 
  private:
+  static int64_t dimensions_of(const TileOptions& options) {
+    int64_t dimensions = 0;
+    for (const ScratchOption& option : options.scratch) dimensions += option.dimensions;
+    return dimensions;
+  }
+
+  // The shapes of what there is for a call, or for each thread, from the sizes of all.
+  ScratchShapes scratch_shapes(const std::string& operator_name, const TileOptions& options,
+                               const int64_t* sizes, bool is_per_call) const {
+    ScratchShapes shapes;
+    size_t argument = numbers_.size() - options.scratch.size();
+    for (const ScratchOption& option : options.scratch) {
+      if (option.is_per_call == is_per_call) {
+        const at::Tensor& like = tensors_[tensor_of_[option.like]];
+        shapes.push_back(scratch_shape(operator_name, options.names[argument], argument,
+                                       like.scalar_type(), sizes, option.dimensions));
+      }
+      sizes += option.dimensions;
+      ++argument;
+    }
+    return shapes;
+  }
+
+  // Which argument a view is.
+  size_t argument_of(const View* view, const c10::SmallVector<View, 8>& views,
+                     const std::deque<Scratch>& scratch) const {
+    for (const Scratch& memory : scratch) {
+      const int64_t argument = memory.argument_of(view);
+      if (argument >= 0) return argument;
+    }
+    return std::find(tensor_of_.begin(), tensor_of_.end(), view - views.data()) -
+           tensor_of_.begin();
+  }
+
   Tensors tensors_;
   c10::SmallVector<bool, 8> is_written_;
   c10::SmallVector<int64_t, 16> numbers_;
@@ -184,6 +241,7 @@ class TileLauncher final : public c10::OperatorKernel {
     if (options_.repeats_written) {
       for (const Written& output : written) call.add_tensor(output.buffer, true);
     }
+    for (size_t i = 0; i < options_.scratch.size(); ++i) call.add_scratch();
     if (!call.run(name_, kernel_, options_)) refuse(arguments, copies, device);
     move_to_targets(written);
     return results;

@@ -9,6 +9,7 @@
 
 #include "launch/parameter.h"
 #include "launch/registration.h"
+#include "ops/tile_scratch.h"
 #include "ops/view.h"
 
 namespace foo {
@@ -19,7 +20,8 @@ enum TilePhase : int64_t { kCountTiles, kRunTiles, kFinishTiles };
 
 // `arguments` points to a number for each argument: a View's address, or a scalar's bits. In the
 // phase kCountTiles the kernel writes to `count` how many tiles there are, or a negative number
-// where its check does not pass. In the phase kRunTiles it runs the tiles from `begin` to `end`.
+// where its check does not pass, and after it the sizes of its scratch memory, which it does not
+// have yet. In the phase kRunTiles it runs the tiles from `begin` to `end`.
 using TileFunction = void(const int64_t* arguments, int64_t phase, int64_t* count, int64_t begin,
                           int64_t end);
 
@@ -27,7 +29,7 @@ using TileFunction = void(const int64_t* arguments, int64_t phase, int64_t* coun
 using Refusal = std::function<void(c10::ArrayRef<c10::IValue> arguments)>;
 
 struct TileOptions {
-  // The names of the function's parameters: first arguments, then results.
+  // The names of the function's parameters: first arguments, then results, then scratch memory.
   std::vector<std::string> names;
   // The last dimension of every tensor is given to the kernel with stride 1.
   bool contiguous_rows;
@@ -35,6 +37,7 @@ struct TileOptions {
   bool repeats_written;
   // The kernel is called once more when all tiles are done, also where there are none.
   bool finishes;
+  std::vector<ScratchOption> scratch;
   // For each argument whether the kernel's check takes it.
   std::vector<bool> checks;
   // Called where the kernel's check does not pass.

@@ -107,3 +107,8 @@ class OwnKernel(Source):
 
     def explain(self, signature: str, error: Exception) -> None:
         """The package's own kernels compile; whoever writes one wants to see all of it."""
+
+
+def size_name(position: int) -> str:
+    """Return what the function of a tile kernel is called that gives a size of scratch memory."""
+    return f"size {position}"

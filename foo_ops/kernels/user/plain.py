@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba.core import types as numba_types
 
-from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.compiler.kernel import Kernel, size_name
 from foo_ops.kernels.user import elementwise, tile
 from foo_ops.kernels.user.copies import Copies
 from foo_ops.kernels.vectors.bounds import DATA, NDIM, SIZES, STRIDES
@@ -65,10 +65,12 @@ def make_tile_kernel(
     names: tuple[str, ...],
     contiguous_rows: bool,
     taken: Mapping[str, tuple[int, ...]],
+    scratch: tuple[tuple[int, int], ...],
     *functions: Callable[..., Any],
 ) -> Kernel:
     """Make the call of a function over views for a range of tiles; see tile.py."""
-    argument_types = tile.types_of_arguments(signature, kinds, names, contiguous_rows)
+    argument_types = tile.types_of_arguments(signature, kinds, names, contiguous_rows, scratch)
+    sizes = sum(dimensions for _, dimensions in scratch)
     plain = _Plain()
     function, *others = map(plain.of, functions)
     given = dict(zip(taken, others))
@@ -79,19 +81,24 @@ def make_tile_kernel(
         return _number(type_, place)
 
     def loop(numbers: int, phase: int, count: int, begin: int, end: int) -> None:
-        values = [argument_at(t, numbers + 8 * i) for i, t in enumerate(argument_types)]
+        def value_of(position: int) -> Any:
+            return argument_at(argument_types[position], numbers + 8 * position)
 
         def call(name: str, default: Any) -> Any:
             if name not in given:
                 return default
-            return given[name](*(values[position] for position in taken[name]))
+            return given[name](*map(value_of, taken[name]))
 
         if phase == tile.COUNT_TILES:
-            is_right = call("check", True)
-            rows = next((value.rows for value in values if isinstance(value, View)), 0)
-            write(count, "int64", call("tiles", rows) if is_right else -1)
+            # There is no scratch memory yet.
+            arguments = map(value_of, range(len(kinds) - len(scratch)))
+            rows = next((value.rows for value in arguments if isinstance(value, View)), 0)
+            tiles = call("tiles", rows) if call("check", True) else -1
+            names_of_sizes = map(size_name, range(sizes if tiles >= 0 else 0))
+            counts = [tiles, *(call(name, 0) for name in names_of_sizes)]
+            write(count, "int64", np.array(counts, np.int64))
         elif phase == tile.RUN_TILES:
-            function(*values, range(begin, end))
+            function(*map(value_of, range(len(kinds))), range(begin, end))
         else:
             call("finish", None)
 

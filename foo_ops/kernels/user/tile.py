@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from numba import njit
 from numba.core import types
 
-from foo_ops.kernels.compiler.kernel import CHECKED, Kernel
+from foo_ops.kernels.compiler.kernel import CHECKED, Kernel, size_name
 from foo_ops.kernels.user import elementwise
 from foo_ops.kernels.user.elementwise import ABSENT, GIVEN
 from foo_ops.kernels.vectors.arguments import make_argument_reader
@@ -36,6 +36,7 @@ def make_tile_kernel(
     names: tuple[str, ...],
     contiguous_rows: bool,
     taken: Mapping[str, tuple[int, ...]],
+    scratch: tuple[tuple[int, int], ...],
     function: Callable,
     *others: Callable,
 ) -> Kernel:
@@ -45,15 +46,18 @@ def make_tile_kernel(
         signature: a dtype with a number of dimensions for each tensor, "none" or "given" for other
             arguments that are optional; at the end "checked" where no access may be outside.
         kinds: "tensor" or one of `SCALARS` for each argument, with "?" after it where it is
-            optional.
+            optional; at the end "scratch" for each view of scratch memory.
         names: what the function calls its arguments.
         contiguous_rows: the elements of a row are adjacent.
         taken: for each of the other functions what it is, and the arguments that it takes.
+        scratch: for each view of scratch memory the argument in whose compute type it is, and its
+            number of dimensions.
         function: ``function(*arguments, tiles)``.
         others: "tiles" gives the number of tiles, by default that of the rows of the first tensor;
-            "check" tells whether there may be any; "finish" is called when all are done.
+            "check" tells whether there may be any; "finish" is called when all are done; "size 0"
+            and so on give the sizes of all views of scratch memory, one after the other.
     """
-    argument_types = types_of_arguments(signature, kinds, names, contiguous_rows)
+    argument_types = types_of_arguments(signature, kinds, names, contiguous_rows, scratch)
     arguments_at = make_argument_reader(argument_types, range(len(kinds)))
 
     def called(name: str, default: Callable, *default_taken: int) -> Callable:
@@ -69,16 +73,37 @@ def make_tile_kernel(
     tiles = called("tiles", _rows, *[kinds.index("tensor")] if "tensor" in kinds else [])
     check = called("check", _always)
     finish = called("finish", _always)
+    write_sizes = _nothing
+    for position in range(sum(dimensions for _, dimensions in scratch)):
+        write_sizes = _then(write_sizes, called(size_name(position), _always), position + 1)
 
     def loop(arguments, phase, count, begin, end):
         if phase == COUNT_TILES:
             count[0] = tiles(arguments) if check(arguments) else -1
+            if count[0] >= 0:
+                write_sizes(arguments, count)
         elif phase == RUN_TILES:
             function(*arguments_at(arguments), range(begin, end))
         else:
             finish(arguments)
 
     return Kernel(loop, ARGUMENT_TYPES, vectorizes=True)
+
+
+@njit
+def _nothing(arguments, count):
+    return None
+
+
+def _then(first: Callable, size: Callable, position: int) -> Callable:
+    """Write a size to ``count`` after others."""
+
+    @njit
+    def write(arguments, count):
+        first(arguments, count)
+        count[position] = size(arguments)
+
+    return write
 
 
 @njit
@@ -92,7 +117,11 @@ def _rows(view):
 
 
 def types_of_arguments(
-    signature: str, kinds: tuple[str, ...], names: tuple[str, ...], contiguous_rows: bool
+    signature: str,
+    kinds: tuple[str, ...],
+    names: tuple[str, ...],
+    contiguous_rows: bool,
+    scratch: tuple[tuple[int, int], ...],
 ) -> tuple[types.Type, ...]:
     """The Numba type of each argument."""
     codes = signature.split(",")
@@ -104,9 +133,15 @@ def types_of_arguments(
             raise TypeError(f"a kernel cannot read {dtype}")
         return View(dtype, int(dimensions.removesuffix("d")), contiguous_rows, is_checked, name)
 
-    rest, argument_types = iter(codes), []
+    rest, argument_types = iter(codes), list[types.Type]()
+    described = iter(scratch)
     for kind, name in zip(kinds, names):
         plain = kind.removesuffix("?")
+        if plain == "scratch":
+            like, dimensions = next(described)
+            compute = str(ELEMENTS[argument_types[like].dtype].compute)
+            argument_types.append(View(compute, dimensions, True, is_checked, name))
+            continue
         code = next(rest) if plain == "tensor" or kind != plain else GIVEN
         if code == ABSENT:
             argument_types.append(types.none)

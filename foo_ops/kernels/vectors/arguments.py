@@ -152,7 +152,9 @@ def store_each(typing_context, pointers, index, values):
         if not isinstance(value, (types.Number, types.Boolean)):
             raise errors.TypingError(f"the kernel returns {value}, which is no number")
         if not _can_hold(ELEMENTS[pointer.dtype].compute, value):
-            is_rounded = isinstance(value, types.Float) and pointer.dtype.startswith(("int", "uint"))
+            is_rounded = isinstance(value, types.Float) and pointer.dtype.startswith(
+                ("int", "uint")
+            )
             advice = "; int(...) makes an integer of a float" if is_rounded else ""
             raise errors.TypingError(
                 f"the kernel returns {types.unliteral(value)}, and the operator {pointer.dtype}, "
