@@ -2,8 +2,9 @@
 
 Names are loaded where a kernel is compiled: to import this module imports no Numba. The modules
 of ``foo_ops.kernels.vectors`` say what each does: views.py about arrays, items.py about indices,
-reduction.py about sums and maxima, math_functions.py about exp, erf, sin and the like, the package
-itself about explicit vectors; ``help(language.exp)`` says what one function does.
+reduction.py about sums and maxima, math_functions.py about exp, erf, sin and the like, philox.py
+about random numbers, the package itself about explicit vectors; ``help(language.exp)`` says what
+one function does.
 
 The examples in their docstrings are lines of a kernel, where ``x`` and ``y`` are rows of ``size``
 adjacent elements (``x = input.row(row)``), ``i`` is an index, and ``total`` a number of x's type.
@@ -35,6 +36,7 @@ _MODULES = {
     "powers": ("expm1", "log1p", "log2", "pow"),
     "periodic": ("cos", "sin"),
     "error_function": ("erf",),
+    "philox": ("random",),
     "rounding": ("ceil", "floor", "round", "sqrt", "trunc"),
     "arithmetic": ("absolute", "any_lane", "fma", "less", "maximum", "select", "splat"),
     "memory": (

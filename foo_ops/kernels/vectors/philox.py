@@ -8,11 +8,18 @@ sizes or in other threads, computes the same numbers again.
 from __future__ import annotations
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import errors, types
 from numba.extending import intrinsic
 
 from foo_ops.kernels.vectors.elements import ELEMENTS
-from foo_ops.kernels.vectors.instructions import INT32, INT64, constant_of, emit_splat
+from foo_ops.kernels.vectors.instructions import (
+    FLOAT,
+    INT32,
+    INT64,
+    constant_of,
+    emit_splat,
+    shaped,
+)
 from foo_ops.kernels.vectors.memory import emit_load_vector
 
 ROUNDS = 10
@@ -61,6 +68,33 @@ def store_dropout_mask(
     return types.void(*parameters), generate
 
 
+@intrinsic
+def random(typing_context, seed, offset):
+    """Return a float32 from 0 to below 1 that depends on a seed and an offset, and on nothing else.
+
+    Numbers of other offsets are independent: an element takes its own index, and a second number
+    for it an offset that no element has. All 2^64 seeds and offsets give streams of their own. The
+    number is the first word of Philox's for the counter (offset, 0), in steps of 2^-24.
+
+    Example:
+        >>> y[i] = x[i] / 0.9 if language.random(seed, i) >= 0.1 else 0.0
+    """
+    for name, number in (("seed", seed), ("offset", offset)):
+        if not isinstance(number, types.Integer):
+            raise errors.TypingError(f"random: {name} must be an integer, got {number}")
+
+    def generate(context, builder, signature, args):
+        (key_low, key_high), (low, high) = (
+            (builder.trunc(word, INT32), builder.trunc(builder.lshr(word, INT64(32)), INT32))
+            for word in args
+        )
+        word = _philox(builder, [low, high, INT32(0), INT32(0)], [key_low, key_high])[0]
+        whole = builder.sitofp(builder.lshr(word, INT32(8)), FLOAT)
+        return builder.fmul(whole, FLOAT(2.0**-24))
+
+    return types.float32(types.int64, types.int64), generate
+
+
 def _philox(builder: ir.IRBuilder, counter: list[ir.Value], key: list[ir.Value]) -> list[ir.Value]:
     for _ in range(ROUNDS):
         products = [
@@ -82,7 +116,7 @@ def _philox(builder: ir.IRBuilder, counter: list[ir.Value], key: list[ir.Value])
 
 def _multiply(builder: ir.IRBuilder, word: ir.Value, multiplier: int) -> tuple[ir.Value, ir.Value]:
     """Return the upper and the lower half of a product of 64 bits."""
-    wide = ir.VectorType(INT64, word.type.count)
+    wide = shaped(INT64, word.type)
     product = builder.mul(builder.zext(word, wide), constant_of(wide, multiplier))
     upper = builder.trunc(builder.lshr(product, constant_of(wide, 32)), word.type)
     return upper, builder.trunc(product, word.type)

@@ -17,6 +17,7 @@ from foo_ops.kernels.vectors import (
     functions,
     memory,
     periodic,
+    philox,
     powers,
     reduction,
     rounding,
@@ -30,6 +31,8 @@ from foo_ops.kernels.vectors.plain_views import (
     read,
     write,
 )
+
+_WORD = 0xFFFFFFFF
 
 
 def _type_of(like: Any) -> np.dtype[Any]:
@@ -102,6 +105,19 @@ def exp2(x: Any) -> Any:
     return _without_subnormals(_rounded(np.exp2, x))
 
 
+def random(seed: Any, offset: Any) -> Any:
+    words = [int(offset) & _WORD, int(offset) >> 32 & _WORD, 0, 0]
+    key = [int(seed) & _WORD, int(seed) >> 32 & _WORD]
+    for _ in range(philox.ROUNDS):
+        first, second = (word * m for word, m in zip(words[::2], philox.MULTIPLIERS))
+        words = [
+            *(second >> 32 ^ words[1] ^ key[0], second & _WORD),
+            *(first >> 32 ^ words[3] ^ key[1], first & _WORD),
+        ]
+        key = [word + step & _WORD for word, step in zip(key, philox.WEYL_STEPS)]
+    return np.float32((words[0] >> 8) * 2.0**-24)
+
+
 # ----------------------------------------------------------------------------------- arithmetic
 
 
@@ -169,7 +185,8 @@ def shift_bytes(pointer: Pointer, count: Any) -> Pointer:
 # --------------------------------------------------------------------------------------- docstrings
 
 for _module in (
-    *(arithmetic, error_function, functions, memory, periodic, powers, reduction, rounding),
+    *(arithmetic, error_function, functions, memory, periodic, philox, powers, reduction),
+    rounding,
 ):
     for _name, _function in list(globals().items()):
         if getattr(_function, "__module__", None) == __name__ and hasattr(_module, _name):
