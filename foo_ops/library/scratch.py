@@ -50,8 +50,11 @@ def scratch(*sizes: Size, like: str, per_call: bool = False) -> Scratch:
         TypeError: for sizes that are neither, or none.
 
     Example:
+        >>> from foo_ops import language
         >>> foo_ops.library.define("mylib::column_sum", "(Tensor input) -> Tensor")
-        >>> foo_ops.library.register_fake("mylib::column_sum", lambda x: x.new_empty(x.shape[-1:]))
+        >>> @foo_ops.library.register_fake("mylib::column_sum")
+        ... def column_sum_fake(input):
+        ...     return input.new_empty(input.shape[-1:])
         >>> def add_up(output, sums):
         ...     for i in range(output.shape[0]):
         ...         total = language.zero(sums)

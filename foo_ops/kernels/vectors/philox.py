@@ -77,7 +77,7 @@ def random(typing_context, seed, offset):
     number is the first word of Philox's for the counter (offset, 0), in steps of 2^-24.
 
     Example:
-        >>> y[i] = x[i] / 0.9 if language.random(seed, i) >= 0.1 else 0.0
+        >>> y[i] = x[i] / 0.9 if language.random(2026, i) >= 0.1 else 0.0
     """
     for name, number in (("seed", seed), ("offset", offset)):
         if not isinstance(number, types.Integer):
