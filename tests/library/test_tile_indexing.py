@@ -1,12 +1,16 @@
 """Indices of tile kernels mean elements, or do not compile."""
 
 import itertools
+import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from foo_ops import language, library
+from foo_ops.kernels.vectors import views
+from foo_ops.kernels.vectors.plain_views import View
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -132,6 +136,29 @@ def test_memory_is_indexed_only_where_that_means_elements(device):
     refusal(through_data, torch.ones(2, 3, device=device), reason, 2, **options)
     call = define(through_data, **options)
     assert call(torch.arange(6.0, device=device)[::2]).tolist() == [0, 2, 4]
+
+
+def rounded_down(input, output, rows):
+    for row in rows:
+        output[row] = input[math.floor(input[row])]
+
+
+def rounded_to_integers(input, output, rows):
+    for row in rows:
+        output[row] = input[int(input[row] // 1)]
+
+
+def test_an_index_is_no_float(device):
+    """What math.floor returns is one."""
+    x = torch.tensor([1.5, 0.0, 2.5], device=device)
+    options = {"tiles": lambda input: input.size}
+    reason = "an index must be an integer, got float32; int(...) makes one of a float"
+    refusal(rounded_down, x, reason, 2, **options)
+    assert define(rounded_to_integers, **options)(x).tolist() == [0, 1.5, 2.5]
+    type_ = views.View("float32", 1, False, False, "x")
+    interpreted = View(type_, x.data_ptr(), [3], [1])
+    with pytest.raises(TypeError, match=re.escape(reason)):
+        interpreted[np.float32(1)]
 
 
 def transposed(input, output, rows):

@@ -74,8 +74,9 @@ def _element_type(array: types.Type, index: types.Type) -> types.Type | None:
     """Return the type of what an index gives, or None where it cannot be one."""
     if not isinstance(array, (*_ARRAYS, Extents)):
         return None
-    if any(isinstance(part, types.Float) for part in _parts(index)):
-        raise _refusal(NOT_INTEGER.format(index))
+    for part in _parts(index):
+        if isinstance(part, types.Float):
+            raise _refusal(NOT_INTEGER.format(part))
     if not all(isinstance(part, types.Integer) for part in _parts(index)):
         return None
     if isinstance(array, Extents):

@@ -18,7 +18,7 @@ import numpy as np
 from foo_ops.kernels.compiler.kernel import WRONG_INDEX
 from foo_ops.kernels.vectors import views
 from foo_ops.kernels.vectors.elements import COMPLEX_PARTS, ELEMENTS
-from foo_ops.kernels.vectors.items import NOT_INDEXED, wrong_count
+from foo_ops.kernels.vectors.items import NOT_INDEXED, NOT_INTEGER, wrong_count
 from foo_ops.kernels.vectors.values import HAS_STRIDE
 
 _STORAGES = {"bool": "uint8", "bfloat16": "uint16"}
@@ -112,6 +112,13 @@ def from_start(index: Any, size: Any) -> Any:
     return size + index if isinstance(index, FromEnd) else index
 
 
+def _require_integers(*indices: Any) -> None:
+    for index in indices:
+        kind = np.asarray(index).dtype
+        if kind.kind == "f":
+            raise TypeError(WRONG_INDEX + NOT_INTEGER.format(kind))
+
+
 class _Elements(ABC):
     """Elements that are given one index; those from ``first`` to before ``stop`` may be used."""
 
@@ -126,6 +133,7 @@ class _Elements(ABC):
     def _place(self, index: Any) -> int:
         if isinstance(index, tuple):
             raise TypeError(WRONG_INDEX + wrong_count(self, len(index)))
+        _require_integers(index)
         return self.place(from_start(index, self.stop))
 
     def __getitem__(self, index: Any) -> Any:
@@ -241,6 +249,7 @@ class View:
         given = indices if isinstance(indices, tuple) else (indices,)
         if len(given) != self.ndim:
             raise TypeError(WRONG_INDEX + wrong_count(self._type, len(given)))
+        _require_integers(*given)
         counted = tuple(map(from_start, given, self.shape))
         if not all(0 <= index < size for index, size in zip(counted, self.shape)):
             raise IndexError(f"index {_written(given)} is outside of the shape {self.shape}")
