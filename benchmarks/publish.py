@@ -26,6 +26,7 @@ KINDS = {
     "attention of one new token": "attention decoding",
     "norms, rotary embedding, SwiGLU, loss": "operators",
     "the kit's tutorial": "kit",
+    "examples of the kit": "examples",
 }
 MOST_NAMES = 3
 

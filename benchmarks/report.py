@@ -56,6 +56,7 @@ SECTIONS = {
         "Operators beside attention, GB/s of memory read and written (more is better)", "GB/s"
     ),
     "kit": Section("The kit's tutorial, GB/s of memory read and written (more is better)", "GB/s"),
+    "examples": Section("The operators of examples/operators, microseconds (less is better)", "us"),
     "device": Section("Device foo beside the CPU, microseconds (less is better)", "us"),
     "attention forward": Section(
         "Attention forward, heads x head dimension, GFLOP/s of useful work (more is better)",

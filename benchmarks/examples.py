@@ -1,0 +1,93 @@
+"""Compare the operators of examples/operators with PyTorch's own, eager and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.measure import OURS, Case, Contenders
+from benchmarks.operators import Function, backward, compiled, forward
+from examples.operators.layer_norm import layer_norm
+
+SECTION = "examples"
+DTYPES = ("float32", "bfloat16")
+
+
+class MakeInputs(Protocol):
+    def __call__(self, rows: int, dtype: torch.dtype) -> Sequence[Any]: ...
+
+
+@dataclass(frozen=True)
+class Example:
+    """An operator, the same of PyTorch's, and what they are called with.
+
+    Attributes:
+        ours, theirs: take the inputs, and return a tensor or several.
+        inputs: makes them, of so many rows.
+        differentiable: how many of the first inputs need a gradient; there is no row for gradients
+            where none does.
+    """
+
+    ours: Function
+    theirs: Function
+    inputs: MakeInputs
+    differentiable: int = 0
+
+
+def normal(*shapes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(tuple(shape), generator=generator).to(dtype) for shape in shapes]
+
+
+# ------------------------------------------------------------------------------------ the operators
+
+
+def rows_and_weights(rows: int, dtype: torch.dtype) -> list[Tensor]:
+    return normal((rows, 1024), (1024,), (1024,), dtype=dtype)
+
+
+EXAMPLES = {
+    "layer_norm": Example(
+        layer_norm, lambda x, *given: F.layer_norm(x, x.shape[-1:], *given), rows_and_weights, 3
+    ),
+}
+
+
+# ----------------------------------------------------------------------------------------- the rows
+
+
+def cases(rows: int, threads: int) -> Iterator[Case]:
+    for name, example in EXAMPLES.items():
+        for dtype in DTYPES:
+            for is_backward in (False, True)[: 1 + bool(example.differentiable)]:
+                direction = " backward" if is_backward else ""
+                yield Case(
+                    SECTION,
+                    f"{name}{direction}, {dtype}, {rows} rows",
+                    partial(contenders, example, getattr(torch, dtype), rows, is_backward),
+                    (threads,),
+                    headline=dtype == "float32",
+                )
+
+
+def contenders(example: Example, dtype: torch.dtype, rows: int, is_backward: bool) -> Contenders:
+    """Take ours, PyTorch's operators one by one, and the same compiled."""
+    make = backward if is_backward else forward
+
+    def inputs() -> list[Any]:
+        made = list(example.inputs(rows, dtype))
+        for tensor in made[: example.differentiable]:
+            tensor.requires_grad_(is_backward)
+        return made
+
+    return {
+        OURS: lambda: make(example.ours, inputs()),
+        "torch": lambda: make(example.theirs, inputs()),
+        "compiled": lambda: make(compiled(example.theirs), inputs()),
+    }

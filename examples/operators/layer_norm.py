@@ -1,0 +1,249 @@
+"""Layer normalisation over the last dimension (Ba, Kiros and Hinton 2016, equation 4).
+
+    output = (input - mean(input)) / sqrt(var(input) + eps) * weight + bias
+
+Shows a kernel over rows, tensors that are optional, gradients that are an operator with a kernel of
+its own, and a sum over all rows that is the same for every number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foo_ops import language, library
+from foo_ops.testing import OpSpec, Sample, random
+
+TAGS = torch.Tag.pt2_compliant_tag
+library.define(
+    "examples::layer_norm",
+    "(Tensor input, Tensor? weight=None, Tensor? bias=None, *, float eps=1e-5) -> Tensor",
+    tags=TAGS,
+)
+library.define(
+    "examples::layer_norm_backward",
+    "(Tensor grad_output, Tensor input, Tensor? weight, Tensor? bias, *, float eps) "
+    "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor sums_of_parts)",
+    tags=TAGS,
+)
+MOST_PARTS = 64
+
+
+def layer_norm(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    """Normalise the rows of ``input`` (..., D), with ``weight`` and ``bias`` (D,)."""
+    return torch.ops.examples.layer_norm(input, weight, bias, eps=eps)
+
+
+# ---------------------------------------------------------------------------------------- kernels
+
+
+def mean_of(x: Any, size: Any) -> Any:
+    total = language.zero(x)
+    for i in range(size):
+        total = language.accumulate(total, x[i])
+    return language.cast(total / size, x)
+
+
+def scale_of(squares: Any, rest: Any, size: Any, eps: Any) -> Any:
+    """Return 1 / sqrt(var + eps), from the squares of what is left of numbers without their mean.
+
+    ``rest`` is the mean of that: what the sum of numbers far from zero has lost.
+    """
+    return language.cast(1.0 / math.sqrt(squares / size - rest * rest + eps), squares)
+
+
+@library.register_kernel("examples::layer_norm", ("cpu", "foo"))
+@library.tile_kernel(contiguous_rows=True)
+def forward_kernel(input: Any, weight: Any, bias: Any, eps: Any, output: Any, rows: Any) -> None:
+    size = input.shape[-1]
+    for row in rows:
+        x, y = input.row(row), output.row(row)
+        mean, squares, rest = mean_of(x, size), language.zero(x), language.zero(x)
+        for i in range(size):
+            squares = language.accumulate(squares, (x[i] - mean) * (x[i] - mean))
+            rest = language.accumulate(rest, x[i] - mean)
+        rest = language.cast(rest / size, x)
+        mean, scale = mean + rest, scale_of(squares, rest, size, eps)
+        for i in range(size):
+            value = (x[i] - mean) * scale
+            if weight is not None:
+                value = value * weight[i]
+            if bias is not None:
+                value = value + bias[i]
+            y[i] = value
+
+
+def write_sum(sums_of_parts: Any, first: Any, target: Any) -> None:
+    """Add up rows of all parts, and write what that gives for a weight or a bias, if there is one.
+
+    Every part has two rows: the first is that of the weight, the second that of the bias.
+    """
+    for i in range(target.size):
+        target[i] = 0.0
+    for row in range(first, sums_of_parts.rows, 2):
+        total, sums = sums_of_parts.row(first), sums_of_parts.row(row)
+        for i in range(target.size):
+            if row != first:
+                total[i] = total[i] + sums[i]
+            target[i] = total[i]
+
+
+def add_up_parts(grad_weight: Any, grad_bias: Any, sums_of_parts: Any) -> None:
+    write_sum(sums_of_parts, 0, grad_weight)
+    write_sum(sums_of_parts, 1, grad_bias)
+
+
+@library.register_kernel("examples::layer_norm_backward", ("cpu", "foo"))
+@library.tile_kernel(
+    tiles=lambda sums_of_parts: sums_of_parts.shape[0], finish=add_up_parts, contiguous_rows=True
+)
+def backward_kernel(
+    grad_output: Any, input: Any, weight: Any, bias: Any, eps: Any,
+    grad_input: Any, grad_weight: Any, grad_bias: Any, sums_of_parts: Any, parts: Any,
+) -> None:  # fmt: skip
+    """With s = 1 / sqrt(var + eps), n = (x - mean) * s and g = grad_output * weight:
+
+    grad_input = s * (g - mean(g) - n * mean(g * n)).
+    """
+    size, count = input.shape[-1], sums_of_parts.shape[0]
+    for part in parts:
+        weight_sums, bias_sums = sums_of_parts.row(2 * part), sums_of_parts.row(2 * part + 1)
+        for i in range(sums_of_parts.shape[2]):
+            weight_sums[i] = 0.0
+            bias_sums[i] = 0.0
+        for row in range(part * input.rows // count, (part + 1) * input.rows // count):
+            g, x, target = grad_output.row(row), input.row(row), grad_input.row(row)
+            mean, squares, rest = mean_of(x, size), language.zero(x), language.zero(x)
+            total, product = language.zero(x), language.zero(x)
+            for i in range(size):
+                weighted, difference = g[i], x[i] - mean
+                if weight is not None:
+                    weighted = language.cast(weighted * weight[i], x)
+                squares = language.accumulate(squares, difference * difference)
+                rest = language.accumulate(rest, difference)
+                total = language.accumulate(total, weighted)
+                product = language.accumulate(product, weighted * difference)
+            rest = language.cast(rest / size, x)
+            mean, scale = mean + rest, scale_of(squares, rest, size, eps)
+            offset = language.cast(total / size, x)
+            slope = language.cast((product - rest * total) * scale / size, x)
+            for i in range(size):
+                weighted, normalised = g[i], (x[i] - mean) * scale
+                if weight is not None:
+                    weighted = language.cast(weighted * weight[i], input)
+                    weight_sums[i] = weight_sums[i] + g[i] * normalised
+                if bias is not None:
+                    bias_sums[i] = bias_sums[i] + g[i]
+                target[i] = scale * (weighted - offset - normalised * slope)
+
+
+# ------------------------------------------------------------------------------------------- fake
+
+
+@library.register_fake("examples::layer_norm")
+def fake(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    if not input.is_floating_point():
+        raise TypeError(f"layer_norm: input must be floating-point, got {input.dtype}")
+    if input.dim() == 0:
+        raise ValueError("layer_norm: input must have at least 1 dimension, got 0")
+    for name, given in (("weight", weight), ("bias", bias)):
+        if given is not None and not given.is_floating_point():
+            raise TypeError(f"layer_norm: {name} must be floating-point, got {given.dtype}")
+        if given is not None and given.shape != input.shape[-1:]:
+            raise ValueError(
+                f"layer_norm: {name} must have shape {list(input.shape[-1:])} as input's rows "
+                f"have, got {list(given.shape)}"
+            )
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+@library.register_fake("examples::layer_norm_backward")
+def fake_backward(
+    grad_output: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
+) -> tuple[Tensor, ...]:
+    nothing = input.new_empty(0)
+    grad_weight, grad_bias = (
+        nothing.clone() if given is None else given.new_empty(given.shape)
+        for given in (weight, bias)
+    )
+    parts = torch.sym_min(math.prod(input.shape[:-1]), MOST_PARTS)
+    width = 0 if weight is None and bias is None else input.shape[-1]
+    # Sums are kept in float32 for half precision, and rounded once.
+    compute = torch.float64 if input.dtype == torch.float64 else torch.float32
+    sums_of_parts = input.new_empty((parts, 2, width), dtype=compute)
+    return fake(input, weight, bias), grad_weight, grad_bias, sums_of_parts
+
+
+# --------------------------------------------------------------------------------------- autograd
+
+
+def composite(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    """Compute the same with torch's operators, for forward mode."""
+    weight, bias = (None if given is None else given.to(input.dtype) for given in (weight, bias))
+    return F.layer_norm(input, input.shape[-1:], weight, bias, eps)
+
+
+library.register_autograd(
+    "examples::layer_norm", "examples::layer_norm_backward", composite=composite
+)
+library.register_vmap_rows("examples::layer_norm", "input")
+
+
+# ---------------------------------------------------------------------------------------- samples
+
+
+def reference(
+    input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    centred = input - input.mean(-1, keepdim=True)
+    normalised = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    return normalised * (1 if weight is None else weight) + (0 if bias is None else bias)
+
+
+def sample(shape: tuple[int, ...], dtype: torch.dtype, *, given: int = 3, **options: Any) -> Sample:
+    """Make a sample that has the first ``given`` of input, weight and bias."""
+    tensors = random("layer_norm", shape, shape[-1:], shape[-1:], dtype=dtype)
+    return Sample((*tensors[:given], *[None] * (3 - given)), options)
+
+
+def wide_weight(dtype: torch.dtype) -> Sample:
+    """A model in half precision keeps the weights of its norms in float32."""
+    input, weight, bias = sample((5, 67), dtype).inputs
+    return Sample((input, weight.float(), bias.float()))
+
+
+def far_from_zero(dtype: torch.dtype) -> Sample:
+    """The variance is small beside the mean; a row has a NaN, another one an infinity."""
+    (input, *others) = sample((5, 33), dtype).inputs
+    input[:3] += 100
+    input[3, 1], input[4, 2] = torch.nan, torch.inf
+    return Sample((input, *others))
+
+
+SPEC = OpSpec(
+    operator=torch.ops.examples.layer_norm.default,
+    reference=reference,
+    dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    sized=lambda dtype, size: sample((2, size, size + 3), dtype),
+    samples={
+        "vector": lambda dtype: sample((19,), dtype),
+        "nothing else": lambda dtype: sample((3, 4, 33), dtype, given=1, eps=0.25),
+        "no bias": lambda dtype: sample((3, 33), dtype, given=2),
+        "one column": lambda dtype: sample((3, 1), dtype),
+        "no columns": lambda dtype: sample((3, 0), dtype),
+        "wide weight": wide_weight,
+        "far from zero": far_from_zero,
+    },
+    essential=("size7", "nothing else"),
+    large=lambda dtype: sample((301, 501), dtype),
+)

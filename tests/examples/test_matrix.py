@@ -1,0 +1,15 @@
+"""Every operator of examples/operators passes every check, on cpu and on foo."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples" / "operators"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+SPECS = [importlib.import_module(f"examples.operators.{name}").SPEC for name in NAMES]
+
+
+@pytest.mark.operators(*SPECS)
+def test_operator(operator_check):
+    operator_check()
