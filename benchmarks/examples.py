@@ -13,7 +13,10 @@ from torch import Tensor
 
 from benchmarks.measure import OURS, Case, Contenders
 from benchmarks.operators import Function, backward, compiled, forward
+from examples.operators.gelu import gelu
 from examples.operators.layer_norm import layer_norm
+from examples.operators.stencil import composite as torch_stencil
+from examples.operators.stencil import stencil
 
 SECTION = "examples"
 DTYPES = ("float32", "bfloat16")
@@ -48,6 +51,11 @@ def normal(*shapes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
 # ------------------------------------------------------------------------------------ the operators
 
 
+def rows_of(width: int, count: int = 1) -> MakeInputs:
+    """Make tensors of (rows, width)."""
+    return lambda rows, dtype: normal(*[(rows, width)] * count, dtype=dtype)
+
+
 def rows_and_weights(rows: int, dtype: torch.dtype) -> list[Tensor]:
     return normal((rows, 1024), (1024,), (1024,), dtype=dtype)
 
@@ -55,6 +63,13 @@ def rows_and_weights(rows: int, dtype: torch.dtype) -> list[Tensor]:
 EXAMPLES = {
     "layer_norm": Example(
         layer_norm, lambda x, *given: F.layer_norm(x, x.shape[-1:], *given), rows_and_weights, 3
+    ),
+    "gelu": Example(gelu, F.gelu, rows_of(4096), 1),
+    "gelu tanh": Example(
+        partial(gelu, approximate="tanh"), partial(F.gelu, approximate="tanh"), rows_of(4096), 1
+    ),
+    "stencil": Example(
+        partial(stencil, rate=0.2), partial(torch_stencil, rate=0.2), rows_of(2048), 1
     ),
 }
 
