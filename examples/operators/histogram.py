@@ -1,0 +1,129 @@
+"""Count numbers in bins of equal width, as torch.histc does, in integers.
+
+    counts[b] = |{x : edge[b] <= x < edge[b + 1]}|, edge[b] = min + b * (max - min) / bins
+
+The last bin has its upper edge, too. What lies outside is not counted, nor is a NaN.
+
+Shows parts that count on their own, on several threads, and are added up when all are done
+(``finish=``), and options that are checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops import language, library
+from foo_ops.testing import OpSpec, Sample, random
+
+library.define(
+    "examples::histogram",
+    "(Tensor input, *, SymInt bins, float min, float max) "
+    "-> (Tensor counts, Tensor counts_of_parts)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+MOST_PARTS, LEAST_OF_PART = 16, 4096
+
+
+def histogram(input: Tensor, *, bins: int, min: float, max: float) -> Tensor:
+    """Return the counts (bins,), int64, of the elements of ``input``, floating-point."""
+    counts, _ = torch.ops.examples.histogram(input.reshape(-1), bins=bins, min=min, max=max)
+    return counts
+
+
+# ----------------------------------------------------------------------------------------- kernel
+
+
+def add_up_parts(counts: Any, counts_of_parts: Any) -> None:
+    for i in range(counts.size):
+        total = language.zero(counts)
+        for part in range(counts_of_parts.rows):
+            total += counts_of_parts[part, i]
+        counts[i] = total
+
+
+@library.register_kernel("examples::histogram", ("cpu", "foo"))
+@library.tile_kernel(tiles=lambda counts_of_parts: counts_of_parts.rows, finish=add_up_parts)
+def kernel(
+    input: Any, bins: Any, min: Any, max: Any, counts: Any, counts_of_parts: Any, parts: Any
+) -> None:
+    count, width = counts_of_parts.rows, max - min
+    for part in parts:
+        own = counts_of_parts.row(part)
+        for i in range(bins):
+            own[i] = 0
+        for i in range(part * input.size // count, (part + 1) * input.size // count):
+            value = language.cast(input[i], min)
+            if min <= value <= max:
+                place = int((value - min) / width * bins)
+                own[place if place < bins else bins - 1] += 1
+
+
+# ------------------------------------------------------------------------------------------- fake
+
+
+@library.register_fake("examples::histogram")
+def fake(input: Tensor, *, bins: int, min: float, max: float) -> tuple[Tensor, Tensor]:
+    if not input.is_floating_point():
+        raise TypeError(f"histogram: input must be floating-point, got {input.dtype}")
+    if input.dim() != 1:
+        raise ValueError(f"histogram: input must have 1 dimension, got {input.dim()}")
+    if bins < 1:
+        raise ValueError(f"histogram: bins must be at least 1, got {bins}")
+    if not min < max:
+        raise ValueError(f"histogram: max must be more than min, {min}, got {max}")
+    parts = torch.sym_min(input.shape[0] // LEAST_OF_PART + 1, MOST_PARTS)
+    counts = input.new_empty(bins, dtype=torch.int64)
+    return counts, input.new_empty((parts, bins), dtype=torch.int64)
+
+
+# ---------------------------------------------------------------------------------------- samples
+
+
+def reference(input: Tensor, bins: int, min: float, max: float) -> tuple[Tensor, Tensor]:
+    """Look for each number among the edges; torch.histc rounds otherwise."""
+    edges = torch.linspace(min, max, bins + 1, dtype=torch.float64)
+
+    def counts_of(part: Tensor) -> Tensor:
+        is_inside = (part >= min) & (part <= max)
+        place = torch.bucketize(part[is_inside], edges, right=True) - 1
+        return torch.bincount(place.clamp(max=bins - 1), minlength=bins)
+
+    count, size = torch.sym_min(input.numel() // LEAST_OF_PART + 1, MOST_PARTS), input.numel()
+    starts = [part * size // count for part in range(1, count)]
+    return counts_of(input), torch.stack([counts_of(it) for it in input.tensor_split(starts)])
+
+
+def sample(size: int, dtype: torch.dtype, bins: int = 16, spread: float = 1.0) -> Sample:
+    """Make numbers of which some lie outside."""
+    (input,) = random("histogram", (size,), dtype=dtype)
+    return Sample((spread * input,), {"bins": bins, "min": -2.0, "max": 2.0})
+
+
+def on_edges(dtype: torch.dtype) -> Sample:
+    drawn = sample(3 * LEAST_OF_PART, dtype)
+    return drawn.map(lambda input: (4 * input).round() / 4)
+
+
+def special(dtype: torch.dtype) -> Sample:
+    numbers = [torch.nan, torch.inf, -torch.inf, 2.0, -2.0, 0.0, -0.0, 1.99]
+    return Sample((torch.tensor(numbers, dtype=dtype),), {"bins": 5, "min": -2.0, "max": 2.0})
+
+
+SPEC = OpSpec(
+    operator=torch.ops.examples.histogram.default,
+    reference=reference,
+    dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    sized=lambda dtype, size: sample(7 * size, dtype, bins=size + 1),
+    samples={
+        "one bin": lambda dtype: sample(33, dtype, bins=1),
+        "on edges, in several parts": on_edges,
+        "all outside": lambda dtype: sample(33, dtype, spread=1e3),
+        "special values": special,
+    },
+    essential=("size7", "one bin"),
+    large=lambda dtype: sample(100_001, dtype),
+    differentiable=False,
+)
