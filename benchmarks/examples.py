@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -11,20 +11,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measure import OURS, Case, Contenders
+from benchmarks.measure import OURS, Case, Contenders, Local
 from benchmarks.operators import Function, backward, compiled, forward
+from examples.operators.adamw import adamw_
 from examples.operators.causal_conv1d import causal_conv1d
 from examples.operators.causal_conv1d import composite as torch_conv1d
+from examples.operators.dropout import dropout
+from examples.operators.embedding_bag import embedding_bag
 from examples.operators.gelu import gelu
 from examples.operators.histogram import histogram
+from examples.operators.int8_linear import composite as torch_int8_linear
+from examples.operators.int8_linear import int8_linear
 from examples.operators.layer_norm import layer_norm
+from examples.operators.nms import nms, overlaps
 from examples.operators.quantize import quantize
+from examples.operators.selective_scan import composite as torch_selective_scan
+from examples.operators.selective_scan import selective_scan
+from examples.operators.spectral_filter import composite as torch_spectral_filter
+from examples.operators.spectral_filter import spectral_filter
 from examples.operators.stencil import composite as torch_stencil
 from examples.operators.stencil import stencil
 from examples.operators.top_k import top_k
 
 SECTION = "examples"
-DTYPES = ("float32", "bfloat16")
+FLOAT32 = ("float32",)
+DTYPES = (*FLOAT32, "bfloat16")
 
 
 class MakeInputs(Protocol):
@@ -40,12 +51,16 @@ class Example:
         inputs: makes them, of so many rows.
         differentiable: how many of the first inputs need a gradient; there is no row for gradients
             where none does.
+        dtypes: of the inputs.
+        compared: makes of a result what contenders must agree on.
     """
 
     ours: Function
     theirs: Function
     inputs: MakeInputs
     differentiable: int = 0
+    dtypes: Sequence[str] = DTYPES
+    compared: Callable[[Tensor], Tensor] = torch.clone
 
 
 def normal(*shapes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
@@ -87,6 +102,75 @@ def torch_histogram(input: Tensor) -> Tensor:
     return torch.histc(input.float(), 100, -3.0, 3.0)
 
 
+def table_and_bags(rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """Make a table of 10000 rows, and bags of 20 of them each."""
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(10_000, (20 * rows,), generator=generator)
+    return [*normal((10_000, 128), dtype=dtype), indices, torch.arange(0, 20 * rows, 20)]
+
+
+def torch_embedding_bag(weight: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
+    return F.embedding_bag(indices, weight, offsets, mode="sum")
+
+
+def boxes_and_scores(rows: int, dtype: torch.dtype) -> list[Tensor]:
+    corners, sides, scores = normal((rows, 2), (rows, 2), (rows,), dtype=torch.float32)
+    corners = 10 * corners
+    return [torch.cat((corners, corners + sides.abs()), 1).to(dtype), scores]
+
+
+def torch_nms(boxes: Tensor, scores: Tensor) -> Tensor:
+    """Compare all pairs, and go through the boxes in the order of their scores."""
+    order = scores.argsort(descending=True, stable=True)
+    is_hidden = overlaps(boxes[order].float()).triu(1) > 0.5
+    kept = torch.ones(len(order), dtype=torch.bool)
+    for index in range(len(order)):
+        kept &= ~(kept[index] & is_hidden[index])
+    return order[kept]
+
+
+def optimizer_state(rows: int, dtype: torch.dtype) -> list[Tensor]:
+    parameter, average, square, grad = normal(*[(rows, 1024)] * 4, dtype=dtype)
+    return [parameter, average, square.square(), grad]
+
+
+def our_adamw(parameter: Tensor, average: Tensor, square: Tensor, grad: Tensor) -> Tensor:
+    adamw_(parameter, average, square, grad, step=10)
+    return parameter
+
+
+def torch_adamw(parameter: Tensor, average: Tensor, square: Tensor, grad: Tensor) -> Tensor:
+    """Call what torch.optim.AdamW(fused=True) calls."""
+    torch._fused_adamw_(
+        [parameter], [grad], [average], [square], [], [torch.tensor(10.0)],
+        lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=1e-2, eps=1e-8,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+    return parameter
+
+
+def spectra(rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """Make them in complex64, whatever the dtype."""
+    real = normal((rows, 1024), (rows, 1024), (1024,), (1024,), (1024,), dtype=torch.float32)
+    return [torch.complex(*real[:2]), torch.complex(*real[2:4]), real[4]]
+
+
+def quantized_layer(rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """Make a few rows, as in decoding, and a weight of (4096, 2048)."""
+    input, scale = normal((max(rows // 1024, 1), 2048), (4096,), dtype=dtype)
+    weight = torch.randint(-128, 128, (4096, 2048), dtype=torch.int8)
+    return [input, weight, scale / 128]
+
+
+def short_sequence(rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """Make a sequence of 64 steps, 256 channels and 16 states: PyTorch takes it step by step."""
+    steps = (1, min(rows, 64))
+    u, delta, decay, *others = normal(
+        (*steps, 256), (*steps, 256), (256, 16), (*steps, 16), (*steps, 16), (256,), dtype=dtype
+    )
+    return [u, delta.abs() / 4, -decay.abs(), *others]
+
+
 EXAMPLES = {
     "layer_norm": Example(
         layer_norm, lambda x, *given: F.layer_norm(x, x.shape[-1:], *given), rows_and_weights, 3
@@ -103,6 +187,24 @@ EXAMPLES = {
     "histogram": Example(
         partial(histogram, bins=100, min=-3.0, max=3.0), torch_histogram, rows_of(1024)
     ),
+    "embedding_bag": Example(embedding_bag, torch_embedding_bag, table_and_bags, 1),
+    "nms": Example(partial(nms, iou_threshold=0.5), torch_nms, boxes_and_scores, dtypes=FLOAT32),
+    "adamw": Example(our_adamw, torch_adamw, optimizer_state),
+    "spectral_filter": Example(spectral_filter, torch_spectral_filter, spectra, 3, dtypes=FLOAT32),
+    "int8_linear": Example(int8_linear, torch_int8_linear, quantized_layer),
+    "selective_scan": Example(
+        lambda *it: selective_scan(*it)[0],
+        lambda *it: torch_selective_scan(*it)[0],
+        short_sequence,
+        6,
+    ),
+    "dropout": Example(
+        partial(dropout, p=0.1),
+        partial(F.dropout, p=0.1),
+        rows_of(1024),
+        1,
+        compared=torch.linalg.vector_norm,
+    ),
     "stencil": Example(
         partial(stencil, rate=0.2), partial(torch_stencil, rate=0.2), rows_of(2048), 1
     ),
@@ -114,7 +216,7 @@ EXAMPLES = {
 
 def cases(rows: int, threads: int) -> Iterator[Case]:
     for name, example in EXAMPLES.items():
-        for dtype in DTYPES:
+        for dtype in example.dtypes:
             for is_backward in (False, True)[: 1 + bool(example.differentiable)]:
                 direction = " backward" if is_backward else ""
                 yield Case(
@@ -130,14 +232,16 @@ def contenders(example: Example, dtype: torch.dtype, rows: int, is_backward: boo
     """Take ours, PyTorch's operators one by one, and the same compiled."""
     make = backward if is_backward else forward
 
-    def inputs() -> list[Any]:
-        made = list(example.inputs(rows, dtype))
-        for tensor in made[: example.differentiable]:
+    def contender(function: Function) -> Local:
+        inputs = list(example.inputs(rows, dtype))
+        for tensor in inputs[: example.differentiable]:
             tensor.requires_grad_(is_backward)
+        made = make(function, inputs)
+        made.compared = example.compared
         return made
 
     return {
-        OURS: lambda: make(example.ours, inputs()),
-        "torch": lambda: make(example.theirs, inputs()),
-        "compiled": lambda: make(compiled(example.theirs), inputs()),
+        OURS: lambda: contender(example.ours),
+        "torch": lambda: contender(example.theirs),
+        "compiled": lambda: contender(compiled(example.theirs)),
     }

@@ -73,7 +73,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, options)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; ``closure`` computes the loss and the gradients, if it is given."""
         loss = None
         if closure is not None:

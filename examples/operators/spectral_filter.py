@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foo_ops import language, library
+from foo_ops import library
 from foo_ops.testing import OpSpec, Sample, random
 
 TAGS = torch.Tag.pt2_compliant_tag
@@ -37,7 +37,7 @@ COLUMNS = 64
 def spectral_filter(
     input: Tensor, response: Tensor | None = None, gain: Tensor | None = None
 ) -> Tensor:
-    """Filter ``input`` (..., F), complex, by ``response`` (F,), complex, and ``gain`` (F,), real."""
+    """Filter ``input`` (..., F) by ``response`` (F,), both complex, and ``gain`` (F,), real."""
     return torch.ops.examples.spectral_filter(input, response, gain)
 
 

@@ -1,6 +1,6 @@
 """A step of the heat equation on a grid, with the five-point stencil.
 
-    output[i, j] = x[i, j] + rate * (x[i - 1, j] + x[i + 1, j] + x[i, j - 1] + x[i, j + 1] - 4 x[i, j])
+    output[i, j] = (1 - 4 rate) x[i, j] + rate * (x[i-1, j] + x[i+1, j] + x[i, j-1] + x[i, j+1])
 
 The grid lies in the last two dimensions, and is zero around (Dirichlet's boundary): so the step is
 a symmetric matrix, and its own gradient. Stable for rates up to 1/4.

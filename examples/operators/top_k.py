@@ -4,8 +4,8 @@ A row keeps a heap of the best so far, in its results; a vector in which nothing
 after one comparison. NaN counts as the largest, as in torch.topk; of equal numbers the first wins,
 so the indices are the same on every machine.
 
-Shows vectors with masks, results of several dtypes, gradients that read another result, and indices that
-are checked before anything is written (``check=``, ``refuse=``).
+Shows vectors with masks, results of several dtypes, gradients that read another result, and indices
+that are checked before anything is written (``check=``, ``refuse=``).
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def forward_kernel(input: Any, k: Any, values: Any, indices: Any, rows: Any) -> 
 
 
 def are_indices(input: Any, indices: Any) -> bool:
+    wrong = 0
     for i in range(indices.size):
-        if not 0 <= indices.flat[i] < input.shape[-1]:
-            return False
-    return True
+        wrong += not 0 <= indices.flat[i] < input.shape[-1]
+    return wrong == 0
 
 
 def refuse_indices(input: Tensor, indices: Tensor) -> None:
@@ -158,7 +158,7 @@ def fake_backward(grad_values: Tensor, input: Tensor, indices: Tensor) -> Tensor
 
 def composite(input: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Compute the same with torch's operators, for forward mode."""
-    values, indices = input.sort(-1, descending=True, stable=True)
+    values, indices = input.sort(dim=-1, descending=True, stable=True)
     return values[..., :k], indices[..., :k]
 
 

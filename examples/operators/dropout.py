@@ -1,0 +1,133 @@
+"""Dropout whose mask is never stored: the backward pass draws the same numbers again.
+
+An element is kept where its number, of 32 bits, is at least p * 2^32, and divided by 1 - p. The
+number is Philox-2x32-10 (Salmon et al. 2011, section 3.3) of its place, with the seed as the key,
+and depends neither on threads nor on devices.
+
+Shows integers in kernels, a seed in a tensor, which torch.compile traces, and an operator that is
+linear: one kernel serves both directions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops import language, library
+from foo_ops.testing import OpSpec, Sample, random
+
+TAGS = torch.Tag.pt2_compliant_tag
+library.define("examples::dropout", "(Tensor input, Tensor seed, *, float p) -> Tensor", tags=TAGS)
+library.define(
+    "examples::dropout_backward",
+    "(Tensor grad_output, Tensor seed, *, float p) -> Tensor grad_input",
+    tags=TAGS,
+)
+ROUNDS, MULTIPLIER, KEY_STEP = 10, 0xD256D193, 0x9E3779B9
+WORD = 0xFFFFFFFF
+
+
+def dropout(input: Tensor, *, p: float = 0.5) -> Tensor:
+    """Drop elements of ``input``, floating-point, with probability p, as torch.manual_seed says."""
+    seed = torch.randint(2**62, (1,), device=input.device)
+    return torch.ops.examples.dropout(input, seed, p=p)
+
+
+# ----------------------------------------------------------------------------------------- kernel
+
+
+def philox(low: Any, high: Any, key: Any) -> Any:
+    """Return the first of the two words of 32 bits that Philox makes of two words and a key."""
+    for _ in range(ROUNDS):
+        product = low * MULTIPLIER
+        low, high = (product >> 32 & WORD) ^ key ^ high, product & WORD
+        key = key + KEY_STEP & WORD
+    return low
+
+
+@library.tile_kernel(contiguous_rows=True)
+def kernel(input: Any, seed: Any, p: Any, output: Any, rows: Any) -> None:
+    size, least = input.shape[-1], int(p * 2.0**32)
+    scale = language.cast(1.0 / (1.0 - p) if p < 1.0 else 0.0, input)
+    key, upper = seed[0] & WORD, seed[0] >> 32
+    for row in rows:
+        x, y = input.row(row), output.row(row)
+        first = row * size
+        for i in range(size):
+            place = first + i
+            number = philox(place & WORD, place >> 32 ^ upper, key)
+            y[i] = x[i] * scale if number >= least else language.zero(input)
+
+
+# ------------------------------------------------------------------------------------------- fake
+
+
+def fake(input: Tensor, seed: Tensor, *, p: float) -> Tensor:
+    if not input.is_floating_point():
+        raise TypeError(f"dropout: input must be floating-point, got {input.dtype}")
+    if seed.dtype != torch.int64:
+        raise TypeError(f"dropout: seed must be torch.int64, got {seed.dtype}")
+    if seed.shape != (1,):
+        raise ValueError(f"dropout: seed must have shape [1], got {list(seed.shape)}")
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout: p must be in [0, 1], got {p}")
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+# --------------------------------------------------------------------------------------- autograd
+
+
+def composite(input: Tensor, seed: Tensor, *, p: float) -> Tensor:
+    """Multiply by the mask, for forward mode and second derivatives."""
+    ones = torch.ones_like(input, requires_grad=False)
+    return input * torch.ops.examples.dropout(ones, seed, p=p)
+
+
+for name in ("examples::dropout", "examples::dropout_backward"):
+    library.register_fake(name, fake)
+    library.register_kernel(name, ("cpu", "foo"), kernel)
+library.register_autograd("examples::dropout", "examples::dropout_backward", composite=composite)
+library.register_autograd("examples::dropout_backward", composite=composite)
+
+
+# ---------------------------------------------------------------------------------------- samples
+
+
+def multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """Return the upper and the lower word of a product, by halves."""
+    low = (word & 0xFFFF) * factor
+    high = (word >> 16) * factor + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
+
+
+def reference(input: Tensor, seed: Tensor, p: float) -> Tensor:
+    seed, place = seed[0], torch.arange(input.numel()).view(input.shape)
+    left, right = place % 2**32, place // 2**32 ^ (seed >> 32)
+    for round in range(10):
+        upper, lower = multiply(left, 0xD256D193)
+        left, right = upper ^ (seed % 2**32 + 0x9E3779B9 * round) % 2**32 ^ right, lower
+    is_kept = left >= int(p * 2**32)
+    return torch.where(is_kept, input / (1 - p), 0) if p < 1 else 0 * input
+
+
+def sample(
+    shape: tuple[int, ...], dtype: torch.dtype, p: float = 0.25, seed: int = 2**61 + 12345
+) -> Sample:
+    return Sample((*random("dropout", shape, dtype=dtype), torch.tensor([seed])), {"p": p})
+
+
+SPEC = OpSpec(
+    operator=torch.ops.examples.dropout.default,
+    reference=reference,
+    dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    sized=lambda dtype, size: sample((2, size, size + 3), dtype),
+    samples={
+        "0-d": lambda dtype: sample((), dtype),
+        "all": lambda dtype: sample((3, 5), dtype, p=1.0),
+        "none": lambda dtype: sample((3, 5), dtype, p=0.0, seed=0),
+    },
+    essential=("size7", "0-d"),
+    large=lambda dtype: sample((301, 501), dtype),
+)
