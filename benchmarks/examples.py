@@ -158,7 +158,8 @@ def spectra(rows: int, dtype: torch.dtype) -> list[Tensor]:
 def quantized_layer(rows: int, dtype: torch.dtype) -> list[Tensor]:
     """Make a few rows, as in decoding, and a weight of (4096, 2048)."""
     input, scale = normal((max(rows // 1024, 1), 2048), (4096,), dtype=dtype)
-    weight = torch.randint(-128, 128, (4096, 2048), dtype=torch.int8)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randint(-128, 128, (4096, 2048), generator=generator, dtype=torch.int8)
     return [input, weight, scale / 128]
 
 

@@ -32,7 +32,8 @@ def register_autograd(
       no names, other names stand for their gradients, in their order. A gradient that is optional
       is None where nothing depends on the result, else it is zeros. A tensor that is optional there
       and not in ``op`` is a factor of the gradients of others, and is saved where one of those is
-      needed. The results are ``grad_<argument>``, or without names one for each tensor.
+      needed. The results are ``grad_<argument>``, or without names one for each tensor. Second
+      derivatives are those of the backward operator; without any it refuses to be differentiated.
     - ``composite`` computes the same as ``op`` with PyTorch's own operators. It is called where
       there are tangents of forward-mode differentiation. Without ``backward`` it is differentiated
       in the backward pass, so that derivatives of every order follow from it, and calls that are
@@ -79,6 +80,8 @@ def register_autograd(
     name = op if isinstance(op, str) else op.name()
     if isinstance(backward, torch._ops.OpOverloadPacket):
         backward = backward.default
+    if name in _refusals:
+        _refusals.pop(name).destroy()
     formula: Formula | CompositeFormula | None = None
     if callable(backward) and not isinstance(backward, torch._ops.OpOverload):
         formula = _formula(name, backward, setup_context)
@@ -96,6 +99,7 @@ def register_autograd(
     else:
         backward_name = getattr(backward, "name", lambda: backward)()
         keep(_C.register_backward_operator(name, backward_name, tangents), lib)
+        _refuse_second_derivatives(name, backward_name, lib)
 
 
 def _only_formula(
@@ -131,6 +135,25 @@ def _formula(name: str, backward: Any, setup_context: Callable[..., None] | None
             f"{', '.join(tensors)}"
         )
     return Formula(operator, backward, setup_context)
+
+
+# Backward operators that refuse to be differentiated, until they are told how.
+_refusals: dict[str, Any] = {}
+
+
+def _refuse_second_derivatives(
+    name: str, backward_name: str, lib: torch.library.Library | None
+) -> None:
+    """Let a backward operator without gradients of its own say so, where they would be lost."""
+    keys = ("Autograd", "AutogradCPU", "CompositeImplicitAutograd")
+    if any(torch._C._dispatch_has_kernel_for_dispatch_key(backward_name, key) for key in keys):
+        return
+    message = (
+        f"{backward_name}: it computes the gradients of {name} and has no derivative itself; to "
+        "get one, give foo_ops.library.register_autograd a composite of it"
+    )
+    _refusals[backward_name] = _C.refuse_to_differentiate(backward_name, message)
+    keep(_refusals[backward_name], lib)
 
 
 def _register_on_autograd_key(

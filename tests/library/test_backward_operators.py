@@ -160,6 +160,38 @@ def test_compiled_autograd(lib):
             assert x.grad.tolist() == [10 * by, 14 * by]
 
 
+def test_second_derivatives_are_refused_until_they_are_told(lib):
+    """They are never lost in silence: eager, under torch.func, and in forward mode."""
+    define(lib, "square(Tensor x) -> Tensor", lambda x: x * x)
+    define(lib, "square_backward(Tensor grad, Tensor x) -> Tensor", lambda grad, x: 2 * grad * x)
+    library.register_autograd(
+        "foo_backward::square",
+        "foo_backward::square_backward",
+        composite=lambda x: x * x,
+        lib=lib,
+    )
+    square, x = torch.ops.foo_backward.square, torch.tensor([2.0, 3.0], requires_grad=True)
+    (first,) = torch.autograd.grad(square(x).sum(), x, create_graph=True)
+    message = (
+        "foo_backward::square_backward: it computes the gradients of foo_backward::square and has "
+        "no derivative itself; to get one, give foo_ops.library.register_autograd a composite of it"
+    )
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        first.sum().backward()
+    slope = torch.func.grad(lambda x: square(x).sum())
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        with pytest.raises(NotImplementedError, match=re.escape(message)):
+            transform(slope)(x.detach())
+    library.register_autograd(
+        "foo_backward::square_backward", composite=lambda grad, x: 2 * grad * x, lib=lib
+    )
+    (first,) = torch.autograd.grad(square(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert second.tolist() == [2, 2]
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        assert transform(slope)(x.detach()).tolist() == [[2, 0], [0, 2]]
+
+
 def test_a_gradient_that_is_not_returned(lib):
     define(lib, "plus(Tensor x, Tensor y) -> Tensor", lambda x, y: x + y)
     define(lib, "plus_backward(Tensor grad) -> Tensor grad_x", lambda grad: grad.clone())

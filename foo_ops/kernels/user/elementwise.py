@@ -66,7 +66,10 @@ def make_elementwise_kernel(
     inputs_at = make_row_pointers(dtypes, range(outputs, len(dtypes)))
     sizes = tuple(ELEMENTS[dtype].size for dtype in dtypes)
     dense_outputs, dense_inputs = sizes[:outputs], sizes[outputs:]
-    may_be_in_place = outputs == 1 and dtypes[0] == dtypes[1]
+    may_be_in_place = dtypes[:outputs] == dtypes[outputs : 2 * outputs]
+    in_place_at = inputs_at
+    if may_be_in_place:
+        in_place_at = make_row_pointers(dtypes, range(outputs, 2 * outputs))
     scalars_at = make_scalar_reader(arguments)
     arguments_of = make_element_reader(arguments)
 
@@ -81,6 +84,13 @@ def make_elementwise_kernel(
             values = scalar(*arguments_of(moved(of, of_strides, index), scalars, 0))
             store_each(moved(to, to_strides, index), 0, values)
 
+    @njit
+    def is_in_place(data):
+        for output in range(outputs):
+            if data[output] != data[outputs + output]:
+                return False
+        return True
+
     def loop(data, strides, size0, size1, numbers):
         to_strides = take(strides, 0, outputs)
         of_strides = take(strides, outputs, inputs)
@@ -90,10 +100,10 @@ def make_elementwise_kernel(
             of = inputs_at(data, strides, row)
             if to_strides != dense_outputs or of_strides != dense_inputs:
                 strided(to, of, scalars, to_strides, of_strides, size0)
-            elif may_be_in_place and data[0] == data[1]:
-                # The output is written through the first input's own pointer, so that LLVM sees
+            elif may_be_in_place and is_in_place(data):
+                # The outputs are written through the first inputs' own pointers, so that LLVM sees
                 # that an element overlaps only itself, and vectorises the in-place loop too.
-                contiguous((of[0],), of, scalars, size0)
+                contiguous(in_place_at(data, strides, row), of, scalars, size0)
             else:
                 contiguous(to, of, scalars, size0)
 
