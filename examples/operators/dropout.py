@@ -25,7 +25,7 @@ library.define(
     "(Tensor grad_output, Tensor seed, *, float p) -> Tensor grad_input",
     tags=TAGS,
 )
-ROUNDS, MULTIPLIER, KEY_STEP = 10, 0xD256D193, 0x9E3779B9
+MULTIPLIER, KEY_STEP = 0xD256D193, 0x9E3779B9
 WORD = 0xFFFFFFFF
 
 
@@ -38,12 +38,28 @@ def dropout(input: Tensor, *, p: float = 0.5) -> Tensor:
 # ----------------------------------------------------------------------------------------- kernel
 
 
+def mixed(low: Any, high: Any, key: Any) -> Any:
+    """Return the words after one round."""
+    product = low * MULTIPLIER
+    return (product >> 32 & WORD) ^ (key & WORD) ^ high, product & WORD
+
+
+def mixed_five_times(low: Any, high: Any, key: Any) -> Any:
+    low, high = mixed(low, high, key)
+    low, high = mixed(low, high, key + KEY_STEP)
+    low, high = mixed(low, high, key + 2 * KEY_STEP)
+    low, high = mixed(low, high, key + 3 * KEY_STEP)
+    return mixed(low, high, key + 4 * KEY_STEP)
+
+
 def philox(low: Any, high: Any, key: Any) -> Any:
-    """Return the first of the two words of 32 bits that Philox makes of two words and a key."""
-    for _ in range(ROUNDS):
-        product = low * MULTIPLIER
-        low, high = (product >> 32 & WORD) ^ key ^ high, product & WORD
-        key = key + KEY_STEP & WORD
+    """Return the first of the two words of 32 bits that ten rounds make of two words and a key.
+
+    Written out: with a loop over rounds inside, the loop over elements is not vectorised, and takes
+    4 times as long.
+    """
+    low, high = mixed_five_times(low, high, key)
+    low, high = mixed_five_times(low, high, key + 5 * KEY_STEP)
     return low
 
 

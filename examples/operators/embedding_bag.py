@@ -52,9 +52,12 @@ def embedding_bag(
 
 
 def are_bags(weight: Any, indices: Any, offsets: Any) -> bool:
+    # A loop that does not end early is vectorised.
+    wrong = 0
     for i in range(indices.size):
-        if not 0 <= indices[i] < weight.shape[0]:
-            return False
+        wrong += not 0 <= indices[i] < weight.shape[0]
+    if wrong > 0:
+        return False
     end = 0
     for bag in range(offsets.size):
         if not end <= offsets[bag] <= indices.size:

@@ -86,10 +86,10 @@ def make_elementwise_kernel(
 
     @njit
     def is_in_place(data):
+        others = 0
         for output in range(outputs):
-            if data[output] != data[outputs + output]:
-                return False
-        return True
+            others += data[output] != data[outputs + output]
+        return others == 0
 
     def loop(data, strides, size0, size1, numbers):
         to_strides = take(strides, 0, outputs)
