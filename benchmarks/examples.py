@@ -155,6 +155,11 @@ def spectra(rows: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.complex(*real[:2]), torch.complex(*real[2:4]), real[4]]
 
 
+def as_real(function: Function) -> Function:
+    """Let results be compared, which are numbers in float32."""
+    return lambda *inputs: torch.view_as_real(function(*inputs))
+
+
 def quantized_layer(rows: int, dtype: torch.dtype) -> list[Tensor]:
     """Make a few rows, as in decoding, and a weight of (4096, 2048)."""
     input, scale = normal((max(rows // 1024, 1), 2048), (4096,), dtype=dtype)
@@ -191,7 +196,9 @@ EXAMPLES = {
     "embedding_bag": Example(embedding_bag, torch_embedding_bag, table_and_bags, 1),
     "nms": Example(partial(nms, iou_threshold=0.5), torch_nms, boxes_and_scores, dtypes=FLOAT32),
     "adamw": Example(our_adamw, torch_adamw, optimizer_state),
-    "spectral_filter": Example(spectral_filter, torch_spectral_filter, spectra, 3, dtypes=FLOAT32),
+    "spectral_filter": Example(
+        as_real(spectral_filter), as_real(torch_spectral_filter), spectra, 3, dtypes=FLOAT32
+    ),
     "int8_linear": Example(int8_linear, torch_int8_linear, quantized_layer),
     "selective_scan": Example(
         lambda *it: selective_scan(*it)[0],
