@@ -97,7 +97,7 @@ def register_autograd(
     if formula is not None:
         keep(_C.register_formula(name, formula, tangents), lib)
     else:
-        backward_name = getattr(backward, "name", lambda: backward)()
+        backward_name: str = getattr(backward, "name", lambda: backward)()
         keep(_C.register_backward_operator(name, backward_name, tangents), lib)
         _refuse_second_derivatives(name, backward_name, lib)
 
