@@ -97,7 +97,8 @@ def register_autograd(
     if formula is not None:
         keep(_C.register_formula(name, formula, tangents), lib)
     else:
-        backward_name: str = getattr(backward, "name", lambda: backward)()
+        named = backward if isinstance(backward, torch._ops.OpOverload) else None
+        backward_name = str(backward) if named is None else named.name()
         keep(_C.register_backward_operator(name, backward_name, tangents), lib)
         _refuse_second_derivatives(name, backward_name, lib)
 

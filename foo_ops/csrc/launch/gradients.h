@@ -22,8 +22,8 @@ struct SavedForBackward {
   std::vector<torch::autograd::VariableInfo> results;
 };
 
-// Says what zeros stand for a result's gradient. Beside a tensor of Python's, such as a DTensor, they
-// must be one of these, too.
+// Says what zeros stand for a result's gradient. Beside a tensor of Python's, such as a DTensor,
+// they must be one of these, too.
 inline torch::autograd::VariableInfo zeros_like_result(const at::Tensor& result) {
   return torch::autograd::VariableInfo(result, result.key_set().has(c10::DispatchKey::Python));
 }
