@@ -362,5 +362,5 @@ library.register_vmap_rows("foo::add_rms_norm", "input", "residual")
 
 # The kernels of the forward pass tell by their source that they work by rows. Each process sums the
 # gradient of the weight over its rows, in parts that nobody else looks at.
-library.register_sharding("foo::rms_norm_backward", "... ., ... ., . -> ... ., ., .")
-library.register_sharding("foo::add_rms_norm_backward", "... ., ... ., ... ., . -> ... ., ., .")
+library.register_sharding("foo::rms_norm_backward", "... ., ... ., . -> ... ., .")
+library.register_sharding("foo::add_rms_norm_backward", "... ., ... ., ... ., . -> ... ., .")
