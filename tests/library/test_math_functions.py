@@ -120,7 +120,7 @@ def test_the_documents_have_the_same_bounds():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", set(OPERATORS) - {"pow"})
+@pytest.mark.parametrize("name", sorted(OPERATORS.keys() - {"pow"}))
 def test_special_values(name, dtype):
     """Infinity, NaN, signed zeros, the ends of the domain."""
     special = [math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, 1.0, -2.5]
