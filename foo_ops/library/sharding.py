@@ -58,9 +58,9 @@ def register_sharding(
         TypeError: for an operator with lists of tensors.
 
     Example:
-        >>> foo_ops.library.define("mylib::sum_of_columns", "(Tensor input) -> Tensor")
-        >>> foo_ops.library.register_kernel("mylib::sum_of_columns", "cpu", lambda input: input.sum(0))
-        >>> foo_ops.library.register_sharding("mylib::sum_of_columns", "rows columns -> columns")
+        >>> foo_ops.library.define("mylib::column_sums", "(Tensor input) -> Tensor")
+        >>> foo_ops.library.register_kernel("mylib::column_sums", "cpu", lambda input: input.sum(0))
+        >>> foo_ops.library.register_sharding("mylib::column_sums", "rows columns -> columns")
     """
     if sharding is None:
 
