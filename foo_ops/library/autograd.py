@@ -80,27 +80,27 @@ def register_autograd(
     name = op if isinstance(op, str) else op.name()
     if isinstance(backward, torch._ops.OpOverloadPacket):
         backward = backward.default
-    if name in _refusals:
-        _refusals.pop(name).destroy()
+    if isinstance(backward, torch._ops.OpOverload):
+        backward = backward.name()
     formula: Formula | CompositeFormula | None = None
-    if callable(backward) and not isinstance(backward, torch._ops.OpOverload):
+    if callable(backward):
         formula = _formula(name, backward, setup_context)
     elif setup_context is not None:
         raise TypeError(f"{name}: setup_context is for a formula in Python, backward=function")
     if backward is None and composite is None:
         raise TypeError(f"{name}: register_autograd must be given backward, composite or both")
+    if backward is None and composite is not None:
+        formula = CompositeFormula(_functional(name), composite)
+    if name in _refusals:
+        _refusals.pop(name).destroy()
     if composite is not None:
         _register_on_autograd_key(name, composite, lib)
     tangents = _C.Tangents.not_implemented if composite is None else _C.Tangents.composite
-    if backward is None and composite is not None:
-        formula = CompositeFormula(_functional(name), composite)
     if formula is not None:
         keep(_C.register_formula(name, formula, tangents), lib)
-    else:
-        named = backward if isinstance(backward, torch._ops.OpOverload) else None
-        backward_name = str(backward) if named is None else named.name()
-        keep(_C.register_backward_operator(name, backward_name, tangents), lib)
-        _refuse_second_derivatives(name, backward_name, lib)
+    elif isinstance(backward, str):
+        keep(_C.register_backward_operator(name, backward, tangents), lib)
+        _refuse_second_derivatives(name, backward, lib)
 
 
 def _only_formula(
