@@ -60,7 +60,23 @@ class Kept(NamedTuple):
     results: tuple[_Holds, ...]
 
 
-class Formula:
+class _Gradients:
+    """Says what the tensors among an operator's arguments and results are."""
+
+    def __init__(self, operator: torch._ops.OpOverload) -> None:
+        arguments, results = operator._schema.arguments, operator._schema.returns
+        self._number = next(_numbers)
+        self._keyword_only = tuple(it.name for it in arguments if it.kwarg_only)
+        self._are_lists = tuple(map(_is_list, arguments))
+        self._are_result_lists = tuple(map(_is_list, results))
+
+    def key(self, kept: Kept) -> str:
+        """Return the same for calls whose backward passes differ only in their tensors."""
+        is_plain = all(isinstance(it, _CONSTANTS) for it in kept.attributes.values())
+        return f"{self._number} {kept if is_plain else next(_numbers)}"
+
+
+class Formula(_Gradients):
     """Gradients of an operator, from functions as torch.library.register_autograd takes them.
 
     It is called by csrc/python/python_formula.cpp.
@@ -79,16 +95,12 @@ class Formula:
             backward: takes the context and gradients of the results.
             setup_context: as torch.library.register_autograd takes it.
         """
-        arguments = operator._schema.arguments
+        super().__init__(operator)
         self._name = operator.name()
-        self._number = next(_numbers)
         self._backward = backward
         self._setup_context = setup_context
-        self._names = tuple(it.name for it in arguments if not it.kwarg_only)
-        self._keyword_only = tuple(it.name for it in arguments if it.kwarg_only)
-        self._are_lists = tuple(map(_is_list, arguments))
+        self._names = tuple(it.name for it in operator._schema.arguments if not it.kwarg_only)
         self._gives_tensors = all(str(it.type) == "Tensor" for it in operator._schema.returns)
-        self._are_result_lists = tuple(map(_is_list, operator._schema.returns))
 
     def keep(
         self, arguments: tuple[Any, ...], results: tuple[Any, ...]
@@ -119,11 +131,6 @@ class Formula:
             attributes.pop("_non_differentiable", ()),
             attributes.pop("_materializes_gradients", True),
         )
-
-    def key(self, kept: Kept) -> str:
-        """Return the same for calls whose backward passes differ only in their tensors."""
-        is_plain = all(isinstance(it, _CONSTANTS) for it in kept.attributes.values())
-        return f"formula {self._number} {kept if is_plain else next(_numbers)}"
 
     def gradients(
         self,
@@ -173,7 +180,7 @@ class Formula:
         )
 
 
-class CompositeFormula:
+class CompositeFormula(_Gradients):
     """Gradients of an operator, from a function that computes the same with torch's operators.
 
     The function is called in the backward pass; until then its inputs are all that is kept. It is
@@ -181,26 +188,21 @@ class CompositeFormula:
     """
 
     def __init__(self, operator: torch._ops.OpOverload, composite: Callable[..., Any]) -> None:
-        arguments = operator._schema.arguments
-        self._number = next(_numbers)
+        super().__init__(operator)
         self._composite = composite
-        self._are_lists = tuple(map(_is_list, arguments))
-        self._are_result_lists = tuple(map(_is_list, operator._schema.returns))
-        self._keyword_only = tuple(it.name for it in arguments if it.kwarg_only)
 
     def keep(
         self, arguments: tuple[Any, ...], results: tuple[Any, ...]
     ) -> tuple[Kept, tuple[Tensor | None, ...], tuple[Tensor, ...], bool]:
         """Return what a call leaves for its backward pass, as `Formula.keep` does."""
         inputs = _held(arguments, self._are_lists)
-        others = [it if holds is None else None for it, holds in zip(arguments, inputs)]
-        kept = Kept({"others": others}, inputs, _held(results, self._are_result_lists))
+        others = {
+            str(place): argument
+            for place, (argument, holds) in enumerate(zip(arguments, inputs))
+            if holds is None
+        }
+        kept = Kept(others, inputs, _held(results, self._are_result_lists))
         return kept, tuple(_tensors(arguments, inputs)), (), True
-
-    def key(self, kept: Kept) -> str:
-        """Return the same for calls whose backward passes differ only in their tensors."""
-        is_plain = all(isinstance(it, _CONSTANTS) for it in kept.attributes["others"])
-        return f"composite {self._number} {kept if is_plain else next(_numbers)}"
 
     def gradients(
         self,
@@ -228,8 +230,7 @@ class CompositeFormula:
         """Return the tensors among the results of the composite, those of lists one by one."""
         arranged = _arranged(inputs, kept.inputs, None)
         arguments = [
-            other if holds is None else it
-            for it, other, holds in zip(arranged, kept.attributes["others"], kept.inputs)
+            kept.attributes.get(str(place), argument) for place, argument in enumerate(arranged)
         ]
         count = len(arguments) - len(self._keyword_only)
         keywords = dict(zip(self._keyword_only, arguments[count:]))
