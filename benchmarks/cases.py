@@ -106,6 +106,9 @@ def call_cases() -> Iterator[Case]:
         yield Case("calls", name, prepare, context=context, headline=True)
     name = "abs, gradient needed, and its backward pass"
     yield Case("calls", name, prepare_backward_calls, headline=True)
+    for what, is_backward in {"gradient needed": False, "its backward pass": True}.items():
+        name = f"abs with a formula in Python, {what}"
+        yield Case("calls", name, partial(prepare_formulas, is_backward), headline=True)
     yield Case("calls", "relu, made with numba_op", prepare_kit_relu, headline=True)
     yield Case("calls", "sum of a row, made with tile_kernel", prepare_kit_sum, headline=True)
 
@@ -142,6 +145,24 @@ def prepare_backward_calls() -> Contenders:
     )
     custom = partial(Local, differentiated(kit.custom_abs()))
     return {**contenders, "torch.library.custom_op": custom}
+
+
+def prepare_formulas(is_backward: bool) -> Contenders:
+    """Record a formula in Python, or compute its gradients, beside ways of torch.library."""
+    input, cotangent = torch.randn(8, requires_grad=True), torch.ones(8)
+
+    def prepare(operator: Callable[[torch.Tensor], torch.Tensor]) -> Local:
+        if not is_backward:
+            return Local(partial(operator, input))
+        output = operator(input)
+        return Local(partial(torch.autograd.grad, output, input, cotangent, retain_graph=True))
+
+    return {
+        OURS: lambda: prepare(kit.formula_abs()),
+        "torch": lambda: prepare(torch.abs),
+        "torch.library": lambda: prepare(kit.torch_formula_abs()),
+        "torch.library.custom_op": lambda: prepare(kit.custom_abs()),
+    }
 
 
 def local_contenders(

@@ -42,6 +42,41 @@ def row_sum() -> Any:
     return torch.ops.foo_benchmark.row_sum.default
 
 
+def keep_input(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def gradient_of_abs(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    (input,) = ctx.saved_tensors
+    return grad * input.sgn()
+
+
+def make_abs(name: str) -> Any:
+    """Compute abs elementwise, for a formula in Python to be registered."""
+
+    @library.numba_op(f"foo_benchmark::{name}")
+    def formula_abs(x: float) -> float:
+        return abs(x)
+
+    return formula_abs.default
+
+
+@cache
+def formula_abs() -> Any:
+    """Let the kit record a formula in Python."""
+    operator = make_abs("formula_abs")
+    library.register_autograd(operator, gradient_of_abs, setup_context=keep_input)
+    return operator
+
+
+@cache
+def torch_formula_abs() -> Any:
+    """Let torch.library record the same formula of the same kernel."""
+    operator = make_abs("torch_formula_abs")
+    torch.library.register_autograd(operator, gradient_of_abs, setup_context=keep_input)
+    return operator
+
+
 @cache
 def custom_abs() -> Any:
     """Compute torch.abs in an operator that torch.library makes of functions in Python."""
@@ -50,12 +85,5 @@ def custom_abs() -> Any:
     def custom_abs(input: torch.Tensor) -> torch.Tensor:
         return input.abs()
 
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (input,) = ctx.saved_tensors
-        return grad * input.sgn()
-
-    custom_abs.register_autograd(backward, setup_context=setup_context)
+    custom_abs.register_autograd(gradient_of_abs, setup_context=keep_input)
     return custom_abs

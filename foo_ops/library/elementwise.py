@@ -13,6 +13,7 @@ from foo_ops import _C
 from foo_ops.kernels.table import ELEMENTWISE
 from foo_ops.library.dtypes import COMPLEX, FLOATING, dtype_name, in_words
 from foo_ops.library.elementwise_fake import make_fake
+from foo_ops.library.flops import count_elementwise
 from foo_ops.library.kernels import (
     Launcher,
     NumbaKernel,
@@ -104,6 +105,7 @@ class ElementwiseKernel(NumbaKernel):
         lib: torch.library.Library | None,
     ) -> None:
         super().register(operator, keys, lib)
+        count_elementwise(operator, self.function)
         if self.backward is not None and not operator._schema.is_mutable:
             _register_backward(self, operator, keys, lib)
 

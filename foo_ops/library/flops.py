@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import dis
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from foo_ops._after_import import after_import
 from foo_ops.library.operators import find
+
+# One operation each, also a call of a function such as exp.
+_OPERATIONS = ("BINARY_", "INPLACE_", "UNARY_NEGATIVE", "CALL")
+_NO_OPERATIONS = ("BINARY_SUBSCR", "BINARY_SLICE", "CALL_INTRINSIC_1")
 
 
 def register_flops(
@@ -14,7 +23,9 @@ def register_flops(
     """Decorate the function that computes the floating-point operations of these operators.
 
     It gets the operator's arguments, shapes in place of tensors unless it takes those, and serves
-    torch.utils.flop_counter.FlopCounterMode.
+    torch.utils.flop_counter.FlopCounterMode. It takes the place of an earlier one. An elementwise
+    operator has one without: for each element of the result, the operations in its function and the
+    calls of others. Those of torch that are no products or convolutions count as nothing.
 
     Example:
         >>> from torch.utils.flop_counter import FlopCounterMode
@@ -33,12 +44,51 @@ def register_flops(
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:
         def add() -> None:
-            from torch.utils.flop_counter import register_flop_formula
+            from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+            for packet in packets:
+                flop_registry.pop(packet, None)
             register_flop_formula(packets, get_raw=takes_tensors)(formula)
 
-        # It imports Triton, where that is installed: a tenth of a second.
-        after_import("torch.utils.flop_counter", add)
+        _with_counter(add)
         return formula
 
     return register
+
+
+@dataclasses.dataclass(frozen=True)
+class _ElementwiseFlops:
+    function: Callable[..., Any]
+
+    def __call__(self, *arguments: Any, out_val: Any = None, **keywords: Any) -> int:
+        """Count the operations of a call; one that returns nothing writes to an argument."""
+        results = [tensor.numel() for tensor in _tensors(out_val)]
+        elements = results or [tensor.numel() for tensor in _tensors((arguments, keywords))]
+        return max(elements) * sum(map(_is_operation, dis.get_instructions(self.function)))
+
+
+def count_elementwise(operator: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
+    """Count the operations of a function for each element, unless `register_flops` says how."""
+
+    def add() -> None:
+        from torch.utils.flop_counter import flop_registry
+
+        packet = operator._overloadpacket
+        if isinstance(flop_registry.get(packet), (_ElementwiseFlops, type(None))):
+            flop_registry[packet] = _ElementwiseFlops(function)
+
+    _with_counter(add)
+
+
+def _with_counter(add: Callable[[], None]) -> None:
+    # It imports Triton, where that is installed: a tenth of a second.
+    after_import("torch.utils.flop_counter", add)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _is_operation(step: dis.Instruction) -> bool:
+    return step.opname.startswith(_OPERATIONS) and step.opname not in _NO_OPERATIONS

@@ -355,7 +355,7 @@ library.register_autograd("foo::rms_norm_backward", composite=composite_backward
 library.register_autograd("foo::add_rms_norm_backward", composite=add_composite_backward)
 
 
-# ---------------------------------------------------------------------------------- vmap, sharding
+# --------------------------------------------------------------------------- vmap, sharding, FLOPs
 
 library.register_vmap_rows("foo::rms_norm", "input")
 library.register_vmap_rows("foo::add_rms_norm", "input", "residual")
@@ -364,3 +364,27 @@ library.register_vmap_rows("foo::add_rms_norm", "input", "residual")
 # gradient of the weight over its rows, in parts that nobody else looks at.
 library.register_sharding("foo::rms_norm_backward", "... ., ... ., . -> ... ., .")
 library.register_sharding("foo::add_rms_norm_backward", "... ., ... ., ... ., . -> ... ., .")
+
+
+@library.register_flops("foo::rms_norm", takes_tensors=True)
+def flops(input: Tensor, weight: Tensor | None = None, **_: Any) -> int:
+    """Count what is done for each element, not what is done once for a row."""
+    return (3 if weight is None else 4) * input.numel()
+
+
+@library.register_flops("foo::add_rms_norm", takes_tensors=True)
+def add_flops(input: Tensor, residual: Tensor, weight: Tensor | None = None, **_: Any) -> int:
+    return flops(input, weight) + input.numel()
+
+
+@library.register_flops("foo::rms_norm_backward", takes_tensors=True)
+def backward_flops(grad_output: Tensor, input: Tensor, weight: Tensor | None, **_: Any) -> int:
+    """Count two sums over the row, and the gradient; with a weight also its own."""
+    return (7 if weight is None else 12) * input.numel()
+
+
+@library.register_flops("foo::add_rms_norm_backward", takes_tensors=True)
+def add_backward_flops(
+    grad_output: Tensor, grad_sum: Tensor, sum: Tensor, weight: Tensor | None, **_: Any
+) -> int:
+    return backward_flops(grad_output, sum, weight) + sum.numel()

@@ -5,6 +5,7 @@ A pair of elements (a, b) of a row turns by an angle: (a cos - b sin, a sin + b 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -290,7 +291,7 @@ library.register_autograd("foo::rotary_embedding_backward", composite=composite_
 library.register_variant_autograd("foo::rotary_embedding_")
 
 
-# ---------------------------------------------------------------------------------- vmap, sharding
+# --------------------------------------------------------------------------- vmap, sharding, FLOPs
 
 library.register_vmap_rows("foo::rotary_embedding", "input")
 library.register_vmap_rows("foo::rotary_embedding_backward", "grad_output")
@@ -298,3 +299,11 @@ library.register_vmap_rows("foo::rotary_embedding_backward", "grad_output")
 for name in ("rotary_embedding", "rotary_embedding_", "rotary_embedding_backward"):
     # The tables are broadcast.
     library.register_sharding(f"foo::{name}", "... ., ... ., ... . -> ... .")
+
+
+@library.register_flops(
+    "foo::rotary_embedding", "foo::rotary_embedding_", "foo::rotary_embedding_backward"
+)
+def flops(input_shape: torch.Size, cosine_shape: torch.Size, *others: Any, **_: Any) -> int:
+    """Count four products and two sums for each pair that turns."""
+    return 6 * math.prod(input_shape[:-1]) * cosine_shape[-1]

@@ -355,7 +355,7 @@ library.register_autograd(
 library.register_autograd("foo::softmax_cross_entropy_backward", composite=composite_backward)
 
 
-# ---------------------------------------------------------------------------------- vmap, sharding
+# --------------------------------------------------------------------------- vmap, sharding, FLOPs
 
 # In one call, unless it is differentiated through the mean, which each has of its own.
 library.register_vmap_rows(
@@ -368,3 +368,22 @@ library.register_vmap_rows(
 )
 
 after_import("torch.distributed.tensor", softmax_cross_entropy_sharding.register)
+
+
+@library.register_flops("foo::softmax_cross_entropy", takes_tensors=True)
+def flops(logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, **_: Any) -> int:
+    """Count a comparison, a difference, an exponential and a sum for each logit."""
+    return (4 if label_smoothing == 0.0 else 6) * logits.numel()
+
+
+@library.register_flops("foo::softmax_cross_entropy_backward", takes_tensors=True)
+def backward_flops(
+    grad_loss: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    grad_mean: Tensor | None,
+    logits: Tensor,
+    *others: Any,
+    **_: Any,
+) -> int:
+    """Count an exponential, a product and two differences for each logit."""
+    return 4 * logits.numel()

@@ -44,6 +44,14 @@ std::string node_name(const std::string& operator_name) {
   return name;
 }
 
+// Without a gradient of any result there is none of an argument, and nothing is computed.
+variable_list compute(const Gradients& gradients, const variable_list& of_results,
+                      const SavedForBackward& saved, const std::vector<bool>& needed) {
+  const bool has_any = std::any_of(of_results.begin(), of_results.end(),
+                                   [](const at::Tensor& tensor) { return tensor.defined(); });
+  return has_any ? gradients.gradients(of_results, saved, needed) : variable_list(needed.size());
+}
+
 class BackwardNode final : public torch::autograd::Node {
  public:
   explicit BackwardNode(std::shared_ptr<const Gradients> gradients)
@@ -63,7 +71,7 @@ class BackwardNode final : public torch::autograd::Node {
   }
 
   variable_list apply(variable_list&& of_results) override {
-    return gradients_->gradients(of_results, saved(), needed());
+    return compute(*gradients_, of_results, saved(), needed());
   }
 
   std::string name() const override { return node_name(gradients_->name()); }
@@ -111,7 +119,7 @@ class BackwardNode final : public torch::autograd::Node {
           }
           saved.is_complex = unpacked.unpack<std::vector<bool>>();
           saved.results = unpacked.unpack<std::vector<VariableInfo>>();
-          return gradients->gradients(of_results, saved, unpacked.unpack<std::vector<bool>>());
+          return compute(*gradients, of_results, saved, unpacked.unpack<std::vector<bool>>());
         },
         schema, kGetsNewName, /*is_traceable=*/true);
     const auto metadata =

@@ -180,8 +180,6 @@ variable_list BackwardOperator::gradients(const variable_list& of_results,
                                           const SavedForBackward& saved,
                                           const std::vector<bool>& needed) const {
   variable_list found(tensor_arguments_.size());
-  const auto is_defined = [](const at::Tensor& tensor) { return tensor.defined(); };
-  if (std::none_of(of_results.begin(), of_results.end(), is_defined)) return found;
   torch::jit::Stack stack;
   stack.reserve(sources_.size());
   size_t tensor = 0;

@@ -38,7 +38,8 @@ class Gradients {
   // Is the same for calls that differ only in what they saved.
   virtual std::string key() const = 0;
 
-  // The gradients of the tensors among the arguments, undefined for those that are not needed.
+  // The gradients of the tensors among the arguments, undefined for those that are not needed. Of
+  // the results at least one has a gradient.
   virtual torch::autograd::variable_list gradients(const torch::autograd::variable_list& of_results,
                                                    const SavedForBackward& saved,
                                                    const std::vector<bool>& needed) const = 0;

@@ -6,7 +6,6 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -50,10 +49,6 @@ py::tuple to_tuple(c10::ArrayRef<c10::IValue> values) {
   return to_tuple(values, [](const c10::IValue& value) { return torch::jit::toPyObject(value); });
 }
 
-bool is_defined(const at::Tensor& tensor) {
-  return tensor.defined();
-}
-
 // None for a tensor that is not there.
 py::tuple to_tuple(const variable_list& tensors) {
   return to_tuple(tensors, [](const at::Tensor& tensor) { return py::cast(tensor); });
@@ -93,9 +88,6 @@ class PythonGradients final : public Gradients {
 
   variable_list gradients(const variable_list& of_results, const SavedForBackward& saved,
                           const std::vector<bool>& needed) const override {
-    if (std::none_of(of_results.begin(), of_results.end(), is_defined)) {
-      return variable_list(needed.size());
-    }
     variable_list given = of_results;
     at::OptionalDeviceGuard guard;
     for (const auto i : c10::irange(saved.results.size())) {

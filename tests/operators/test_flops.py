@@ -1,0 +1,107 @@
+"""FlopCounterMode counts every operator of foo's and the elementwise operators of a user."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+import foo_ops
+from foo_ops import library
+
+# It makes numbers of integers.
+NOT_COUNTED = {"foo::attention_dropout_mask"}
+
+
+def flops(function, *arguments, **keywords):
+    with FlopCounterMode(display=False) as counter:
+        result = function(*arguments, **keywords)
+    return counter.get_total_flops(), result
+
+
+def count(function, *arguments, **keywords):
+    """Count a call, and its backward pass."""
+    forward, result = flops(function, *arguments, **keywords)
+    results = (result,) if isinstance(result, torch.Tensor) else result
+    loss = sum(result.sum() for result in results)
+    return forward, flops(loss.backward)[0]
+
+
+def test_every_operator_counts():
+    names = {schema.name for schema in torch._C._jit_get_all_schemas() if is_ours(schema)}
+    packets = {name: getattr(torch.ops.foo, name.removeprefix("foo::")) for name in names}
+    missing = {name for name, packet in packets.items() if packet not in flop_registry}
+    assert missing == NOT_COUNTED
+
+
+def is_ours(schema):
+    """Return whether it is no operator of torch's tests, which have the same namespace."""
+    return schema.name.startswith("foo::") and "custom_autograd_fn" not in schema.name
+
+
+def test_rows(device):
+    input = torch.randn(3, 5, device=device, requires_grad=True)
+    weight = torch.ones(5, device=device)
+    assert count(foo_ops.rms_norm, input) == (3 * 15, 7 * 15)
+    assert count(foo_ops.rms_norm, input, weight) == (4 * 15, 12 * 15)
+    assert count(foo_ops.add_rms_norm, input, input.detach()) == (4 * 15, 8 * 15)
+    assert count(foo_ops.add_rms_norm, input, input.detach(), weight) == (5 * 15, 13 * 15)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rotations_count_what_turns(inplace, device):
+    input = torch.randn(2, 3, 10, device=device)
+    tables = [torch.randn(3, 4, device=device)] * 2
+    found, _ = flops(foo_ops.rotary_embedding, input, *tables, inplace=inplace)
+    assert found == 6 * (2 * 3 * 4)
+    backward = count(foo_ops.rotary_embedding, input.clone().requires_grad_(), *tables)
+    assert backward == (found, found)
+
+
+@pytest.mark.parametrize(("smoothing", "forward"), [(0.0, 4), (0.1, 6)])
+def test_losses(smoothing, forward, device):
+    logits = torch.randn(3, 7, device=device, requires_grad=True)
+    target = torch.tensor([1, 6, 0], device=device)
+    found = count(foo_ops.softmax_cross_entropy, logits, target, label_smoothing=smoothing)
+    assert found == (forward * 21, 4 * 21)
+
+
+def test_elementwise_operators_count_their_functions(device):
+    gate = torch.randn(3, 1, device=device, requires_grad=True)
+    up = torch.randn(4, device=device, requires_grad=True)
+    # gate / (1 + exp(-gate)) * up
+    assert flops(foo_ops.silu_mul, gate, up)[0] == 5 * 12
+    assert flops(foo_ops.abs, gate)[0] == 3
+    assert flops(torch.ops.foo.abs_, gate.detach())[0] == 3
+    assert flops(foo_ops.abs, gate.detach(), out=torch.empty_like(gate))[0] == 3
+
+
+def test_an_author_takes_the_place_of_what_is_counted_by_itself(device):
+    @library.numba_op("test_flops::fused", backward=lambda grad, x, y: (grad * y, grad * x))
+    def fused(x: float, y: float) -> float:
+        return x * y + 1.0
+
+    x = torch.ones(6, device=device, requires_grad=True)
+    assert count(fused, x, torch.ones(6, device=device)) == (2 * 6, 2 * 6)
+    library.register_flops("test_flops::fused")(lambda *shapes, **_: 41)
+    library.register_flops("test_flops::fused")(lambda *shapes, **_: 42)
+    assert flops(fused, x, x)[0] == 42
+
+
+def test_a_later_kernel_leaves_what_an_author_counts():
+    library.define("test_flops::twice", "(Tensor input) -> Tensor")
+    library.register_flops("test_flops::twice")(lambda *shapes, **_: 42)
+    kernel = library.elementwise_kernel(lambda x: 2 * x)
+    library.register_kernel("test_flops::twice", ("cpu", "foo"), kernel)
+    assert flops(torch.ops.test_flops.twice, torch.ones(6))[0] == 42
+
+
+def test_results_without_elements(device):
+    empty = torch.empty(0, 1, device=device)
+    assert flops(foo_ops.silu_mul, empty, torch.empty(4, device=device))[0] == 0
+
+
+def test_operators_that_only_write():
+    library.define("test_flops::double_", "(Tensor(a!) input) -> ()")
+    library.register_kernel(
+        "test_flops::double_", "cpu", library.elementwise_kernel(lambda x: 2 * x)
+    )
+    assert flops(torch.ops.test_flops.double_, torch.ones(5))[0] == 5
