@@ -10,6 +10,7 @@ import torch
 from foo_ops import _C
 from foo_ops.library.formula import CompositeFormula, Formula
 from foo_ops.library.operators import find, keep, library_of, own_library
+from foo_ops.library.refusals import end_refusal, refuse_derivatives
 
 
 def register_autograd(
@@ -91,8 +92,7 @@ def register_autograd(
         raise TypeError(f"{name}: register_autograd must be given backward, composite or both")
     if backward is None and composite is not None:
         formula = CompositeFormula(_functional(name), composite)
-    if name in _refusals:
-        _refusals.pop(name).destroy()
+    end_refusal(name)
     if composite is not None:
         _register_on_autograd_key(name, composite, lib)
     tangents = _C.Tangents.not_implemented if composite is None else _C.Tangents.composite
@@ -100,7 +100,11 @@ def register_autograd(
         keep(_C.register_formula(name, formula, tangents), lib)
     elif isinstance(backward, str):
         keep(_C.register_backward_operator(name, backward, tangents), lib)
-        _refuse_second_derivatives(name, backward, lib)
+        message = (
+            f"{backward}: it computes the gradients of {name} and has no derivative itself; to get "
+            "one, give foo_ops.library.register_autograd a composite of it"
+        )
+        refuse_derivatives(backward, message, lib)
 
 
 def _only_formula(
@@ -136,25 +140,6 @@ def _formula(name: str, backward: Any, setup_context: Callable[..., None] | None
             f"{', '.join(tensors)}"
         )
     return Formula(operator, backward, setup_context)
-
-
-# Backward operators that refuse to be differentiated, until they are told how.
-_refusals: dict[str, Any] = {}
-
-
-def _refuse_second_derivatives(
-    name: str, backward_name: str, lib: torch.library.Library | None
-) -> None:
-    """Let a backward operator without gradients of its own say so, where they would be lost."""
-    keys = ("Autograd", "AutogradCPU", "CompositeImplicitAutograd")
-    if any(torch._C._dispatch_has_kernel_for_dispatch_key(backward_name, key) for key in keys):
-        return
-    message = (
-        f"{backward_name}: it computes the gradients of {name} and has no derivative itself; to "
-        "get one, give foo_ops.library.register_autograd a composite of it"
-    )
-    _refusals[backward_name] = _C.refuse_to_differentiate(backward_name, message)
-    keep(_refusals[backward_name], lib)
 
 
 def _register_on_autograd_key(

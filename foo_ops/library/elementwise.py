@@ -24,6 +24,7 @@ from foo_ops.library.kernels import (
     kinds_of,
 )
 from foo_ops.library.operators import Parameter, find, keep, library_of, parameters_of
+from foo_ops.library.refusals import end_refusal, refuse_derivatives
 from foo_ops.library.returns import returned_counts
 from foo_ops.library.sharding import make_elementwise_sharding
 from foo_ops.library.vmap import make_elementwise_rule
@@ -299,6 +300,7 @@ def _register_backward(
     if not torch._C._dispatch_has_kernel(f"{name}_backward"):
         _define_backward(operator, parameters, results, lib)
         tangents = _C.Tangents.partial_derivatives
+        end_refusal(name)
         keep(_C.register_backward_operator(name, f"{name}_backward", tangents), lib)
     derivative = _derivative(kernel, operator)
     derivative.register(find(f"{name}_backward"), keys, lib)
@@ -308,7 +310,7 @@ def _register_backward(
             "elementwise_kernel(function, backward=...), or give the operator a formula with "
             "foo_ops.library.register_autograd instead of backward="
         )
-        keep(_C.refuse_to_differentiate(f"{name}_backward", message), lib)
+        refuse_derivatives(f"{name}_backward", message, lib)
 
 
 def _derivative(kernel: ElementwiseKernel, operator: torch._ops.OpOverload) -> ElementwiseKernel:

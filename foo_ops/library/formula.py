@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -213,7 +213,7 @@ class CompositeFormula(_Gradients):
     ) -> Sequence[Tensor | None]:
         """Return a gradient or None for each tensor among the inputs, also those in lists."""
         places = [place for place, is_needed in enumerate(needed) if is_needed]
-        given = [(place, it) for place, it in enumerate(of_results) if it is not None]
+        given = [(place, it) for place, it in enumerate(of_results) if _is_gradient(it)]
 
         def differentiated(*tensors: Tensor) -> tuple[Tensor, ...]:
             inputs = list(saved_tensors)
@@ -236,6 +236,11 @@ class CompositeFormula(_Gradients):
         keywords = dict(zip(self._keyword_only, arguments[count:]))
         results = self._composite(*arguments[:count], **keywords)
         return _tensors(results if isinstance(results, tuple) else (results,), kept.results)
+
+
+def _is_gradient(value: Tensor | None) -> TypeGuard[Tensor]:
+    """Return whether it is there, and no zeros of an integer result."""
+    return value is not None and (value.is_floating_point() or value.is_complex())
 
 
 def _described(value: Any) -> str:

@@ -24,6 +24,7 @@ from foo_ops.library.operators import (
     own_library,
     parameters_of,
 )
+from foo_ops.library.refusals import refuse_derivatives
 from foo_ops.library.sharding import Rule as ShardingRule
 from foo_ops.library.sharding import register_default_sharding
 from foo_ops.library.vmap import Rule, register_default_vmap
@@ -78,6 +79,7 @@ class NumbaKernel(abc.ABC):
             keep(launcher.register_for(key), lib)
         if operator._schema.is_mutable:
             keep(_C.count_versions(operator.name()), lib)
+        _refuse_derivatives(operator, lib)
         if launcher.vmap is not None:
             register_default_vmap(operator.name(), launcher.vmap, lib)
         register_default_sharding(operator, launcher.sharding, lib)
@@ -92,6 +94,16 @@ class NumbaKernel(abc.ABC):
             f"{self.function.__name__} is a kernel, and an operator calls it: give it to one with "
             "foo_ops.library.register_kernel"
         )
+
+
+def _refuse_derivatives(operator: torch._ops.OpOverload, lib: torch.library.Library | None) -> None:
+    """Let the operator refuse to be differentiated until it is told how."""
+    way = "register_variant_autograd" if operator._schema.is_mutable else "register_autograd"
+    message = (
+        f"{operator.name()}: it has no derivative; to get one, use foo_ops.library.{way}, or else "
+        "call it under torch.no_grad() or with detached tensors"
+    )
+    refuse_derivatives(operator.name(), message, lib)
 
 
 def _check_returned(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:

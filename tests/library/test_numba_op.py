@@ -303,8 +303,9 @@ def test_opcheck(requires_grad, device):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic, device):
     def function(x, y):
-        values, negative, _ = torch.ops.foo_numba.parts(torch.ops.foo_numba.soft(x * 2, y) + 1)
-        return values.where(negative, 0)
+        soft = torch.ops.foo_numba.soft(x * 2, y) + 1
+        values, negative, _ = torch.ops.foo_numba.parts(soft.detach())
+        return (values + soft).where(negative, 0)
 
     backend = "inductor" if device == "cpu" else "aot_eager"
     graph = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)

@@ -134,21 +134,6 @@ class VersionCounting final : public c10::OperatorKernel {
       tensor.unsafeGetTensorImpl()->bump_version();
     }
   }
-
- private:
-  static std::vector<at::Tensor> written_tensors(const OperatorHandle& op, const Stack& stack) {
-    const auto& arguments = op.schema().arguments();
-    const auto values = arguments_of(op, stack);
-    std::vector<at::Tensor> written;
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      const auto* alias = arguments[i].alias_info();
-      if (alias != nullptr && alias->isWrite() && values[i].isTensor() &&
-          !values[i].toTensor().is_inference()) {
-        written.push_back(values[i].toTensor());
-      }
-    }
-    return written;
-  }
 };
 
 }  // namespace
@@ -164,6 +149,20 @@ bool has_tangent(const OperatorHandle& op, const Stack& stack) {
   const auto arguments = arguments_of(op, stack);
   return std::any_of(arguments.begin(), arguments.end(),
                      [](const IValue& argument) { return any_tensor(argument, is_dual); });
+}
+
+std::vector<at::Tensor> written_tensors(const OperatorHandle& op, const Stack& stack) {
+  const auto& arguments = op.schema().arguments();
+  const auto values = arguments_of(op, stack);
+  std::vector<at::Tensor> written;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = arguments[i].alias_info();
+    if (alias != nullptr && alias->isWrite() && values[i].isTensor() &&
+        !values[i].toTensor().is_inference()) {
+      written.push_back(values[i].toTensor());
+    }
+  }
+  return written;
 }
 
 void redispatch_below_autograd(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
@@ -213,17 +212,22 @@ Registrations register_backward_operator(const std::string& operator_name,
   });
 }
 
-Registrations refuse_to_differentiate(const std::string& operator_name,
-                                      const std::string& message) {
-  const Action record = [message](const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+c10::RegistrationHandleRAII refuse_to_differentiate(const std::string& operator_name,
+                                                    const std::string& message) {
+  Action record = [message](const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     call_and_record_refusal(message, op, keys, stack);
   };
-  const Action refuse_with = [message](const OperatorHandle&, DispatchKeySet, Stack*) {
+  Action refuse_with = [message](const OperatorHandle&, DispatchKeySet, Stack*) {
     TORCH_CHECK_NOT_IMPLEMENTED(false, message);
   };
-  return register_on_autograd_keys(operator_name, [&](const auto&, auto) {
-    return std::make_unique<AutogradKernel>(record, refuse_with);
-  });
+  const auto& arguments = find_operator(operator_name).schema().arguments();
+  if (std::any_of(arguments.begin(), arguments.end(), [](const auto& it) { return it.is_out(); })) {
+    record = refuse_with = refuse_out;
+  }
+  // Not on the keys of devices, which would hide what others register for all of them.
+  return hold_kernel(operator_name, c10::DispatchKey::Autograd,
+                     c10::KernelFunction::makeFromBoxedFunctor(
+                         std::make_unique<AutogradKernel>(record, refuse_with)));
 }
 
 Registrations register_variant_autograd(const std::string& operator_name) {

@@ -23,6 +23,10 @@ bool needs_gradient(const c10::OperatorHandle& op, const torch::jit::Stack& stac
 // differentiation.
 bool has_tangent(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
+// The tensors that an operator writes among its arguments, on top of the stack.
+std::vector<at::Tensor> written_tensors(const c10::OperatorHandle& op,
+                                        const torch::jit::Stack& stack);
+
 // Calls an operator's kernel for the first of these keys that stands below autograd.
 void redispatch_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                                torch::jit::Stack* stack);
@@ -46,8 +50,10 @@ Registrations register_formula(const std::string& operator_name,
                                const std::shared_ptr<const Formula>& formula, Tangents tangents);
 
 // Lets an operator be called where gradients are recorded, and throws the message as a
-// NotImplementedError where a gradient or a tangent goes through it.
-Registrations refuse_to_differentiate(const std::string& operator_name, const std::string& message);
+// NotImplementedError where a gradient or a tangent goes through it. Any other kernel on an
+// autograd key takes its place.
+c10::RegistrationHandleRAII refuse_to_differentiate(const std::string& operator_name,
+                                                    const std::string& message);
 
 // Differentiates `f_` as `self.copy_(f(self.clone()))`, which handles views and versions, and lets
 // `f.out` refuse arguments that need a gradient, as PyTorch's own do.

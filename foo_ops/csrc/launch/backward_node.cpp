@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -279,8 +280,14 @@ void call_and_record_refusal(const std::string& message, const c10::OperatorHand
                              c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   auto node = c10::make_intrusive<RefusingNode>(message);
   node->set_next_edges(edges_to(tensors_in(arguments_of(op, *stack))));
+  const auto written = written_tensors(op, *stack);
+  torch::autograd::check_inplace(written, /*requires_grad=*/true);
   redispatch_below_autograd(op, keys, stack);
-  record_results(tensors_in(results_of(op, *stack)), node);
+  if (written.empty()) {
+    record_results(tensors_in(results_of(op, *stack)), node);
+  } else {
+    torch::autograd::rebase_history(written, node);
+  }
 }
 
 }  // namespace foo
