@@ -128,7 +128,8 @@ def attention_varlen(
 # ------------------------------------------------------------------------------------ fake kernels
 
 
-def _check(*inputs: Any, max_seqlen_q: int, max_seqlen_k: int, **options: Any) -> None:
+def check_inputs(*inputs: Any, max_seqlen_q: int, max_seqlen_k: int, **options: Any) -> None:
+    """Refuse shapes, dtypes and options that do not fit; what the tensors contain is not read."""
     missing = (None,) * (9 - len(inputs))
     checked = AttentionOptions(**options).checked()
     _C.check_attention_varlen(*inputs, *missing, *checked)
@@ -136,7 +137,7 @@ def _check(*inputs: Any, max_seqlen_q: int, max_seqlen_k: int, **options: Any) -
 
 @library.register_fake("foo::attention_varlen")
 def fake(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    _check(*inputs, **options)
+    check_inputs(*inputs, **options)
     query, _, value = inputs[:3]
     total, heads = query.shape[:2]
     output = query.new_empty(total, heads, value.shape[-1])
@@ -157,7 +158,7 @@ def fake_backward(
 ) -> tuple[Tensor, ...]:
     *inputs, output, logsumexp, seed = saved
     query, key, value, *_, alibi_slopes, sinks = inputs
-    _check(*inputs, **options)
+    check_inputs(*inputs, **options)
     _C.check_attention_results(
         "attention_varlen_backward", grad_output, grad_logsumexp, query, value, output, logsumexp
     )

@@ -1,0 +1,285 @@
+"""Attention with a cache of keys and values, which is written in place."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foo_ops.integrations.flash_attn.options import EVERYTHING, Options, Window, require_four
+from foo_ops.ops.attention_varlen import check_inputs
+
+NAME = "flash_attn_with_kvcache"
+Tables = tuple[Tensor, Tensor]
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append new keys and values to a cache in place, and attend to all of it. No gradients.
+
+    Args:
+        q: (B, Sq, H, D).
+        k_cache, v_cache: (rows, capacity, Hkv, D), any strides, or with block_table
+            (num_blocks, block_size, Hkv, D).
+        k, v: (B, new, Hkv, D), written behind the cache_seqlens keys that are there.
+        rotary_cos, rotary_sin: (positions, R / 2): turn k, and q, by the angles of their positions
+            in the cache before they are used. Where neither causal nor window_size is given, all
+            queries have the position of the first new key.
+        cache_seqlens: how many positions are filled, for all or (B,) int32; by default all.
+        cache_batch_idx: (B,) int32, the row of the cache for each sequence; by default the first B.
+        cache_leftpad: (B,) int32, how many positions of the cache come before a sequence's first.
+        block_table: (B, blocks) int32, the blocks that hold a sequence's keys, one after the other.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in flash_attn_func, where Sk
+            counts the cache's keys and the new ones.
+        rotary_interleaved: pairs are neighbours, else halves apart.
+        num_splits: there is nothing to choose, since the kernel splits the keys by itself.
+        return_softmax_lse: return also the logsumexp.
+
+    Returns:
+        The output, (B, Sq, H, D); the logsumexp is (B, H, Sq) float32.
+
+    Raises:
+        ValueError: for shapes that do not fit, and where the cache is too short for the new keys;
+            nothing is written then.
+        NotImplementedError: for cache_batch_idx or cache_leftpad with block_table, as there.
+
+    Example:
+        >>> cache = torch.zeros(2, 1, 16, 4, 32)
+        >>> query, key, value = torch.randn(3, 1, 1, 4, 32).unbind()
+        >>> foo_ops.integrations.flash_attn.flash_attn_with_kvcache(
+        ...     query, *cache, key, value, cache_seqlens=0, causal=True
+        ... ).equal(value)
+        True
+    """
+    options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    with torch.no_grad():
+        cache = _Cache.of(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
+        new = _checked_new(k, v, cache, q, cache_seqlens)
+        tables = _checked_tables(rotary_cos, rotary_sin, new)
+        filled = _filled(cache_seqlens, q, cache)
+        count = 0 if new is None else new[0].shape[1]
+        _check_values(filled, count, cache, q.shape[1], tables)
+        cache.check_attention(q, filled, options)
+        if new is not None:
+            if tables is not None:
+                is_local = causal or any(bound >= 0 for bound in window_size)
+                queries = _following(filled, q.shape[1]) if is_local else filled[:, None]
+                q = _rotated(q, queries, tables, rotary_interleaved)
+                keys = _rotated(new[0], _following(filled, count), tables, rotary_interleaved)
+                new = keys, new[1]
+            cache.append(filled, *new)
+        output, logsumexp = cache.attend(q, filled + count, options)
+    return (output, logsumexp) if return_softmax_lse else output
+
+
+class _Cache(NamedTuple):
+    """A cache as blocks.
+
+    Attributes:
+        keys, values: (num_blocks, block_size, Hkv, D).
+        blocks: (B, blocks) int64, those of each sequence.
+        name: of the argument that tells them.
+        leftpad: (B,) int64, or None.
+    """
+
+    keys: Tensor
+    values: Tensor
+    blocks: Tensor
+    name: str
+    leftpad: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch_idx: Tensor | None,
+        leftpad: Tensor | None,
+        block_table: Tensor | None,
+    ) -> _Cache:
+        require_four(NAME, q=q, k_cache=k_cache, v_cache=v_cache)
+        _require_shape("v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]), "k_cache")
+        pad = None if leftpad is None else leftpad.long()
+        for name, tensor in {"cache_batch_idx": batch_idx, "cache_leftpad": leftpad}.items():
+            if tensor is not None and block_table is not None:
+                raise NotImplementedError(
+                    f"{NAME}: {name} must be None where block_table is given, got a tensor"
+                )
+            if tensor is not None:
+                _require_shape(name, tensor, (len(q),), "q's batch")
+        if block_table is not None:
+            columns = block_table.shape[-1] if block_table.dim() else 0
+            _require_shape("block_table", block_table, (len(q), columns), "q's batch")
+            return cls(k_cache, v_cache, block_table.long(), "block_table", pad)
+        rows = torch.arange(len(q), device=q.device) if batch_idx is None else batch_idx.long()
+        return cls(k_cache, v_cache, rows[:, None], "cache_batch_idx", pad)
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        return self.blocks.shape[1] * self.block_size
+
+    def places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the blocks of a sequence's positions (B, n), and the rows in them."""
+        return self.blocks.gather(1, positions // self.block_size), positions % self.block_size
+
+    def append(self, filled: Tensor, k: Tensor, v: Tensor) -> None:
+        places = self.places(_following(filled, k.shape[1]))
+        self.keys[places] = k
+        self.values[places] = v
+
+    def check_attention(self, q: Tensor, filled: Tensor, options: Options) -> None:
+        """Refuse what foo::attention_varlen would, before anything is written."""
+        arguments, keywords = self._arguments(q, filled, options)
+        check_inputs(*arguments, **keywords)
+
+    def attend(self, q: Tensor, filled: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        arguments, keywords = self._arguments(q, filled, options)
+        output, logsumexp = torch.ops.foo.attention_varlen.default(*arguments, **keywords)
+        output = output.view(*q.shape[:3], output.shape[-1])
+        return output, logsumexp.view(q.shape[2], *q.shape[:2]).transpose(0, 1)
+
+    def _arguments(
+        self, q: Tensor, filled: Tensor, options: Options
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what foo::attention_varlen takes."""
+        batch, queries = q.shape[:2]
+        keys, values, blocks = self.keys, self.values, self.blocks
+        if self.leftpad is not None:
+            # Blocks of one row, so that a sequence may begin in any.
+            filled = filled - self.leftpad
+            positions = _following(self.leftpad, self.capacity).clamp(max=self.capacity - 1)
+            block, row = self.places(positions)
+            blocks = block * self.block_size + row
+            keys, values = (each.flatten(0, 1)[:, None] for each in (keys, values))
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        packed = (q.flatten(0, 1), keys, values, starts * queries, 0 * starts)
+        arguments = (*packed, filled.int(), blocks.int(), options.alibi_slopes)
+        lengths = {"max_seqlen_q": queries, "max_seqlen_k": self.capacity}
+        return arguments, lengths | options.for_foo()
+
+
+def _following(first: Tensor, count: int) -> Tensor:
+    """Return so many positions for each sequence, (B, count)."""
+    return first[:, None] + torch.arange(count, device=first.device)
+
+
+def _rotated(rows: Tensor, positions: Tensor, tables: Tables, interleaved: bool) -> Tensor:
+    """Turn (B, n, H, D) by the angles of positions, (B, n) or (B, 1)."""
+    cosine, sine = (table[positions][:, :, None] for table in tables)
+    return torch.ops.foo.rotary_embedding(rows, cosine, sine, interleaved=interleaved)
+
+
+# ------------------------------------------------------------------------------------------ checks
+
+
+def _require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], model: str) -> None:
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{NAME}: {name} must be {tuple(shape)} as {model} tells, got {tuple(tensor.shape)}"
+        )
+
+
+def _checked_new(
+    k: Tensor | None, v: Tensor | None, cache: _Cache, q: Tensor, cache_seqlens: int | Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    if (k is None) != (v is None):
+        raise ValueError(f"{NAME}: k and v must be given both or not at all, got one of them")
+    if k is None or v is None:
+        return None
+    if cache_seqlens is None:
+        raise ValueError(f"{NAME}: cache_seqlens must be given where k is, got None")
+    require_four(NAME, k=k, v=v)
+    for name, tensor, model in (("k", k, cache.keys), ("v", v, cache.values)):
+        shape = (len(q), k.shape[1], *model.shape[2:])
+        _require_shape(name, tensor, shape, f"q, k and {name}_cache")
+        if tensor.dtype != model.dtype:
+            raise TypeError(
+                f"{NAME}: {name} must be {model.dtype} as {name}_cache is, got {tensor.dtype}"
+            )
+    return k, v
+
+
+def _checked_tables(
+    cosine: Tensor | None, sine: Tensor | None, new: tuple[Tensor, Tensor] | None
+) -> Tables | None:
+    if (cosine is None) != (sine is None):
+        raise ValueError(
+            f"{NAME}: rotary_cos and rotary_sin must be given both or not at all, got one of them"
+        )
+    if cosine is None or sine is None:
+        return None
+    if new is None:
+        raise ValueError(f"{NAME}: k must be given where rotary_cos is, got None")
+    if cosine.dim() != 2:
+        raise ValueError(
+            f"{NAME}: rotary_cos must be (positions, rotary_dim / 2), got {tuple(cosine.shape)}"
+        )
+    _require_shape("rotary_sin", sine, tuple(cosine.shape), "rotary_cos")
+    return cosine, sine
+
+
+def _filled(cache_seqlens: int | Tensor | None, q: Tensor, cache: _Cache) -> Tensor:
+    """Return how many positions each sequence has in the cache, (B,) int64."""
+    if isinstance(cache_seqlens, Tensor):
+        _require_shape("cache_seqlens", cache_seqlens, (len(q),), "q's batch")
+        return cache_seqlens.long()
+    filled = cache.capacity if cache_seqlens is None else cache_seqlens
+    return torch.full((len(q),), filled, device=q.device)
+
+
+def _check_values(
+    filled: Tensor, count: int, cache: _Cache, queries: int, tables: Tables | None
+) -> None:
+    """Refuse places that are not there. A graph checks them where it reads and writes."""
+    if torch.compiler.is_compiling() or filled.numel() == 0:
+        return
+    room = cache.capacity - count
+    _require_range("cache_seqlens", filled, 0, room, f"the cache has {cache.capacity} positions")
+    if tables is not None:
+        known = len(tables[0])
+        room = known - max(count, queries)
+        _require_range("cache_seqlens", filled, 0, room, f"rotary_cos has {known} positions")
+    if cache.leftpad is not None:
+        reason = "the keys in the cache are so many"
+        # One by one: each sequence has its own number of keys.
+        for pad, keys in zip(cache.leftpad, (filled + count).tolist()):
+            _require_range("cache_leftpad", pad[None], 0, keys, reason)
+    written = cache.blocks if cache.name == "cache_batch_idx" else cache.blocks[:, :0]
+    if count:
+        written = cache.places(_following(filled, count))[0]
+    last = len(cache.keys) - 1
+    _require_range(cache.name, written, 0, last, f"k_cache has {last + 1} rows")
+
+
+def _require_range(name: str, tensor: Tensor, least: int, most: int, reason: str) -> None:
+    outside = tensor[(tensor < least) | (tensor > most)]
+    if outside.numel():
+        raise ValueError(
+            f"{NAME}: {name} must be in [{least}, {most}], since {reason}, "
+            f"got {int(outside.flatten()[0])}"
+        )

@@ -1,0 +1,233 @@
+"""Attention of dense and of packed sequences, as the flash_attn package calls it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foo_ops.integrations.flash_attn.options import (
+    EVERYTHING,
+    Options,
+    Window,
+    require_four,
+    unpacked,
+)
+
+Results = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Compute attention, with gradients for q, k, v and alibi_slopes.
+
+    Args:
+        q: (B, Sq, H, D).
+        k, v: (B, Sk, Hkv, D), H a multiple of Hkv.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes: see `Options`.
+        deterministic: it is, in any case.
+        return_attn_probs: return also the logsumexp and, as flash_attn does without dropout, an
+            empty tensor. Refused with dropout: the weights are never in memory as a whole.
+
+    Returns:
+        The output, (B, Sq, H, D) and contiguous; the logsumexp is (B, H, Sq) float32.
+    """
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _dense("flash_attn_func", q, k, v, options, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Do as `flash_attn_func`, with keys and values in one tensor, (B, Sk, 2, Hkv, D)."""
+    name = "flash_attn_kvpacked_func"
+    k, v = unpacked(name, "kv", kv, ("batch", "seqlen", 2, "heads", "head_dim"))
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _dense(name, q, k, v, options, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Do as `flash_attn_func`, with all three in one tensor, (B, S, 3, H, D)."""
+    name = "flash_attn_qkvpacked_func"
+    q, k, v = unpacked(name, "qkv", qkv, ("batch", "seqlen", 3, "heads", "head_dim"))
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _dense(name, q, k, v, options, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Results:
+    """Compute attention of packed sequences, with gradients for q, k, v and alibi_slopes.
+
+    Args:
+        q: (total_q, H, D).
+        k, v: (total_k, Hkv, D), or with block_table (num_blocks, block_size, Hkv, D).
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32: where each sequence begins, and the end.
+        max_seqlen_q, max_seqlen_k: no sequence is longer.
+        block_table: (B, blocks) int32: the blocks of each sequence's keys.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs: as in `flash_attn_func`.
+
+    Returns:
+        The output, (total_q, H, D); the logsumexp is (H, total_q) float32.
+    """
+    name = "flash_attn_varlen_func"
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _packed(name, q, k, v, lengths, options, return_attn_probs, block_table)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Do as `flash_attn_varlen_func`, with keys and values in one tensor, (total_k, 2, Hkv, D)."""
+    name = "flash_attn_varlen_kvpacked_func"
+    k, v = unpacked(name, "kv", kv, ("total", 2, "heads", "head_dim"))
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _packed(name, q, k, v, lengths, options, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Do as `flash_attn_varlen_func`, with all three in one tensor, (total, 3, H, D)."""
+    name = "flash_attn_varlen_qkvpacked_func"
+    q, k, v = unpacked(name, "qkv", qkv, ("total", 3, "heads", "head_dim"))
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    lengths = Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return _packed(name, q, k, v, lengths, options, return_attn_probs)
+
+
+class Lengths(NamedTuple):
+    """Where packed sequences begin and end, and how long the longest may be."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def _dense(
+    function: str, q: Tensor, k: Tensor, v: Tensor, options: Options, return_attn_probs: bool
+) -> Results:
+    require_four(function, q=q, k=k, v=v)
+    _refuse_weights(function, options, return_attn_probs)
+    taken = options.for_foo()
+    if options.causal and taken.get("window_left", -1) < 0 and q.shape[1] == k.shape[1]:
+        # The same, and known to be so from the start.
+        del taken["window_right"]
+        taken["is_causal"] = True
+    output, logsumexp = torch.ops.foo.attention.default(
+        *(tensor.transpose(1, 2) for tensor in (q, k, v)), None, options.alibi_slopes, **taken
+    )
+    output = output.transpose(1, 2).contiguous()
+    return _with_weights(output, logsumexp) if return_attn_probs else output
+
+
+def _packed(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    options: Options,
+    return_attn_probs: bool,
+    block_table: Tensor | None = None,
+) -> Results:
+    _refuse_weights(function, options, return_attn_probs)
+    output, logsumexp = torch.ops.foo.attention_varlen.default(
+        q,
+        k,
+        v,
+        lengths.cu_seqlens_q,
+        lengths.cu_seqlens_k,
+        None,
+        block_table,
+        options.alibi_slopes,
+        max_seqlen_q=lengths.max_seqlen_q,
+        max_seqlen_k=lengths.max_seqlen_k,
+        **options.for_foo(),
+    )
+    return _with_weights(output, logsumexp) if return_attn_probs else output
+
+
+def _refuse_weights(function: str, options: Options, return_attn_probs: bool) -> None:
+    if return_attn_probs and options.dropout_p > 0.0:
+        raise NotImplementedError(
+            f"{function}: return_attn_probs must be False where dropout_p is above 0, since the "
+            "weights are never in memory as a whole, got True"
+        )
+
+
+def _with_weights(output: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return output, logsumexp, output.new_empty(0)
