@@ -6,6 +6,7 @@
 #include "agreement.h"
 #include "aten/collectives.h"
 #include "aten/fallback.h"
+#include "aten/flash_attention_of_cpu.h"
 #include "device/allocator.h"
 #include "device/autograd_threads.h"
 #include "device/backend_meta.h"
@@ -250,6 +251,8 @@ void bind_autograd(py::module_& module) {
       "register_variant_autograd",
       [](const std::string& name) { return Registration(foo::register_variant_autograd(name)); },
       name);
+  module.def("replace_flash_attention_of_cpu",
+             [] { return Registration(foo::aten::replace_flash_attention_of_cpu()); });
   module.def(
       "count_versions",
       [](const std::string& name) { return Registration(foo::count_versions(name)); }, name);

@@ -1,5 +1,6 @@
 """Operators of ``torch.ops.foo``: one file each, which registers the operator at its import."""
 
+from foo_ops.ops import scaled_dot_product_attention  # noqa: F401
 from foo_ops.ops.abs import abs
 from foo_ops.ops.attention import attention
 from foo_ops.ops.attention_varlen import attention_varlen

@@ -4,20 +4,16 @@
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/SDPBackend.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_permuted.h>
 #include <ATen/ops/randint.h>
-#include <ATen/ops/zeros_like.h>
 
-#include <algorithm>
 #include <array>
 #include <limits>
 #include <tuple>
 
+#include "aten/attention_operators.h"
 #include "launch/autograd.h"
 #include "launch/operator_counts.h"
 #include "launch/registration.h"
@@ -26,15 +22,6 @@ namespace foo::aten {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-// The options that stand for no window and no cap of the scores.
-constexpr int64_t kNoWindow = -1;
-constexpr double kNoSoftcap = 0.0;
-
-bool has_value(const OptionalTensor& tensor) {
-  return tensor.has_value() && tensor->defined();
-}
 
 // Returns whether it has four dimensions. A nested tensor goes to torch's formula.
 bool is_supported(const Tensor& tensor, at::ScalarType dtype) {
@@ -63,24 +50,6 @@ bool is_supported_mask(const Tensor& mask, const Tensor& query, const Tensor& ke
          at::is_expandable_to(mask.sym_sizes(), scores);
 }
 
-// Makes a tensor of other sizes whose dimensions lie in memory in the order of those of the query.
-// torch promises this of the results, so that a model which transposed its heads to the front can
-// transpose them back and view the result.
-Tensor empty_in_order_of(const Tensor& query, at::IntArrayRef sizes) {
-  if (query.sizes() == sizes) return at::empty_like(query);
-  std::array<int64_t, 4> order = {0, 1, 2, 3};
-  std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) {
-    return query.stride(one) > query.stride(other);
-  });
-  return at::empty_permuted(sizes, order, query.options());
-}
-
-Tensor in_order_of(const Tensor& query, Tensor result) {
-  if (!result.defined() || result.strides() == query.strides()) return result;
-  Tensor ordered = empty_in_order_of(query, result.sizes());
-  return ordered.strides() == result.strides() ? result : ordered.copy_(result);
-}
-
 // Draws an integer from the device's default generator. Nobody reads it without dropout.
 Tensor draw_seed(const Tensor& query, double dropout_p) {
   const auto options = query.options().dtype(at::kLong);
@@ -92,18 +61,6 @@ OptionalTensor seed_argument(const Tensor& seed, double dropout_p) {
   return dropout_p > 0 ? OptionalTensor(seed.view({1})) : std::nullopt;
 }
 
-OptionalTensor defined_or_none(const OptionalTensor& tensor) {
-  return has_value(tensor) ? tensor : std::nullopt;
-}
-
-using Forward = std::tuple<Tensor, Tensor>(const Tensor& query, const Tensor& key,
-                                           const Tensor& value, const OptionalTensor& attn_bias,
-                                           const OptionalTensor& alibi_slopes,
-                                           const OptionalTensor& sinks, const OptionalTensor& seed,
-                                           bool is_causal, std::optional<double> scale,
-                                           double dropout_p, int64_t window_left,
-                                           int64_t window_right, double softcap);
-
 // Output, logsumexp, lengths of packed sequences (none here), longest query and key, seed and
 // offset of the random numbers, mask for debugging (none here).
 using FusedAttention =
@@ -112,13 +69,9 @@ using FusedAttention =
 FusedAttention fused_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                const OptionalTensor& attn_bias, double dropout_p, bool is_causal,
                                bool /*return_debug_mask*/, std::optional<double> scale) {
-  static const auto forward =
-      c10::Dispatcher::singleton().findSchemaOrThrow("foo::attention_seeded", "").typed<Forward>();
   const Tensor seed = draw_seed(query, dropout_p);
-  auto [output, logsumexp] =
-      forward.call(query, key, value, defined_or_none(attn_bias), std::nullopt, std::nullopt,
-                   seed_argument(seed, dropout_p), is_causal, scale, dropout_p, kNoWindow,
-                   kNoWindow, kNoSoftcap);
+  auto [output, logsumexp] = attention(query, key, value, attn_bias, seed_argument(seed, dropout_p),
+                                       {is_causal, scale, dropout_p});
   return {in_order_of(query, std::move(output)),
           std::move(logsumexp),
           Tensor(),
@@ -130,31 +83,17 @@ FusedAttention fused_attention(const Tensor& query, const Tensor& key, const Ten
           Tensor()};
 }
 
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
-    const Tensor& grad_output, const Tensor& grad_logsumexp, const Tensor& query, const Tensor& key,
-    const Tensor& value, const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
-    const OptionalTensor& sinks, const Tensor& output, const Tensor& logsumexp,
-    const OptionalTensor& seed, bool attn_bias_requires_grad, bool is_causal,
-    std::optional<double> scale, double dropout_p, int64_t window_left, int64_t window_right,
-    double softcap);
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> fused_attention_backward(
     const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& attn_bias, std::array<bool, 4> needed, const Tensor& output,
     const Tensor& logsumexp, const Tensor&, const Tensor&, int64_t, int64_t, double dropout_p,
     bool is_causal, const Tensor& seed, const Tensor&, std::optional<double> scale) {
-  static const auto backward = c10::Dispatcher::singleton()
-                                   .findSchemaOrThrow("foo::attention_backward", "")
-                                   .typed<Backward>();
   if (!grad_output.defined()) return {};
-  const OptionalTensor seed_given = seed_argument(seed, dropout_p);
-  const Tensor grad_logsumexp = at::zeros_like(logsumexp);
-  const auto [grad_query, grad_key, grad_value, grad_bias, grad_slopes, grad_sinks] =
-      backward.call(grad_output, grad_logsumexp, query, key, value, defined_or_none(attn_bias),
-                    std::nullopt, std::nullopt, output, logsumexp, seed_given, needed[3], is_causal,
-                    scale, dropout_p, kNoWindow, kNoWindow, kNoSoftcap);
-  return {in_order_of(query, grad_query), in_order_of(key, grad_key),
-          in_order_of(value, grad_value), needed[3] ? grad_bias : Tensor()};
+  const auto found =
+      attention_backward(grad_output, query, key, value, attn_bias, output, logsumexp,
+                         seed_argument(seed, dropout_p), needed[3], {is_causal, scale, dropout_p});
+  return {in_order_of(query, found.query), in_order_of(key, found.key),
+          in_order_of(value, found.value), found.mask};
 }
 
 // torch has formulas for the gradients of the first operator and for nothing else. The operators of
