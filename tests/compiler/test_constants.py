@@ -6,9 +6,11 @@ import pytest
 import torch
 from support.exact import assert_near
 
-from foo_ops import library
+from foo_ops import language, library
 
 TENTH = 0.1
+THIRDS = (1 / 3, 2 / 3)
+ZERO, ONE = 0.0, 1.0
 
 
 def accumulated(x):
@@ -17,6 +19,11 @@ def accumulated(x):
     total -= 0.3
     total *= 0.7
     return total
+
+
+def with_a_local(x):
+    tenth, count = TENTH, 3
+    return x * tenth / count
 
 
 def divided_by(divisor):
@@ -41,6 +48,26 @@ FORMULAS = {
     "min of three": (lambda x: min(0.7, x, 0.3), lambda x: x.clamp(max=0.3)),
     "square": (lambda x: x**2, lambda x: x * x),
     "cube": (lambda x: x**3, lambda x: x * (x * x)),
+    "root": (lambda x: x * math.sqrt(0.5), lambda x: x * math.sqrt(0.5)),
+    "function of kernels": (lambda x: x * language.exp(0.5), lambda x: x * math.exp(0.5)),
+    "functions of globals": (
+        lambda x: x + math.log(math.pi * TENTH) / 3,
+        lambda x: x + math.log(math.pi * 0.1) / 3,
+    ),
+    "arithmetic": (lambda x: (TENTH * 3 - -TENTH) * x, lambda x: (0.1 * 3 + 0.1) * x),
+    "power of constants": (lambda x: x * TENTH**0.3, lambda x: x * 0.1**0.3),
+    "element of a tuple": (lambda x: x * THIRDS[1] + THIRDS[-2], lambda x: x * (2 / 3) + 1 / 3),
+    "local": (with_a_local, lambda x: x * 0.1 / 3),
+    "built-in functions": (
+        lambda x: x * max(TENTH, abs(-0.3), float(0)) + round(2.5) + int(3.7),
+        lambda x: x * 0.3 + 2 + 3,
+    ),
+    "floor": (lambda x: x * (math.floor(TENTH * 37) + TENTH), lambda x: x * (3 + 0.1)),
+    "division by zero": (lambda x: min(x, ONE / ZERO) * 0.1, lambda x: x * 0.1),
+    "logarithm of zero": (lambda x: max(x, math.log(ZERO)) * 0.1, lambda x: x * 0.1),
+    "root of a negative number": (lambda x: x * math.sqrt(-ONE), lambda x: x * math.nan),
+    "overflow": (lambda x: min(x, math.exp(1000 * ONE)) * 0.1, lambda x: x * 0.1),
+    "exponent": (lambda x: x ** int(ONE + 1), lambda x: x * x),
     "tenth power": (lambda x: x**10, lambda x: (x * x) * power8(x)),
 }
 
@@ -62,7 +89,7 @@ def test_a_constant_takes_the_type_of_what_it_meets(name, lib):
     operator = define(lib, f"f{list(FORMULAS).index(name)}", library.elementwise_kernel(function))
     for dtype in (torch.float32, torch.float64):
         x = torch.randn(1003, dtype=dtype)
-        torch.testing.assert_close(operator(x), formula(x), rtol=0, atol=0)
+        torch.testing.assert_close(operator(x), formula(x), rtol=0, atol=0, equal_nan=True)
 
 
 def test_in_a_comparison(lib):
@@ -70,6 +97,39 @@ def test_in_a_comparison(lib):
     kernel = library.elementwise_kernel(lambda x: 1 if x == 0.1 else 0)
     equal = define(lib, "equal", kernel)
     assert equal(torch.tensor([0.1, 0.2])).tolist() == [1, 0]
+
+
+def test_integers_stay_integers(lib):
+    """A constant expression of integers is one, up to 64 bits; a quotient is a float."""
+    size = 2**31
+
+    def moved(x):
+        return x + (size * 4 + 7) // 3 - (size >> 3)
+
+    x = torch.arange(-5, 5)
+    kernel = library.elementwise_kernel(moved, dtypes=(torch.int64,))
+    assert define(lib, "moved", kernel)(x).equal(x + (2**33 + 7) // 3 - 2**28)
+
+
+def test_a_variable_is_no_constant(lib):
+    """Neither is one that has two values, nor the number of a step."""
+    lib.define("steps(Tensor x) -> Tensor")
+    library.register_fake("foo_constants::steps", lambda x: torch.empty_like(x), lib=lib)
+
+    @library.register_kernel("foo_constants::steps", "cpu", lib=lib)
+    @library.tile_kernel
+    def steps(x, output, rows):
+        factor = 0.1
+        for row in rows:
+            for i in range(x.shape[-1]):
+                output[row, i] = x[row, i] * math.sqrt(i) + (x[row, i] * factor) * 3
+                factor += 0.1
+
+    x = torch.randn(1, 67)
+    i = torch.arange(67, dtype=torch.float64)
+    factor = torch.full((67,), 0.1, dtype=torch.float64).cumsum(0)
+    expected = (x.double() * i.sqrt() + x.double() * factor * 3).float()
+    torch.testing.assert_close(torch.ops.foo_constants.steps(x), expected, rtol=1e-7, atol=1e-7)
 
 
 def test_of_integers_and_complex_numbers(lib):

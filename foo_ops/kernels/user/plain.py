@@ -6,15 +6,15 @@ they are compiled, and infinity or NaN where Python's raise.
 
 from __future__ import annotations
 
-import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numba.core import types as numba_types
 
 from foo_ops.kernels.compiler.kernel import Kernel, size_name
+from foo_ops.kernels.compiler.plain_math import MATH, round_whole
 from foo_ops.kernels.user import elementwise, tile
 from foo_ops.kernels.user.copies import Copies
 from foo_ops.kernels.vectors.bounds import DATA, NDIM, SIZES, STRIDES
@@ -98,7 +98,7 @@ def make_tile_kernel(
             counts = [tiles, *(call(name, 0) for name in names_of_sizes)]
             write(count, "int64", np.array(counts, np.int64))
         elif phase == tile.RUN_TILES:
-            function(*map(value_of, range(len(kinds))), range(begin, end))
+            function(*map(value_of, range(len(kinds))), Range(begin, end))
         else:
             call("finish", None)
 
@@ -144,12 +144,13 @@ class _Plain(Copies):
 
     def finished(self, copy: types.FunctionType) -> types.FunctionType:
         copy.__code__ = _with_marked_constants(copy.__code__)
-        copy.__globals__.setdefault("round", _round)
+        for name, ours in (("round", _round), ("range", Range)):
+            copy.__globals__.setdefault(name, ours)
         return copy
 
     def other(self, value: Any) -> Any:
         if isinstance(value, types.BuiltinFunctionType) and value.__module__ == "math":
-            return _MATH.get(value.__name__, value)
+            return MATH.get(value.__name__, value)
         inner = getattr(value, "py_func", None)
         return _marked(value) if inner is None else self.of(inner)
 
@@ -167,44 +168,27 @@ def _marked(value: Any) -> Any:
     return FromEnd(value) if type(value) is int and value < 0 else value
 
 
-# ------------------------------------------------------------------------------------------ math
-
-
-def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of ``math`` return the type of its arguments, float64 for integers."""
-
-    def call(*numbers: Any) -> Any:
-        kinds = [np.asarray(number).dtype for number in numbers]
-        kind = np.result_type(*(k if k.kind == "f" else np.dtype(np.float64) for k in kinds))
-        try:
-            return kind.type(function(*map(float, numbers)))
-        except OverflowError:
-            return kind.type(math.inf)
-        except ValueError:
-            return kind.type(math.nan)
-
-    return call
-
-
-def _whole(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Make a function that rounds return the type of its argument."""
-    return lambda number: function(number) if np.asarray(number).dtype.kind == "f" else number
-
-
 def _round(number: Any, digits: Any = None) -> Any:
-    return _whole(np.rint)(number) if digits is None else round(number, digits)
+    return round_whole(number) if digits is None else round(number, digits)
 
 
-# NumPy's functions give infinity and NaN where those of math raise.
-_NUMPYS = {"acos": "arccos", "asin": "arcsin", "atan": "arctan", "pow": "power"}
-_NUMPYS |= {"acosh": "arccosh", "asinh": "arcsinh", "atanh": "arctanh", "atan2": "arctan2"}
-_FUNCTIONS = (
-    *("cos", "cosh", "copysign", "degrees", "erf", "erfc", "exp", "expm1", "fabs", "fmod", "gamma"),
-    *("hypot", "lgamma", "log", "log10", "log1p", "log2", "radians", "sin", "sinh", "sqrt", "tan"),
-    *("tanh", *_NUMPYS),
-)
-_MATH = {
-    name: _lifted(getattr(np, _NUMPYS.get(name, name), None) or getattr(math, name))
-    for name in _FUNCTIONS
-}
-_MATH |= {name: _whole(getattr(np, name)) for name in ("ceil", "floor", "trunc")}
+class Range:
+    """A range of 64-bit integers, which promote float32 as in compiled code."""
+
+    def __init__(self, *bounds: Any) -> None:
+        self._range = range(*map(int, bounds))
+
+    def __iter__(self) -> Iterator[np.int64]:
+        return map(np.int64, self._range)
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    def __getitem__(self, index: Any) -> np.int64:
+        return np.int64(self._range[index])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._range, name)
+
+    def __repr__(self) -> str:
+        return repr(self._range)

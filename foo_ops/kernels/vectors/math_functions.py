@@ -14,7 +14,9 @@ from typing import Any
 from numba.core import types
 from numba.core.typing.templates import signature
 
+from foo_ops.kernels.compiler.numba_target.constants import let_fold
 from foo_ops.kernels.compiler.numba_target.registry import define_signature, functions
+from foo_ops.kernels.compiler.plain_math import MATH, round_whole
 from foo_ops.kernels.vectors import error_function, periodic, powers, rounding
 from foo_ops.kernels.vectors import functions as exponentials
 
@@ -33,6 +35,7 @@ def _function(name: str) -> Any:
 def _define(function: Callable[..., Any], ours: Any, find: Callable[..., Any]) -> None:
     define_signature(function, find)
     functions.lower(function, *[types.Float] * ours.arguments)(ours.emit)
+    let_fold(ours, MATH.get(function.__name__, round_whole))
 
 
 def _float_of_one(args: Sequence[types.Type]) -> Any:

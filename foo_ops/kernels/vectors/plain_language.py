@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from foo_ops.kernels.compiler.plain_math import are_constants
 from foo_ops.kernels.compiler.processor import vector_bits
 from foo_ops.kernels.vectors import (
     arithmetic,
@@ -77,10 +78,13 @@ def reduce_maximum(vector: Any) -> Any:
 
 def _rounded(function: Any, *numbers: Any) -> Any:
     """Compute in float64: in float32 NumPy's functions are off by some units in the last place."""
-    return cast(function(*(np.asarray(number, np.float64) for number in numbers)), numbers[0])
+    result = function(*(np.asarray(number, np.float64) for number in numbers))
+    return float(result) if are_constants(*numbers) else cast(result, numbers[0])
 
 
 def _without_subnormals(x: Any) -> Any:
+    if are_constants(x):
+        return x
     return cast(np.where(x < np.finfo(_type_of(x)).smallest_normal, 0.0, x), x)
 
 

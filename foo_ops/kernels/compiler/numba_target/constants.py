@@ -2,6 +2,8 @@
 
 For Numba a constant is an int64 or a float64, and ``float32 * int64`` a float64, as in NumPy before
 its second version. In a kernel that halves the lanes of a vector, and converts there and back.
+Expressions of constants are computed here, so that ``x * math.sqrt(0.5)`` and ``x * (A / 3)`` are
+no different. An intermediate value is a float64 or an int, as Python's are.
 
 Powers with constant integers are replaced as well: ``x ** 2`` becomes a product, and ``x ** -2``
 one of 1 / x. For Numba's dispatch, in which a constant is a number like others, it is a loop.
@@ -11,13 +13,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from numba.core import ir, types
 from numba.core.compiler_machinery import FunctionPass, register_pass
 from numba.extending import intrinsic
+
+from foo_ops.kernels.compiler.plain_math import MATH, round_whole
 
 _PARTS = {types.complex64: types.float32, types.float32: types.float32}
 # These are for integers only.
@@ -27,6 +32,18 @@ _BITWISE = (
 )
 # As products these take at most six multiplications.
 _EXPONENTS = (*range(-16, 0), *range(1, 17))
+# What a function of numbers gives where all of them are constants.
+_FOLDED: dict[Callable[..., Any], Callable[..., Any]] = {
+    **{getattr(math, name): function for name, function in MATH.items()},
+    **{function: function for function in (abs, float, int, max, min)},
+    pow: operator.pow,
+    round: lambda number, *digits: round(number, *digits) if digits else round_whole(number),
+}
+
+
+def let_fold(function: Any, plain: Callable[..., Any]) -> None:
+    """Let ``plain`` compute what a function of kernels is where its arguments are constants."""
+    _FOLDED[function] = plain
 
 
 @intrinsic
@@ -107,6 +124,9 @@ class AdaptConstants(FunctionPass):
 def _adapted(func_ir: ir.FunctionIR, block: ir.Block) -> Iterator[ir.Stmt]:
     for statement in block.body:
         expression: Any = getattr(statement, "value", None)
+        number = _folded(func_ir, expression)
+        if number is not None and isinstance(statement, ir.Assign):
+            expression = statement.value = ir.Const(number, statement.loc)
         power = _constant_power(func_ir, expression)
         if power is not None:
             base, exponent, raise_ = power
@@ -184,10 +204,59 @@ def _value(func_ir: ir.FunctionIR, variable: ir.Var) -> Any:
     definition = definitions[0] if len(definitions) == 1 else None
     if isinstance(definition, (ir.Const, ir.Global, ir.FreeVar)):
         return definition.value
-    if isinstance(definition, ir.Expr) and definition.op == "getattr":
+    if isinstance(definition, ir.Var):
+        return _value(func_ir, definition)
+    if not isinstance(definition, ir.Expr):
+        return None
+    if definition.op == "getattr":
         module = _value(func_ir, definition.value)
         return getattr(module, definition.attr, None) if isinstance(module, ModuleType) else None
-    return None
+    return _folded(func_ir, definition)
+
+
+def _folded(func_ir: ir.FunctionIR, expression: Any) -> int | float | None:
+    """Compute an expression of constants; None where it is something else."""
+    if not isinstance(expression, ir.Expr):
+        return None
+    if expression.op == "static_getitem":
+        numbers = _value(func_ir, expression.value)
+        function, operands = operator.getitem, [numbers, expression.index]
+        is_known = type(numbers) is tuple and type(expression.index) is int
+    else:
+        function, variables = _operation(func_ir, expression)
+        operands = [_value(func_ir, variable) for variable in variables]
+        is_known = all(type(operand) in (int, float) for operand in operands)
+    if function is None or not operands or not is_known:
+        return None
+    number = _computed(function, operands)
+    if type(number) is int:
+        return number if -(2**63) <= number < 2**63 else None
+    return number if type(number) is float else None
+
+
+def _operation(func_ir: ir.FunctionIR, expression: ir.Expr) -> tuple[Any, list[ir.Var]]:
+    """Return the function of Python that an expression calls, or None, and its arguments."""
+    if _is_operation(expression):
+        return expression.fn, [expression.lhs, expression.rhs]
+    if expression.op == "unary":
+        return expression.fn, [expression.value]
+    if expression.op == "call" and not expression.kws and not expression.vararg:
+        function = _value(func_ir, expression.func)
+        is_plain = getattr(function, "__hash__", None) is not None
+        return _FOLDED.get(function) if is_plain else None, list(expression.args)
+    return None, []
+
+
+def _computed(function: Callable[..., Any], operands: list[Any]) -> Any:
+    """Compute a number, as kernels do where floats are divided by 0; None where there is none."""
+    with np.errstate(all="ignore"):
+        try:
+            return function(*operands)
+        except ArithmeticError:
+            are_integers = all(type(operand) is int for operand in operands)
+            return None if are_integers else float(function(*map(np.float64, operands)))
+        except (LookupError, TypeError, ValueError):
+            return None
 
 
 def _replace(expression: ir.Expr, operand: ir.Var, by: ir.Var) -> None:

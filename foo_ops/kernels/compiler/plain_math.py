@@ -1,0 +1,63 @@
+"""The functions of ``math`` as kernels have them, for plain Python and for constants.
+
+They return the type of their arguments, and infinity or NaN where those of Python raise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def are_constants(*numbers: Any) -> bool:
+    """Whether these are Python's own numbers, which adapt to the dtype of what they meet."""
+    return all(isinstance(n, (int, float)) and not isinstance(n, np.generic) for n in numbers)
+
+
+def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function of ``math`` return the type of its arguments, float64 for integers."""
+
+    def call(*numbers: Any) -> Any:
+        kinds = [np.asarray(number).dtype for number in numbers]
+        kind = np.result_type(*(k if k.kind == "f" else np.dtype(np.float64) for k in kinds))
+        try:
+            result = function(*map(float, numbers))
+        except OverflowError:
+            result = math.inf
+        except ValueError:
+            result = math.nan
+        return float(result) if are_constants(*numbers) else kind.type(result)
+
+    return call
+
+
+def _whole(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Make a function that rounds return the type of its argument."""
+
+    def call(number: Any) -> Any:
+        if np.asarray(number).dtype.kind != "f":
+            return number
+        return float(function(number)) if are_constants(number) else function(number)
+
+    return call
+
+
+# NumPy's functions give infinity and NaN where those of math raise.
+_NUMPYS = {"acos": "arccos", "asin": "arcsin", "atan": "arctan", "pow": "power"}
+_NUMPYS |= {"acosh": "arccosh", "asinh": "arcsinh", "atanh": "arctanh", "atan2": "arctan2"}
+_FUNCTIONS = (
+    *("cos", "cosh", "copysign", "degrees", "erf", "erfc", "exp", "expm1", "fabs", "fmod", "gamma"),
+    *("hypot", "lgamma", "log", "log10", "log1p", "log2", "radians", "sin", "sinh", "sqrt", "tan"),
+    *("tanh", *_NUMPYS),
+)
+# Python 3.10 has no math.exp2.
+_FUNCTIONS += ("exp2",) * hasattr(math, "exp2")
+MATH = {
+    name: _lifted(getattr(np, _NUMPYS.get(name, name), None) or getattr(math, name))
+    for name in _FUNCTIONS
+}
+MATH |= {name: _whole(getattr(np, name)) for name in ("ceil", "floor", "trunc")}
+round_whole = _whole(np.rint)
