@@ -135,7 +135,8 @@ foo::Parameter make_parameter(std::string name, const std::string& kind, bool is
   static const std::map<std::string, Kind> kinds = {{"tensor", Kind::kTensor},
                                                     {"float", Kind::kFloat},
                                                     {"int", Kind::kInt},
-                                                    {"bool", Kind::kBool}};
+                                                    {"bool", Kind::kBool},
+                                                    {"generator", Kind::kGenerator}};
   static const std::map<std::string, Role> roles = {
       {"read", Role::kRead}, {"in place", Role::kInPlace}, {"out", Role::kOut}};
   return {std::move(name), kinds.at(kind),       is_optional,

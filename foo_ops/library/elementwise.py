@@ -79,6 +79,7 @@ class ElementwiseKernel(NumbaKernel):
         self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
     ) -> Launcher:
         results = len(operator._schema.returns) or sum(p.role != "read" for p in parameters)
+        _refuse_generators(operator, parameters)
         _check(operator, parameters, self)
         _check_returned(operator, self, results)
         types = {
@@ -232,6 +233,15 @@ def _variants(
         return tuple(type_)
 
     return {dtype: _Variant(function, results(dtype), on_bits) for dtype in dtypes}
+
+
+def _refuse_generators(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.kind == "generator":
+            raise TypeError(
+                f"{operator.name()}: an elementwise kernel takes no generator, since it does not "
+                f"know which element it computes, got {parameter.name}; a tile_kernel does"
+            )
 
 
 def _check(

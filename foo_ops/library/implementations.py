@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,7 +53,7 @@ def define(
         schema: without the name, such as ``"(Tensor input) -> Tensor"``.
         alias_analysis: only where a library is given first, as in older code.
         lib: the operator ends with it; without it, with the process.
-        tags: of torch.Tag.
+        tags: of torch.Tag. One with a generator is nondeterministic_seeded, too.
 
     Example:
         >>> for _ in range(2):
@@ -60,6 +61,9 @@ def define(
     """
     if isinstance(qualname, torch.library.Library):
         return torch.library.define(qualname, schema, alias_analysis)  # type: ignore[call-arg]
+    if re.search(r"\bGenerator\b", schema):
+        given = (tags,) if isinstance(tags, torch.Tag) else tags
+        tags = (*given, torch.Tag.nondeterministic_seeded)
     if lib is not None or not isinstance(qualname, str):
         return torch.library.define(qualname, schema, lib=lib, tags=tags)
     module = sys._getframe(1).f_globals.get("__name__")

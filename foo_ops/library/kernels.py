@@ -24,6 +24,7 @@ from foo_ops.library.operators import (
     own_library,
     parameters_of,
 )
+from foo_ops.library.random_vmap import register_random_vmap
 from foo_ops.library.refusals import refuse_derivatives
 from foo_ops.library.sharding import Rule as ShardingRule
 from foo_ops.library.sharding import register_default_sharding
@@ -82,6 +83,8 @@ class NumbaKernel(abc.ABC):
         _refuse_derivatives(operator, lib)
         if launcher.vmap is not None:
             register_default_vmap(operator.name(), launcher.vmap, lib)
+        if any(p.kind == "generator" for p in parameters):
+            register_random_vmap(operator, lib)
         register_default_sharding(operator, launcher.sharding, lib)
         if launcher.fake is None:
             return

@@ -71,7 +71,7 @@ class Parameter:
     """An argument of an operator, as a kernel takes it.
 
     Attributes:
-        kind: "tensor", "float", "int" or "bool".
+        kind: "tensor", "float", "int", "bool", or "generator", of which a kernel gets a seed.
         role: "read"; "in place", of a tensor that the operator writes; "out", of one that is there
             only to be written, which stands after the ``*`` of the schema.
     """
@@ -87,6 +87,7 @@ class Parameter:
 
 
 _KINDS = {"Tensor": "tensor", "float": "float", "int": "int", "bool": "bool"}
+_KINDS |= {"Generator": "generator"}
 
 
 def parameters_of(operator: torch._ops.OpOverload) -> tuple[Parameter, ...]:
@@ -106,11 +107,23 @@ def _parameter(operator: torch._ops.OpOverload, argument: torch._C.Argument) -> 
     kind = _KINDS.get(str(type_))
     if kind is None:
         raise TypeError(
-            f"{operator.name()}: a kernel of Numba takes arguments of type Tensor, float, int and "
-            f"bool, and optional ones; {argument.name} is {type_}"
+            f"{operator.name()}: a kernel of Numba takes arguments of type Tensor, float, int, "
+            f"bool and Generator, and optional ones; {argument.name} is {type_}"
         )
+    if kind == "generator":
+        # A kernel gets a seed, whether or not a generator is given.
+        return _generator(operator, argument.name)
     written = "out" if argument.kwarg_only else "in place"
     return Parameter(argument.name, kind, is_optional, written if argument.is_write else "read")
+
+
+def _generator(operator: torch._ops.OpOverload, name: str) -> Parameter:
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        raise TypeError(
+            f"{operator.name()}: an operator with a generator must have the tag "
+            "torch.Tag.nondeterministic_seeded, or torch.compile may call it once for two calls"
+        )
+    return Parameter(name, "generator", False, "read")
 
 
 def functionalize_out(operator: torch._ops.OpOverload) -> None:

@@ -23,6 +23,7 @@ from foo_ops.library.kernels import (
     kinds_of,
 )
 from foo_ops.library.operators import Parameter, find, parameters_of, short_name
+from foo_ops.library.random_vmap import make_random_loop
 from foo_ops.library.returns import returned_counts
 from foo_ops.library.scratch import Scratch
 from foo_ops.library.tile_sharding import make_tile_sharding
@@ -49,14 +50,17 @@ class TileKernel(NumbaKernel):
         others = {name: function for name, function in optional.items() if function is not None}
         sizes = [size for scratch in self.scratch.values() for size in scratch.functions()]
         others |= {size_name(position): size for position, size in enumerate(sizes)}
-        taken = {name: self._taken(name, operator, function) for name, function in others.items()}
+        *names, _ = inspect.signature(self.function).parameters
+        seeds = [name for name, p in zip(names, parameters) if p.kind == "generator"]
+        taken = {
+            name: self._taken(name, operator, function, seeds) for name, function in others.items()
+        }
         if self.tiles is None and not any(p.is_tensor and not p.is_optional for p in parameters):
             raise TypeError(
                 f"{operator.name()}: without a tensor that is always there, tile_kernel must be "
                 "given the number of tiles, tiles=..."
             )
         kinds = kinds_of(parameters) + ("tensor",) * results
-        *names, _ = inspect.signature(self.function).parameters
         described = [
             (_position_of_like(operator, name, scratch.like, names, kinds), scratch.dimensions)
             for name, scratch in self.scratch.items()
@@ -68,7 +72,7 @@ class TileKernel(NumbaKernel):
         is_repeated = results > 0 and not _fresh(operator)
         checked = taken.get("check", ())
         checks = [position in checked for position in range(len(parameters))]
-        refuse = self._refusal(operator, len(parameters))
+        refuse = self._refusal(operator, seeds, len(parameters))
 
         def register_for(key: str) -> Any:
             return _C.register_tile(
@@ -85,17 +89,21 @@ class TileKernel(NumbaKernel):
                 refuse,
             )
 
-        rule = None if operator._schema.is_mutable else make_loop(operator.name())
-        by_rows = self.tiles is None and self.finish is None and self.check is None
+        draws = any(parameter.kind == "generator" for parameter in parameters)
+        loop = make_random_loop(operator.name(), tuple(parameters)) if draws else None
+        rule = None if operator._schema.is_mutable else loop or make_loop(operator.name())
+        by_rows = not (self.tiles or self.finish or self.check or draws)
         sharding = make_tile_sharding(operator, self.function if by_rows else None, names)
         return Launcher(register_for, _fake_of_out(operator, parameters), rule, sharding)
 
-    def _refusal(self, operator: torch._ops.OpOverload, count: int) -> Callable[..., None] | None:
+    def _refusal(
+        self, operator: torch._ops.OpOverload, seeds: Sequence[str], count: int
+    ) -> Callable[..., None] | None:
         """Return what is called with all arguments of the operator; results it does not get."""
         refuse = self.refuse
         if refuse is None:
             return None
-        taken = self._taken("refuse", operator, refuse, count)
+        taken = self._taken("refuse", operator, refuse, seeds, count)
         return lambda *arguments: refuse(*(arguments[position] for position in taken))
 
     def _taken(
@@ -103,17 +111,16 @@ class TileKernel(NumbaKernel):
         name: str,
         operator: torch._ops.OpOverload,
         function: Callable[..., Any],
+        seeds: Sequence[str],
         count: int | None = None,
     ) -> tuple[int, ...]:
         """Return which of the kernel's arguments, or of the first ones, another function names."""
         *names, _ = inspect.signature(self.function).parameters
-        arguments = [
-            argument
-            for argument in names[:count]
-            # Only when all tiles are done there is some still.
-            if argument not in self.scratch
-            or (name == "finish" and self.scratch[argument].per_call)
-        ]
+        # Before the tiles there is neither scratch memory nor a seed; after them some still.
+        late = {*seeds, *self.scratch}
+        if name == "finish":
+            late = {name for name, scratch in self.scratch.items() if not scratch.per_call}
+        arguments = [argument for argument in names[:count] if argument not in late]
         for parameter in inspect.signature(function).parameters:
             if parameter not in arguments:
                 raise TypeError(
@@ -173,6 +180,8 @@ def tile_kernel(
       bfloat16 and float16 are read as float32 and rounded when they are written. An index that is a
       negative constant counts from the end. No other one is compared with the shape, but under
       `check_bounds`.
+    - A generator comes as an int64, a seed that is drawn from it for each call that is not refused,
+      or from the default one of the tensors' device: ``language.random(seed, index)``.
     - float, int and bool come as float64, int64 and bool; what is missing is None. A float64 makes
       what it meets float64, unless it is a constant: `foo_ops.language.cast` narrows it.
     - Results are allocated as the operator's fake kernel says, which is called once for the same

@@ -193,7 +193,7 @@ def _aligned(tensor: Tensor, in_dim: int, rank: int, common: torch.dtype | None)
 
 
 def vmap_by_loop(
-    operator: torch._ops.OpOverload,
+    operator: Callable[..., Any],
     info: Any,
     in_dims: tuple[int | None, ...],
     *inputs: Any,
@@ -239,7 +239,7 @@ def _element(argument: Any, in_dim: Any, index: int) -> Any:
 
 
 def _mapped_over_nothing(
-    operator: torch._ops.OpOverload,
+    operator: Callable[..., Any],
     in_dims: tuple[int | None, ...],
     inputs: tuple[Any, ...],
     keywords: dict[str, Any],

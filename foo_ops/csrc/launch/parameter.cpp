@@ -1,5 +1,8 @@
 #include "launch/parameter.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+
 #include <bit>
 
 #include "launch/overlap.h"
@@ -28,6 +31,25 @@ c10::Device common_device(const std::string& name, const std::vector<Parameter>&
                       first->name, " is, got ", own);
   }
   return device;
+}
+
+int64_t draw_seed(const c10::IValue& generator, c10::Device device) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::Tensor seed = at::empty({}, at::TensorOptions().dtype(at::kLong).device(device));
+  // An operator of torch knows the generators of all devices, and locks the one that it draws from.
+  seed.random_(generator.toOptional<at::Generator>());
+  return *seed.const_data_ptr<int64_t>();
+}
+
+void check_generators(const std::string& name, const std::vector<Parameter>& parameters,
+                      c10::ArrayRef<c10::IValue> arguments, c10::Device device) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (parameters[i].kind != Parameter::Kind::kGenerator || arguments[i].isNone()) continue;
+    const auto own = arguments[i].toGenerator().device().type();
+    TORCH_CHECK_VALUE(own == device.type(), name, ": ", parameters[i].name, " must be on ",
+                      c10::DeviceTypeName(device.type(), true), " as the tensors are, got ",
+                      c10::DeviceTypeName(own, true));
+  }
 }
 
 void check_can_cast(const std::string& name, const std::string& parameter, at::ScalarType result,

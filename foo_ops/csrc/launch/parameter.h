@@ -13,7 +13,8 @@
 namespace foo {
 
 struct Parameter {
-  enum class Kind { kTensor, kFloat, kInt, kBool };
+  // A kernel gets a seed of each call where its operator has a generator.
+  enum class Kind { kTensor, kFloat, kInt, kBool, kGenerator };
   // The use of a tensor: kOut is an argument `out` of the schema.
   enum class Role { kRead, kInPlace, kOut };
 
@@ -36,6 +37,14 @@ int64_t scalar_bits(const c10::IValue& value);
 // operator's.
 c10::Device common_device(const std::string& name, const std::vector<Parameter>& parameters,
                           c10::ArrayRef<c10::IValue> arguments);
+
+// A seed for a call on a device: an int64_t that is not negative, drawn from a generator, or where
+// there is none, from the default one of the device.
+int64_t draw_seed(const c10::IValue& generator, c10::Device device);
+
+// Refuses a generator of another device than the tensors have.
+void check_generators(const std::string& name, const std::vector<Parameter>& parameters,
+                      c10::ArrayRef<c10::IValue> arguments, c10::Device device);
 
 // Refuses a result that cannot be cast to the dtype of what it is written to.
 void check_can_cast(const std::string& name, const std::string& parameter, at::ScalarType result,

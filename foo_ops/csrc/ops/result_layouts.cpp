@@ -50,7 +50,9 @@ std::vector<ResultLayout> ask_fake_kernel(const c10::OperatorHandle& op,
   const std::string name = c10::toString(op.operator_name());
   torch::jit::Stack stack;
   for (const c10::IValue& argument : arguments) {
-    stack.push_back(argument.isTensor() ? without_data(argument.toTensor()) : argument);
+    stack.push_back(argument.isTensor()      ? without_data(argument.toTensor())
+                    : argument.isGenerator() ? c10::IValue()
+                                             : argument);
   }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
   std::vector<ResultLayout> layouts;
@@ -92,7 +94,7 @@ SharedLayouts ResultLayouts::of(c10::ArrayRef<c10::IValue> arguments) {
   for (const c10::IValue& argument : arguments) {
     if (argument.isTensor()) {
       ask_tensor(question, argument.toTensor());
-    } else if (argument.isNone()) {
+    } else if (argument.isNone() || argument.isGenerator()) {
       question.push_back(-1);
     } else {
       question.push_back(-2);

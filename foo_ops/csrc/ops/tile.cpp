@@ -79,6 +79,12 @@ class Call {
     if (is_optional) signature_.push_back(kGiven);
   }
 
+  void add_generator(const c10::IValue& generator) {
+    generators_.push_back({numbers_.size(), generator});
+    numbers_.push_back(0);
+    tensor_of_.push_back(-1);
+  }
+
   void add_none() {
     numbers_.push_back(0);
     tensor_of_.push_back(-1);
@@ -92,7 +98,8 @@ class Call {
 
   // False, and nothing is written, where the kernel's check does not pass. Throws where a kernel
   // that checks its accesses has found one outside.
-  bool run(const std::string& operator_name, Kernel& kernel, const TileOptions& options) {
+  bool run(const std::string& operator_name, Kernel& kernel, const TileOptions& options,
+           c10::Device device) {
     if (checks_bounds()) signature_.push_back(kChecked);
     auto* function = kernel.get<TileFunction>(signature_);
     Outside outside;
@@ -122,6 +129,10 @@ class Call {
     const ScratchShapes of_thread =
         scratch_shapes(operator_name, options, counts.data() + 1, false);
     scratch.emplace_back(of_call, 0, outside).give(numbers_.data());
+    // A call that is refused leaves the generator as it was.
+    for (const auto& [index, generator] : generators_) {
+      numbers_[index] = draw_seed(generator, device);
+    }
     std::mutex mutex;
     const int64_t grain = std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1));
     at::parallel_for(0, tiles, grain_size(grain), [&](int64_t begin, int64_t end) {
@@ -183,6 +194,8 @@ class Call {
   c10::SmallVector<int64_t, 16> numbers_;
   // For each number the index of its tensor, or -1.
   c10::SmallVector<int64_t, 16> tensor_of_;
+  // The generators, and which numbers become seeds of theirs.
+  c10::SmallVector<std::pair<size_t, c10::IValue>, 1> generators_;
   Signature signature_;
 };
 
@@ -223,6 +236,7 @@ class TileLauncher final : public c10::OperatorKernel {
   // Returns the operator's results.
   Tensors launch(c10::ArrayRef<c10::IValue> arguments) {
     const c10::Device device = common_device(name_, parameters_, arguments);
+    check_generators(name_, parameters_, arguments, device);
     const SharedLayouts layouts = layouts_.of(arguments.slice(0, inputs_));
     check_written(arguments, *layouts);
     Call call;
@@ -242,7 +256,7 @@ class TileLauncher final : public c10::OperatorKernel {
       for (const Written& output : written) call.add_tensor(output.buffer, true);
     }
     for (size_t i = 0; i < options_.scratch.size(); ++i) call.add_scratch();
-    if (!call.run(name_, kernel_, options_)) refuse(arguments, copies, device);
+    if (!call.run(name_, kernel_, options_, device)) refuse(arguments, copies, device);
     move_to_targets(written);
     return results;
   }
@@ -272,7 +286,9 @@ class TileLauncher final : public c10::OperatorKernel {
                     size_t index) const {
     const Parameter& parameter = parameters_[index];
     const c10::IValue& argument = arguments[index];
-    if (argument.isNone()) {
+    if (parameter.kind == Parameter::Kind::kGenerator) {
+      call.add_generator(argument);
+    } else if (argument.isNone()) {
       call.add_none();
     } else if (!parameter.is_tensor()) {
       call.add_scalar(argument, parameter.is_optional);

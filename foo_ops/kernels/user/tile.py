@@ -27,7 +27,8 @@ ARGUMENT_TYPES = (
 # The phases of a call. tests/project/test_agreement.py compares them with C++'s.
 COUNT_TILES, RUN_TILES, FINISH_TILES = range(3)
 
-SCALARS = {"float": types.float64} | elementwise.SCALARS
+# A kernel gets a seed in the place of a generator.
+SCALARS = {"float": types.float64, "generator": types.int64} | elementwise.SCALARS
 
 
 def make_tile_kernel(
