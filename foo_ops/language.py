@@ -39,6 +39,7 @@ _MODULES = {
     "philox": ("random",),
     "rounding": ("ceil", "floor", "round", "sqrt", "trunc"),
     "arithmetic": ("absolute", "any_lane", "fma", "less", "maximum", "select", "splat"),
+    "products.dot": ("add_dot", "dot"),
     "memory": (
         *("address_of", "load", "load_vector", "prefetch", "shift", "shift_bytes", "store"),
     ),
@@ -51,8 +52,10 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "plain_language" if INTERPRETS else module
-    return getattr(importlib.import_module(f"foo_ops.kernels.vectors.{module}"), name)
+    if INTERPRETS:
+        module = "plain_language"
+    package = "foo_ops.kernels" if "." in module else "foo_ops.kernels.vectors"
+    return getattr(importlib.import_module(f"{package}.{module}"), name)
 
 
 def __dir__() -> list[str]:

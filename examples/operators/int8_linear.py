@@ -4,8 +4,8 @@
 
 The weights are read as they are, a quarter of the memory of float32, and never unpacked in memory.
 
-Shows integers beside floating-point numbers, four sums in one loop, a gradient in the compute type
-that autograd rounds once, and tiles of two kinds.
+Shows a product of matrices of two dtypes, integers beside floating-point numbers, a gradient in the
+compute type that autograd rounds once, and tiles of two kinds.
 """
 
 from __future__ import annotations
@@ -40,33 +40,43 @@ def int8_linear(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
 # ---------------------------------------------------------------------------------------- kernels
 
 
+ROWS, COLUMNS = 128, 64
+
+
 @library.register_kernel("examples::int8_linear", ("cpu", "foo"))
-@library.tile_kernel(tiles=lambda weight: weight.shape[0], contiguous_rows=True)
+@library.tile_kernel(
+    tiles=lambda weight: (weight.shape[0] + COLUMNS - 1) // COLUMNS,
+    contiguous_rows=True,
+    scratch={
+        "some_rows": library.scratch(
+            lambda input: min(input.rows, ROWS), lambda input: input.shape[-1], like="input"
+        ),
+        "products": library.scratch(lambda input: min(input.rows, ROWS), COLUMNS, like="input"),
+    },
+)
 def forward_kernel(
-    input: Any, weight: Any, scale: Any, bias: Any, output: Any, columns: Any
-) -> None:
-    size, rows = input.shape[-1], input.rows
-    for n in columns:
-        w, factor, base = weight.row(n), language.cast(scale[n], input), language.zero(input)
-        if bias is not None:
-            base = language.cast(bias[n], input)
-        # An integer is converted once for four rows.
-        for m in range(0, rows - 3, 4):
-            x0, x1, x2, x3 = input.row(m), input.row(m + 1), input.row(m + 2), input.row(m + 3)
-            a = language.zero(input)
-            b, c, d = a, a, a
-            for k in range(size):
-                value = language.cast(w[k], input)
-                a = language.accumulate(a, x0[k] * value)
-                b = language.accumulate(b, x1[k] * value)
-                c = language.accumulate(c, x2[k] * value)
-                d = language.accumulate(d, x3[k] * value)
-            output.row(m)[n] = a * factor + base
-            output.row(m + 1)[n] = b * factor + base
-            output.row(m + 2)[n] = c * factor + base
-            output.row(m + 3)[n] = d * factor + base
-        for m in range(rows // 4 * 4, rows):
-            output.row(m)[n] = product_of(input.row(m), w, size) * factor + base
+    input: Any, weight: Any, scale: Any, bias: Any, output: Any,
+    some_rows: Any, products: Any, tiles: Any,
+) -> None:  # fmt: skip
+    """Take some columns of the output in each tile."""
+    for tile in tiles:
+        first = tile * COLUMNS
+        columns = min(COLUMNS, weight.shape[0] - first)
+        for start in range(0, input.rows, ROWS):
+            rows = min(ROWS, input.rows - start)
+            for m in range(rows):
+                x, copy = input.row(start + m), some_rows.row(m)
+                for k in range(input.shape[-1]):
+                    copy[k] = x[k]
+            w = weight[first : first + columns]
+            language.dot(products[:rows, :columns], some_rows[:rows], w.T)
+            for m in range(rows):
+                y, product = output.row(start + m), products.row(m)
+                for n in range(columns):
+                    base = language.zero(input)
+                    if bias is not None:
+                        base = language.cast(bias[first + n], input)
+                    y[first + n] = product[n] * language.cast(scale[first + n], input) + base
 
 
 def product_of(x: Any, w: Any, size: Any) -> Any:

@@ -42,7 +42,7 @@ Agreement agreement() {
       FOO_CONSTANT(kFinishTiles), FOO_CONSTANT(kAbsentCode),   FOO_CONSTANT(kGivenCode),
       FOO_CONSTANT(kCheckedCode), FOO_CONSTANT(kElement),      FOO_CONSTANT(kRow),
       FOO_CONSTANT(kFlat),        FOO_CONSTANT(kInRow),        FOO_CONSTANT(kShape),
-      FOO_CONSTANT(kMostIndices)};
+      FOO_CONSTANT(kProduct),     FOO_CONSTANT(kMostIndices)};
 #undef FOO_CONSTANT
   return result;
 }

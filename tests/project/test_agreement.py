@@ -186,6 +186,7 @@ def test_constants():
         "kFlat": bounds.OF_FLAT,
         "kInRow": bounds.IN_ROW,
         "kShape": bounds.OF_SHAPE,
+        "kProduct": bounds.OF_PRODUCT,
         "kMostIndices": bounds.MOST_INDICES,
     }
 

@@ -61,6 +61,13 @@ void end_bounds_checks() {
 void refuse_outside(const std::string& operator_name, const std::string& argument,
                     const Outside& outside) {
   const View& view = *outside.view;
+  if (outside.kind == kProduct) {
+    const int64_t* const sizes = outside.indices;
+    const auto shape = [&](int i) { return c10::ArrayRef<int64_t>(sizes + 2 * i, 2); };
+    TORCH_CHECK_VALUE(false, operator_name,
+                      ": dot: target, a and b must have shapes [m, n], [m, k] and [k, n], got ",
+                      shape(0), ", ", shape(1), ", ", shape(2), " (", outside.place, ")");
+  }
   TORCH_CHECK_INDEX(false, operator_name, ": ", written(argument, outside), " is outside of ",
                     argument, ", which has shape ", c10::ArrayRef<int64_t>(view.sizes, view.ndim),
                     " (", outside.place, ")");

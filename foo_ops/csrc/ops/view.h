@@ -36,7 +36,7 @@ static_assert(is_whole<View>());
 
 // Where an index stood: in x[i, j], x.row(i), x.flat[i], behind a row or x.data, and in x.shape[i]
 // or x.strides[i].
-enum AccessKind : int64_t { kElement, kRow, kFlat, kInRow, kShape };
+enum AccessKind : int64_t { kElement, kRow, kFlat, kInRow, kShape, kProduct };
 
 // An access with more indices is told in part.
 constexpr int64_t kMostIndices = 64;

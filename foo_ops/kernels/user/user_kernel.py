@@ -59,6 +59,7 @@ class UserKernel(Source):
 
     def build(self, signature: str) -> Kernel:
         # Numba looks for what is registered before it begins, and foo_ops.language loads lazily.
+        from foo_ops.kernels.products import dot  # noqa: F401
         from foo_ops.kernels.vectors import functions, items, philox, reduction  # noqa: F401
 
         # The fingerprint is that of the same globals.

@@ -77,5 +77,10 @@ def _in_tensors(access: ir.Instruction, relation: str) -> ir.Instruction:
     return access
 
 
+def emit_multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """Return a * b + c of integers."""
+    return builder.add(builder.mul(a, b), c)
+
+
 def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     return call_intrinsic(builder, f"llvm.fma.{suffix(a.type)}", a.type, [a, b, c])

@@ -31,6 +31,7 @@ from foo_ops.kernels.vectors.bounds import (
 )
 from foo_ops.kernels.vectors.elements import ELEMENTS
 from foo_ops.kernels.vectors.instructions import INT64
+from foo_ops.kernels.vectors.matrices import Matrix, emit_slice
 from foo_ops.kernels.vectors.memory import load_element, store_element
 from foo_ops.kernels.vectors.values import Pointer, Row
 from foo_ops.kernels.vectors.views import (
@@ -235,6 +236,8 @@ def _address_in_flat(
 
 def _get_item(context, builder, signature, args):
     array, index = signature.args
+    if isinstance(signature.return_type, Matrix):
+        return emit_slice(context, builder, signature, args)
     address = _address(context, builder, array, index, args)
     return load_element(context, builder, _dtype(array), address)
 

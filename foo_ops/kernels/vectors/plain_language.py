@@ -155,6 +155,36 @@ def splat(value: Any, lanes: int) -> Any:
     return np.full(lanes, value)
 
 
+# ------------------------------------------------------------------------------------- products
+
+
+def dot(target: Any, a: Any, b: Any) -> None:
+    _multiply(target, a, b, adds=False)
+
+
+def add_dot(target: Any, a: Any, b: Any) -> None:
+    _multiply(target, a, b, adds=True)
+
+
+def _multiply(target: Any, a: Any, b: Any, *, adds: bool) -> None:
+    target, a, b = (it[:, :] if isinstance(it, View) else it for it in (target, a, b))
+    fits = (target.rows, target.columns, a.columns) == (a.rows, b.columns, b.rows)
+    if not fits:
+        sizes = ", ".join(f"[{it.rows}, {it.columns}]" for it in (target, a, b))
+        raise ValueError(
+            f"dot: target, a and b must have shapes [m, n], [m, k] and [k, n], got {sizes}"
+        )
+    factors = [it.read(read) for it in (a, b)]
+    kinds = [factor.dtype for factor in factors]
+    floats = [kind for kind in kinds if kind.kind == "f"]
+    whole = np.int32 if all(kind.itemsize <= 2 for kind in kinds) else np.int64
+    kind = max(floats, key=lambda kind: kind.itemsize) if floats else np.dtype(whole)
+    wide = np.float64 if floats else kind
+    # Rounded once to the type that sums have: nearer than compiled ones.
+    result = (factors[0].astype(wide) @ factors[1].astype(wide)).astype(kind)
+    target.write(write, target.read(read) + result if adds else result)
+
+
 # --------------------------------------------------------------------------------------- memory
 
 

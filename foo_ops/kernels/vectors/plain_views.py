@@ -19,6 +19,7 @@ from foo_ops.kernels.compiler.kernel import WRONG_INDEX
 from foo_ops.kernels.vectors import views
 from foo_ops.kernels.vectors.elements import COMPLEX_PARTS, ELEMENTS
 from foo_ops.kernels.vectors.items import NOT_INDEXED, NOT_INTEGER, wrong_count
+from foo_ops.kernels.vectors.plain_matrices import sliced
 from foo_ops.kernels.vectors.values import HAS_STRIDE
 
 _STORAGES = {"bool": "uint8", "bfloat16": "uint16"}
@@ -255,7 +256,18 @@ class View:
             raise IndexError(f"index {_written(given)} is outside of the shape {self.shape}")
         return self.data.place(sum(int(i * step) for i, step in zip(counted, self.strides)))
 
+    def counted(self, index: Any, size: Any) -> Any:
+        """Return an index from the start, of what has a size."""
+        _require_integers(index)
+        counted = from_start(index, size)
+        if not 0 <= counted < size:
+            raise IndexError(f"index {index} is outside of the shape {self.shape}")
+        return counted
+
     def __getitem__(self, indices: Any) -> Any:
+        given = indices if isinstance(indices, tuple) else (indices,)
+        if any(isinstance(index, slice) for index in given):
+            return sliced(self, self._type.argument, given)
         return read(self._place(indices), self.dtype)[0]
 
     def __setitem__(self, indices: Any, value: Any) -> None:

@@ -22,7 +22,13 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from foo_ops.kernels.vectors.elements import ELEMENTS, narrow, widen
-from foo_ops.kernels.vectors.instructions import INT64, emit_fma, emit_shuffle, emit_splat
+from foo_ops.kernels.vectors.instructions import (
+    INT64,
+    emit_fma,
+    emit_multiply_add,
+    emit_shuffle,
+    emit_splat,
+)
 from foo_ops.kernels.vectors.memory import emit_load_vector
 from foo_ops.kernels.vectors.pairs import PAIRS, emit_pair_fma
 from foo_ops.kernels.vectors.values import Tile, Vector
@@ -65,7 +71,8 @@ def tile_add(typing_context, tile, pointer, stride):
         for row, column, index in _places(builder, tile, args[2]):
             position = row * tile.columns + column
             value = emit_load_vector(builder, pointer.dtype, args[1], index, tile.vector.lanes)
-            total = builder.fadd(builder.extract_value(result, position), value)
+            add = builder.add if isinstance(tile.vector.element, types.Integer) else builder.fadd
+            total = add(builder.extract_value(result, position), value)
             result = builder.insert_value(result, total, position)
         return result
 
@@ -98,6 +105,8 @@ def _places(builder, tile, stride):
 def tile_fma(typing_context, tile, a, a_stride, b):
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
     multiply_add = emit_pair_fma if a.dtype == PAIRS else emit_fma
+    if isinstance(tile.vector.element, types.Integer):
+        multiply_add = emit_multiply_add
 
     def generate(context, builder, signature, args):
         result, a_pointer, stride, b_pointer = args
