@@ -25,10 +25,10 @@ from numba.core.typing.templates import (
     signature,
 )
 from numba.cpython import slicing  # noqa: F401
-from numba.extending import lower_builtin, models, register_model
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
 from foo_ops.kernels.compiler.kernel import WRONG_INDEX
-from foo_ops.kernels.vectors.bounds import OF_ELEMENT, SIZES, is_in, record_unless
+from foo_ops.kernels.vectors.bounds import OF_ELEMENT, OF_PRODUCT, SIZES, is_in, record_unless
 from foo_ops.kernels.vectors.instructions import INT64
 from foo_ops.kernels.vectors.values import Pointer
 from foo_ops.kernels.vectors.views import (
@@ -189,3 +189,33 @@ def emit_whole(context: Any, builder: ir.IRBuilder, view: View, value: ir.Value)
     matrix.row_stride, matrix.column_stride = (stride_of(builder, view, value, d) for d in range(2))
     matrix.view = builder.ptrtoint(value, INT64)
     return matrix._getvalue()
+
+
+@intrinsic
+def moved(typing_context, matrix, row, column):
+    """Return the matrix that begins at a row and a column; its sizes stay."""
+
+    def generate(context, builder, signature, args):
+        result = cgutils.create_struct_proxy(matrix)(context, builder, value=args[0])
+        rows = builder.mul(args[1], result.row_stride)
+        columns = builder.mul(args[2], result.column_stride)
+        result.data = builder.gep(result.data, [builder.add(rows, columns)])
+        return result._getvalue()
+
+    return matrix(matrix, types.int64, types.int64), generate
+
+
+def record_unless_fitting(
+    context: Any, builder: ir.IRBuilder, types_: list[Matrix], values: list[Any]
+) -> None:
+    """Record sizes that do not fit: what there is of all of them is multiplied."""
+    target, a, b = (
+        cgutils.create_struct_proxy(type_)(context, builder, value=value)
+        for type_, value in zip(types_, values)
+    )
+    pairs = [(target.rows, a.rows), (target.columns, b.columns), (a.columns, b.rows)]
+    fits = [builder.icmp_signed("==", one, other) for one, other in pairs]
+    view = builder.inttoptr(target.view, INT64.as_pointer())
+    sizes = [size for it in (target, a, b) for size in (it.rows, it.columns)]
+    are_equal = builder.and_(builder.and_(*fits[:2]), fits[2])
+    record_unless(context, builder, are_equal, view, OF_PRODUCT, sizes)
