@@ -64,12 +64,12 @@ def forward_kernel(
         columns = min(COLUMNS, weight.shape[0] - first)
         for start in range(0, input.rows, ROWS):
             rows = min(ROWS, input.rows - start)
-            for m in range(rows):
-                x, copy = input.row(start + m), some_rows.row(m)
-                for k in range(input.shape[-1]):
-                    copy[k] = x[k]
             w = weight[first : first + columns]
-            language.dot(products[:rows, :columns], some_rows[:rows], w.T)
+            if input.ndim == 2:
+                language.dot(products[:rows, :columns], input[start : start + rows], w.T)
+            else:
+                copy_rows(some_rows, input, start, rows)
+                language.dot(products[:rows, :columns], some_rows[:rows], w.T)
             for m in range(rows):
                 y, product = output.row(start + m), products.row(m)
                 for n in range(columns):
@@ -77,6 +77,14 @@ def forward_kernel(
                     if bias is not None:
                         base = language.cast(bias[first + n], input)
                     y[first + n] = product[n] * language.cast(scale[first + n], input) + base
+
+
+def copy_rows(target: Any, input: Any, start: Any, rows: Any) -> None:
+    """Make a matrix of rows of an input with any number of dimensions."""
+    for m in range(rows):
+        x, copy = input.row(start + m), target.row(m)
+        for k in range(input.shape[-1]):
+            copy[k] = x[k]
 
 
 def product_of(x: Any, w: Any, size: Any) -> Any:

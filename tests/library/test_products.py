@@ -135,7 +135,7 @@ def test_shapes(shape, dtype, name, device):
 @pytest.mark.parametrize("second", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_strides(dtype, first, second):
-    for rows, depth, columns in ((9, 259, 21), (3, 33, 17)):
+    for rows, depth, columns in ((9, 259, 21), (3, 33, 17), (4, 35, 3)):
         a, b = numbers((rows, depth), dtype), numbers((depth, columns), dtype, 1)
         a, b = LAYOUTS[first](a), LAYOUTS[second](b)
         assert_product(operators["tiles"](a, b), a, b, "tiles")
@@ -145,7 +145,7 @@ PAIRS_OF_DTYPES = [
     *((torch.float32, torch.int8), (torch.int8, torch.bfloat16), (torch.float16, torch.float64)),
     *((torch.bfloat16, torch.float32), (torch.int8, torch.int8), (torch.uint8, torch.int8)),
     *((torch.int16, torch.uint8), (torch.int32, torch.int8), (torch.int64, torch.int64)),
-    *((torch.bool, torch.float32),),
+    *((torch.bool, torch.float32), (torch.bfloat16, torch.uint8), (torch.bool, torch.bfloat16)),
 ]
 
 

@@ -41,7 +41,9 @@ ROWS = 128
 # Vectors of a panel of b: those of the widest register tile.
 VECTORS = 4
 # Rows that are too few to copy b for.
-FEW_ROWS = 3
+FEW_ROWS = 4
+# What bfloat16 holds exactly, so that it enters products in pairs beside bfloat16.
+_EXACT_IN_BFLOAT16 = {"bfloat16", "bool", "int8", "uint8"}
 
 
 @intrinsic
@@ -118,7 +120,7 @@ def _make_dot(target: str, a: str, b: str, adds: bool) -> Callable:
         raise errors.TypingError(
             f"dot: target must be floating-point as the products are, got {target}"
         )
-    in_pairs = a == b == "bfloat16" and use_pairs()
+    in_pairs = "bfloat16" in (a, b) and {a, b} <= _EXACT_IN_BFLOAT16 and use_pairs()
     operand = PAIRS if in_pairs else compute
     step = 2 if in_pairs else 1
     lanes = lanes_of(compute)
@@ -222,12 +224,34 @@ def _make_few_rows(compute: str, a: str, b: str, WIDTH: int) -> Callable:
         return total
 
     @njit
+    def four_rows(sums, a, a_row, b, depth):
+        """Convert an element of b once for four rows."""
+        a1, a2, a3 = shift(a, a_row), shift(a, 2 * a_row), shift(a, 3 * a_row)
+        first = kind(0)
+        second, third, fourth = first, first, first
+        for k in range(depth):
+            factor = kind(load(b, k))
+            first = accumulate(first, kind(load(a, k)) * factor)
+            second = accumulate(second, kind(load(a1, k)) * factor)
+            third = accumulate(third, kind(load(a2, k)) * factor)
+            fourth = accumulate(fourth, kind(load(a3, k)) * factor)
+        store(sums, 0, first)
+        store(sums, WIDTH, second)
+        store(sums, 2 * WIDTH, third)
+        store(sums, 3 * WIDTH, fourth)
+
+    @njit
     def add_row(sums, factor, b, columns):
         for i in range(columns):
             store(sums, i, load(sums, i) + factor * kind(load(b, i)))
 
     @njit
     def few_rows(sums, a, b, rows, columns, depth):
+        if rows == 4 and b.row_stride == 1 and a.column_stride == 1:
+            for i in range(columns):
+                column = shift(b.data, i * b.column_stride)
+                four_rows(shift(sums, i), a.data, a.row_stride, column, depth)
+            return
         for row in range(rows):
             line, target = shift(a.data, row * a.row_stride), shift(sums, row * WIDTH)
             if b.column_stride == 1 and b.row_stride != 1:

@@ -81,6 +81,8 @@ def make_pack_panel(stored: str, b: str, WIDTH: int) -> Callable:
     they are copied; else some columns at a time are copied as rows, and transposed.
     """
     in_pairs = stored == "bfloat16"
+    # Integers that become pairs are converted on their way to a strip.
+    is_copied = not in_pairs or b == "bfloat16"
     unit = PAIRS if in_pairs else stored
     LANES = lanes_of("float32" if in_pairs else stored)
     as_units = pointer_to(unit)
@@ -115,7 +117,7 @@ def make_pack_panel(stored: str, b: str, WIDTH: int) -> Callable:
 
     @njit
     def pack_panel(panel, source, row_stride, column_stride, depth, columns, padded):
-        if column_stride == 1:
+        if is_copied and column_stride == 1:
             pack_adjacent(panel, source, row_stride, depth, columns, padded)
         else:
             pack_transposed(panel, source, row_stride, column_stride, depth, columns, padded)
