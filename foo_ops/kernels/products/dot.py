@@ -211,10 +211,19 @@ def _make_write(compute: str, adds: bool) -> Callable:
     return write
 
 
+@njit
+def _multiply_nothing(c, c_stride, a, a_row, a_step, b, b_stride, rows, columns, steps, adds):
+    """Stand for a product that is never called."""
+
+
 @functools.cache
 def _make_few_rows(compute: str, a: str, b: str, WIDTH: int) -> Callable:
     """Make the product of few rows, along the adjacent elements of b."""
     kind = ELEMENTS[compute].compute
+    lanes = lanes_of(compute)
+    # Register tiles read such factors where they are.
+    is_direct = kind == ELEMENTS[a].compute == ELEMENTS[b].compute
+    matmul = make_matmul(compute, a, b) if is_direct else _multiply_nothing
 
     @njit
     def inner(a, a_stride, b, b_stride, depth):
@@ -252,20 +261,27 @@ def _make_few_rows(compute: str, a: str, b: str, WIDTH: int) -> Callable:
                 column = shift(b.data, i * b.column_stride)
                 four_rows(shift(sums, i), a.data, a.row_stride, column, depth)
             return
+        first = 0
+        if is_direct and b.column_stride == 1:
+            first = columns // lanes * lanes
+            matmul(
+                sums, WIDTH, a.data, a.row_stride, a.column_stride,
+                b.data, b.row_stride, rows, first, depth, False,
+            )  # fmt: skip
         for row in range(rows):
             line, target = shift(a.data, row * a.row_stride), shift(sums, row * WIDTH)
-            if b.column_stride == 1 and b.row_stride != 1:
+            if b.column_stride == 1 and b.row_stride != 1 and not is_direct:
                 for i in range(columns):
                     store(target, i, kind(0))
                 for k in range(depth):
                     factor = kind(load(line, k * a.column_stride))
                     add_row(target, factor, shift(b.data, k * b.row_stride), columns)
             elif b.row_stride == 1 and a.column_stride == 1:
-                for i in range(columns):
+                for i in range(first, columns):
                     column = shift(b.data, i * b.column_stride)
                     store(target, i, inner(line, 1, column, 1, depth))
             else:
-                for i in range(columns):
+                for i in range(first, columns):
                     column = shift(b.data, i * b.column_stride)
                     store(target, i, inner(line, a.column_stride, column, b.row_stride, depth))
 
