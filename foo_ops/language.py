@@ -3,11 +3,12 @@
 Names are loaded where a kernel is compiled: to import this module imports no Numba. The modules
 of ``foo_ops.kernels.vectors`` say what each does: views.py about arrays, items.py about indices,
 reduction.py about sums and maxima, math_functions.py about exp, erf, sin and the like, philox.py
-about random numbers, the package itself about explicit vectors; ``help(language.exp)`` says what
-one function does.
+about random numbers, matrices.py and foo_ops/kernels/products/dot.py about products of matrices,
+the package itself about explicit vectors; ``help(language.exp)`` says what one function does.
 
 The examples in their docstrings are lines of a kernel, where ``x`` and ``y`` are rows of ``size``
-adjacent elements (``x = input.row(row)``), ``i`` is an index, and ``total`` a number of x's type.
+adjacent elements (``x = input.row(row)``), ``i`` and ``j`` are indices, ``total`` is a number of x's
+type, and ``a``, ``b`` and ``output`` are views of two dimensions.
 With FOO_INTERPRET=1 all of them run as plain Python.
 
 Example:

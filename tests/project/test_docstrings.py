@@ -12,8 +12,8 @@ import torch._dynamo  # before foo_ops.device._dynamo, which it imports
 import foo_ops
 import foo_ops.distributed
 from foo_ops import language
-from foo_ops.kernels.vectors import plain_language
-from foo_ops.kernels.vectors.plain_views import Pointer
+from foo_ops.kernels.vectors import plain_language, views
+from foo_ops.kernels.vectors.plain_views import Pointer, View
 
 # Programs, and what needs a process of its own.
 LEFT_OUT = ("foo_ops.demo.__main__", "foo_ops.testing.pytest_plugin")
@@ -36,12 +36,17 @@ def lines_of_a_kernel():
     memory = [torch.arange(start, start + 64.0) for start in (1, 2)]
     x, y = (Pointer(tensor.data_ptr(), "float32", 0, 64) for tensor in memory)
     names = {"x": x, "y": y, "i": 1, "size": 64, "total": x[0], "memory": memory}
-    return names | {"language": plain_language}
+    matrices = [torch.zeros(64, 64) for _ in range(3)]
+    type_ = views.View("float32", 2, False, False)
+    for name, matrix in zip(("output", "a", "b"), matrices):
+        names[name] = View(type_, matrix.data_ptr(), matrix.shape, matrix.stride())
+    return names | {"language": plain_language, "matrices": matrices, "j": 1}
 
 
 def run(name):
     torch.manual_seed(0)
-    is_vocabulary = name.startswith("foo_ops.kernels.vectors.")
+    vocabulary = ("foo_ops.kernels.vectors.", "foo_ops.kernels.products.dot")
+    is_vocabulary = name.startswith(vocabulary)
     return doctest.testmod(
         importlib.import_module(name),
         extraglobs={"torch": torch, "foo_ops": foo_ops}

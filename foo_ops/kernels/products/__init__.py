@@ -1,5 +1,8 @@
 """Multiply matrices: on register tiles of vectors, and on a matrix unit.
 
+`on_vectors` and `on_amx` multiply what lies as they need it. `dot` is the product of users'
+kernels, for which `panels` brings blocks of any matrices into that form.
+
 A product c = a b on vectors keeps a register tile of c over all steps. In each step it broadcasts
 one element of every row of a, and multiplies it by vectors of a row of b::
 

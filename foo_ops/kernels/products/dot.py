@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 from foo_ops.kernels.compiler.processor import use_pairs
 from foo_ops.kernels.products.on_vectors import make_matmul
 from foo_ops.kernels.products.panels import DEPTH, make_pack_panel, make_pack_rows
+from foo_ops.kernels.vectors import plain_language
 from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
 from foo_ops.kernels.vectors.matrices import (
     Matrix,
@@ -68,6 +69,10 @@ def add_dot(typing_context, target, a, b):
         >>> language.add_dot(output[i : i + 64], a[i : i + 64], b)
     """
     return _product(typing_context, target, a, b, True)
+
+
+for _function in (dot, add_dot):
+    getattr(plain_language, _function.__name__).__doc__ = _function.__doc__
 
 
 def _product(typing_context: Any, target: Any, a: Any, b: Any, adds: bool) -> Any:
