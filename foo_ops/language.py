@@ -7,8 +7,8 @@ about random numbers, matrices.py and foo_ops/kernels/products/dot.py about prod
 the package itself about explicit vectors; ``help(language.exp)`` says what one function does.
 
 The examples in their docstrings are lines of a kernel, where ``x`` and ``y`` are rows of ``size``
-adjacent elements (``x = input.row(row)``), ``i`` and ``j`` are indices, ``total`` is a number of x's
-type, and ``a``, ``b`` and ``output`` are views of two dimensions.
+adjacent elements (``x = input.row(row)``), ``i`` and ``j`` are indices, ``total`` is a number of
+x's type, and ``a``, ``b`` and ``output`` are views of two dimensions.
 With FOO_INTERPRET=1 all of them run as plain Python.
 
 Example:
