@@ -1,8 +1,8 @@
 """Let fake tensors say of results on foo what they say of those on the CPU.
 
-The CPU's kernels run on foo, so that sizes and strides are the CPU's. torch asks for the device
-where its own differ in that, and takes foo for one of the others. Imported together with
-torch._subclasses.fake_impls.
+The CPU's kernels run on foo, so that sizes and strides are the CPU's, and a number can be read
+without waiting. torch asks for the device where its own differ in that, and takes foo for one of
+the others. Imported together with torch._subclasses.fake_impls.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,11 @@ from torch import _meta_registrations
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import (
     FakeTensor,
+    FakeTensorConverter,
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
@@ -54,7 +56,24 @@ def _device_hint_of_kernel(tensor: Any) -> str:
     return "cpu" if device == "foo" else device
 
 
+_from_real_tensor = FakeTensorConverter.from_real_tensor
+
+
+def _with_its_number(
+    self: FakeTensorConverter, mode: FakeTensorMode, tensor: torch.Tensor, *args: Any, **kwargs: Any
+) -> FakeTensor:
+    """Give an input of a graph that is one number its symbol, as torch does on the CPU alone."""
+    is_new_input = kwargs.get("source") is not None and self._get_memo(tensor) is None
+    fake = _from_real_tensor(self, mode, tensor, *args, **kwargs)
+    if is_new_input and tensor.device.type == "foo" and tensor.dim() == 0:
+        with no_dispatch():
+            host = tensor.detach().cpu()
+        fake.item_memo = _from_real_tensor(self, mode, host, *args, **kwargs).item_memo
+    return fake
+
+
 def register() -> None:
+    FakeTensorConverter.from_real_tensor = _with_its_number  # type: ignore[method-assign]
     kernels = fake_impls.op_implementations_dict
     for operator in CONVOLUTIONS:
         kernels[operator] = _as_on_cpu(kernels[operator])

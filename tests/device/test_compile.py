@@ -84,6 +84,38 @@ def test_factories_and_transfers():
     assert (is_foo, index) == (True, 0)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_numbers_in_tensors(backend):
+    """A number on foo may say where a slice starts, and another number compiles nothing anew."""
+
+    def function(x, start):
+        return torch.narrow(x, 0, start, 2) * 2, x.narrow(1, start, 1), start + 1
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    x = torch.arange(12.0, device="foo").view(4, 3)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for position in (1, 2, 0):
+            start = torch.tensor(position, device="foo")
+            for actual, expected in zip(compiled(x, start), function(x.cpu(), position)):
+                assert torch.equal(torch.as_tensor(actual).cpu(), torch.as_tensor(expected))
+    with pytest.raises(RuntimeError, match="start"):
+        torch.narrow(x, 0, torch.tensor([1], device="foo"), 2)
+    assert torch.narrow(x, 0, torch.tensor(-1, device="foo"), 1).tolist() == [[9, 10, 11]]
+
+
+def test_written_numbers():
+    """What a graph has written is read, not what came in."""
+
+    def function(x, start):
+        start.add_(1)
+        return x[start.item() :].clone()
+
+    x = torch.arange(4.0, device="foo")
+    start = torch.tensor(1, device="foo")
+    assert torch.compile(function)(x, start).tolist() == [2, 3]
+    assert start.item() == 2
+
+
 def test_device_functions():
     def function(x):
         with torch.foo.device(1):
