@@ -1,8 +1,10 @@
 """Tell torch.compile about device ``foo``. Imported together with torch._dynamo."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.backends.registry import register_backend
 from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
 from torch._dynamo.variables.ctx_manager import (
     GenericDeviceVariable,
@@ -65,7 +67,25 @@ class FooDeviceVariable(GenericDeviceVariable):
         return devices.device
 
 
+def compile_graph(
+    graph: torch.fx.GraphModule,
+    inputs: list[torch.Tensor],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile for ``torch.compile(backend="foo")``: Inductor with its modes and options.
+
+    Inductor takes for each tensor what its device has registered, so that graphs of the CPU and
+    graphs with both devices are compiled as well.
+    """
+    compile_ = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
+    return compile_(graph, inputs)
+
+
 def register() -> None:
+    # Not an entry point of torch_dynamo_backends: those are for packages that torch does not load.
+    register_backend(compile_graph, name="foo")
     register_interface_for_device("foo", FooInterface)
     for index in range(devices.device_count()):
         register_interface_for_device(f"foo:{index}", FooInterface)

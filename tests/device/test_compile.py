@@ -243,3 +243,48 @@ def test_optimizer_with_inductor():
         (torch.compile(step) if parameter is compiled else step)()
     assert_near(compiled.detach(), exact.detach())
     assert compiled[0] < 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo:1"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"mode": "max-autotune-no-cudagraphs"}, {"options": {"epilogue_fusion": False}}],
+    ids=["default", "mode", "options"],
+)
+def test_backend_of_its_own(settings, device):
+    assert "foo" in torch._dynamo.list_backends()
+    model = Attention().to(device)
+    twin = exact_copy(model)
+    data = torch.randn(3, 5, 16, device=device)
+    function = torch.compile(model, backend="foo", fullgraph=True, **settings)
+    function(data)[..., 0].sum().backward()
+    twin(data.cpu().double())[..., 0].sum().backward()
+    for actual, expected in zip(model.parameters(), twin.parameters()):
+        assert_near(actual.grad, expected.grad)
+
+
+def test_settings_of_the_backend_reach_inductor():
+    from torch._inductor.utils import run_and_get_code
+
+    def code(**settings):
+        torch._dynamo.reset()
+        function = torch.compile(lambda x: x.sin() + 1, backend="foo", **settings)
+        result, (source,) = run_and_get_code(function, torch.ones(3, device="foo"))
+        assert result.device == torch.device("foo:0")
+        return source
+
+    assert "assert_size_stride" in code()
+    assert "assert_size_stride(" not in code(options={"size_asserts": False}).split("def call")[1]
+
+
+def test_errors_of_the_backend():
+    def run(**settings):
+        torch.compile(lambda x: x + 1, backend="foo", **settings)(torch.ones(3, device="foo"))
+
+    refused = torch._dynamo.exc.BackendCompilerFailed
+    with pytest.raises(refused, match="Unexpected optimization option no_such_option, known"):
+        run(options={"no_such_option": 1})
+    with pytest.raises(refused, match="Unexpected type of attr epilogue_fusion, got int should be"):
+        run(options={"epilogue_fusion": 3})
+    with pytest.raises(refused, match="Unrecognized mode=fastest, should be one of"):
+        run(mode="fastest")
