@@ -5,6 +5,7 @@
 
 #include "agreement.h"
 #include "aten/collectives.h"
+#include "aten/compiled_graph.h"
 #include "aten/fallback.h"
 #include "aten/flash_attention_of_cpu.h"
 #include "device/allocator.h"
@@ -338,6 +339,14 @@ void bind_memory(py::module_& device) {
   device.def("reset_peak_pinned_memory_stats", &foo::device::reset_peak_pinned_memory_stats);
 }
 
+// A graph takes its inputs out of a list, so that it can release them early.
+foo::aten::Tensors run_compiled_graph(const at::Device& device, const py::function& graph,
+                                      const foo::aten::Tensors& inputs) {
+  return foo::aten::run_compiled_graph(device, inputs, [&](foo::aten::Tensors host) {
+    return graph(std::move(host)).cast<foo::aten::Tensors>();
+  });
+}
+
 // Binds what torch's own Python functions for accelerators do not already give.
 void bind_device(py::module_& module) {
   using namespace foo::device;
@@ -355,6 +364,7 @@ void bind_device(py::module_& module) {
   device.def("get_backend_meta", torch::wrap_pybind_function(&get_backend_meta));
   device.def("operator_counts", &foo::operator_counts);
   device.def("reset_operator_counts", &foo::reset_operator_counts);
+  device.def("run_compiled_graph", &run_compiled_graph);
   bind_memory(device);
 }
 

@@ -3,16 +3,22 @@
 Foo memory is host memory, so that they run where the tensors lie. Imported together with inductor.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._inductor import codecache
 from torch._inductor.codegen.common import register_backend_for_device, register_device_op_overrides
 from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.codegen.cpu_device_op_overrides import CpuDeviceOpOverrides
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
+
+from foo_ops import _C
+from foo_ops.device import _inductor_attention
 
 
 def _on_cpu() -> AbstractContextManager[None]:
@@ -63,6 +69,49 @@ class FooSubgraphWrapper(_NewTensorsOnTheirDevice, SubgraphPythonWrapperCodegen)
     """Writes the code of a branch or of the body of a loop."""
 
 
+class FooCppWrapper(CppWrapperCpu):
+    """Writes the same code in C++: that of the CPU, which runs as one call over memory of foo."""
+
+    @staticmethod
+    def create(*args: Any, **options: Any) -> "FooCppWrapper":
+        return FooCppWrapper()
+
+    def add_device_include(self, device: str) -> None:
+        super().add_device_include("cpu")
+
+    def codegen_device(self, device: torch.device) -> str:
+        return super().codegen_device(torch.device("cpu"))
+
+    @staticmethod
+    def get_c_shim_func_name(kernel: str, device: str) -> str:
+        return CppWrapperCpu.get_c_shim_func_name(kernel, "cpu")
+
+    def codegen_model_constructor(self) -> None:
+        # torch checks there that constants are on the device of the graph.
+        self.device = "foo"
+        super().codegen_model_constructor()
+        self.device = "cpu"
+
+    def _generate_end_jit(self, result: Any) -> None:
+        super()._generate_end_jit(result)
+        device = torch.device("foo", next(iter(V.graph.device_idxs), 0))
+        result.splice(
+            f"""
+            from foo_ops.device._inductor import as_host_call
+            call = as_host_call(call, {str(device)!r})
+            """
+        )
+
+
+def as_host_call(graph: Callable[..., Any], device: str) -> Callable[..., Any]:
+    def call(inputs: list[Any]) -> Any:
+        tensors = [torch.as_tensor(each) for each in inputs]
+        inputs.clear()
+        return _C.device.run_compiled_graph(torch.device(device), graph, tensors)
+
+    return call
+
+
 _is_on_cpu = BaseSchedulerNode.is_cpu
 
 
@@ -72,8 +121,18 @@ def _is_cpu(self: BaseSchedulerNode) -> bool:
     return _is_on_cpu(self) or (device is not None and device.type == "foo")
 
 
+_header = codecache._get_cpp_wrapper_header
+
+
+def _header_of_kernels(device: str, aot_mode: bool = False) -> str:
+    """Name the header that torch compiles in advance: it has one for each device of its own."""
+    return _header("cpu" if torch.device(device).type == "foo" else device, aot_mode)
+
+
 def register() -> None:
-    register_backend_for_device("foo", FooScheduling, FooWrapper)
+    _inductor_attention.register()
+    codecache._get_cpp_wrapper_header = _header_of_kernels
+    register_backend_for_device("foo", FooScheduling, FooWrapper, FooCppWrapper)
     register_device_op_overrides("foo", CpuDeviceOpOverrides())
     method: Any = _is_cpu
     BaseSchedulerNode.is_cpu = method  # type: ignore[method-assign]

@@ -1,0 +1,75 @@
+#include "aten/compiled_graph.h"
+
+#include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
+#include <torch/csrc/inductor/aoti_torch/tensor_converter.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "aten/host_call.h"
+#include "device/device.h"
+
+namespace foo::aten {
+namespace {
+
+using torch::inductor::AOTIModelContainerRunner;
+using torch::inductor::AOTIModelContainerRunnerCpu;
+
+// The device that a package was loaded for, else that of the first tensor of foo.
+c10::Device device_of_run(c10::Device loaded, const Tensors& inputs) {
+  if (loaded.has_index()) return loaded;
+  const auto first = std::find_if(inputs.begin(), inputs.end(), [](const at::Tensor& input) {
+    return input.device().type() == device::kFoo;
+  });
+  return first == inputs.end() ? device::with_index(loaded) : first->device();
+}
+
+// A model of a package of AOTInductor.
+class Runner final : public AOTIModelContainerRunnerCpu {
+ public:
+  Runner(const std::string& path, size_t num_models, const std::string& device, bool is_one_thread)
+      : AOTIModelContainerRunnerCpu(path, num_models, is_one_thread), device_(device) {}
+
+ private:
+  // The handles belong to this call.
+  Tensors run_impl(std::vector<AtenTensorHandle>& handles, void* stream) override {
+    const Tensors inputs =
+        torch::aot_inductor::alloc_tensors_by_stealing_from_handles(handles.data(), handles.size());
+    return run_compiled_graph(device_of_run(device_, inputs), inputs, [&](const Tensors& host) {
+      auto host_handles = torch::aot_inductor::unsafe_alloc_new_handles_from_tensors(host);
+      return AOTIModelContainerRunnerCpu::run_impl(host_handles, stream);
+    });
+  }
+
+  const c10::Device device_;
+};
+
+std::unique_ptr<AOTIModelContainerRunner> make_runner(const std::string& path, size_t num_models,
+                                                      const std::string& device,
+                                                      const std::string& /*bin_dir*/,
+                                                      bool is_one_thread) {
+  return std::make_unique<Runner>(path, num_models, device, is_one_thread);
+}
+
+const torch::inductor::RegisterAOTIModelRunner registration("foo", &make_runner);
+
+}  // namespace
+
+Tensors run_compiled_graph(c10::Device device, const Tensors& inputs,
+                           c10::function_ref<Tensors(Tensors)> run) {
+  HostCall call(device);
+  Tensors host;
+  for (const at::Tensor& input : inputs) {
+    TORCH_CHECK(input.is_cpu() || input.device() == device,
+                "Expected all tensors to be on the same device, but found at least two devices, ",
+                device, " and ", input.device(), "!");
+    host.push_back(call.to_host(input));
+  }
+  Tensors results = run(std::move(host));
+  call.write_back();
+  for (at::Tensor& result : results) result = call.to_foo(result);
+  return results;
+}
+
+}  // namespace foo::aten

@@ -1,0 +1,20 @@
+// Graphs that Inductor has compiled to C++ for tensors of foo.
+//
+// They are code for the CPU, and the whole of one runs as one call on the host: its inputs are host
+// aliases, what it allocates lies in memory of foo, and its results become tensors of foo.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
+
+#include <vector>
+
+namespace foo::aten {
+
+using Tensors = std::vector<at::Tensor>;
+
+// Runs code for the CPU on tensors of one device of foo. Those of the CPU pass unchanged.
+Tensors run_compiled_graph(c10::Device device, const Tensors& inputs,
+                           c10::function_ref<Tensors(Tensors)> run);
+
+}  // namespace foo::aten
