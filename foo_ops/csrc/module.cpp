@@ -339,10 +339,11 @@ void bind_memory(py::module_& device) {
   device.def("reset_peak_pinned_memory_stats", &foo::device::reset_peak_pinned_memory_stats);
 }
 
-// A graph takes its inputs out of a list, so that it can release them early.
+// The graph is a function of Python that calls C++.
 foo::aten::Tensors run_compiled_graph(const at::Device& device, const py::function& graph,
-                                      const foo::aten::Tensors& inputs) {
-  return foo::aten::run_compiled_graph(device, inputs, [&](foo::aten::Tensors host) {
+                                      const foo::aten::Tensors& inputs,
+                                      const std::string& devices) {
+  return foo::aten::run_compiled_graph(device, inputs, devices, [&](foo::aten::Tensors host) {
     return graph(std::move(host)).cast<foo::aten::Tensors>();
   });
 }

@@ -73,7 +73,8 @@ def _with_its_number(
 
 
 def register() -> None:
-    FakeTensorConverter.from_real_tensor = _with_its_number  # type: ignore[method-assign]
+    method: Any = _with_its_number
+    FakeTensorConverter.from_real_tensor = method  # type: ignore[method-assign]
     kernels = fake_impls.op_implementations_dict
     for operator in CONVOLUTIONS:
         kernels[operator] = _as_on_cpu(kernels[operator])

@@ -14,6 +14,7 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.codegen.cpu_device_op_overrides import CpuDeviceOpOverrides
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
+from torch._inductor.custom_graph_pass import CustomGraphModulePass, get_hash_for_files
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 
@@ -92,22 +93,54 @@ class FooCppWrapper(CppWrapperCpu):
         super().codegen_model_constructor()
         self.device = "cpu"
 
-    def _generate_end_jit(self, result: Any) -> None:
-        super()._generate_end_jit(result)
-        device = torch.device("foo", next(iter(V.graph.device_idxs), 0))
-        result.splice(
-            f"""
-            from foo_ops.device._inductor import as_host_call
-            call = as_host_call(call, {str(device)!r})
-            """
-        )
+    def generate_end(self, result: Any) -> None:
+        super().generate_end(result)
+        tensors = (each for each in V.graph.graph_outputs if each.has_tensor_output())
+        devices = "".join("f" if _is_foo(each) else "c" for each in tensors)
+        if V.graph.aot_mode:
+            result.writeline(
+                f'extern "C" AOTI_API const char foo_devices_of_results[] = "{devices}";'
+            )
+        else:
+            result.splice(
+                f"""
+                from foo_ops.device._inductor import as_host_call
+                call = as_host_call(call, {_device_of_graph().index}, {devices!r})
+                """
+            )
 
 
-def as_host_call(graph: Callable[..., Any], device: str) -> Callable[..., Any]:
-    def call(inputs: list[Any]) -> Any:
+def _is_foo(node: Any) -> bool:
+    device = node.get_device()
+    return device is not None and device.type == "foo"
+
+
+def _device_of_graph() -> torch.device:
+    indices = sorted(V.graph.device_idxs)
+    if len(indices) > 1:
+        names = " and ".join(f"foo:{index}" for index in indices)
+        raise NotImplementedError(f"cpp_wrapper: a graph must be on one device of foo, got {names}")
+    return torch.device("foo", *indices)
+
+
+def as_host_call(graph: Callable[..., Any], index: int, devices: str) -> Callable[..., Any]:
+    """Let a compiled graph take tensors of ``foo:index``.
+
+    There is a letter in ``devices`` for each of its results that is a tensor and no number.
+    """
+
+    def call(inputs: list[Any]) -> list[Any]:
         tensors = [torch.as_tensor(each) for each in inputs]
         inputs.clear()
-        return _C.device.run_compiled_graph(torch.device(device), graph, tensors)
+        results = []
+
+        def run(host: list[torch.Tensor]) -> list[torch.Tensor]:
+            results.extend(graph(host))
+            return [each for each in results if isinstance(each, torch.Tensor)]
+
+        device = torch.device("foo", index)
+        on_foo = iter(_C.device.run_compiled_graph(device, run, tensors, devices))
+        return [next(on_foo) if isinstance(each, torch.Tensor) else each for each in results]
 
     return call
 
@@ -129,10 +162,20 @@ def _header_of_kernels(device: str, aot_mode: bool = False) -> str:
     return _header("cpu" if torch.device(device).type == "foo" else device, aot_mode)
 
 
+class _Version(CustomGraphModulePass):
+    """Changes no graph. torch compiles anew what it keeps on disk when this code has changed."""
+
+    def __call__(self, graph: torch.fx.GraphModule) -> None:
+        pass
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__, _inductor_attention.__file__))
+
+
 def register() -> None:
     _inductor_attention.register()
     codecache._get_cpp_wrapper_header = _header_of_kernels
-    register_backend_for_device("foo", FooScheduling, FooWrapper, FooCppWrapper)
+    register_backend_for_device("foo", FooScheduling, FooWrapper, FooCppWrapper, None, _Version())
     register_device_op_overrides("foo", CpuDeviceOpOverrides())
     method: Any = _is_cpu
     BaseSchedulerNode.is_cpu = method  # type: ignore[method-assign]

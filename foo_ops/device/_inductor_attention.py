@@ -50,7 +50,7 @@ def _attention(
 
 
 def _attention_backward(
-    grad_output: Tensor,
+    grad_output: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -71,6 +71,8 @@ def _attention_backward(
 ) -> Any:
     if query.device.type != "foo":
         return NotImplemented
+    if grad_output is None:
+        return None, None, None, None
     grad_query, grad_key, grad_value, grad_bias, _, _ = torch.ops.foo.attention_backward(
         grad_output, torch.zeros_like(logsumexp), query, key, value, attn_bias, None, None,
         output, logsumexp, _seed_argument(philox_seed, dropout_p),

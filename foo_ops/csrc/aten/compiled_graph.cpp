@@ -1,5 +1,6 @@
 #include "aten/compiled_graph.h"
 
+#include <ATen/DynamicLibrary.h>
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 #include <torch/csrc/inductor/aoti_torch/tensor_converter.h>
 
@@ -29,20 +30,25 @@ c10::Device device_of_run(c10::Device loaded, const Tensors& inputs) {
 class Runner final : public AOTIModelContainerRunnerCpu {
  public:
   Runner(const std::string& path, size_t num_models, const std::string& device, bool is_one_thread)
-      : AOTIModelContainerRunnerCpu(path, num_models, is_one_thread), device_(device) {}
+      : AOTIModelContainerRunnerCpu(path, num_models, is_one_thread),
+        device_(device),
+        results_(static_cast<const char*>(model_so_->sym("foo_devices_of_results"))) {}
 
  private:
   // The handles belong to this call.
   Tensors run_impl(std::vector<AtenTensorHandle>& handles, void* stream) override {
     const Tensors inputs =
         torch::aot_inductor::alloc_tensors_by_stealing_from_handles(handles.data(), handles.size());
-    return run_compiled_graph(device_of_run(device_, inputs), inputs, [&](const Tensors& host) {
-      auto host_handles = torch::aot_inductor::unsafe_alloc_new_handles_from_tensors(host);
-      return AOTIModelContainerRunnerCpu::run_impl(host_handles, stream);
-    });
+    return run_compiled_graph(
+        device_of_run(device_, inputs), inputs, results_, [&](const Tensors& host) {
+          auto host_handles = torch::aot_inductor::unsafe_alloc_new_handles_from_tensors(host);
+          return AOTIModelContainerRunnerCpu::run_impl(host_handles, stream);
+        });
   }
 
   const c10::Device device_;
+  // FooCppWrapper writes it into the library of the model.
+  const std::string_view results_;
 };
 
 std::unique_ptr<AOTIModelContainerRunner> make_runner(const std::string& path, size_t num_models,
@@ -56,7 +62,7 @@ const torch::inductor::RegisterAOTIModelRunner registration("foo", &make_runner)
 
 }  // namespace
 
-Tensors run_compiled_graph(c10::Device device, const Tensors& inputs,
+Tensors run_compiled_graph(c10::Device device, const Tensors& inputs, std::string_view devices,
                            c10::function_ref<Tensors(Tensors)> run) {
   HostCall call(device);
   Tensors host;
@@ -68,7 +74,10 @@ Tensors run_compiled_graph(c10::Device device, const Tensors& inputs,
   }
   Tensors results = run(std::move(host));
   call.write_back();
-  for (at::Tensor& result : results) result = call.to_foo(result);
+  for (size_t position = 0; position < results.size(); ++position) {
+    at::Tensor& result = results[position];
+    if (devices[position] == 'f') result = call.to_foo(result);
+  }
   return results;
 }
 

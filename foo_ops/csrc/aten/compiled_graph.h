@@ -7,14 +7,16 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
 
+#include <string_view>
 #include <vector>
 
 namespace foo::aten {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Runs code for the CPU on tensors of one device of foo. Those of the CPU pass unchanged.
-Tensors run_compiled_graph(c10::Device device, const Tensors& inputs,
+// Runs code for the CPU on tensors of one device of foo; those of the CPU pass unchanged. `devices`
+// has a letter for each result: 'c' stays on the CPU, 'f' goes to foo.
+Tensors run_compiled_graph(c10::Device device, const Tensors& inputs, std::string_view devices,
                            c10::function_ref<Tensors(Tensors)> run);
 
 }  // namespace foo::aten
