@@ -8,6 +8,7 @@
 #include "aten/compiled_graph.h"
 #include "aten/fallback.h"
 #include "aten/flash_attention_of_cpu.h"
+#include "aten/recurrent_layers.h"
 #include "device/allocator.h"
 #include "device/autograd_threads.h"
 #include "device/backend_meta.h"
@@ -376,5 +377,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_operators(module);
   bind_device(module);
   foo::aten::register_host_kernels();
+  foo::aten::register_recurrent_layers();
   foo::aten::register_collectives();
 }
