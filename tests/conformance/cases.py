@@ -22,6 +22,7 @@ from comparison import (
     sample_on_foo,
     to_foo,
 )
+from compiled import check_compiled
 from fakes import check_announced, to_channels_last
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
@@ -61,7 +62,7 @@ def all_cases() -> list[Case]:
     ]
     cases += [
         Case(suite, _name(op), str(dtype).removeprefix("torch."))
-        for suite in ("strides", "devices")
+        for suite in ("strides", "devices", "compiled")
         for op in op_db
         for dtype in _one_dtype(op)
     ]
@@ -155,6 +156,15 @@ def _run_devices(name: str, dtype: torch.dtype) -> None:
     samples = filter(_is_about_a_device, op.sample_inputs("cpu", dtype))
     for position, sample in enumerate(_evenly(samples, MAX_SAMPLES)):
         _check_mixed_devices(op, sample_on_foo(op, sample), f"sample {position}")
+
+
+def _run_compiled(name: str, dtype: torch.dtype) -> None:
+    op = _OPERATORS[name]
+    torch.manual_seed(0)
+    samples = filter(_is_about_a_device, op.sample_inputs("cpu", dtype))
+    for sample in itertools.islice(samples, 1):
+        values = name not in UNINITIALIZED and not _drops(name, sample)
+        check_compiled(op, sample_on_foo(op, sample), sample, "sample 0", values=values)
 
 
 def _with_one_on_cpu(sample: Any, moved: torch.Tensor) -> SampleInput:
@@ -392,6 +402,7 @@ _RUNNERS: dict[str, Callable[[str, torch.dtype], None]] = {
     "operators": _run_operator,
     "strides": _run_strides,
     "devices": _run_devices,
+    "compiled": _run_compiled,
     "modules": _run_module,
     "optimizers": _run_optimizer,
 }

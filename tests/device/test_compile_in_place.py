@@ -1,0 +1,56 @@
+"""Operators that write a slice of a graph's input, such as a cache, compile to no copy of it."""
+
+import pytest
+import torch
+
+import foo_ops
+from foo_ops import library
+
+library.define("compile_in_place::halve_", "(Tensor(a!) input) -> ()")
+
+
+@library.register_kernel("compile_in_place::halve_", ("cpu", "foo"))
+@library.elementwise_kernel
+def halve_(input):
+    return input / 2
+
+
+def rotate(cache, position, angle):
+    torch.ops.foo.rotary_embedding_(cache[:, :, position : position + 1], angle.cos(), angle.sin())
+    return cache[:, :, position : position + 1] * 2
+
+
+def halve(cache, position, angle):
+    torch.ops.compile_in_place.halve_(cache[0][:, position : position + 1])
+    return cache[:, :, position : position + 1] + 1
+
+
+def both(cache, position, angle):
+    torch.ops.compile_in_place.halve_(cache[:, :, position : position + 1])
+    return rotate(cache, position, angle)
+
+
+def attend(cache, position, angle):
+    rotate(cache, position, angle)
+    past = cache[:, :, : position + 1]
+    return foo_ops.attention(cache[:, :, position : position + 1], past, past)
+
+
+@pytest.mark.parametrize("function", [rotate, halve, both, attend])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_memory(function, dynamic):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    cache = torch.randn(1, 8, 1024, 64, device="foo")
+    twin = cache.cpu().clone()
+    angle = torch.rand(1, 32, device="foo")
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    for position in (3, 5, 7):
+        torch.foo.reset_peak_memory_stats()
+        before = torch.foo.memory_allocated()
+        result = compiled(cache, position, angle)
+        if position == 7:  # by now it is compiled for all positions
+            assert torch.foo.max_memory_allocated() - before < cache.nbytes / 16
+        expected = function(twin, position, angle.cpu())
+        torch.testing.assert_close(result.cpu(), expected)
+        torch.testing.assert_close(cache.cpu(), twin)
