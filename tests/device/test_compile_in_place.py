@@ -21,7 +21,7 @@ def rotate(cache, position, angle):
 
 
 def halve(cache, position, angle):
-    torch.ops.compile_in_place.halve_(cache[0][:, position : position + 1])
+    torch.ops.compile_in_place.halve_(cache[:, :, position : position + 1])
     return cache[:, :, position : position + 1] + 1
 
 
