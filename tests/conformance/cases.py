@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from comparison import (
+    UNINITIALIZED,
     agree,
     begin,
     compare,
@@ -36,16 +37,6 @@ MAX_SAMPLES = 6
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.complex64)
 
 OPTIMIZER_STEPS = 3
-
-# Their results hold whatever the memory held before.
-UNINITIALIZED = {
-    "empty",
-    "empty_like",
-    "empty_permuted",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-}
 
 
 class Case(NamedTuple):

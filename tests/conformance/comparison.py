@@ -27,6 +27,16 @@ ALLOWED_ROUNDINGS = 8
 # Their arguments are on the CPU for every device.
 HOST_ARGUMENTS = {"tensor_split"}
 
+# Their results hold whatever the memory held before.
+UNINITIALIZED = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+}
+
 # The name of the case that runs.
 _current = ""
 
