@@ -4,6 +4,7 @@
 #include "launch/layout.h"
 #include "ops/attention/parameters.h"
 #include "ops/elementwise.h"
+#include "ops/linear/product.h"
 #include "ops/tile.h"
 
 namespace foo {
@@ -25,10 +26,13 @@ Agreement agreement() {
   add_struct<Operand>(result);
   add_struct<Parameters>(result);
   add_struct<Piece>(result);
+  add_struct<Product>(result);
+  add_struct<ProductBlock>(result);
   add_struct<View>(result);
   add_struct<Outside>(result);
   result.functions = {{"AttentionFunction", Arguments<AttentionFunction>::names()},
                       {"SumFunction", Arguments<SumFunction>::names()},
+                      {"ProductFunction", Arguments<ProductFunction>::names()},
                       {"ElementwiseFunction", Arguments<ElementwiseFunction>::names()},
                       {"TileFunction", Arguments<TileFunction>::names()}};
 #define FOO_CONSTANT(name) {#name, name}

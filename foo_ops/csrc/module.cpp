@@ -27,6 +27,7 @@
 #include "ops/attention/checks.h"
 #include "ops/bounds.h"
 #include "ops/elementwise.h"
+#include "ops/linear/linear.h"
 #include "ops/tile.h"
 #include "python/errors.h"
 #include "python/python_formula.h"
@@ -66,6 +67,11 @@ void rethrow_raised() {
 }
 
 // Fake kernels call these.
+void bind_linear_checks(py::module_& module) {
+  module.def("check_linear", torch::wrap_pybind_function(foo::check_linear));
+  module.def("check_linear_backward", torch::wrap_pybind_function(foo::check_linear_backward));
+}
+
 void bind_attention_checks(py::module_& module) {
   using Optional = const std::optional<at::Tensor>&;
   using Tensor = const at::Tensor&;
@@ -267,6 +273,7 @@ void bind_operators(py::module_& module) {
   module.def("agreement", &describe_agreement);
   bind_kernels(module);
   bind_attention_checks(module);
+  bind_linear_checks(module);
   bind_checks_of_out(module);
   bind_autograd(module);
 }

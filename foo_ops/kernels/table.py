@@ -15,6 +15,7 @@ FORWARD = Maker("foo_ops.kernels.attention.forward", "make_forward_kernel")
 DECODE = Maker("foo_ops.kernels.attention.decode", "make_decode_kernel")
 MERGE = Maker("foo_ops.kernels.attention.merge", "make_merge_kernel")
 BACKWARD = Maker("foo_ops.kernels.attention.backward", "make_backward_kernel")
+PRODUCT = Maker("foo_ops.kernels.linear.product", "make_product_kernel")
 SUM_CHUNKS = Maker("foo_ops.kernels.attention.sum_chunks", "make_sum_chunks_kernel")
 DROPOUT_MASK = Maker("foo_ops.kernels.attention.dropout_mask", "make_dropout_mask_kernel")
 
@@ -31,5 +32,6 @@ _OWN = (
     OwnKernel("attention_backward.plain", BACKWARD, _PLAIN),
     OwnKernel("attention_sum_chunks", SUM_CHUNKS),
     OwnKernel("attention_dropout_mask", DROPOUT_MASK),
+    OwnKernel("linear_product", PRODUCT),
 )
 KERNELS.update({kernel.name: kernel for kernel in _OWN})

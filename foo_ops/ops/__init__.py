@@ -4,6 +4,7 @@ from foo_ops.ops import scaled_dot_product_attention  # noqa: F401
 from foo_ops.ops.abs import abs
 from foo_ops.ops.attention import attention
 from foo_ops.ops.attention_varlen import attention_varlen
+from foo_ops.ops.linear import linear
 from foo_ops.ops.rms_norm import add_rms_norm, rms_norm
 from foo_ops.ops.rotary_embedding import rotary_embedding
 from foo_ops.ops.silu_mul import silu_mul
@@ -14,6 +15,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "attention_varlen",
+    "linear",
     "rms_norm",
     "rotary_embedding",
     "silu_mul",

@@ -23,6 +23,7 @@ from foo_ops.testing.spec import (
 from foo_ops.testing.specs.abs import ABS, ABS_IN_PLACE, ABS_OUT
 from foo_ops.testing.specs.attention import ATTENTION
 from foo_ops.testing.specs.attention_varlen import ATTENTION_VARLEN
+from foo_ops.testing.specs.linear import LINEAR
 from foo_ops.testing.specs.rms_norm import ADD_RMS_NORM, RMS_NORM
 from foo_ops.testing.specs.rotary_embedding import ROTARY_EMBEDDING, ROTARY_EMBEDDING_IN_PLACE
 from foo_ops.testing.specs.silu_mul import SILU_MUL
@@ -35,6 +36,7 @@ __all__ = [
     "ATTENTION_VARLEN",
     "CHECKS",
     "LAYOUTS",
+    "LINEAR",
     "OPERATORS",
     "RMS_NORM",
     "ROTARY_EMBEDDING",
@@ -56,6 +58,7 @@ __all__ = [
 OPERATORS = (
     *(ABS, ABS_IN_PLACE, ABS_OUT),
     *(ATTENTION, ATTENTION_VARLEN),
+    LINEAR,
     *(RMS_NORM, ADD_RMS_NORM, SILU_MUL, SOFTMAX_CROSS_ENTROPY),
     *(ROTARY_EMBEDDING, ROTARY_EMBEDDING_IN_PLACE),
 )

@@ -34,6 +34,12 @@ def add_rms_norm(
     return rms_norm(total, weight, eps=eps), total
 
 
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows by a matrix, and add a bias."""
+    output = torch.einsum("...k,nk->...n", input, weight)
+    return output if bias is None else output + bias
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Compute the gate of a SwiGLU."""
     return gate * torch.sigmoid(gate) * up

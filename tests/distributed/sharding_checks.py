@@ -112,6 +112,13 @@ def rows():
     return cases
 
 
+def products():
+    return {
+        "linear": (foo_ops.linear, [randn(4, 6, 8), randn(10, 8), randn(10)]),
+        "linear without bias": (foo_ops.linear, [randn(4, 6, 8), randn(10, 8)]),
+    }
+
+
 def heads():
     def attention(query, key, value, *added):
         return foo_ops.attention(
@@ -169,6 +176,10 @@ def on_elements():
 
 def on_rows():
     check_cases(rows)
+
+
+def on_products():
+    check_cases(products)
 
 
 def on_heads():

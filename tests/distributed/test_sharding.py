@@ -12,7 +12,7 @@ CHECKS = Path(__file__).with_name("sharding_checks.py")
 @pytest.mark.parametrize(
     "checks",
     [
-        ["on_elements", "on_rows"],
+        ["on_elements", "on_rows", "on_products"],
         ["on_heads"],
         ["on_operators_of_the_kit", "on_written_tensors", "refused", "nothing_travels"],
     ],

@@ -92,6 +92,11 @@ OPERATORS = {
         lambda x: sum(foo_ops.add_rms_norm(x, 2 * x)),
         lambda x: root_mean_square(3 * x) + 3 * x,
     ),
+    "linear": (
+        (3, 4),
+        lambda x: foo_ops.linear(x, x.cos(), x.flatten()[:3]),
+        lambda x: F.linear(x, x.cos(), x.flatten()[:3]),
+    ),
     "rotary_embedding": (
         (3, 4),
         lambda x: foo_ops.rotary_embedding(x, *on(x.device, ANGLES.cos(), ANGLES.sin())),

@@ -14,6 +14,7 @@ from foo_ops.kernels.attention import (
 )
 from foo_ops.kernels.compiler import kernel, processor
 from foo_ops.kernels.compiler.kernel import KERNELS
+from foo_ops.kernels.linear import parameters as linear
 from foo_ops.kernels.products import on_amx, on_vectors
 from foo_ops.kernels.user import elementwise, tile
 from foo_ops.kernels.vectors import bounds, philox
@@ -89,6 +90,13 @@ def test_parameters(dtype):
     assert differences(described_by_cpp("Piece"), described_by_python(piece)) == []
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_of_products(dtype):
+    product, block, *_ = linear.argument_types(dtype)
+    assert differences(described_by_cpp("Product"), described_by_python(product)) == []
+    assert differences(described_by_cpp("ProductBlock"), described_by_python(block)) == []
+
+
 def test_a_difference_would_be_noticed():
     ours = described_by_cpp("Parameters")
     swapped = [ours[1], ours[0], *ours[2:]]
@@ -138,6 +146,9 @@ def functions():
             function = "SumFunction" if name == "attention_sum_chunks" else "AttentionFunction"
             for dtype in ("float32", "float64") if name == "attention_dropout_mask" else DTYPES:
                 yield function, source.build(dtype).argument_types
+        elif name.startswith("linear_"):
+            for dtype in DTYPES:
+                yield "ProductFunction", source.build(dtype).argument_types
     yield "TileFunction", tile.ARGUMENT_TYPES
     # Data are addresses, to Numba: numbers.
     data, *rest = elementwise.ARGUMENT_TYPES

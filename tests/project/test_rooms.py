@@ -21,6 +21,7 @@ PYTHON_ROOMS = {
     "kernels/products": ("kernels/vectors",),
     "kernels/user": ("kernels/products",),
     "kernels/attention": ("kernels/products",),
+    "kernels/linear": ("kernels/products",),
     "kernels/table.py": ("kernels/compiler",),
     "kernels/__init__.py": ("kernels/table.py",),
     "_after_import.py": (),
@@ -42,11 +43,15 @@ CPP_ROOMS = {
     "csrc/python": ("csrc/launch",),
     "csrc/ops": ("csrc/launch",),
     "csrc/ops/attention": ("csrc/ops",),
+    "csrc/ops/linear": ("csrc/ops",),
     "csrc/device": ("csrc/launch",),
     "csrc/aten": ("csrc/device",),
     "csrc/agreement.h": (),
-    "csrc/agreement.cpp": ("csrc/agreement.h", "csrc/ops/attention"),
-    "csrc/module.cpp": ("csrc/agreement.h", "csrc/ops/attention", "csrc/aten", "csrc/python"),
+    "csrc/agreement.cpp": ("csrc/agreement.h", "csrc/ops/attention", "csrc/ops/linear"),
+    "csrc/module.cpp": (
+        *("csrc/agreement.h", "csrc/ops/attention", "csrc/ops/linear"),
+        *("csrc/aten", "csrc/python"),
+    ),
 }
 ROOMS = PYTHON_ROOMS | CPP_ROOMS
 COMPANION = "foo_ops._C"

@@ -25,11 +25,6 @@ from foo_ops.kernels.attention.operands import (
     make_next_panel,
     make_panel_packer,
     make_product_smallness_check,
-    make_products,
-    make_step_counter,
-    product_dtype,
-    sizes_of,
-    step_of,
 )
 from foo_ops.kernels.attention.output import make_panel_writer
 from foo_ops.kernels.attention.parameters import (
@@ -47,19 +42,25 @@ from foo_ops.kernels.attention.row_sums import (
     needs_row_sums,
 )
 from foo_ops.kernels.attention.rows import (
-    make_fill,
     make_sums_starter,
     make_tile_operation,
     queries_of,
-    round_up,
     seen_keys,
 )
 from foo_ops.kernels.attention.scores import ROW_FACTS, make_row_facts_filler
 from foo_ops.kernels.attention.tile_matrices import make_tile_matrices
 from foo_ops.kernels.attention.weights import make_statistics_loader, make_weights
 from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.products.operands import (
+    make_products,
+    make_step_counter,
+    product_dtype,
+    sizes_of,
+    step_of,
+)
 from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import shift
+from foo_ops.kernels.vectors.rows import make_fill, round_up
 from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
 from foo_ops.kernels.vectors.struct import row_of
 

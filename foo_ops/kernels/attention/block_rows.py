@@ -12,10 +12,10 @@ from foo_ops.kernels.attention.operands import (
     make_next_panel,
     make_panel_packer,
     make_right_matrix,
-    sizes_of,
 )
 from foo_ops.kernels.attention.rows import make_block_loader, make_operand_row
 from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, limbs_of, make_row_splitter
+from foo_ops.kernels.products.operands import sizes_of
 from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
 from foo_ops.kernels.vectors.limbs import interleave
 from foo_ops.kernels.vectors.memory import address_of, pointer_to, shift

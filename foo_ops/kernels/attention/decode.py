@@ -13,7 +13,6 @@ from typing import Any
 from numba import njit
 
 from foo_ops.kernels.attention.key_tiles import lie_together, make_key_row
-from foo_ops.kernels.attention.operands import step_of, vector_product_dtype
 from foo_ops.kernels.attention.output import make_finish, make_row_writer
 from foo_ops.kernels.attention.parameters import (
     KEY_BLOCK,
@@ -23,7 +22,7 @@ from foo_ops.kernels.attention.parameters import (
     argument_types,
     dim_name_of,
 )
-from foo_ops.kernels.attention.rows import make_block_loader, make_copy_row, make_fill, round_up
+from foo_ops.kernels.attention.rows import make_block_loader
 from foo_ops.kernels.attention.scores import (
     ROW_FACTS,
     make_dropout_mask,
@@ -33,6 +32,7 @@ from foo_ops.kernels.attention.scores import (
 )
 from foo_ops.kernels.attention.softmax import make_online_softmax, make_softmax_start
 from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.products.operands import step_of, vector_product_dtype
 from foo_ops.kernels.vectors.arithmetic import fma, splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import (
@@ -54,6 +54,7 @@ from foo_ops.kernels.vectors.register_tiles import (
     tile_store_sums,
     tile_zero,
 )
+from foo_ops.kernels.vectors.rows import make_copy_row, make_fill, round_up
 from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
 from foo_ops.kernels.vectors.struct import field
 

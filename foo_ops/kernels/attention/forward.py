@@ -8,14 +8,7 @@ from typing import Any
 from numba import njit
 
 from foo_ops.kernels.attention.key_tiles import make_key_tile, make_transposed_tile
-from foo_ops.kernels.attention.operands import (
-    make_next_panel,
-    make_panel_packer,
-    make_products,
-    make_step_counter,
-    product_dtype,
-    sizes_of,
-)
+from foo_ops.kernels.attention.operands import make_next_panel, make_panel_packer
 from foo_ops.kernels.attention.output import make_finish, make_panel_writer
 from foo_ops.kernels.attention.parameters import (
     KEY_BLOCK,
@@ -25,13 +18,7 @@ from foo_ops.kernels.attention.parameters import (
     argument_types,
 )
 from foo_ops.kernels.attention.queries import make_query_packer
-from foo_ops.kernels.attention.rows import (
-    make_fill,
-    make_sums_starter,
-    queries_of,
-    round_up,
-    seen_keys,
-)
+from foo_ops.kernels.attention.rows import make_sums_starter, queries_of, seen_keys
 from foo_ops.kernels.attention.scores import (
     ROW_FACTS,
     make_dropout_mask,
@@ -45,8 +32,15 @@ from foo_ops.kernels.attention.softmax import (
 )
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.products.limbs import limbs_of
+from foo_ops.kernels.products.operands import (
+    make_products,
+    make_step_counter,
+    product_dtype,
+    sizes_of,
+)
 from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.vectors.rows import make_fill, round_up
 from foo_ops.kernels.vectors.scratch import Scratch, larger, make_kernel_with_scratch
 
 

@@ -1,109 +1,33 @@
 """Bring query, key and value into the form that matrix products take.
 
-bfloat16 enters products in pairs if the processor multiplies pairs (dtype bfloat16x2, a step of two
-along the dimension that is summed over), else as float32. float16 enters as float32. For a matrix
-unit all of these enter as limbs of bfloat16, in pairs: see foo_ops/kernels/products/limbs.py.
-
-The matrices of a product are tuples. The left one, whose elements are broadcast, has a pointer, the
-stride of a row, the stride of a group of steps (a single step on vectors), and the distance of its
-limbs. The right one, whose rows are vectors, has a pointer, the stride of a step, and the distance
-of its limbs. Where a left matrix is copied for a matrix unit, its groups lie one after the other,
-so that the rows of a register are adjacent.
+See foo_ops/kernels/products/operands.py for these forms.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
 from numba import njit
 
 from foo_ops.kernels.attention.parameters import TILE_STRIDE, dim_name_of
-from foo_ops.kernels.attention.rows import make_copy_row, make_fill, make_transpose, round_up
-from foo_ops.kernels.compiler.processor import use_pairs
 from foo_ops.kernels.products.limbs import (
     limbs_of,
     make_pair_storer,
     make_row_splitter,
     make_smallness_check,
 )
-from foo_ops.kernels.products.on_amx import TILE_MULTIPLE, make_amx_products, nothing
-from foo_ops.kernels.products.on_vectors import make_matmul, make_next_register_panel
+from foo_ops.kernels.products.on_amx import TILE_MULTIPLE
+from foo_ops.kernels.products.on_vectors import make_next_register_panel
+from foo_ops.kernels.products.operands import make_step_counter, product_dtype, sizes_of, step_of
 from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import address_of, load_vector, pointer_to, shift, store
 from foo_ops.kernels.vectors.pairs import PAIRS, pack_pairs
+from foo_ops.kernels.vectors.rows import make_copy_row, make_fill, make_transpose
 from foo_ops.kernels.vectors.struct import field
 
 # The queries of a panel for a matrix unit.
 PANEL_ON_TILES = 64
-
-
-def vector_product_dtype(dtype: str) -> str:
-    """The dtype in which query, key, value and weights enter products on vectors."""
-    return PAIRS if dtype == "bfloat16" and use_pairs() else compute_dtype(dtype)
-
-
-def product_dtype(dtype: str) -> str:
-    """The dtype in which query, key, value and weights enter matrix products."""
-    return PAIRS if limbs_of(dtype) else vector_product_dtype(dtype)
-
-
-def step_of(in_products: str) -> int:
-    """The number of elements that a step of a product sums over."""
-    return 2 if in_products == PAIRS else 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The multiples that the sizes of a matrix product must be of.
-
-    Keys and head dimensions are rows of one product and summed over in another. What is missing to
-    a multiple is zeros.
-
-    Attributes:
-        rows: a multiple for the rows of the left matrix.
-        columns: a multiple for the columns of the right matrix.
-        depth: a multiple for the elements that are summed over.
-        room: how many times the memory of the compute dtype the limbs of a matrix may take.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    room: int
-
-
-def sizes_of(dtype: str) -> Sizes:
-    limbs = limbs_of(dtype)
-    if limbs:
-        return Sizes(TILE_MULTIPLE, TILE_MULTIPLE, TILE_MULTIPLE, 2 if limbs > 1 else 1)
-    return Sizes(1, lanes_of(compute_dtype(dtype)), step_of(product_dtype(dtype)), 1)
-
-
-@functools.cache
-def make_products(dtype: str) -> tuple[Callable, Callable, Callable]:
-    """Make ``matmul``, and ``begin()`` and ``end()`` around a kernel's products.
-
-    ``matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small)`` computes c = a b, or
-    adds it. ``are_small`` tells whether all numbers of both matrices are: see
-    foo_ops/kernels/products/limbs.py.
-    """
-    if limbs_of(dtype):
-        return make_amx_products(limbs_of(dtype))
-    in_products = vector_product_dtype(dtype)
-    on_vectors = make_matmul(compute_dtype(dtype), in_products, in_products)
-
-    @njit
-    def matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small):
-        left, row_stride, step_stride, _ = a
-        right, stride, _ = b
-        on_vectors(
-            c, c_stride, left, row_stride, step_stride, right, stride,
-            rows, columns, steps, accumulate,
-        )  # fmt: skip
-
-    return matmul, nothing, nothing
 
 
 @functools.cache
@@ -128,18 +52,6 @@ def make_next_panel(dtype: str) -> Callable:
         return some, some
 
     return next_panel
-
-
-@functools.cache
-def make_step_counter(dtype: str) -> Callable:
-    """Make ``steps(count)``: the steps of a product that is summed over ``count`` elements."""
-    DEPTH, STEP = sizes_of(dtype).depth, step_of(product_dtype(dtype))
-
-    @njit
-    def steps(count):
-        return round_up(count, DEPTH) // STEP
-
-    return steps
 
 
 @functools.cache

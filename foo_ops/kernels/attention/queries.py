@@ -11,20 +11,15 @@ from foo_ops.kernels.attention.operands import (
     make_limb_transpose,
     make_next_panel,
     make_panel_packer,
-    make_step_counter,
     make_stored_row_splitter,
-    sizes_of,
 )
-from foo_ops.kernels.attention.rows import (
-    make_block_loader,
-    make_fill,
-    make_operand_row,
-    make_transpose,
-)
+from foo_ops.kernels.attention.rows import make_block_loader, make_operand_row
 from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, limbs_of
+from foo_ops.kernels.products.operands import make_step_counter, sizes_of
 from foo_ops.kernels.vectors.elements import compute_dtype
 from foo_ops.kernels.vectors.memory import address_of, pointer_to, shift, store
 from foo_ops.kernels.vectors.pairs import PAIRS
+from foo_ops.kernels.vectors.rows import make_fill, make_transpose
 
 
 @functools.cache

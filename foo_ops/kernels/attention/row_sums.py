@@ -26,13 +26,13 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.attention.parameters import GRADIENT_ADDED, TILE_STRIDE
-from foo_ops.kernels.attention.rows import make_fill
 from foo_ops.kernels.attention.scores import POSITIONS
 from foo_ops.kernels.attention.softmax import make_sink_score
 from foo_ops.kernels.vectors.arithmetic import absolute, fma, splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
 from foo_ops.kernels.vectors.functions import exp2
 from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.vectors.rows import make_fill
 from foo_ops.kernels.vectors.struct import row_of
 
 # Rows of sums, one number for each query: dS, P, and both times ``far``.

@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from numba import njit
 
-from foo_ops.kernels.attention.operands import make_products, make_step_counter, sizes_of
 from foo_ops.kernels.attention.parameters import (
     BIAS_BOOL,
     BIAS_NONE,
@@ -24,12 +23,13 @@ from foo_ops.kernels.attention.parameters import (
     TILE_STRIDE,
     lowest_score,
 )
-from foo_ops.kernels.attention.rows import make_fill, round_up
+from foo_ops.kernels.products.operands import make_products, make_step_counter, sizes_of
 from foo_ops.kernels.vectors.arithmetic import absolute, less, maximum, select, splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
 from foo_ops.kernels.vectors.functions import tanh, tanh_derivative
 from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
 from foo_ops.kernels.vectors.philox import WORDS, store_dropout_mask
+from foo_ops.kernels.vectors.rows import make_fill, round_up
 from foo_ops.kernels.vectors.struct import row_of
 from foo_ops.kernels.vectors.transpose import transpose_square
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from numba.core import types
 
-from foo_ops.kernels.attention.rows import make_copy_row
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.vectors.arithmetic import splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import load_vector, shift, store
+from foo_ops.kernels.vectors.rows import make_copy_row
 from foo_ops.kernels.vectors.values import Pointer
 
 

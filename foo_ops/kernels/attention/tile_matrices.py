@@ -7,20 +7,16 @@ from collections.abc import Callable
 
 from numba import njit
 
-from foo_ops.kernels.attention.operands import (
-    make_right_matrix,
-    make_step_counter,
-    product_dtype,
-    sizes_of,
-)
+from foo_ops.kernels.attention.operands import make_right_matrix
 from foo_ops.kernels.attention.parameters import KEY_BLOCK, TILE_STRIDE
-from foo_ops.kernels.attention.rows import make_fill, round_up
 from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, limbs_of, make_row_splitter
 from foo_ops.kernels.products.on_amx import GROUP
+from foo_ops.kernels.products.operands import make_step_counter, product_dtype, sizes_of
 from foo_ops.kernels.vectors.elements import lanes_of
 from foo_ops.kernels.vectors.limbs import interleave
 from foo_ops.kernels.vectors.memory import address_of, load_vector, pointer_to, shift, store
 from foo_ops.kernels.vectors.pairs import PAIRS
+from foo_ops.kernels.vectors.rows import make_fill, round_up
 
 
 @functools.cache

@@ -8,16 +8,17 @@ from collections.abc import Callable
 
 from numba import njit
 
-from foo_ops.kernels.attention.operands import make_products, make_step_counter, sizes_of
 from foo_ops.kernels.attention.parameters import LOG2, TILE_STRIDE
 from foo_ops.kernels.attention.row_sums import make_row_sums, needs_row_sums
-from foo_ops.kernels.attention.rows import make_copy_row, make_fill, queries_of, round_up
+from foo_ops.kernels.attention.rows import queries_of
 from foo_ops.kernels.attention.scores import make_dropout_mask, make_scores
+from foo_ops.kernels.products.operands import make_products, make_step_counter, sizes_of
 from foo_ops.kernels.vectors.arithmetic import fma, less, select, splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
 from foo_ops.kernels.vectors.functions import exp2
 from foo_ops.kernels.vectors.memory import load, load_vector, shift, store
 from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, tile_zero
+from foo_ops.kernels.vectors.rows import make_copy_row, make_fill, round_up
 from foo_ops.kernels.vectors.struct import row_of
 
 

@@ -38,6 +38,11 @@ class Element:
     size: int
     compute: types.Type
 
+    @property
+    def alignment(self) -> int:
+        """Return that of vectors in bytes. A pair may begin at any bfloat16."""
+        return 2 if self is ELEMENTS["bfloat16x2"] else self.size
+
 
 ELEMENTS = {
     "bool": Element(INT8, 1, types.uint8),

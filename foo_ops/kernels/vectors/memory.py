@@ -192,4 +192,4 @@ def emit_load_vector(builder, dtype, pointer, index, lanes) -> ir.Value:
 
 
 def _load_vector(builder: ir.IRBuilder, dtype: str, address: ir.Value) -> ir.Value:
-    return widen(builder, dtype, builder.load(address, align=ELEMENTS[dtype].size))
+    return widen(builder, dtype, builder.load(address, align=ELEMENTS[dtype].alignment))

@@ -116,8 +116,7 @@ def tile_fma(typing_context, tile, a, a_stride, b):
         ]
         for row in range(rows):
             address = builder.gep(a_pointer, [builder.mul(stride, stride.type(row))])
-            # Two bytes: a pair may begin at any bfloat16.
-            element = builder.load(address, align=min(ELEMENTS[a.dtype].size, 2))
+            element = builder.load(address, align=ELEMENTS[a.dtype].alignment)
             scalar = emit_splat(builder, widen(builder, a.dtype, element), lanes)
             for column in range(columns):
                 position = row * columns + column

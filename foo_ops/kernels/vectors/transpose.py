@@ -43,6 +43,29 @@ def transpose_products(
     return types.void(*arguments), generate
 
 
+@intrinsic(prefer_literal=True)
+def transpose_adjacent_pairs(typing_context, target, target_stride, source, source_stride, lanes):
+    """Set target[j, i] to the pair of source[i, 2 * j] and source[i, 2 * j + 1], for LANES x LANES
+    pairs.
+
+    The source is of bfloat16 and the target of bfloat16x2. Strides are in elements of each.
+    """
+    count = lanes.literal_value
+
+    def generate(context, builder, signature, args):
+        target_pointer, target_step, source_pointer, source_step, _ = args
+        pairs = ir.VectorType(INT32, count).as_pointer()
+        rows = []
+        for row in range(count):
+            place = builder.gep(source_pointer, [builder.mul(source_step, INT64(row))])
+            rows.append(builder.load(builder.bitcast(place, pairs), align=2))
+        columns = _transposed(builder, rows)
+        _store_rows(builder, target, target_pointer, target_step, columns)
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, types.intp, lanes), generate
+
+
 def _load_rows(builder, source, pointer, stride, count: int) -> list[ir.Value]:
     indices = [builder.mul(stride, INT64(row)) for row in range(count)]
     return [emit_load_vector(builder, source.dtype, pointer, index, count) for index in indices]

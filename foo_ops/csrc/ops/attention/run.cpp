@@ -62,11 +62,6 @@ bool has_large_logsumexp(const Parameters& parameters, const Piece& block) {
 
 }  // namespace
 
-ScratchPool& scratch_pool() {
-  static auto* pool = new ScratchPool();
-  return *pool;
-}
-
 void PartialResults::allocate(Parameters& parameters, int64_t key_splits, int64_t slots,
                               int64_t rows, at::ScalarType type) {
   const auto of_type = at::TensorOptions().dtype(type).device(at::kCPU);

@@ -2,14 +2,11 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <vector>
 
-#include "launch/scratch_memory.h"
-#include "launch/thread_shares.h"
+#include "launch/jobs.h"
 #include "ops/attention/parameters.h"
 #include "ops/attention/plan.h"
 
@@ -36,32 +33,5 @@ void compute_statistics(Parameters& parameters, PartialResults& results, std::ve
 // Runs the forward kernels on the blocks of all sequences, the keys split where there are few.
 void run_forward(Parameters& parameters, const at::Tensor& query,
                  const std::vector<Sequence>& sequences, const AttentionOptions& options);
-
-// The memory that kernels work in, in a place for each thread of a call.
-ScratchPool& scratch_pool();
-
-// Calls work(job, thread, call) for each job, in parallel, where call(piece) runs the kernel in the
-// thread's own scratch memory, and threads are counted from 0, fewer than at::get_num_threads().
-// The result is the same whichever thread does a job. No piece has more rows than
-// ``largest``.
-template <class Work>
-void run_jobs(const Parameters& parameters, AttentionFunction* kernel, int64_t jobs,
-              const Piece& largest, Work work) {
-  int64_t bytes = 0;
-  kernel(&parameters, &largest, nullptr, &bytes);
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
-  ThreadShares shares(jobs, threads);
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    const ScratchMemory scratch(scratch_pool(), begin, bytes);
-    for (int64_t thread = begin; thread < end; ++thread) {
-      const auto call = [&](const Piece& piece) {
-        kernel(&parameters, &piece, scratch.get(), nullptr);
-      };
-      for (int64_t job = shares.take(thread); job >= 0; job = shares.take(thread)) {
-        work(job, thread, call);
-      }
-    }
-  });
-}
 
 }  // namespace foo

@@ -1,0 +1,27 @@
+"""Matrix products of any size: output = left right^T + bias, as linear layers have them.
+
+The forward pass of a linear layer and both products of its backward pass are one kernel, which is
+told by strides how its matrices lie in memory::
+
+                  left            right           output
+    forward       input           weight          input weight^T
+    backward      grad_output     weight^T        grad_input
+                  grad_output^T   input^T         grad_weight
+
+A launcher cuts the output into blocks, which threads compute on their own. A block is summed over
+sections of the depth. For each of them its rows of the left matrix and its columns of the right
+matrix are packed to scratch memory, which the second cache holds, in the order in which the product
+reads them (Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication")::
+
+                         right: panels of columns, packed step by step
+                        +-------+-------+-------+
+                        |   |   |   |   |   |   |    a section of the depth
+                        |   v   |   v   |   v   |
+                        +-------+-------+-------+
+        left   +-----+  +-------+-------+-------+
+        rows   |---> |  |  sums of the block, in the compute type
+        ...    |---> |  |
+               +-----+  +-------+-------+-------+
+
+Few rows are another kernel, which reads the weights once, as they lie in memory.
+"""

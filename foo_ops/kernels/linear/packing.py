@@ -1,0 +1,187 @@
+"""Pack rows of the left matrix and columns of the right one in the order a product reads them.
+
+Of both matrices either the steps are adjacent in memory, or the rows (columns) are. A step of
+bfloat16 may be a pair: see foo_ops/kernels/products/operands.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from numba import njit
+
+from foo_ops.kernels.products.operands import vector_product_dtype
+from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
+from foo_ops.kernels.vectors.limbs import interleave
+from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.vectors.pairs import PAIRS
+from foo_ops.kernels.vectors.rows import make_copy_row, round_up
+from foo_ops.kernels.vectors.transpose import transpose_adjacent_pairs, transpose_square
+
+
+@functools.cache
+def make_left_packer(dtype: str) -> Callable:
+    """Make ``pack_left(target, source, row_stride, step_stride, rows, count)``.
+
+    It packs ``count`` elements of each row, and returns the target as a matrix with the strides of
+    a row and of a step.
+    """
+    if vector_product_dtype(dtype) == PAIRS:
+        return _make_left_packer_of_pairs()
+    copy_row = make_copy_row(compute_dtype(dtype))
+
+    @njit
+    def pack_left(target, source, row_stride, step_stride, rows, count):
+        if step_stride == 1:
+            for row in range(rows):
+                copy_row(shift(target, row * count), shift(source, row * row_stride), 1, count, 0)
+            return target, count, 1
+        for step in range(count):
+            copy_row(shift(target, step * rows), shift(source, step * step_stride), 1, rows, 0)
+        return target, 1, rows
+
+    return pack_left
+
+
+@functools.cache
+def make_right_packer(dtype: str, WIDTH: int) -> Callable:
+    """Make ``pack_right(target, source, column_stride, step_stride, columns, count)``.
+
+    It packs a panel of up to ``WIDTH`` columns, with zeros up to whole vectors of them.
+    """
+    if vector_product_dtype(dtype) == PAIRS:
+        return _make_right_packer_of_pairs(WIDTH)
+    LANES, copy_row = lanes_of(compute_dtype(dtype)), make_copy_row(compute_dtype(dtype))
+
+    @njit
+    def pack_right(target, source, column_stride, step_stride, columns, count):
+        if step_stride != 1:
+            width = round_up(columns, LANES)
+            for step in range(count):
+                line = shift(source, step * step_stride)
+                copy_row(shift(target, step * WIDTH), line, 1, columns, width)
+            return
+        for column in range(columns, round_up(columns, LANES)):
+            for step in range(count):
+                store(target, step * WIDTH + column, 0.0)
+        whole = count // LANES * LANES
+        for column in range(0, columns, LANES):
+            place, line = shift(target, column), shift(source, column * column_stride)
+            some = min(LANES, columns - column)
+            first = whole if some == LANES else 0
+            for step in range(0, first, LANES):
+                transpose_square(
+                    shift(place, step * WIDTH), WIDTH, shift(line, step), column_stride, LANES
+                )
+            for lane in range(some):
+                for step in range(first, count):
+                    store(place, step * WIDTH + lane, load(line, lane * column_stride + step))
+
+    return pack_right
+
+
+# ------------------------------------------------------------------------------ pairs of bfloat16
+
+LANES_OF_PAIRS = functools.partial(lanes_of, "float32")
+
+
+def _make_pair_mover() -> Callable:
+    """Make ``move(target, index, source, stride, step, count)``: the pair of a step and the next.
+
+    Behind the last of an odd ``count`` of steps comes a zero.
+    """
+    as_halves = pointer_to("uint16")
+
+    @njit
+    def move(target, index, source, stride, step, count):
+        pairs, halves = as_halves(address_of(target)), as_halves(address_of(source))
+        store(pairs, 2 * index, load(halves, step * stride))
+        store(pairs, 2 * index + 1, load(halves, (step + 1) * stride) if step + 1 < count else 0)
+
+    return move
+
+
+def _make_left_packer_of_pairs() -> Callable:
+    LANES, move, as_pairs = LANES_OF_PAIRS(), _make_pair_mover(), pointer_to(PAIRS)
+    interleave_steps = _make_step_interleaver()
+
+    @njit
+    def pack_left(target, source, row_stride, step_stride, rows, count):
+        pairs, steps = as_pairs(address_of(target)), (count + 1) // 2
+        if step_stride != 1:
+            for step in range(0, count, 2):
+                line = shift(source, step * step_stride)
+                place = shift(pairs, step // 2 * rows)
+                interleave_steps(place, line, step_stride, rows, count - step)
+            return pairs, 1, rows
+        whole = count // 2 // LANES * LANES
+        for row in range(rows):
+            place, line = shift(pairs, row * steps), shift(source, row * row_stride)
+            adjacent = as_pairs(address_of(line))
+            for step in range(0, whole, LANES):
+                store(place, step, load_vector(adjacent, step, LANES))
+            for step in range(whole, steps):
+                move(place, step, line, 1, 2 * step, count)
+        return pairs, steps, 1
+
+    return pack_left
+
+
+def _make_step_interleaver() -> Callable:
+    """Make ``interleave_steps(target, source, step_stride, elements, count)``.
+
+    The target gets the pairs of two steps, of which the second is zeros where ``count`` is 1.
+    """
+    LANES, move = LANES_OF_PAIRS(), _make_pair_mover()
+
+    @njit
+    def interleave_steps(target, source, step_stride, elements, count):
+        whole = elements // (2 * LANES) * (2 * LANES) if count > 1 else 0
+        for index in range(0, whole, 2 * LANES):
+            first = shift(source, index)
+            interleave(target, index, first, shift(first, step_stride), LANES)
+        for index in range(whole, elements):
+            move(target, index, shift(source, index), step_stride, 0, count)
+
+    return interleave_steps
+
+
+def _make_right_packer_of_pairs(WIDTH: int) -> Callable:
+    LANES, move, as_pairs = LANES_OF_PAIRS(), _make_pair_mover(), pointer_to(PAIRS)
+    interleave_steps = _make_step_interleaver()
+
+    @njit
+    def fill_with_zeros(target, columns, steps):
+        """A vector takes part whole: what is in the lanes behind the last column is not stored."""
+        for column in range(columns, round_up(columns, LANES)):
+            for step in range(steps):
+                store(target, step * WIDTH + column, 0)
+
+    @njit
+    def pack_right(target, source, column_stride, step_stride, columns, count):
+        pairs, steps = as_pairs(address_of(target)), (count + 1) // 2
+        fill_with_zeros(pairs, columns, steps)
+        if step_stride != 1:
+            for step in range(0, count, 2):
+                line = shift(source, step * step_stride)
+                place = shift(pairs, step // 2 * WIDTH)
+                interleave_steps(place, line, step_stride, columns, count - step)
+            return
+        whole = count // 2 // LANES * LANES
+        for column in range(0, columns, LANES):
+            place, line = shift(pairs, column), shift(source, column * column_stride)
+            some = min(LANES, columns - column)
+            first = whole if some == LANES else 0
+            for step in range(0, first, LANES):
+                transpose_adjacent_pairs(
+                    shift(place, step * WIDTH), WIDTH, shift(line, 2 * step), column_stride, LANES
+                )
+            for lane in range(some):
+                for step in range(first, steps):
+                    move(
+                        shift(place, lane), step * WIDTH, shift(line, lane * column_stride), 1,
+                        2 * step, count,
+                    )  # fmt: skip
+
+    return pack_right

@@ -1,0 +1,156 @@
+"""foo::linear multiplies rows by a matrix of weights, as the layers of every model do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foo_ops import _C, library
+
+TAGS = torch.Tag.pt2_compliant_tag
+library.define(
+    "foo::linear", "(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", tags=TAGS
+)
+# The gradient of what does not require one has size 0, and what nothing needs is not saved.
+library.define(
+    "foo::linear_backward",
+    "(Tensor grad_output, Tensor? input, Tensor? weight, *, bool input_requires_grad=True, "
+    "bool weight_requires_grad=True, bool bias_requires_grad=False) "
+    "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    tags=TAGS,
+)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``input @ weight.T + bias``, as `torch.nn.functional.linear` does.
+
+    Args:
+        input: (..., K), float16, bfloat16, float32 or float64, any strides.
+        weight: (N, K), of input's dtype, any strides.
+        bias: (N,), of input's dtype.
+
+    Returns:
+        A contiguous tensor (..., N) of input's dtype. float16 and bfloat16 are summed up in
+        float32 and rounded once, the bias included. The result does not depend on the number of
+        threads. Has gradients for all tensors, of every order.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
+        TypeError: for dtypes.
+
+    Example:
+        >>> foo_ops.linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
+        tensor([[11.,  2.]])
+    """
+    return torch.ops.foo.linear.default(input, weight, bias)
+
+
+# ------------------------------------------------------------------------------------------- fake
+
+
+@library.register_fake("foo::linear")
+def fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    _C.check_linear(input, weight, bias)
+    return input.new_empty(*input.shape[:-1], weight.shape[0])
+
+
+@library.register_fake("foo::linear_backward")
+def fake_backward(
+    grad_output: Tensor,
+    input: Tensor | None,
+    weight: Tensor | None,
+    *,
+    input_requires_grad: bool = True,
+    weight_requires_grad: bool = True,
+    bias_requires_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _C.check_linear_backward(grad_output, input, weight, input_requires_grad, weight_requires_grad)
+    grad_input = grad_weight = grad_bias = grad_output.new_empty(0)
+    *leading, rows = grad_output.shape
+    if input_requires_grad and weight is not None:
+        grad_input = grad_output.new_empty(*leading, weight.shape[1])
+    if weight_requires_grad and input is not None:
+        grad_weight = grad_output.new_empty(rows, input.shape[-1])
+    if bias_requires_grad:
+        grad_bias = grad_output.new_empty(rows)
+    return grad_input, grad_weight, grad_bias
+
+
+# --------------------------------------------------------------------------------------- autograd
+
+
+def composite_backward(
+    grad_output: Tensor,
+    input: Tensor | None,
+    weight: Tensor | None,
+    *,
+    input_requires_grad: bool = True,
+    weight_requires_grad: bool = True,
+    bias_requires_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute foo::linear_backward with torch's own operators, for second derivatives."""
+    grad_input = grad_weight = grad_bias = grad_output.new_empty(0)
+    if input_requires_grad and weight is not None:
+        grad_input = grad_output @ weight
+    if weight_requires_grad and input is not None:
+        grad_weight = torch.einsum("...n,...k->nk", grad_output, input)
+    if bias_requires_grad:
+        grad_bias = torch.einsum("...n->n", grad_output)
+    return grad_input, grad_weight, grad_bias
+
+
+library.register_autograd("foo::linear", "foo::linear_backward", composite=F.linear)
+library.register_autograd("foo::linear_backward", composite=composite_backward)
+
+
+# ---------------------------------------------------------------- sharding, vmap, autocast, FLOPs
+
+
+@library.register_sharding("foo::linear")
+def sharding(input: Any, weight: Any, bias: Any = None) -> str:
+    # Cut along k, each process would add the bias.
+    return "... k, n k, . -> ... n" if bias is None else "... ., n ., n -> ... n"
+
+
+@library.register_sharding("foo::linear_backward")
+def backward_sharding(*inputs: Any, bias_requires_grad: bool = False, **_: Any) -> str:
+    # Cut along k, each process would compute all of the bias's gradient.
+    k = "." if bias_requires_grad else "k"
+    return f"... n, ... {k}, n {k} -> ... {k}, n {k}, n"
+
+
+library.register_vmap_rows("foo::linear", "input")
+library.register_vmap_loop("foo::linear_backward")
+library.register_autocast("foo::linear")
+
+
+def product_flops(rows_shape: torch.Size, columns: int) -> int:
+    return 2 * torch.Size(rows_shape).numel() * columns
+
+
+@library.register_flops("foo::linear")
+def flops(input_shape: torch.Size, weight_shape: torch.Size, *bias: Any, **_: Any) -> int:
+    """Count one product of matrices, without the bias, as torch counts."""
+    return product_flops(input_shape, weight_shape[0])
+
+
+@library.register_flops("foo::linear_backward")
+def backward_flops(
+    grad_output_shape: torch.Size,
+    input_shape: torch.Size | None,
+    weight_shape: torch.Size | None,
+    *,
+    input_requires_grad: bool = True,
+    weight_requires_grad: bool = True,
+    **_: Any,
+) -> int:
+    """Count a product for each gradient of a matrix."""
+    total = 0
+    if input_requires_grad and weight_shape is not None:
+        total += product_flops(grad_output_shape, weight_shape[1])
+    if weight_requires_grad and input_shape is not None:
+        total += product_flops(grad_output_shape, input_shape[-1])
+    return total
