@@ -16,6 +16,7 @@ DECODE = Maker("foo_ops.kernels.attention.decode", "make_decode_kernel")
 MERGE = Maker("foo_ops.kernels.attention.merge", "make_merge_kernel")
 BACKWARD = Maker("foo_ops.kernels.attention.backward", "make_backward_kernel")
 PRODUCT = Maker("foo_ops.kernels.linear.product", "make_product_kernel")
+FEW_ROWS = Maker("foo_ops.kernels.linear.few_rows", "make_few_rows_kernel")
 SUM_CHUNKS = Maker("foo_ops.kernels.attention.sum_chunks", "make_sum_chunks_kernel")
 DROPOUT_MASK = Maker("foo_ops.kernels.attention.dropout_mask", "make_dropout_mask_kernel")
 
@@ -33,5 +34,6 @@ _OWN = (
     OwnKernel("attention_sum_chunks", SUM_CHUNKS),
     OwnKernel("attention_dropout_mask", DROPOUT_MASK),
     OwnKernel("linear_product", PRODUCT),
+    OwnKernel("linear_few_rows", FEW_ROWS),
 )
 KERNELS.update({kernel.name: kernel for kernel in _OWN})

@@ -12,9 +12,17 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.products.operands import vector_product_dtype
-from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
+from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
 from foo_ops.kernels.vectors.limbs import interleave
-from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.vectors.memory import (
+    address_of,
+    load,
+    load_vector,
+    pointer_to,
+    prefetch,
+    shift,
+    store,
+)
 from foo_ops.kernels.vectors.pairs import PAIRS
 from foo_ops.kernels.vectors.rows import make_copy_row, round_up
 from foo_ops.kernels.vectors.transpose import transpose_adjacent_pairs, transpose_square
@@ -79,6 +87,27 @@ def make_right_packer(dtype: str, WIDTH: int) -> Callable:
                     store(place, step * WIDTH + lane, load(line, lane * column_stride + step))
 
     return pack_right
+
+
+@functools.cache
+def make_share_prefetcher(dtype: str) -> Callable:
+    """Make ``prefetch_share(source, row_stride, step_stride, rows, steps, share, shares)``.
+
+    It begins to bring one of so many equal shares of rows, or of columns, to the second cache.
+    """
+    LINE = 64 // ELEMENTS[dtype].size
+
+    @njit
+    def prefetch_share(source, row_stride, step_stride, rows, steps, share, shares):
+        count, stride, length = rows, row_stride, steps
+        if step_stride != 1:
+            count, stride, length = steps, step_stride, rows
+        for number in range(count * share // shares, count * (share + 1) // shares):
+            line = shift(source, number * stride)
+            for element in range(0, length, LINE):
+                prefetch(line, element)
+
+    return prefetch_share
 
 
 # ------------------------------------------------------------------------------ pairs of bfloat16

@@ -12,18 +12,30 @@ namespace foo {
 
 namespace {
 
-// The rows of a block, of the left matrix and of the sums, fit the second cache together with a
-// panel of columns. They are whole register tiles on all processors.
-constexpr int64_t kMostRows = 240;
-constexpr int64_t kRowTile = 24;
-constexpr int64_t kMostColumns = 256;
-constexpr int64_t kColumnTile = 64;
+// The largest block: with a section of the depth, its rows of the left matrix, a panel of columns
+// and the sums fit the second cache. Both are whole register tiles on all processors.
+constexpr int64_t kMostRows = 240, kRowTile = 8;
+constexpr int64_t kMostColumns = 256, kColumnTile = 64;
+// Few rows are multiplied by all columns as they lie in memory, and so many of them by one thread
+// that it reads long stretches.
+constexpr int64_t kFewRows = 8, kMostColumnsOfFewRows = 1024;
 // So many blocks for each thread that none waits long for the last one.
 constexpr int64_t kBlocksOfThread = 4;
 
 Kernel& product_kernel() {
   static auto* kernel = new Kernel("linear_product");
   return *kernel;
+}
+
+Kernel& few_rows_kernel() {
+  static auto* kernel = new Kernel("linear_few_rows");
+  return *kernel;
+}
+
+// Pairs of bfloat16 are read where the rows of the right matrix are whole pairs apart.
+bool has_few_rows(const Product& product, at::ScalarType dtype) {
+  const bool has_pairs = dtype != at::kBFloat16 || product.right_column_stride % 2 == 0;
+  return product.rows <= kFewRows && product.right_step_stride == 1 && has_pairs;
 }
 
 // Whether the rows are a stride apart, across all leading dimensions.
@@ -62,9 +74,9 @@ int64_t part_of(int64_t size, int64_t most, int64_t multiple) {
 struct Cut {
   int64_t rows, columns;
 
-  explicit Cut(const Product& product)
+  Cut(const Product& product, int64_t most_columns)
       : rows(part_of(product.rows, kMostRows, kRowTile)),
-        columns(part_of(product.columns, kMostColumns, kColumnTile)) {
+        columns(part_of(product.columns, most_columns, kColumnTile)) {
     const int64_t threads = at::get_num_threads();
     while (threads > 1 && columns > kColumnTile && blocks(product) < kBlocksOfThread * threads) {
       columns -= kColumnTile;
@@ -124,8 +136,11 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
     product.bias = bias->const_data_ptr();
     product.bias_stride = bias->stride(0);
   }
-  auto* const kernel = product_kernel().get<ProductFunction>(output.scalar_type());
-  const Cut cut(product);
+  const auto dtype = output.scalar_type();
+  const bool is_few = has_few_rows(product, dtype);
+  Kernel& kernel_of_size = is_few ? few_rows_kernel() : product_kernel();
+  auto* const kernel = kernel_of_size.get<ProductFunction>(dtype);
+  const Cut cut(product, is_few ? kMostColumnsOfFewRows : kMostColumns);
   run_jobs(product, kernel, cut.blocks(product), cut.block(product, 0),
            [&](int64_t job, int64_t, const auto& call) { call(cut.block(product, job)); });
 }
