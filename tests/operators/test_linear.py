@@ -1,0 +1,299 @@
+"""foo::linear: sizes around those of its blocks, memory of any form, errors, and what it keeps.
+
+What holds for every operator is in test_matrix.py.
+"""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import foo_ops
+from foo_ops.testing import LINEAR, Sample, check_gradients, check_outputs, cotangents_for, random
+
+DTYPES = LINEAR.dtypes
+
+
+def draw(rows, columns, depth, dtype):
+    return random("linear", (rows, depth), (columns, depth), (columns,), dtype=dtype)
+
+
+def check(dtype, *inputs):
+    check_outputs(LINEAR, Sample(inputs), dtype, (foo_ops.linear(*inputs),))
+
+
+def check_with_gradients(dtype, *inputs):
+    sample = Sample(inputs).requiring_grad()
+    outputs = LINEAR.call(sample)
+    cotangents = cotangents_for(outputs)
+    check_outputs(LINEAR, Sample(inputs), dtype, tuple(it.detach() for it in outputs))
+    gradients = torch.autograd.grad(outputs, sample.tensors(), cotangents)
+    check_gradients(LINEAR, sample, gradients, cotangents)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 17])
+def test_few_rows(rows, dtype):
+    for columns, depth in ((1, 1), (3, 64), (16, 31), (33, 130), (67, 515), (70, 1024)):
+        check(dtype, *draw(rows, columns, depth, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes_around_those_of_blocks(dtype):
+    for rows, columns, depth in (
+        (239, 63, 127),
+        (240, 64, 128),
+        (241, 257, 129),
+        (12, 255, 512),
+        (9, 321, 513),
+        (484, 65, 257),
+    ):
+        check_with_gradients(dtype, *draw(rows, columns, depth, dtype))
+
+
+def transposed(tensor):
+    return tensor.t().contiguous().t()
+
+
+def strided(tensor):
+    wide = torch.full((tensor.shape[0], 2 * tensor.shape[1]), torch.nan, dtype=tensor.dtype)
+    wide[:, ::2] = tensor
+    return wide[:, ::2]
+
+
+def with_odd_stride(tensor):
+    wide = torch.full((tensor.shape[0], tensor.shape[1] | 1), torch.nan, dtype=tensor.dtype)
+    wide[:, : tensor.shape[1]] = tensor
+    return wide[:, : tensor.shape[1]]
+
+
+LAYOUTS = (torch.clone, transposed, strided, with_odd_stride)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 50])
+def test_layouts(rows, dtype):
+    """Transposed, in steps of 2, and with rows that bfloat16 cannot read in whole pairs."""
+    input, weight, bias = draw(rows, 40, 70, dtype)
+    for of_input, of_weight in itertools.product(LAYOUTS, LAYOUTS):
+        check_with_gradients(dtype, of_input(input), of_weight(weight), bias)
+    repeated = bias[:1].expand(40)
+    check(dtype, input[:1].expand(rows, 70), weight[:1].expand(40, 70), repeated)
+    check(dtype, input[:, :1].expand(rows, 70), weight[:, :1].expand(40, 70), repeated)
+    batch = input[: rows // 2 * 2].unflatten(0, (2, -1)).transpose(0, 1)
+    check(dtype, batch, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_beyond_2_to_the_31st_element(dtype):
+    stride = 2**30 + 8
+    memory = torch.empty(2 * stride + 64, dtype=dtype)
+    weight = memory.as_strided((3, 64), (stride, 1))
+    input, values, bias = draw(70, 3, 64, dtype)
+    weight.copy_(values)
+    for rows in (1, 70):
+        expected = foo_ops.linear(input[:rows], values, bias)
+        assert torch.equal(foo_ops.linear(input[:rows], weight, bias), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2000, 300), (7, 500, 300), (100, 130, 300), (600, 9, 300)])
+def test_threads_do_not_change_the_results(shape, dtype):
+    inputs = [it.requires_grad_() for it in draw(*shape, dtype)]
+    found = []
+    threads = torch.get_num_threads()
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        output = foo_ops.linear(*inputs)
+        found.append([output, *torch.autograd.grad(output, inputs, torch.ones_like(output))])
+    torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_a_bias_is_rounded_once():
+    """In bfloat16, 256 + 1 + 1 is 258, but 257 is rounded to 256."""
+    ones = torch.ones(1, 257, dtype=torch.bfloat16)
+    assert foo_ops.linear(ones, ones, ones[0, :1]).item() == 258
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+def test_only_what_is_needed_is_saved_and_computed(device):
+    input, weight, bias = (it.to(device) for it in draw(5, 3, 4, torch.float32))
+    for needed, count in {
+        (True, False, False): 1,
+        (False, True, False): 1,
+        (True, True, True): 2,
+    }.items():
+        tensors = [
+            it.detach().requires_grad_(is_needed)
+            for it, is_needed in zip((input, weight, bias), needed)
+        ]
+        assert len(saved_by(lambda: foo_ops.linear(*tensors))) == count, needed  # noqa: B023
+
+
+def saved_by(function):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda it: it):
+        function()
+    return saved
+
+
+def zeros(*shape, dtype=torch.float32, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+REFUSED = {
+    "integers": (
+        lambda: (zeros(2, 3, dtype=torch.int64), zeros(4, 3)),
+        TypeError,
+        "linear: input must be float16, bfloat16, float32 or float64, got int64",
+    ),
+    "0-d input": (
+        lambda: (zeros(), zeros(4, 3)),
+        ValueError,
+        "linear: input must have at least 1 dimension, got 0",
+    ),
+    "1-d weight": (
+        lambda: (zeros(2, 3), zeros(3)),
+        ValueError,
+        "linear: weight must have 2 dimensions (N, K), got 1",
+    ),
+    "weight of another dtype": (
+        lambda: (zeros(2, 3), zeros(4, 3, dtype=torch.float64)),
+        TypeError,
+        "linear: weight must be float32 as input is, got float64",
+    ),
+    "weight of another width": (
+        lambda: (zeros(2, 3), zeros(4, 5)),
+        ValueError,
+        "linear: weight must have 3 columns as input has, got 5",
+    ),
+    "2-d bias": (
+        lambda: (zeros(2, 3), zeros(4, 3), zeros(1, 4)),
+        ValueError,
+        "linear: bias must have 1 dimension (N), got 2",
+    ),
+    "bias of another dtype": (
+        lambda: (zeros(2, 3), zeros(4, 3), zeros(4, dtype=torch.float16)),
+        TypeError,
+        "linear: bias must be float32 as input is, got float16",
+    ),
+    "bias of another length": (
+        lambda: (zeros(2, 3), zeros(4, 3), zeros(3)),
+        ValueError,
+        "linear: bias must have 4 elements as weight has rows, got 3",
+    ),
+}
+REFUSED_BACKWARD = {
+    "no input": (
+        lambda: (zeros(2, 4), None, zeros(4, 3)),
+        ValueError,
+        "linear_backward: input must be given where weight_requires_grad is true, got None",
+    ),
+    "no weight": (
+        lambda: (zeros(2, 4), zeros(2, 3), None),
+        ValueError,
+        "linear_backward: weight must be given where input_requires_grad is true, got None",
+    ),
+    "weight of other rows": (
+        lambda: (zeros(2, 4), zeros(2, 3), zeros(5, 3)),
+        ValueError,
+        "linear_backward: weight must have 4 rows as grad_output has columns, got 5",
+    ),
+    "input of other rows": (
+        lambda: (zeros(2, 4), zeros(3, 3), zeros(4, 3)),
+        ValueError,
+        "linear_backward: input must have the leading dimensions [2] as grad_output has, got "
+        "[3, 3]",
+    ),
+    "input of another width": (
+        lambda: (zeros(2, 4), zeros(2, 3), zeros(4, 5)),
+        ValueError,
+        "linear_backward: input must have 5 columns as weight has, got 3",
+    ),
+    "input of another dtype": (
+        lambda: (zeros(2, 4), zeros(2, 3, dtype=torch.float64), zeros(4, 3)),
+        TypeError,
+        "linear_backward: input must be float32 as grad_output is, got float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_fake", [False, True], ids=["real", "fake"])
+@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_BACKWARD])
+def test_refused(name, is_fake):
+    is_backward = name in REFUSED_BACKWARD
+    make, error, message = (REFUSED_BACKWARD if is_backward else REFUSED)[name]
+    operator = torch.ops.foo.linear_backward if is_backward else torch.ops.foo.linear
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else torch.no_grad()
+    with mode, pytest.raises(error, match=f"^{re.escape(message)}$"):
+        operator(*make())
+
+
+def test_devices_are_not_mixed():
+    message = "linear: weight must be on cpu as input is, got foo:0"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        foo_ops.linear(zeros(2, 3), zeros(4, 3, device="foo"))
+
+
+# Calls each kernel with fences between the regions of its scratch memory, and looks at them.
+FENCED = """
+import ctypes, importlib, sys
+import numpy as np
+import torch
+from foo_ops.kernels.vectors import scratch
+scratch.FENCE = 1024
+from foo_ops.kernels.compiler.resolve import resolve
+from foo_ops.kernels.vectors.elements import compute_dtype
+
+dtype, compute = sys.argv[1], compute_dtype(sys.argv[1])
+layouts = {}
+make = scratch.make_kernel_with_scratch
+number, pointer = ctypes.c_int64, ctypes.c_void_p
+
+for kernel in ("linear_product", "linear_few_rows"):
+    module = importlib.import_module(
+        "foo_ops.kernels.linear." + kernel.removeprefix("linear_")
+    )
+    def remember(body, layout, types):
+        layouts[kernel] = layout
+        return make(body, layout, types)
+    module.make_kernel_with_scratch = remember
+    function = ctypes.CFUNCTYPE(None, *[pointer] * 4)(resolve(kernel, dtype))
+    for rows, columns, depth in ((1, 70, 515), (5, 130, 33), (8, 1, 1021), (239, 65, 1030)):
+        if kernel == "linear_few_rows" and rows > 8:
+            continue
+        left = torch.randn(rows, depth).to(getattr(torch, dtype))
+        right = torch.randn(columns, depth + depth % 2).to(left.dtype)[:, :depth]
+        output = torch.empty(rows, columns, dtype=left.dtype)
+        product = (number * 14)(
+            rows, columns, depth, 0, left.data_ptr(), depth, 1, right.data_ptr(), right.stride(0),
+            1, 0, 0, output.data_ptr(), columns,
+        )
+        block, size = (number * 4)(0, rows, 0, columns), number(0)
+        function(product, block, None, ctypes.addressof(size))
+        memory = np.full(size.value // np.dtype(compute).itemsize, -12345.0, dtype=compute)
+        function(product, block, memory.ctypes.data, None)
+        # Each region was written to, at least in part. What is left between them is the fences.
+        untouched = np.concatenate(([0], memory == -12345.0, [0])).astype(np.int8)
+        begins, ends = (np.flatnonzero(np.diff(untouched) == step) for step in (1, -1))
+        describe = layouts[kernel].describe
+        regions = describe(*[1] * describe.__code__.co_argcount)
+        whole = np.count_nonzero(ends - begins >= scratch.FENCE)
+        assert whole == len(regions) + 1, (kernel, rows, columns, depth, whole, len(regions))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_kernels_stay_inside_of_their_regions(dtype, tmp_path):
+    environment = os.environ | {"FOO_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", FENCED, dtype], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
