@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import attention, device, examples, kit, operators, peaks, tutorial
+from benchmarks import attention, device, examples, kit, linear, operators, peaks, tutorial
 from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, Reference, calls_per_turn
 from benchmarks.targets import DECODING_LENGTH, FLOAT32, SHORT_LENGTH
 from benchmarks.workload import Workload
@@ -77,6 +77,7 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
         *abs_cases(sizes.elements, threads[-1]),
         *device.cases(sizes.elements, threads[-1]),
         *operators.cases(operators.SECTION, operators.OPERATORS, sizes.rows, sizes.dtypes, threads),
+        *linear.cases(sizes.dtypes, threads),
         *operators.cases(tutorial.SECTION, tutorial.OPERATORS, sizes.rows, sizes.dtypes, threads),
         *examples.cases(sizes.rows, threads[-1]),
         *(attention_case(workload, threads) for workload in square_workloads(sizes)),

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import foo_ops
-from benchmarks import code_lines, device, operators, peaks, tutorial
+from benchmarks import code_lines, device, linear, operators, peaks, tutorial
 from benchmarks.measure import OURS, Result
 from benchmarks.targets import (
     FIRST_CALL_SECONDS,
@@ -28,6 +28,7 @@ from benchmarks.targets import (
     device_verdict,
     first_call_verdict,
     fractions,
+    linear_verdict,
     peak_of,
     quartiles,
     ratios,
@@ -55,6 +56,10 @@ SECTIONS = {
     "operators": Section(
         "Operators beside attention, GB/s of memory read and written (more is better)", "GB/s"
     ),
+    "linear": Section("Linear layers, rows x width x outputs, GFLOP/s (more is better)", "GFLOP/s"),
+    "linear of few rows": Section(
+        "Linear layers of few rows, GB/s of weights (more is better)", "GB/s"
+    ),
     "kit": Section("The kit's tutorial, GB/s of memory read and written (more is better)", "GB/s"),
     "examples": Section("The operators of examples/operators, microseconds (less is better)", "us"),
     "device": Section("Device foo beside the CPU, microseconds (less is better)", "us"),
@@ -81,8 +86,8 @@ NONE = "-"
 NOT_JUDGED = "not judged: one core"
 LEGEND = (
     "Of peak: of the FMA peak; for bfloat16 that of the matrix unit (AMX) or the bf16 dot peak "
-    "where the processor has one; for one query the read bandwidth; on as many threads. Target: "
-    "what that fraction is to be, none of a matrix unit. Two threads are to be 1.85 times one. "
+    "where the processor has one; for one query and few rows the read bandwidth; on as many "
+    "threads. Target: what that fraction is to be, none of a matrix unit. Two threads are to be 1.85 times one. "
     "flash and math are PyTorch's backends, flex is compiled FlexAttention. Useful work: of the "
     "matrix products (two forward, five backward) for each pair of a query and a key that it "
     "sees. Of reading: of the read bandwidth; compiled: PyTorch's operators under torch.compile. "
@@ -204,6 +209,8 @@ def table_of(content: Content, section: str, results: Sequence[Result]) -> list[
         return first_call_table(results)
     if section in (operators.SECTION, tutorial.SECTION):
         return operator_table(content, results, SECTIONS[section].unit)
+    if section in (linear.SECTION, linear.FEW_ROWS):
+        return linear_table(content, results, SECTIONS[section].unit)
     if section == device.SECTION:
         return device_table(content, results, SECTIONS[section].unit)
     if results[0].workload is None:
@@ -266,6 +273,28 @@ def operator_table(content: Content, results: Sequence[Result], unit: str) -> li
                 *(peer_cell(result, name, unit) for name in peers),
                 spread(ratios(result.rates(OURS), result.rates(peer))) if peer else NONE,
                 judgement(content, result, against_peer(result) or "reached"),
+            ]
+        )
+    return rows
+
+
+def linear_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
+    """Write the targets of one thread; two threads are compared with that."""
+    rows = [["case", "threads", OURS, "of peak", "target", "one thread", "torch"]]
+    rows[0] += [f"{OURS} / torch", "verdict"]
+    for result in results:
+        one_thread = content.one_thread(result)
+        rows.append(
+            [
+                result.name,
+                str(result.threads),
+                median([figure(it, result.work, unit) for it in result.seconds[OURS]]),
+                spread(fractions(result, peak_of(result))),
+                NONE if one_thread else f"{linear.target(result.name):.2f}",
+                scaling(result, one_thread) if one_thread else NONE,
+                peer_cell(result, "torch", unit),
+                spread(ratios(result.rates(OURS), result.rates("torch"))),
+                judgement(content, result, linear_verdict(result, one_thread)),
             ]
         )
     return rows

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks import device
+from benchmarks import device, linear
 from benchmarks.measure import OURS, Result
 from benchmarks.peaks import FMA, MATRIX, READ
 
@@ -164,6 +164,15 @@ def verdict(result: Result, one_thread: Result | None) -> str:
     """Return ``reached``, or all that the row falls short of."""
     parts = [it.shortfall() for it in requirements(result, one_thread)]
     parts.append(against_peer(result))
+    return "; ".join(filter(None, parts)) or "reached"
+
+
+def linear_verdict(result: Result, one_thread: Result | None) -> str:
+    """Return ``reached``, or what a row of linear layers falls short of."""
+    parts = [against_peer(result)]
+    if one_thread is None:
+        peak, least = peak_of(result), linear.target(result.name)
+        parts.append(Requirement(peak, least, fractions(result, peak)).shortfall())
     return "; ".join(filter(None, parts)) or "reached"
 
 
