@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
-import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-import foo_ops
 from benchmarks import code_lines, device, linear, operators, peaks, tutorial
+from benchmarks.machine import machine_facts
 from benchmarks.measure import OURS, Result
 from benchmarks.targets import (
     FIRST_CALL_SECONDS,
@@ -36,8 +33,6 @@ from benchmarks.targets import (
     verdict,
 )
 from benchmarks.workload import Workload
-from foo_ops import info
-from foo_ops.kernels.compiler.processor import vector_bits
 
 
 @dataclass(frozen=True)
@@ -87,41 +82,16 @@ NOT_JUDGED = "not judged: one core"
 LEGEND = (
     "Of peak: of the FMA peak; for bfloat16 that of the matrix unit (AMX) or the bf16 dot peak "
     "where the processor has one; for one query and few rows the read bandwidth; on as many "
-    "threads. Target: what that fraction is to be, none of a matrix unit. Two threads are to be 1.85 times one. "
-    "flash and math are PyTorch's backends, flex is compiled FlexAttention. Useful work: of the "
-    "matrix products (two forward, five backward) for each pair of a query and a key that it "
-    "sees. Of reading: of the read bandwidth; compiled: PyTorch's operators under torch.compile. "
-    "torch.ops.aten: the same of PyTorch, called by the way that leads to ours."
+    "threads. Target: what that fraction is to be, none of a matrix unit. Two threads are to be "
+    "1.85 times one. flash and math are PyTorch's backends, flex is compiled FlexAttention. "
+    "Useful work: of the matrix products (two forward, five backward) for each pair of a query "
+    "and a key that it sees. Of reading: of the read bandwidth; compiled: PyTorch's operators "
+    "under torch.compile. torch.ops.aten: the same of PyTorch, called by the way that leads to "
+    "ours."
 )
 
 
 # ---------------------------------------------------------------------------------- results file
-
-
-def machine() -> dict[str, str]:
-    """Return the facts that the figures depend on."""
-    return {
-        "processor": info.known(info.processor_name),
-        "llvm target": info.known(info.llvm_target),
-        "vector units": info.known(info.vector_units),
-        "vector bits": str(vector_bits()),
-        "processors": str(info.usable_processors()),
-        "caches": ", ".join(f"{name} {size >> 10} KiB" for name, size in peaks.caches().items()),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "foo_ops": foo_ops.__version__,
-        "torch": torch.__version__,
-        "numba": importlib.metadata.version("numba"),
-        "llvmlite": importlib.metadata.version("llvmlite"),
-        "zentorch": version("zentorch"),
-    }
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 @dataclass(frozen=True)
@@ -168,7 +138,7 @@ class Content:
 
 def save(path: Path, results: Sequence[Result], mode: str, one_core: str = "") -> None:
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    content = Content(date, mode, machine(), list(results), one_core)
+    content = Content(date, mode, machine_facts(), list(results), one_core)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(content), indent=1) + "\n")
 

@@ -136,7 +136,7 @@ def content_of(one_core):
         Result(operators.SECTION, "sum", 2, 1.0, True, {"foo": [2.0] * 4, "torch": [1.0] * 4}),
         Result(device.SECTION, device.TRAINING, 2, 0.0, True, {"foo": [2.0], device.CPU: [1.0]}),
     ]
-    machine = dict.fromkeys(report.machine(), "known")
+    machine = dict.fromkeys(report.machine_facts(), "known")
     return report.Content("2026-01-01", "default", machine, [*rows, *others], one_core)
 
 

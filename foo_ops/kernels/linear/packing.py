@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from numba import njit
 
+from foo_ops.kernels.products.limbs import limbs_of
+from foo_ops.kernels.products.on_amx import GROUP, TILE_MULTIPLE
 from foo_ops.kernels.products.operands import vector_product_dtype
 from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
 from foo_ops.kernels.vectors.limbs import interleave
@@ -25,17 +27,29 @@ from foo_ops.kernels.vectors.memory import (
 )
 from foo_ops.kernels.vectors.pairs import PAIRS
 from foo_ops.kernels.vectors.rows import make_copy_row, round_up
-from foo_ops.kernels.vectors.transpose import transpose_adjacent_pairs, transpose_square
+from foo_ops.kernels.vectors.transpose import (
+    transpose_adjacent_pairs,
+    transpose_pairs,
+    transpose_square,
+)
+
+
+def on_matrix_unit(dtype: str) -> bool:
+    """Whether products are of a matrix unit. Only bfloat16 is multiplied there as it is."""
+    return limbs_of(dtype) == 1
+
+
+def in_pairs(dtype: str) -> bool:
+    return on_matrix_unit(dtype) or vector_product_dtype(dtype) == PAIRS
 
 
 @functools.cache
 def make_left_packer(dtype: str) -> Callable:
     """Make ``pack_left(target, source, row_stride, step_stride, rows, count)``.
 
-    It packs ``count`` elements of each row, and returns the target as a matrix with the strides of
-    a row and of a step.
+    It packs ``count`` elements of each row, and returns the target as the left matrix of a product.
     """
-    if vector_product_dtype(dtype) == PAIRS:
+    if in_pairs(dtype):
         return _make_left_packer_of_pairs()
     copy_row = make_copy_row(compute_dtype(dtype))
 
@@ -44,10 +58,10 @@ def make_left_packer(dtype: str) -> Callable:
         if step_stride == 1:
             for row in range(rows):
                 copy_row(shift(target, row * count), shift(source, row * row_stride), 1, count, 0)
-            return target, count, 1
+            return target, count, 1, 0
         for step in range(count):
             copy_row(shift(target, step * rows), shift(source, step * step_stride), 1, rows, 0)
-        return target, 1, rows
+        return target, 1, rows, 0
 
     return pack_left
 
@@ -58,7 +72,7 @@ def make_right_packer(dtype: str, WIDTH: int) -> Callable:
 
     It packs a panel of up to ``WIDTH`` columns, with zeros up to whole vectors of them.
     """
-    if vector_product_dtype(dtype) == PAIRS:
+    if in_pairs(dtype):
         return _make_right_packer_of_pairs(WIDTH)
     LANES, copy_row = lanes_of(compute_dtype(dtype)), make_copy_row(compute_dtype(dtype))
 
@@ -118,41 +132,54 @@ LANES_OF_PAIRS = functools.partial(lanes_of, "float32")
 def _make_pair_mover() -> Callable:
     """Make ``move(target, index, source, stride, step, count)``: the pair of a step and the next.
 
-    Behind the last of an odd ``count`` of steps comes a zero.
+    Behind the last of ``count`` steps come zeros.
     """
     as_halves = pointer_to("uint16")
 
     @njit
     def move(target, index, source, stride, step, count):
         pairs, halves = as_halves(address_of(target)), as_halves(address_of(source))
-        store(pairs, 2 * index, load(halves, step * stride))
+        store(pairs, 2 * index, load(halves, step * stride) if step < count else 0)
         store(pairs, 2 * index + 1, load(halves, (step + 1) * stride) if step + 1 < count else 0)
 
     return move
 
 
 def _make_left_packer_of_pairs() -> Callable:
+    """Make the packer, which puts the steps of a row one after the other: for a matrix unit a group
+    of steps of all rows, and then the next, with zeros up to whole groups and tiles of rows.
+    """
     LANES, move, as_pairs = LANES_OF_PAIRS(), _make_pair_mover(), pointer_to(PAIRS)
-    interleave_steps = _make_step_interleaver()
+    on_unit = on_matrix_unit("bfloat16")
+    ROWS, STEPS = (TILE_MULTIPLE, GROUP) if on_unit else (1, 1)
 
     @njit
     def pack_left(target, source, row_stride, step_stride, rows, count):
-        pairs, steps = as_pairs(address_of(target)), (count + 1) // 2
-        if step_stride != 1:
-            for step in range(0, count, 2):
-                line = shift(source, step * step_stride)
-                place = shift(pairs, step // 2 * rows)
-                interleave_steps(place, line, step_stride, rows, count - step)
-            return pairs, 1, rows
+        pairs, steps = as_pairs(address_of(target)), round_up((count + 1) // 2, STEPS)
+        all_rows = round_up(rows, ROWS)
+        stride, group_stride = (GROUP, all_rows * GROUP) if on_unit else (steps, GROUP)
         whole = count // 2 // LANES * LANES
-        for row in range(rows):
-            place, line = shift(pairs, row * steps), shift(source, row * row_stride)
-            adjacent = as_pairs(address_of(line))
-            for step in range(0, whole, LANES):
-                store(place, step, load_vector(adjacent, step, LANES))
-            for step in range(whole, steps):
-                move(place, step, line, 1, 2 * step, count)
-        return pairs, steps, 1
+        for row in range(0, rows, LANES):
+            some = min(LANES, rows - row)
+            first = whole if step_stride == 1 or some == LANES else 0
+            for step in range(0, first, LANES):
+                place = shift(pairs, row * stride + step // GROUP * group_stride + step % GROUP)
+                if step_stride == 1:
+                    for lane in range(some):
+                        adjacent = as_pairs(address_of(shift(source, (row + lane) * row_stride)))
+                        store(place, lane * stride, load_vector(adjacent, step, LANES))
+                else:
+                    steps_of_rows = shift(source, row + 2 * step * step_stride)
+                    transpose_pairs(place, stride, steps_of_rows, step_stride, LANES)
+            for lane in range(row, row + some):
+                line = shift(source, lane * row_stride)
+                for step in range(first, steps):
+                    index = lane * stride + step // GROUP * group_stride + step % GROUP
+                    move(pairs, index, line, step_stride, 2 * step, count)
+        for row in range(rows, all_rows):
+            for step in range(steps):
+                store(pairs, row * stride + step // GROUP * group_stride + step % GROUP, 0)
+        return pairs, stride, group_stride if on_unit else 1, 0
 
     return pack_left
 
@@ -179,12 +206,14 @@ def _make_step_interleaver() -> Callable:
 def _make_right_packer_of_pairs(WIDTH: int) -> Callable:
     LANES, move, as_pairs = LANES_OF_PAIRS(), _make_pair_mover(), pointer_to(PAIRS)
     interleave_steps = _make_step_interleaver()
+    on_unit = on_matrix_unit("bfloat16")
+    COLUMNS, STEPS = (GROUP, GROUP) if on_unit else (LANES, 1)
 
     @njit
     def fill_with_zeros(target, columns, steps):
-        """A vector takes part whole: what is in the lanes behind the last column is not stored."""
-        for column in range(columns, round_up(columns, LANES)):
-            for step in range(steps):
+        """Fill up vectors and groups, which take part whole."""
+        for step in range(round_up(steps, STEPS)):
+            for column in range(columns if step < steps else 0, round_up(columns, COLUMNS)):
                 store(target, step * WIDTH + column, 0)
 
     @njit

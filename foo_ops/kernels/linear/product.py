@@ -9,15 +9,19 @@ from numba import njit
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.linear.output import make_writer
 from foo_ops.kernels.linear.packing import (
+    in_pairs,
     make_left_packer,
     make_right_packer,
     make_share_prefetcher,
+    on_matrix_unit,
 )
 from foo_ops.kernels.linear.parameters import argument_types
-from foo_ops.kernels.products.on_vectors import make_matmul, shapes
-from foo_ops.kernels.products.operands import step_of, vector_product_dtype
+from foo_ops.kernels.products.on_amx import GROUP, TILE_MULTIPLE, make_amx_products
+from foo_ops.kernels.products.on_vectors import shapes
+from foo_ops.kernels.products.operands import make_vector_products, step_of
 from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import address_of, pointer_to, shift
+from foo_ops.kernels.vectors.pairs import PAIRS
 from foo_ops.kernels.vectors.rows import make_fill, round_up
 from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
 
@@ -28,14 +32,19 @@ def make_product_kernel(dtype: str) -> Kernel:
     """Make the kernel for output[row, column] = bias[column] + sum over step of left[row, step] *
     right[column, step].
     """
-    compute, in_products = compute_dtype(dtype), vector_product_dtype(dtype)
-    LANES = lanes_of(compute)
-    ROWS, vectors = shapes()[0]
+    compute, on_unit = compute_dtype(dtype), on_matrix_unit(dtype)
+    in_products = PAIRS if in_pairs(dtype) else compute
+    LANES, STEP = lanes_of(compute), step_of(in_products)
+    ROWS, vectors = (TILE_MULTIPLE, TILE_MULTIPLE * 2 // LANES) if on_unit else shapes()[0]
     WIDTH = vectors * LANES
     STEPS = SECTION_BYTES // ELEMENTS[in_products].size
-    SECTION = STEPS * step_of(in_products)
-    STEP = step_of(in_products)
-    matmul = make_matmul(compute, in_products, in_products)
+    SECTION = STEPS * STEP
+    # What a product takes rows, columns and steps in multiples of.
+    ROW_MULTIPLE, MULTIPLE, STEP_MULTIPLE = (
+        (TILE_MULTIPLE, GROUP, GROUP) if on_unit else (1, LANES, 1)
+    )
+    products = make_amx_products(1) if on_unit else make_vector_products(dtype)
+    matmul, begin_products, end_products = products
     pack_left, pack_right = make_left_packer(dtype), make_right_packer(dtype, WIDTH)
     prefetch_share = make_share_prefetcher(dtype)
     fill, write = make_fill(compute), make_writer(dtype)
@@ -53,9 +62,8 @@ def make_product_kernel(dtype: str) -> Kernel:
 
     @njit
     def sizes_of_block(product, block):
-        return block.row_stop - block.row_start, round_up(
-            block.column_stop - block.column_start, WIDTH
-        )
+        rows = round_up(block.row_stop - block.row_start, ROW_MULTIPLE)
+        return rows, round_up(block.column_stop - block.column_start, WIDTH)
 
     def describe(rows: Any, columns: Any) -> dict[str, Any]:
         return {
@@ -91,25 +99,27 @@ def make_product_kernel(dtype: str) -> Kernel:
         """Multiply bands of rows by a packed panel. Meanwhile the next one comes to the cache."""
         rows, width = sizes_of_block(product, block)
         columns = min(WIDTH, block.column_stop - block.column_start - column)
-        factors, row_stride, step_stride = left
+        factors, row_stride, step_stride, limb_stride = left
         bands = (rows + ROWS - 1) // ROWS
         for band in range(bands):
             prefetch_next(product, block, start, column, band, bands)
             row = band * ROWS
             matmul(
                 shift(memory.sums, row * width + column), width,
-                shift(factors, row * row_stride), row_stride, step_stride,
-                as_matrix(address_of(memory.right)), WIDTH, min(ROWS, rows - row),
-                round_up(columns, LANES), steps, start > 0,
+                (shift(factors, row * row_stride), row_stride, step_stride, limb_stride),
+                (as_matrix(address_of(memory.right)), WIDTH, 0),
+                min(ROWS, rows - row), round_up(columns, MULTIPLE), steps, start > 0, True,
             )  # fmt: skip
 
     def compute_block(product, block, memory):
-        rows, width = sizes_of_block(product, block)
-        columns = block.column_stop - block.column_start
+        all_rows, width = sizes_of_block(product, block)
+        rows, columns = block.row_stop - block.row_start, block.column_stop - block.column_start
         if product.depth == 0:
-            fill(memory.sums, rows * width, 0.0)
+            fill(memory.sums, all_rows * width, 0.0)
+        begin_products()
         for start in range(0, product.depth, SECTION):
             count = min(SECTION, product.depth - start)
+            steps = round_up((count + STEP - 1) // STEP, STEP_MULTIPLE)
             left = pack_left(
                 memory.left, rows_of(product, block, start), product.left_row_stride,
                 product.left_step_stride, rows, count,
@@ -120,7 +130,8 @@ def make_product_kernel(dtype: str) -> Kernel:
                     product.right_column_stride, product.right_step_stride,
                     min(WIDTH, columns - column), count,
                 )  # fmt: skip
-                multiply(product, block, memory, left, start, column, (count + STEP - 1) // STEP)
+                multiply(product, block, memory, left, start, column, steps)
+        end_products()
         write(product, block, memory, width)
 
     layout = Scratch(compute, sizes_of_block, describe)

@@ -77,8 +77,13 @@ def make_products(dtype: str) -> tuple[Callable, Callable, Callable]:
     adds it. ``are_small`` tells whether all numbers of both matrices are: see
     foo_ops/kernels/products/limbs.py.
     """
-    if limbs_of(dtype):
-        return make_amx_products(limbs_of(dtype))
+    limbs = limbs_of(dtype)
+    return make_amx_products(limbs) if limbs else make_vector_products(dtype)
+
+
+@functools.cache
+def make_vector_products(dtype: str) -> tuple[Callable, Callable, Callable]:
+    """Make what `make_products` does, on vectors."""
     in_products = vector_product_dtype(dtype)
     on_vectors = make_matmul(compute_dtype(dtype), in_products, in_products)
 

@@ -14,7 +14,7 @@ namespace {
 
 // The largest block: with a section of the depth, its rows of the left matrix, a panel of columns
 // and the sums fit the second cache. Both are whole register tiles on all processors.
-constexpr int64_t kMostRows = 240, kRowTile = 8;
+constexpr int64_t kMostRows = 256, kRowTile = 32;
 constexpr int64_t kMostColumns = 256, kColumnTile = 64;
 // Few rows are multiplied by all columns as they lie in memory, and so many of them by one thread
 // that it reads long stretches.
