@@ -123,7 +123,7 @@ def make_few_rows_kernel(dtype: str) -> Kernel:
                 some, sums = shift(left, row * depth), shift(memory.sums, row * width)
                 column = group_tiles(product, memory, sums, width, some, depth, right, 0, columns)
                 group_tile(product, memory, sums, width, some, depth, right, column, columns)
-        write(product, block, memory, width)
+        write(product, block, memory, width, 0)
 
     layout = Scratch(compute, sizes_of_block, describe)
     return make_kernel_with_scratch(compute_block, layout, argument_types(dtype))

@@ -97,7 +97,7 @@ def make_product_kernel(dtype: str) -> Kernel:
     @njit
     def multiply(product, block, memory, left, start, column, steps):
         """Multiply bands of rows by a packed panel. Meanwhile the next one comes to the cache."""
-        rows, width = sizes_of_block(product, block)
+        rows, _ = sizes_of_block(product, block)
         columns = min(WIDTH, block.column_stop - block.column_start - column)
         factors, row_stride, step_stride, limb_stride = left
         bands = (rows + ROWS - 1) // ROWS
@@ -105,7 +105,7 @@ def make_product_kernel(dtype: str) -> Kernel:
             prefetch_next(product, block, start, column, band, bands)
             row = band * ROWS
             matmul(
-                shift(memory.sums, row * width + column), width,
+                shift(memory.sums, column * rows + row * WIDTH), WIDTH,
                 (shift(factors, row * row_stride), row_stride, step_stride, limb_stride),
                 (as_matrix(address_of(memory.right)), WIDTH, 0),
                 min(ROWS, rows - row), round_up(columns, MULTIPLE), steps, start > 0, True,
@@ -132,7 +132,7 @@ def make_product_kernel(dtype: str) -> Kernel:
                 )  # fmt: skip
                 multiply(product, block, memory, left, start, column, steps)
         end_products()
-        write(product, block, memory, width)
+        write(product, block, memory, WIDTH, all_rows * WIDTH)
 
     layout = Scratch(compute, sizes_of_block, describe)
     return make_kernel_with_scratch(compute_block, layout, argument_types(dtype))
