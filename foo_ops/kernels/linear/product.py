@@ -25,7 +25,10 @@ from foo_ops.kernels.vectors.pairs import PAIRS
 from foo_ops.kernels.vectors.rows import make_fill, round_up
 from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
 
+# Of a row of the left matrix, and of a vector of a panel: both lie in the second cache.
 SECTION_BYTES = 1024
+# Rows that are multiplied between two shares of prefetching: whole tiles of all shapes.
+BAND = 32
 
 
 def make_product_kernel(dtype: str) -> Kernel:
@@ -35,8 +38,7 @@ def make_product_kernel(dtype: str) -> Kernel:
     compute, on_unit = compute_dtype(dtype), on_matrix_unit(dtype)
     in_products = PAIRS if in_pairs(dtype) else compute
     LANES, STEP = lanes_of(compute), step_of(in_products)
-    ROWS, vectors = (TILE_MULTIPLE, TILE_MULTIPLE * 2 // LANES) if on_unit else shapes()[0]
-    WIDTH = vectors * LANES
+    WIDTH = 2 * TILE_MULTIPLE if on_unit else shapes()[0][1] * LANES
     STEPS = SECTION_BYTES // ELEMENTS[in_products].size
     SECTION = STEPS * STEP
     # What a product takes rows, columns and steps in multiples of.
@@ -100,15 +102,15 @@ def make_product_kernel(dtype: str) -> Kernel:
         rows, _ = sizes_of_block(product, block)
         columns = min(WIDTH, block.column_stop - block.column_start - column)
         factors, row_stride, step_stride, limb_stride = left
-        bands = (rows + ROWS - 1) // ROWS
+        bands = (rows + BAND - 1) // BAND
         for band in range(bands):
             prefetch_next(product, block, start, column, band, bands)
-            row = band * ROWS
+            row = band * BAND
             matmul(
                 shift(memory.sums, column * rows + row * WIDTH), WIDTH,
                 (shift(factors, row * row_stride), row_stride, step_stride, limb_stride),
                 (as_matrix(address_of(memory.right)), WIDTH, 0),
-                min(ROWS, rows - row), round_up(columns, MULTIPLE), steps, start > 0, True,
+                min(BAND, rows - row), round_up(columns, MULTIPLE), steps, start > 0, True,
             )  # fmt: skip
 
     def compute_block(product, block, memory):
