@@ -44,6 +44,15 @@ def test_few_rows(rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 2, 5, 8])
+def test_few_columns(columns, dtype):
+    for rows, depth in ((9, 1), (33, 130), (1100, 65), (70, 1024)):
+        input, weight, bias = draw(rows, columns, depth, dtype)
+        check_with_gradients(dtype, input, weight, bias)
+        check_with_gradients(dtype, input, weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_sizes_around_those_of_blocks(dtype):
     for rows, columns, depth in (
         (239, 63, 127),
@@ -272,9 +281,9 @@ for kernel in ("linear_product", "linear_few_rows"):
         left = torch.randn(rows, depth).to(getattr(torch, dtype))
         right = torch.randn(columns, depth + depth % 2).to(left.dtype)[:, :depth]
         output = torch.empty(rows, columns, dtype=left.dtype)
-        product = (number * 14)(
+        product = (number * 16)(
             rows, columns, depth, 0, left.data_ptr(), depth, 1, right.data_ptr(), right.stride(0),
-            1, 0, 0, output.data_ptr(), columns,
+            1, 0, 0, 0, output.data_ptr(), columns, 1,
         )
         block, size = (number * 4)(0, rows, 0, columns), number(0)
         function(product, block, None, ctypes.addressof(size))

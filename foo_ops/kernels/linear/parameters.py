@@ -29,7 +29,8 @@ def _product(dtype: str) -> Struct:
             *((name, number) for name in ("rows", "columns", "depth", "has_bias")),
             *(("left", pointer), ("left_row_stride", number), ("left_step_stride", number)),
             *(("right", pointer), ("right_column_stride", number), ("right_step_stride", number)),
-            *(("bias", pointer), ("bias_stride", number)),
+            *(("bias", pointer), ("bias_row_stride", number), ("bias_column_stride", number)),
             *(("output", pointer), ("output_row_stride", number)),
+            ("output_column_stride", number),
         ),
     )

@@ -38,6 +38,18 @@ bool has_few_rows(const Product& product, at::ScalarType dtype) {
   return product.rows <= kFewRows && product.right_step_stride == 1 && has_pairs;
 }
 
+// The same product with rows and columns exchanged.
+Product transposed(const Product& product) {
+  Product result = product;
+  std::swap(result.rows, result.columns);
+  std::swap(result.left, result.right);
+  std::swap(result.left_row_stride, result.right_column_stride);
+  std::swap(result.left_step_stride, result.right_step_stride);
+  std::swap(result.bias_row_stride, result.bias_column_stride);
+  std::swap(result.output_row_stride, result.output_column_stride);
+  return result;
+}
+
 // Whether the rows are a stride apart, across all leading dimensions.
 bool has_row_stride(const at::Tensor& tensor) {
   int64_t expected = -1;
@@ -118,6 +130,7 @@ Matrix Matrix::transposed() const {
 void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
               const std::optional<at::Tensor>& bias) {
   if (output.numel() == 0) return;
+  const auto dtype = output.scalar_type();
   Product product{.rows = left.rows(),
                   .columns = right.rows(),
                   .depth = left.width(),
@@ -129,14 +142,18 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
                   .right_column_stride = right.row_stride(),
                   .right_step_stride = right.step_stride(),
                   .bias = nullptr,
-                  .bias_stride = 0,
+                  .bias_row_stride = 0,
+                  .bias_column_stride = 0,
                   .output = output.mutable_data_ptr(),
-                  .output_row_stride = right.rows()};
+                  .output_row_stride = right.rows(),
+                  .output_column_stride = 1};
   if (bias.has_value()) {
     product.bias = bias->const_data_ptr();
-    product.bias_stride = bias->stride(0);
+    product.bias_column_stride = bias->stride(0);
   }
-  const auto dtype = output.scalar_type();
+  if (!has_few_rows(product, dtype) && has_few_rows(transposed(product), dtype)) {
+    product = transposed(product);
+  }
   const bool is_few = has_few_rows(product, dtype);
   Kernel& kernel_of_size = is_few ? few_rows_kernel() : product_kernel();
   auto* const kernel = kernel_of_size.get<ProductFunction>(dtype);

@@ -11,7 +11,7 @@
 
 namespace foo {
 
-// output[row, column] = bias[column] + sum over step of left[row, step] * right[column, step].
+// output[row, column] = bias[row, column] + sum over step of left[row, step] * right[column, step].
 // Strides are in elements. Of left and right either the steps are adjacent, or the others are.
 struct Product {
   int64_t rows, columns, depth, has_bias;
@@ -20,18 +20,19 @@ struct Product {
   const void* right;
   int64_t right_column_stride, right_step_stride;
   const void* bias;
-  int64_t bias_stride;
+  int64_t bias_row_stride, bias_column_stride;
   void* output;
-  int64_t output_row_stride;
+  int64_t output_row_stride, output_column_stride;
 };
 
 template <>
 struct Layout<Product> {
   using Struct = Product;
   static constexpr const char* name = "Product";
-  static constexpr Field fields[] = FOO_FIELDS(
-      rows, columns, depth, has_bias, left, left_row_stride, left_step_stride, right,
-      right_column_stride, right_step_stride, bias, bias_stride, output, output_row_stride);
+  static constexpr Field fields[] =
+      FOO_FIELDS(rows, columns, depth, has_bias, left, left_row_stride, left_step_stride, right,
+                 right_column_stride, right_step_stride, bias, bias_row_stride, bias_column_stride,
+                 output, output_row_stride, output_column_stride);
 };
 static_assert(is_whole<Product>());
 
