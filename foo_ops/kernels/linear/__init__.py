@@ -9,19 +9,20 @@ told by strides how its matrices lie in memory::
                   grad_output^T   input^T         grad_weight
 
 A launcher cuts the output into blocks, which threads compute on their own. A block is summed over
-sections of the depth. For each of them its rows of the left matrix and its columns of the right
-matrix are packed to scratch memory, which the second cache holds, in the order in which the product
-reads them (Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication")::
+sections of the depth. For each of them its rows of the left matrix are packed to scratch memory,
+and then its columns of the right matrix, panel by panel, in the order in which the product reads
+them. The second cache holds these and the sums; what is packed next comes there meanwhile (Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication")::
 
                          right: panels of columns, packed step by step
                         +-------+-------+-------+
-                        |   |   |   |   |   |   |    a section of the depth
-                        |   v   |   v   |   v   |
+                        |   |   |       |       |    a section of the depth
+                        |   v   |       |       |
                         +-------+-------+-------+
         left   +-----+  +-------+-------+-------+
-        rows   |---> |  |  sums of the block, in the compute type
-        ...    |---> |  |
+        rows   |---> |  |       |       |       |    sums of the block, in the compute type,
+        ...    |---> |  |       |       |       |    panel by panel
                +-----+  +-------+-------+-------+
 
-Few rows are another kernel, which reads the weights once, as they lie in memory.
+Few rows are another kernel, which reads the right matrix once, as it lies in memory. It serves few
+columns as well, with rows and columns exchanged.
 """
