@@ -11,7 +11,8 @@ told by strides how its matrices lie in memory::
 A launcher cuts the output into blocks, which threads compute on their own. A block is summed over
 sections of the depth. For each of them its rows of the left matrix are packed to scratch memory,
 and then its columns of the right matrix, panel by panel, in the order in which the product reads
-them. The second cache holds these and the sums; what is packed next comes there meanwhile (Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication")::
+them (Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication"). The second
+cache holds these and the sums, and meanwhile gets what is packed next::
 
                          right: panels of columns, packed step by step
                         +-------+-------+-------+
