@@ -275,8 +275,8 @@ def test_arguments_that_no_kernel_takes():
         ("(Tensor input, Tensor[] others) -> Tensor", "others is List[Tensor]"),
     ):
         message = (
-            "a kernel of Numba takes arguments of type Tensor, float, int and bool, and optional "
-            f"ones; {what}"
+            "a kernel of Numba takes arguments of type Tensor, float, int, bool and Generator, "
+            f"and optional ones; {what}"
         )
         with pytest.raises(TypeError, match=re.escape(message)):
             operator(library.elementwise_kernel(two), schema)
