@@ -4,8 +4,8 @@
 
 The last bin has its upper edge, too. What lies outside is not counted, nor is a NaN.
 
-Shows parts that count on their own, on several threads, and are added up when all are done
-(``finish=``), and options that are checked.
+Shows parts that count on their own, on several threads, in scratch memory, and are added up when
+all are done (``finish=``), and options that are checked.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from foo_ops.testing import OpSpec, Sample, random
 
 library.define(
     "examples::histogram",
-    "(Tensor input, *, SymInt bins, float min, float max) "
-    "-> (Tensor counts, Tensor counts_of_parts)",
+    "(Tensor input, *, SymInt bins, float min, float max) -> Tensor counts",
     tags=torch.Tag.pt2_compliant_tag,
 )
 MOST_PARTS, LEAST_OF_PART = 16, 4096
@@ -29,11 +28,18 @@ MOST_PARTS, LEAST_OF_PART = 16, 4096
 
 def histogram(input: Tensor, *, bins: int, min: float, max: float) -> Tensor:
     """Return the counts (bins,), int64, of the elements of ``input``, floating-point."""
-    counts, _ = torch.ops.examples.histogram(input.reshape(-1), bins=bins, min=min, max=max)
-    return counts
+    return torch.ops.examples.histogram(input.reshape(-1), bins=bins, min=min, max=max)
 
 
 # ----------------------------------------------------------------------------------------- kernel
+
+
+def count_parts(input: Any) -> int:
+    count = input.size // LEAST_OF_PART + 1
+    return count if count < MOST_PARTS else MOST_PARTS
+
+
+COUNTS = library.scratch(count_parts, lambda bins: bins, like="counts", per_call=True)
 
 
 def add_up_parts(counts: Any, counts_of_parts: Any) -> None:
@@ -45,7 +51,7 @@ def add_up_parts(counts: Any, counts_of_parts: Any) -> None:
 
 
 @library.register_kernel("examples::histogram", ("cpu", "foo"))
-@library.tile_kernel(tiles=lambda counts_of_parts: counts_of_parts.rows, finish=add_up_parts)
+@library.tile_kernel(tiles=count_parts, scratch={"counts_of_parts": COUNTS}, finish=add_up_parts)
 def kernel(
     input: Any, bins: Any, min: Any, max: Any, counts: Any, counts_of_parts: Any, parts: Any
 ) -> None:
@@ -65,7 +71,7 @@ def kernel(
 
 
 @library.register_fake("examples::histogram")
-def fake(input: Tensor, *, bins: int, min: float, max: float) -> tuple[Tensor, Tensor]:
+def fake(input: Tensor, *, bins: int, min: float, max: float) -> Tensor:
     if not input.is_floating_point():
         raise TypeError(f"histogram: input must be floating-point, got {input.dtype}")
     if input.dim() != 1:
@@ -74,26 +80,18 @@ def fake(input: Tensor, *, bins: int, min: float, max: float) -> tuple[Tensor, T
         raise ValueError(f"histogram: bins must be at least 1, got {bins}")
     if not min < max:
         raise ValueError(f"histogram: max must be more than min, {min}, got {max}")
-    parts = torch.sym_min(input.shape[0] // LEAST_OF_PART + 1, MOST_PARTS)
-    counts = input.new_empty(bins, dtype=torch.int64)
-    return counts, input.new_empty((parts, bins), dtype=torch.int64)
+    return input.new_empty(bins, dtype=torch.int64)
 
 
 # ---------------------------------------------------------------------------------------- samples
 
 
-def reference(input: Tensor, bins: int, min: float, max: float) -> tuple[Tensor, Tensor]:
+def reference(input: Tensor, bins: int, min: float, max: float) -> Tensor:
     """Look for each number among the edges; torch.histc rounds otherwise."""
     edges = torch.linspace(min, max, bins + 1, dtype=torch.float64)
-
-    def counts_of(part: Tensor) -> Tensor:
-        is_inside = (part >= min) & (part <= max)
-        place = torch.bucketize(part[is_inside], edges, right=True) - 1
-        return torch.bincount(place.clamp(max=bins - 1), minlength=bins)
-
-    count, size = torch.sym_min(input.numel() // LEAST_OF_PART + 1, MOST_PARTS), input.numel()
-    starts = [part * size // count for part in range(1, count)]
-    return counts_of(input), torch.stack([counts_of(it) for it in input.tensor_split(starts)])
+    is_inside = (input >= min) & (input <= max)
+    place = torch.bucketize(input[is_inside], edges, right=True) - 1
+    return torch.bincount(place.clamp(max=bins - 1), minlength=bins)
 
 
 def sample(size: int, dtype: torch.dtype, bins: int = 16, spread: float = 1.0) -> Sample:

@@ -3,12 +3,13 @@
     output = (input - mean(input)) / sqrt(var(input) + eps) * weight + bias
 
 Shows a kernel over rows, tensors that are optional, gradients that are an operator with a kernel of
-its own, and a sum over all rows that is the same for every number of threads.
+its own, and a sum over all rows, in scratch memory, that is the same for every number of threads.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ library.define(
 library.define(
     "examples::layer_norm_backward",
     "(Tensor grad_output, Tensor input, Tensor? weight, Tensor? bias, *, float eps) "
-    "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor sums_of_parts)",
+    "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     tags=TAGS,
 )
 MOST_PARTS = 64
@@ -79,44 +80,54 @@ def forward_kernel(input: Any, weight: Any, bias: Any, eps: Any, output: Any, ro
             y[i] = value
 
 
-def write_sum(sums_of_parts: Any, first: Any, target: Any) -> None:
-    """Add up rows of all parts, and write what that gives for a weight or a bias, if there is one.
+def count_parts(grad_output: Any) -> int:
+    return min(grad_output.rows, MOST_PARTS)
 
-    Every part has two rows: the first is that of the weight, the second that of the bias.
-    """
+
+def sums_for(size: Callable[..., int]) -> Any:
+    """Let each part of the rows have a row of sums; those of half precision are float32."""
+    return library.scratch(count_parts, size, like="grad_output", per_call=True)
+
+
+def write_sum(sums: Any, target: Any) -> None:
     for i in range(target.size):
-        target[i] = 0.0
-    for row in range(first, sums_of_parts.rows, 2):
-        total, sums = sums_of_parts.row(first), sums_of_parts.row(row)
-        for i in range(target.size):
-            if row != first:
-                total[i] = total[i] + sums[i]
-            target[i] = total[i]
+        total = language.zero(sums)
+        for part in range(sums.rows):
+            total += sums[part, i]
+        target[i] = total
 
 
-def add_up_parts(grad_weight: Any, grad_bias: Any, sums_of_parts: Any) -> None:
-    write_sum(sums_of_parts, 0, grad_weight)
-    write_sum(sums_of_parts, 1, grad_bias)
+def add_up_parts(grad_weight: Any, grad_bias: Any, weight_sums: Any, bias_sums: Any) -> None:
+    write_sum(weight_sums, grad_weight)
+    write_sum(bias_sums, grad_bias)
 
 
 @library.register_kernel("examples::layer_norm_backward", ("cpu", "foo"))
 @library.tile_kernel(
-    tiles=lambda sums_of_parts: sums_of_parts.shape[0], finish=add_up_parts, contiguous_rows=True
+    tiles=count_parts,
+    scratch={
+        "weight_sums": sums_for(lambda grad_weight: grad_weight.size),
+        "bias_sums": sums_for(lambda grad_bias: grad_bias.size),
+    },
+    finish=add_up_parts,
+    contiguous_rows=True,
 )
 def backward_kernel(
     grad_output: Any, input: Any, weight: Any, bias: Any, eps: Any,
-    grad_input: Any, grad_weight: Any, grad_bias: Any, sums_of_parts: Any, parts: Any,
+    grad_input: Any, grad_weight: Any, grad_bias: Any,
+    weight_sums: Any, bias_sums: Any, parts: Any,
 ) -> None:  # fmt: skip
     """With s = 1 / sqrt(var + eps), n = (x - mean) * s and g = grad_output * weight:
 
     grad_input = s * (g - mean(g) - n * mean(g * n)).
     """
-    size, count = input.shape[-1], sums_of_parts.shape[0]
+    size, count = input.shape[-1], weight_sums.shape[0]
     for part in parts:
-        weight_sums, bias_sums = sums_of_parts.row(2 * part), sums_of_parts.row(2 * part + 1)
-        for i in range(sums_of_parts.shape[2]):
-            weight_sums[i] = 0.0
-            bias_sums[i] = 0.0
+        of_weight, of_bias = weight_sums.row(part), bias_sums.row(part)
+        for i in range(weight_sums.shape[1]):
+            of_weight[i] = 0.0
+        for i in range(bias_sums.shape[1]):
+            of_bias[i] = 0.0
         for row in range(part * input.rows // count, (part + 1) * input.rows // count):
             g, x, target = grad_output.row(row), input.row(row), grad_input.row(row)
             mean, squares, rest = mean_of(x, size), language.zero(x), language.zero(x)
@@ -137,9 +148,9 @@ def backward_kernel(
                 weighted, normalised = g[i], (x[i] - mean) * scale
                 if weight is not None:
                     weighted = language.cast(weighted * weight[i], input)
-                    weight_sums[i] = weight_sums[i] + g[i] * normalised
+                    of_weight[i] = of_weight[i] + g[i] * normalised
                 if bias is not None:
-                    bias_sums[i] = bias_sums[i] + g[i]
+                    of_bias[i] = of_bias[i] + g[i]
                 target[i] = scale * (weighted - offset - normalised * slope)
 
 
@@ -174,12 +185,7 @@ def fake_backward(
         nothing.clone() if given is None else given.new_empty(given.shape)
         for given in (weight, bias)
     )
-    parts = torch.sym_min(math.prod(input.shape[:-1]), MOST_PARTS)
-    width = 0 if weight is None and bias is None else input.shape[-1]
-    # Sums are kept in float32 for half precision, and rounded once.
-    compute = torch.float64 if input.dtype == torch.float64 else torch.float32
-    sums_of_parts = input.new_empty((parts, 2, width), dtype=compute)
-    return fake(input, weight, bias), grad_weight, grad_bias, sums_of_parts
+    return fake(input, weight, bias), grad_weight, grad_bias
 
 
 # --------------------------------------------------------------------------------------- autograd
@@ -208,7 +214,6 @@ def composite_backward(
         grad_input.to(input.dtype),
         nothing if weight is None else (grad_output * normalised).sum(rows).to(weight.dtype),
         nothing.clone() if bias is None else grad_output.sum(rows).to(bias.dtype),
-        nothing.clone(),
     )
 
 

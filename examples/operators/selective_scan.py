@@ -22,13 +22,10 @@ ARGUMENTS = "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=Non
 library.define(
     "examples::selective_scan", f"({ARGUMENTS}) -> (Tensor output, Tensor last_state)", tags=TAGS
 )
-# A part of the channels of each sequence has its own states, and its own sums for B and C; each
-# sequence its own for A and D.
 library.define(
     "examples::selective_scan_backward",
     f"(Tensor grad_output, Tensor grad_last_state, {ARGUMENTS}) -> (Tensor grad_u, "
-    "Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, "
-    "Tensor states, Tensor sums_of_A, Tensor sums_of_B, Tensor sums_of_C, Tensor sums_of_D)",
+    "Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D)",
     tags=TAGS,
 )
 MOST_PARTS = 8
@@ -93,12 +90,41 @@ def add_up(
         add_parts(sums_of_D, u.shape[0], 1, grad_D)
 
 
-def count_tiles(u: Any, sums_of_B: Any) -> Any:
-    return u.shape[0] * sums_of_B.shape[0]
+def count_parts(u: Any) -> int:
+    return min(u.shape[2], MOST_PARTS)
+
+
+def count_steps(u: Any) -> int:
+    return u.shape[0] * u.shape[1]
+
+
+def count_states(A: Any) -> int:
+    return A.shape[1]
+
+
+# A part of the channels of each sequence has its own sums for B and C; each sequence its own for A
+# and D. A thread has the states of one sequence: that which g lies in, and those before each step.
+PARTS = library.scratch(count_parts, count_steps, count_states, like="u", per_call=True)
+SCRATCH = {
+    "states": library.scratch(lambda u: u.shape[1] + 2, count_states, like="u"),
+    "sums_of_A": library.scratch(
+        lambda u: u.shape[0], lambda A: A.shape[0], count_states, like="u", per_call=True
+    ),
+    "sums_of_B": PARTS,
+    "sums_of_C": PARTS,
+    "sums_of_D": library.scratch(
+        lambda u: u.shape[0], lambda grad_D: grad_D.size, like="u", per_call=True
+    ),
+}
 
 
 @library.register_kernel("examples::selective_scan_backward", ("cpu", "foo"))
-@library.tile_kernel(tiles=count_tiles, finish=add_up, contiguous_rows=True)
+@library.tile_kernel(
+    tiles=lambda u: u.shape[0] * count_parts(u),
+    scratch=SCRATCH,
+    finish=add_up,
+    contiguous_rows=True,
+)
 def backward_kernel(
     grad_output: Any, grad_last_state: Any, u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any,
     grad_u: Any, grad_delta: Any, grad_A: Any, grad_B: Any, grad_C: Any, grad_D: Any,
@@ -109,9 +135,7 @@ def backward_kernel(
     size, parts = A.shape[1], sums_of_B.shape[0]
     for tile in tiles:
         batch, part = tile // parts, tile % parts
-        # Rows of the states: the one that g lies in, and then those before each step.
-        first_state = tile * (length + 2)
-        g, first = states.row(first_state), batch * length
+        g, first = states.row(0), batch * length
         for t in range(length):
             of_b = sums_of_B.row(part * batches * length + first + t)
             of_c = sums_of_C.row(part * batches * length + first + t)
@@ -122,7 +146,7 @@ def backward_kernel(
             a, of_a = A.row(channel), sums_of_A.row(batch * channels + channel)
             last, before = (
                 grad_last_state.row(batch * channels + channel),
-                states.row(first_state + 1),
+                states.row(1),
             )
             for n in range(size):
                 before[n] = 0.0
@@ -130,8 +154,8 @@ def backward_kernel(
                 g[n] = last[n]
             for t in range(length):
                 step, x = delta.row(first + t)[channel], u.row(first + t)[channel]
-                b, h = B.row(first + t), states.row(first_state + t + 2)
-                before = states.row(first_state + t + 1)
+                b, h = B.row(first + t), states.row(t + 2)
+                before = states.row(t + 1)
                 for n in range(size):
                     h[n] = language.exp(step * a[n]) * before[n] + step * x * b[n]
             of_d = language.zero(u)
@@ -139,7 +163,7 @@ def backward_kernel(
                 row = first + t
                 step, x, grad = delta.row(row)[channel], u.row(row)[channel], grad_output.row(row)
                 b, c, slope = B.row(row), C.row(row), grad[channel]
-                h, before = states.row(first_state + t + 2), states.row(first_state + t + 1)
+                h, before = states.row(t + 2), states.row(t + 1)
                 of_b = sums_of_B.row(part * batches * length + row)
                 of_c = sums_of_C.row(part * batches * length + row)
                 of_u, of_delta = language.zero(u), language.zero(u)
@@ -218,19 +242,8 @@ def fake_backward(
     D: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     check(u, delta, A, B, C, D)
-    batch, length, channels = u.shape
-    size, parts = A.shape[1], torch.sym_min(channels, MOST_PARTS)
     gradients = [given.new_empty(given.shape) for given in (u, delta, A, B, C)]
-    gradients.append(u.new_empty(0 if D is None else D.shape))
-    sums = [
-        (batch, parts, length + 2, size),
-        (batch, channels, size),
-        (parts, batch, length, size),
-        (parts, batch, length, size),
-        (batch, 0 if D is None else channels),
-    ]
-    compute = compute_type(u.dtype)
-    return *gradients, *(u.new_empty(shape, dtype=compute) for shape in sums)
+    return *gradients, u.new_empty(0 if D is None else D.shape)
 
 
 # --------------------------------------------------------------------------------------- autograd
