@@ -35,8 +35,7 @@ def histogram(input: Tensor, *, bins: int, min: float, max: float) -> Tensor:
 
 
 def count_parts(input: Any) -> int:
-    count = input.size // LEAST_OF_PART + 1
-    return count if count < MOST_PARTS else MOST_PARTS
+    return min(input.size // LEAST_OF_PART + 1, MOST_PARTS)
 
 
 COUNTS = library.scratch(count_parts, lambda bins: bins, like="counts", per_call=True)

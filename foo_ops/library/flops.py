@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from foo_ops._after_import import after_import
-from foo_ops.library.operators import find
+from foo_ops.library.operators import find, tensors_in
 
 # One operation each, also a call of a function such as exp.
 _OPERATIONS = ("BINARY_", "INPLACE_", "UNARY_NEGATIVE", "CALL")
@@ -62,8 +62,8 @@ class _ElementwiseFlops:
 
     def __call__(self, *arguments: Any, out_val: Any = None, **keywords: Any) -> int:
         """Count the operations of a call; one that returns nothing writes to an argument."""
-        results = [tensor.numel() for tensor in _tensors(out_val)]
-        elements = results or [tensor.numel() for tensor in _tensors((arguments, keywords))]
+        results = [tensor.numel() for tensor in tensors_in(out_val)]
+        elements = results or [tensor.numel() for tensor in tensors_in((arguments, keywords))]
         return max(elements) * sum(map(_is_operation, dis.get_instructions(self.function)))
 
 
@@ -83,11 +83,6 @@ def count_elementwise(operator: torch._ops.OpOverload, function: Callable[..., A
 def _with_counter(add: Callable[[], None]) -> None:
     # It imports Triton, where that is installed: a tenth of a second.
     after_import("torch.utils.flop_counter", add)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(values)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _is_operation(step: dis.Instruction) -> bool:
