@@ -10,7 +10,19 @@ from typing import Any
 
 import torch
 
-from benchmarks import attention, device, examples, kit, linear, operators, peaks, tutorial
+from benchmarks import (
+    attention,
+    device,
+    examples,
+    kit,
+    linear,
+    linear_cross_entropy,
+    models,
+    operators,
+    peaks,
+    quantized_linear,
+    tutorial,
+)
 from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, Reference, calls_per_turn
 from benchmarks.targets import DECODING_LENGTH, FLOAT32, SHORT_LENGTH
 from benchmarks.workload import Workload
@@ -36,6 +48,8 @@ class Sizes:
     Attributes:
         elements: of abs.
         rows: of the operators beside attention.
+        tokens: of the loss of a linear layer.
+        classes: of the same.
         dtypes: of attention.
         lengths: of queries and keys.
         head_dims: with all dtypes, directions and masks.
@@ -43,10 +57,13 @@ class Sizes:
         shared: length with 32 heads that share 8 of key and value.
         options: length with each of `OPTIONS`.
         caches: lengths of key and value in decoding.
+        model: a whole model, and its tokens.
     """
 
     elements: tuple[int, ...] = (2**20, 2**25)
     rows: int = 2048
+    tokens: int = 1024
+    classes: tuple[int, ...] = linear_cross_entropy.CLASSES
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     lengths: tuple[int, ...] = (128, 512, 2048)
     head_dims: tuple[int, ...] = (64, 128)
@@ -54,6 +71,7 @@ class Sizes:
     shared: int = 512
     options: int = 1024
     caches: tuple[int, ...] = (512, 2048, 8192, 32768)
+    model: models.Size = models.DEFAULT
 
 
 DEFAULT = Sizes()
@@ -61,12 +79,15 @@ FULL = replace(DEFAULT, lengths=(128, 512, 2048, 8192))
 QUICK = Sizes(
     elements=(2**16,),
     rows=16,
+    tokens=64,
+    classes=(2000,),
     lengths=(128,),
     head_dims=(64,),
     single_head=256,
     shared=128,
     options=256,
     caches=(1024,),
+    model=models.QUICK,
 )
 
 
@@ -78,6 +99,8 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
         *device.cases(sizes.elements, threads[-1]),
         *operators.cases(operators.SECTION, operators.OPERATORS, sizes.rows, sizes.dtypes, threads),
         *linear.cases(sizes.dtypes, threads),
+        *quantized_linear.cases(sizes.dtypes, threads),
+        *linear_cross_entropy.cases(sizes.tokens, sizes.classes, FEW_DTYPES, threads),
         *operators.cases(tutorial.SECTION, tutorial.OPERATORS, sizes.rows, sizes.dtypes, threads),
         *examples.cases(sizes.rows, threads[-1]),
         *(attention_case(workload, threads) for workload in square_workloads(sizes)),
@@ -85,6 +108,7 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
         *(attention_case(workload, threads) for workload in shared_workloads(sizes)),
         *(attention_case(workload, threads) for workload in option_workloads(sizes)),
         *(decoding_case(workload, threads) for workload in decoding_workloads(sizes)),
+        *models.cases(sizes.model, threads[-1]),
         # Last: it computes gradients in a thread of foo's, whose workers stay. With more threads
         # than processors OpenMP lets none wait by spinning, and what takes 160 us on two threads
         # takes 250 from there on.

@@ -14,9 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import code_lines, device, linear, operators, peaks, tutorial
+from benchmarks import code_lines, device, linear, operators, peaks, quantized_linear, tutorial
 from benchmarks.machine import machine_facts
 from benchmarks.measure import OURS, Result
+from benchmarks.sections import SECONDS_IN_UNIT, SECTIONS
 from benchmarks.targets import (
     FIRST_CALL_SECONDS,
     against_peer,
@@ -25,6 +26,7 @@ from benchmarks.targets import (
     device_verdict,
     first_call_verdict,
     fractions,
+    linear_target,
     linear_verdict,
     peak_of,
     quartiles,
@@ -34,49 +36,6 @@ from benchmarks.targets import (
 )
 from benchmarks.workload import Workload
 
-
-@dataclass(frozen=True)
-class Section:
-    """A table, whose ``unit`` names a time (us, ms) or a rate (GB/s, GFLOP/s)."""
-
-    title: str
-    unit: str
-
-
-SECTIONS = {
-    "peaks": Section("What the machine can do at most, GFLOP/s", "GFLOP/s"),
-    "bandwidth": Section("What the machine can read from memory, GB/s", "GB/s"),
-    "calls": Section("A call with 8 floats, microseconds (less is better)", "us"),
-    "abs": Section("Elementwise, GB/s of memory read and written (more is better)", "GB/s"),
-    "operators": Section(
-        "Operators beside attention, GB/s of memory read and written (more is better)", "GB/s"
-    ),
-    "linear": Section("Linear layers, rows x width x outputs, GFLOP/s (more is better)", "GFLOP/s"),
-    "linear of few rows": Section(
-        "Linear layers of few rows, GB/s of weights (more is better)", "GB/s"
-    ),
-    "kit": Section("The kit's tutorial, GB/s of memory read and written (more is better)", "GB/s"),
-    "examples": Section("The operators of examples/operators, microseconds (less is better)", "us"),
-    "device": Section("Device foo beside the CPU, microseconds (less is better)", "us"),
-    "attention forward": Section(
-        "Attention forward, heads x head dimension, GFLOP/s of useful work (more is better)",
-        "GFLOP/s",
-    ),
-    "attention backward": Section(
-        "Attention backward, heads x head dimension, GFLOP/s of useful work (more is better)",
-        "GFLOP/s",
-    ),
-    "attention options": Section(
-        "Attention with options, heads x head dimension, GFLOP/s of useful work (more is better)",
-        "GFLOP/s",
-    ),
-    "attention decoding": Section(
-        "Attention of one query, heads x head dimension, GB/s of keys and values (more is better)",
-        "GB/s",
-    ),
-    "first call": Section("First call in a process, milliseconds (less is better)", "ms"),
-}
-SECONDS_IN_UNIT = {"us": 1e-6, "ms": 1e-3}
 NONE = "-"
 NOT_JUDGED = "not judged: one core"
 LEGEND = (
@@ -180,7 +139,9 @@ def table_of(content: Content, section: str, results: Sequence[Result]) -> list[
     if section in (operators.SECTION, tutorial.SECTION):
         return operator_table(content, results, SECTIONS[section].unit)
     if section in (linear.SECTION, linear.FEW_ROWS):
-        return linear_table(content, results, SECTIONS[section].unit)
+        return linear_table(content, results, SECTIONS[section].unit, ("torch",))
+    if section in quantized_linear.SECTIONS:
+        return linear_table(content, results, SECTIONS[section].unit, quantized_linear.PEERS)
     if section == device.SECTION:
         return device_table(content, results, SECTIONS[section].unit)
     if results[0].workload is None:
@@ -248,10 +209,12 @@ def operator_table(content: Content, results: Sequence[Result], unit: str) -> li
     return rows
 
 
-def linear_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
+def linear_table(
+    content: Content, results: Sequence[Result], unit: str, peers: Sequence[str]
+) -> list[list[str]]:
     """Write the targets of one thread; two threads are compared with that."""
-    rows = [["case", "threads", OURS, "of peak", "target", "one thread", "torch"]]
-    rows[0] += [f"{OURS} / torch", "verdict"]
+    rows = [["case", "threads", OURS, "of peak", "target", "one thread"]]
+    rows[0] += [*peers, f"{OURS} / torch", "verdict"]
     for result in results:
         one_thread = content.one_thread(result)
         rows.append(
@@ -260,9 +223,9 @@ def linear_table(content: Content, results: Sequence[Result], unit: str) -> list
                 str(result.threads),
                 median([figure(it, result.work, unit) for it in result.seconds[OURS]]),
                 spread(fractions(result, peak_of(result))),
-                NONE if one_thread else f"{linear.target(result.name):.2f}",
+                NONE if one_thread else f"{linear_target(result):.2f}",
                 scaling(result, one_thread) if one_thread else NONE,
-                peer_cell(result, "torch", unit),
+                *(peer_cell(result, name, unit) for name in peers),
                 spread(ratios(result.rates(OURS), result.rates("torch"))),
                 judgement(content, result, linear_verdict(result, one_thread)),
             ]
@@ -352,7 +315,7 @@ def peer_cell(result: Result, name: str, unit: str) -> str:
 def figure(seconds: float, work: float, unit: str) -> float:
     if unit in SECONDS_IN_UNIT:
         return seconds / SECONDS_IN_UNIT[unit]
-    return work / seconds / 1e9
+    return work / seconds / (1e9 if unit.startswith("G") else 1)
 
 
 def median(values: Sequence[float]) -> str:

@@ -25,10 +25,9 @@ from foo_ops.distributed import ring_attention, shard_sequence
 
 REPOSITORY = Path(__file__).parents[1]
 HEADS, KEY_HEADS, HEAD_DIM = 8, 2, 64
-ROUNDS = 3
 
 
-def measure(length: int) -> tuple[float, float]:
+def measure(length: int, rounds: int) -> tuple[float, float]:
     """Return the seconds of a forward and a backward pass, and the most MiB beside the inputs."""
     generator = torch.Generator().manual_seed(0)
     parts = [
@@ -40,7 +39,7 @@ def measure(length: int) -> tuple[float, float]:
     inputs = [part.to("foo").requires_grad_() for part in parts]
     inputs_only = device.memory_allocated()
     device.reset_peak_memory_stats()
-    seconds = [step(inputs) for _ in range(ROUNDS + 1)]
+    seconds = [step(inputs) for _ in range(rounds + 1)]
     most = device.max_memory_allocated() - inputs_only
     return statistics.median(seconds[1:]), most / 2**20
 
@@ -63,7 +62,7 @@ def run_rank(rank: int, arguments: argparse.Namespace) -> None:
         rank=rank,
         world_size=arguments.processes,
     )
-    seconds, most = measure(arguments.length)
+    seconds, most = measure(arguments.length, arguments.rounds)
     if rank == 0:
         print_row(arguments.processes, seconds, most)
     dist.destroy_process_group()
@@ -76,6 +75,7 @@ def print_row(processes: int, seconds: float, most: float) -> None:
 def run_ranks(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.ring", f"--length={arguments.length}"]
+        command += [f"--rounds={arguments.rounds}"]
         command += [f"--processes={arguments.processes}", f"--store={folder}/store"]
         ranks = [
             subprocess.Popen([*command, f"--rank={rank}"], cwd=REPOSITORY)
@@ -90,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--length", type=int, default=65536, help="of the sequence")
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
     # Of the processes that this one starts.
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
@@ -104,7 +105,7 @@ def main() -> None:
     print(
         "| processes | seconds | MiB beside the inputs, each |\n| ---: | ---: | ---: |", flush=True
     )
-    print_row(1, *measure(arguments.length))
+    print_row(1, *measure(arguments.length, arguments.rounds))
     run_ranks(arguments)
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks import device, linear
+from benchmarks import device, linear, quantized_linear
 from benchmarks.measure import OURS, Result
 from benchmarks.peaks import FMA, MATRIX, READ
 
@@ -167,11 +167,17 @@ def verdict(result: Result, one_thread: Result | None) -> str:
     return "; ".join(filter(None, parts)) or "reached"
 
 
+def linear_target(result: Result) -> float:
+    """Return the fraction of the peak that a row of linear layers is to reach."""
+    is_quantized = result.section in quantized_linear.SECTIONS
+    return quantized_linear.target(result.name) if is_quantized else linear.target(result.name)
+
+
 def linear_verdict(result: Result, one_thread: Result | None) -> str:
     """Return ``reached``, or what a row of linear layers falls short of."""
     parts = [against_peer(result)]
     if one_thread is None:
-        peak, least = peak_of(result), linear.target(result.name)
+        peak, least = peak_of(result), linear_target(result)
         parts.append(Requirement(peak, least, fractions(result, peak)).shortfall())
     return "; ".join(filter(None, parts)) or "reached"
 

@@ -3,7 +3,7 @@
     python tests/processors.py [--only NAME ...] [--list]
 
 For each width of vectors kernels are tested as they are by themselves, with bfloat16 multiplied in
-pairs, and with the tiles of a matrix unit, which are multiplied with vectors where there is none.
+pairs, and with the tiles of a matrix unit, which are multiplied without it where there is none.
 (With a matrix unit, pairs make no difference.) Then for other processors by name, of which those
 are left out whose instructions this one lacks. What is tested are values and gradients of all
 operators, and what their kernels are made of.
@@ -28,13 +28,17 @@ REPOSITORY = Path(__file__).parents[1]
 FILES = (
     "tests/operators/test_matrix.py",
     "tests/library/test_elementwise.py",
+    "tests/library/test_products.py",
     "tests/products/test_on_amx.py",
+    "tests/products/test_bytes_on_amx.py",
     "tests/products/test_limbs.py",
 )
 PRODUCTS = ("float32", "bfloat16", "float16")
 ALL = (*PRODUCTS, "float64")
+# Products of tiles, in float32, bfloat16 and all integers that are not multiplied one by one.
+TILES = ("test_strides", "test_integers")
 # Kernels are made of these: functions, limbs, and products in limbs.
-VOCABULARY = ("test_exp", "test_tanh", "test_log", "test_on_amx", "test_limbs")
+VOCABULARY = ("test_exp", "test_tanh", "test_log", "on_amx", "test_limbs")
 SHOWN_LINES = 100
 """Of pytest's output where tests fail: some of hundreds that fail alike are enough."""
 HAS_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -53,7 +57,7 @@ class Combination:
     def chosen(self) -> str:
         """Return the tests, as pytest's option -k says it."""
         words = [f"cpu-{it}-{check}" for it in self.dtypes for check in ("values", "gradients")]
-        return " or ".join([*words, *(VOCABULARY if self.vocabulary else ())])
+        return " or ".join([*words, *TILES, *(VOCABULARY if self.vocabulary else ())])
 
 
 @dataclass(frozen=True)

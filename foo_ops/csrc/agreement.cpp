@@ -4,7 +4,9 @@
 #include "launch/layout.h"
 #include "ops/attention/parameters.h"
 #include "ops/elementwise.h"
+#include "ops/linear/cross_entropy.h"
 #include "ops/linear/product.h"
+#include "ops/linear/quantized.h"
 #include "ops/tile.h"
 
 namespace foo {
@@ -28,11 +30,16 @@ Agreement agreement() {
   add_struct<Piece>(result);
   add_struct<Product>(result);
   add_struct<ProductBlock>(result);
+  add_struct<QuantizedProduct>(result);
+  add_struct<CrossEntropy>(result);
   add_struct<View>(result);
+  add_struct<ViewList>(result);
   add_struct<Outside>(result);
   result.functions = {{"AttentionFunction", Arguments<AttentionFunction>::names()},
                       {"SumFunction", Arguments<SumFunction>::names()},
                       {"ProductFunction", Arguments<ProductFunction>::names()},
+                      {"QuantizedFunction", Arguments<QuantizedFunction>::names()},
+                      {"CrossEntropyFunction", Arguments<CrossEntropyFunction>::names()},
                       {"ElementwiseFunction", Arguments<ElementwiseFunction>::names()},
                       {"TileFunction", Arguments<TileFunction>::names()}};
 #define FOO_CONSTANT(name) {#name, name}
@@ -46,7 +53,7 @@ Agreement agreement() {
       FOO_CONSTANT(kFinishTiles), FOO_CONSTANT(kAbsentCode),   FOO_CONSTANT(kGivenCode),
       FOO_CONSTANT(kCheckedCode), FOO_CONSTANT(kElement),      FOO_CONSTANT(kRow),
       FOO_CONSTANT(kFlat),        FOO_CONSTANT(kInRow),        FOO_CONSTANT(kShape),
-      FOO_CONSTANT(kProduct),     FOO_CONSTANT(kMostIndices)};
+      FOO_CONSTANT(kProduct),     FOO_CONSTANT(kList),         FOO_CONSTANT(kMostIndices)};
 #undef FOO_CONSTANT
   return result;
 }

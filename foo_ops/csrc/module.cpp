@@ -27,8 +27,12 @@
 #include "ops/attention/checks.h"
 #include "ops/bounds.h"
 #include "ops/elementwise.h"
+#include "ops/linear/cross_entropy.h"
 #include "ops/linear/linear.h"
+#include "ops/linear/quantized.h"
 #include "ops/tile.h"
+#include "ops/values.h"
+#include "python/arguments.h"
 #include "python/errors.h"
 #include "python/python_formula.h"
 
@@ -69,7 +73,15 @@ void rethrow_raised() {
 // Fake kernels call these.
 void bind_linear_checks(py::module_& module) {
   module.def("check_linear", torch::wrap_pybind_function(foo::check_linear));
+  module.def("check_linear_activation", torch::wrap_pybind_function(foo::check_linear_activation));
+  module.def("check_linear_silu_mul", torch::wrap_pybind_function(foo::check_linear_silu_mul));
   module.def("check_linear_backward", torch::wrap_pybind_function(foo::check_linear_backward));
+  module.def("check_linear_int8", torch::wrap_pybind_function(foo::check_linear_int8));
+  module.def("check_linear_int4", torch::wrap_pybind_function(foo::check_linear_int4));
+  module.def("check_linear_cross_entropy",
+             torch::wrap_pybind_function(foo::check_linear_cross_entropy));
+  module.def("check_linear_cross_entropy_backward",
+             torch::wrap_pybind_function(foo::check_linear_cross_entropy_backward));
 }
 
 void bind_attention_checks(py::module_& module) {
@@ -135,60 +147,29 @@ class Registration {
       new std::vector<c10::RegistrationHandleRAII>();
 };
 
-foo::Parameter make_parameter(std::string name, const std::string& kind, bool is_optional,
-                              const std::string& role, std::vector<at::ScalarType> own_types,
-                              std::string own_types_in_words) {
-  using Kind = foo::Parameter::Kind;
-  using Role = foo::Parameter::Role;
-  static const std::map<std::string, Kind> kinds = {{"tensor", Kind::kTensor},
-                                                    {"float", Kind::kFloat},
-                                                    {"int", Kind::kInt},
-                                                    {"bool", Kind::kBool},
-                                                    {"generator", Kind::kGenerator}};
-  static const std::map<std::string, Role> roles = {
-      {"read", Role::kRead}, {"in place", Role::kInPlace}, {"out", Role::kOut}};
-  return {std::move(name), kinds.at(kind),       is_optional,
-          roles.at(role),  std::move(own_types), std::move(own_types_in_words)};
-}
-
-// Calls a function of Python that raises what is wrong with an operator's arguments.
-foo::Refusal refusal(py::object function) {
-  // Registrations of the process outlive the interpreter, and objects of Python must not.
-  const py::handle refuse = function.release();
-  return [refuse](c10::ArrayRef<c10::IValue> arguments) {
-    const py::gil_scoped_acquire gil;
-    try {
-      py::tuple values(arguments.size());
-      for (size_t i = 0; i < arguments.size(); ++i) {
-        values[i] = torch::jit::toPyObject(arguments[i]);
-      }
-      refuse(*values);
-    } catch (py::error_already_set& error) {
-      foo::pass_on(error);
-    }
-  };
-}
-
 void bind_kernels(py::module_& module) {
   using foo::Elementwise;
   using foo::Parameter;
   py::class_<Registration>(module, "Registration").def("destroy", &Registration::destroy);
   py::class_<Parameter>(module, "Parameter")
-      .def(py::init(&make_parameter), py::arg("name"), py::arg("kind"), py::arg("is_optional"),
-           py::arg("role"), py::arg("own_types") = std::vector<at::ScalarType>(),
+      .def(py::init(&foo::make_parameter), py::arg("name"), py::arg("kind"), py::arg("is_optional"),
+           py::arg("role"), py::arg("choices"), py::arg("length"),
+           py::arg("own_types") = std::vector<at::ScalarType>(),
            py::arg("own_types_in_words") = "");
   py::class_<Elementwise, std::shared_ptr<Elementwise>>(module, "Elementwise")
       .def(py::init<const std::string&, const std::string&, std::vector<Parameter>,
-                    foo::ResultTypes, std::string>(),
+                    foo::ResultTypes, std::string, std::vector<int64_t>>(),
            py::arg("operator_name"), py::arg("kernel"), py::arg("parameters"),
-           py::arg("result_types"), py::arg("input_types"))
+           py::arg("result_types"), py::arg("input_types"), py::arg("depends_on"))
       .def("result_types",
-           torch::wrap_pybind_function([](const Elementwise& elementwise,
-                                          const std::vector<std::optional<at::Tensor>>& arguments) {
-             const std::vector<c10::IValue> values(arguments.begin(), arguments.end());
-             elementwise.check_devices(values);
-             return elementwise.types_of(values).results;
-           }),
+           torch::wrap_pybind_function(
+               [](const Elementwise& elementwise, const py::list& arguments) {
+                 const auto values = foo::values_of(arguments);
+                 elementwise.check_devices(values);
+                 const auto types = elementwise.types_of(values);
+                 elementwise.check_values(values, types.common);
+                 return types.results;
+               }),
            py::arg("arguments"))
       .def("check_shapes",
            torch::wrap_pybind_function([](const Elementwise& elementwise,
@@ -201,6 +182,12 @@ void bind_kernels(py::module_& module) {
       .def("register_for", [](Elementwise& elementwise, const std::string& key) {
         return Registration(elementwise.register_for(c10::parseDispatchKey(key)));
       });
+  module.def("check_tile_values",
+             torch::wrap_pybind_function([](const std::string& name,
+                                            const std::vector<Parameter>& parameters,
+                                            const py::list& arguments) {
+               foo::check_tile_values(name, parameters, foo::values_of(arguments));
+             }));
   module.def("register_tile",
              [](const std::string& operator_name, const std::string& key, const std::string& kernel,
                 std::vector<Parameter> parameters, std::vector<std::string> names,
@@ -214,7 +201,7 @@ void bind_kernels(py::module_& module) {
                return Registration(foo::register_tile(
                    operator_name, c10::parseDispatchKey(key), kernel, std::move(parameters),
                    {std::move(names), contiguous_rows, repeats_written, finishes,
-                    std::move(options), std::move(checks), refusal(std::move(refuse))}));
+                    std::move(options), std::move(checks), foo::refusal(std::move(refuse))}));
              });
   module.def("ask_for_bounds_checks", &foo::ask_for_bounds_checks);
   module.def("end_bounds_checks", &foo::end_bounds_checks);

@@ -32,7 +32,8 @@ class Operators:
         add_rms_norm: the norm of a sum, and the sum.
         rotary_embedding: turns the pairs (d, d + D / 2) of rows by angles.
         silu_mul: silu(gate) * up.
-        cross_entropy: the mean loss of logits (N, V) with targets (N).
+        cross_entropy: the mean loss of hidden (N, W), weights (V, W) of the last layer and targets
+            (N).
     """
 
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,7 +41,7 @@ class Operators:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     rotary_embedding: Callable[[Tensor, Tensor, Tensor], Tensor]
     silu_mul: Callable[[Tensor, Tensor], Tensor]
-    cross_entropy: Callable[[Tensor, Tensor], Tensor]
+    cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def foo_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -70,8 +71,12 @@ def torch_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def foo_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    loss = foo_ops.softmax_cross_entropy(logits, target)
+def torch_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), target)
+
+
+def foo_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    loss = foo_ops.linear_cross_entropy(hidden, weight, target)
     assert isinstance(loss, Tensor)
     return loss
 
@@ -91,7 +96,7 @@ OPERATORS = {
         torch_add_rms_norm,
         torch_rotary_embedding,
         torch_silu_mul,
-        F.cross_entropy,
+        torch_cross_entropy,
     ),
 }
 
@@ -123,11 +128,16 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens (B, S) int64 to the logits of each next byte (B, S, VOCABULARY)."""
+        return F.linear(self.hidden(tokens), self.embedding.weight)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Map tokens (B, S) int64 to what the output layer is given (B, S, W)."""
         hidden = self.embedding(tokens)
         cosine, sine = self.rotation[:, : tokens.shape[1]]
         for block in self.blocks:
             hidden = block(hidden, cosine, sine)
-        return F.linear(self.operators.rms_norm(hidden, self.norm), self.embedding.weight)
+        normalised: Tensor = self.operators.rms_norm(hidden, self.norm)
+        return normalised
 
     def save(self, path: Path) -> None:
         """Write a checkpoint of tensors and plain numbers, which loads with ``weights_only``."""
@@ -193,4 +203,5 @@ def initialise(module: nn.Module) -> None:
 
 def next_byte_loss(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats per byte, 0-d, for two (B, S) int64 tensors."""
-    return model.operators.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    hidden = model.hidden(inputs).flatten(0, 1)
+    return model.operators.cross_entropy(hidden, model.embedding.weight, targets.flatten())

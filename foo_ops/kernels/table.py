@@ -17,12 +17,22 @@ MERGE = Maker("foo_ops.kernels.attention.merge", "make_merge_kernel")
 BACKWARD = Maker("foo_ops.kernels.attention.backward", "make_backward_kernel")
 PRODUCT = Maker("foo_ops.kernels.linear.product", "make_product_kernel")
 FEW_ROWS = Maker("foo_ops.kernels.linear.few_rows", "make_few_rows_kernel")
+QUANTIZED = "foo_ops.kernels.linear.quantized"
+INT8_PRODUCT = Maker(QUANTIZED, "make_int8_product_kernel")
+INT8_FEW_ROWS = Maker(QUANTIZED, "make_int8_few_rows_kernel")
+INT4_PRODUCT = Maker(QUANTIZED, "make_int4_product_kernel")
+INT4_FEW_ROWS = Maker(QUANTIZED, "make_int4_few_rows_kernel")
+STATISTICS = Maker("foo_ops.kernels.linear.cross_entropy", "make_statistics_kernel")
+LOSS = Maker("foo_ops.kernels.linear.cross_entropy", "make_loss_kernel")
+LOSS_GRADIENT = Maker("foo_ops.kernels.linear.cross_entropy_gradient", "make_gradient_kernel")
 SUM_CHUNKS = Maker("foo_ops.kernels.attention.sum_chunks", "make_sum_chunks_kernel")
 DROPOUT_MASK = Maker("foo_ops.kernels.attention.dropout_mask", "make_dropout_mask_kernel")
 
 # A plain kernel leaves out the options that most calls do without: bias, soft cap, ALiBi and
 # dropout. It is compiled in half the time.
 _PLAIN = {"has_options": False}
+# What becomes of the sums of linear layers.
+_FINISHES = ("relu", "silu", "gelu", "gelu_tanh", "silu_mul")
 _OWN = (
     OwnKernel("attention_forward", FORWARD),
     OwnKernel("attention_forward.plain", FORWARD, _PLAIN),
@@ -34,6 +44,19 @@ _OWN = (
     OwnKernel("attention_sum_chunks", SUM_CHUNKS),
     OwnKernel("attention_dropout_mask", DROPOUT_MASK),
     OwnKernel("linear_product", PRODUCT),
+    OwnKernel("linear_product.sums", PRODUCT, {"adds": True}),
     OwnKernel("linear_few_rows", FEW_ROWS),
+    OwnKernel("linear_int8_product", INT8_PRODUCT),
+    OwnKernel("linear_int8_few_rows", INT8_FEW_ROWS),
+    OwnKernel("linear_int4_product", INT4_PRODUCT),
+    *(
+        OwnKernel(f"linear_int4_few_rows.{size}", INT4_FEW_ROWS, {"group_size": size})
+        for size in (32, 64, 128)
+    ),
+    OwnKernel("cross_entropy_statistics", STATISTICS),
+    OwnKernel("cross_entropy_loss", LOSS),
+    OwnKernel("cross_entropy_gradient", LOSS_GRADIENT),
+    *(OwnKernel(f"linear_product.{it}", PRODUCT, {"finish": it}) for it in _FINISHES),
+    *(OwnKernel(f"linear_few_rows.{it}", FEW_ROWS, {"finish": it}) for it in _FINISHES),
 )
 KERNELS.update({kernel.name: kernel for kernel in _OWN})

@@ -170,4 +170,5 @@ def register_variant_autograd(
         tensor([5., 5.])
     """
     name = op if isinstance(op, str) else op.name()
+    end_refusal(name)
     keep(_C.register_variant_autograd(name), own_library(name, lib))

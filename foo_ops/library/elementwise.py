@@ -11,21 +11,26 @@ import torch
 
 from foo_ops import _C
 from foo_ops.kernels.table import ELEMENTWISE
+from foo_ops.library.choices import with_choices
 from foo_ops.library.dtypes import COMPLEX, FLOATING, dtype_name, in_words
+from foo_ops.library.elementwise_checks import check_parameters, check_returned, refuse_whole
 from foo_ops.library.elementwise_fake import make_fake
 from foo_ops.library.flops import count_elementwise
 from foo_ops.library.kernels import (
     Launcher,
     NumbaKernel,
     add_source,
-    count_parameters,
     cpp_parameter,
-    describe,
     kinds_of,
 )
-from foo_ops.library.operators import Parameter, find, keep, library_of, parameters_of
+from foo_ops.library.operators import (
+    Parameter,
+    find,
+    keep,
+    library_of,
+    parameters_of,
+)
 from foo_ops.library.refusals import end_refusal, refuse_derivatives
-from foo_ops.library.returns import returned_counts
 from foo_ops.library.sharding import make_elementwise_sharding
 from foo_ops.library.vmap import make_elementwise_rule
 
@@ -62,6 +67,10 @@ class ElementwiseKernel(NumbaKernel):
     variants: Mapping[torch.dtype, _Variant]
     backward: Backward | None = None
     own_dtypes: Mapping[str, tuple[torch.dtype, ...]] = dataclasses.field(default_factory=dict)
+    # For each result the optional tensor whose gradient it is, or "".
+    gradients_of: tuple[str, ...] = ()
+    # Of texts that the function does not annotate.
+    choices: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def overload(
         self,
@@ -79,9 +88,11 @@ class ElementwiseKernel(NumbaKernel):
         self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
     ) -> Launcher:
         results = len(operator._schema.returns) or sum(p.role != "read" for p in parameters)
-        _refuse_generators(operator, parameters)
-        _check(operator, parameters, self)
-        _check_returned(operator, self, results)
+        refuse_whole(operator, parameters)
+        functions = [variant.function for variant in self.variants.values()]
+        check_parameters(operator, parameters, functions, self.own_dtypes.keys())
+        check_returned(operator, functions, results)
+        parameters = self.with_choices(operator, parameters)
         types = {
             dtype: _result_types(operator, dtype, variant, results)
             for dtype, variant in self.variants.items()
@@ -92,13 +103,19 @@ class ElementwiseKernel(NumbaKernel):
             [self._cpp_parameter(parameter) for parameter in parameters],
             {dtype: list(results) for dtype, results in types.items()},
             in_words(self.variants),
+            self._depends_on(parameters),
         )
         return Launcher(
             elementwise.register_for,
-            make_fake(operator, parameters, elementwise),
+            make_fake(operator, parameters, elementwise, self.gradients_of),
             make_elementwise_rule(operator.name(), parameters, self.own_dtypes),
             make_elementwise_sharding(operator),
         )
+
+    def with_choices(
+        self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
+    ) -> tuple[Parameter, ...]:
+        return with_choices(operator, parameters, self.function, self.choices)
 
     def register(
         self,
@@ -110,6 +127,11 @@ class ElementwiseKernel(NumbaKernel):
         count_elementwise(operator, self.function)
         if self.backward is not None and not operator._schema.is_mutable:
             _register_backward(self, operator, keys, lib)
+
+    def _depends_on(self, parameters: Sequence[Parameter]) -> tuple[int, ...]:
+        """Return for each result the argument without which it is missing, or -1."""
+        places = {parameter.name: place for place, parameter in enumerate(parameters)}
+        return tuple(places.get(name, -1) for name in self.gradients_of)
 
     def _cpp_parameter(self, parameter: Parameter) -> Any:
         own = self.own_dtypes.get(parameter.name)
@@ -136,7 +158,8 @@ class ElementwiseKernel(NumbaKernel):
             kind.replace("tensor", "own") if p.name in self.own_dtypes else kind
             for p, kind in zip(inputs, kinds_of(inputs))
         )
-        return add_source(operator, functions, ELEMENTWISE, kinds, variants)
+        depends_on = self._depends_on(inputs)
+        return add_source(operator, functions, ELEMENTWISE, kinds, variants, depends_on)
 
 
 def _bits(dtype: torch.dtype) -> str:
@@ -235,53 +258,6 @@ def _variants(
     return {dtype: _Variant(function, results(dtype), on_bits) for dtype in dtypes}
 
 
-def _refuse_generators(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:
-    for parameter in parameters:
-        if parameter.kind == "generator":
-            raise TypeError(
-                f"{operator.name()}: an elementwise kernel takes no generator, since it does not "
-                f"know which element it computes, got {parameter.name}; a tile_kernel does"
-            )
-
-
-def _check(
-    operator: torch._ops.OpOverload, parameters: Sequence[Parameter], kernel: ElementwiseKernel
-) -> None:
-    inputs = [p for p in parameters if p.role != "out"]
-    own = kernel.own_dtypes.keys()
-    if not any(p.is_tensor and not p.is_optional and p.name not in own for p in inputs):
-        kind = "tensor that is promoted" if own else "tensor"
-        raise TypeError(f"{operator.name()}: an elementwise kernel needs a {kind}")
-    read = [p.name for p in parameters if p.is_tensor and p.role == "read"]
-    for name in own - set(read):
-        raise TypeError(
-            f"{operator.name()}: own_dtypes must name tensors that are read ({', '.join(read)}), "
-            f"got {name}"
-        )
-    for variant in kernel.variants.values():
-        taken = count_parameters(variant.function)
-        if taken != len(inputs):
-            names = ", ".join(p.name for p in inputs)
-            raise TypeError(
-                f"{operator.name()}: its kernel must take {len(inputs)} arguments ({names}), and "
-                f"{describe(variant.function)} takes {taken}"
-            )
-
-
-def _check_returned(
-    operator: torch._ops.OpOverload, kernel: ElementwiseKernel, results: int
-) -> None:
-    """Refuse another number of values where the code says it; the compiler refuses any other."""
-    for variant in kernel.variants.values():
-        for count, line in returned_counts(variant.function):
-            if count not in (None, 0, results):
-                raise TypeError(
-                    f"{operator.name()}: its kernel must return {results} "
-                    f"value{'s' * (results != 1)}, one for each result, and "
-                    f"{describe(variant.function)} returns {count} in line {line}"
-                )
-
-
 def _result_types(
     operator: torch._ops.OpOverload, dtype: torch.dtype, variant: _Variant, count: int
 ) -> tuple[torch.dtype, ...]:
@@ -304,9 +280,6 @@ def _register_backward(
     assert kernel.backward is not None
     name, parameters = operator.name(), parameters_of(operator)
     results = len(operator._schema.returns)
-    tensors = [p for p in parameters if p.is_tensor]
-    if any(p.is_optional for p in tensors):
-        raise TypeError(f"{name}: backward= is for tensors that are not optional")
     if not torch._C._dispatch_has_kernel(f"{name}_backward"):
         _define_backward(operator, parameters, results, lib)
         tangents = _C.Tangents.partial_derivatives
@@ -325,9 +298,17 @@ def _register_backward(
 
 def _derivative(kernel: ElementwiseKernel, operator: torch._ops.OpOverload) -> ElementwiseKernel:
     """Make the kernel of ``f_backward``, which takes the arguments of ``f`` and gradients."""
+    parameters = kernel.with_choices(operator, parameters_of(operator))
+    tensors = [p for p in parameters if p.is_tensor]
+    inherited: dict[str, Any] = {
+        "choices": {p.name: p.choices for p in parameters},
+        "gradients_of": tuple(p.name if p.is_optional else "" for p in tensors)
+        if any(p.is_optional for p in tensors)
+        else (),
+    }
     if isinstance(kernel.backward, ElementwiseKernel):
         own = {**kernel.own_dtypes, **kernel.backward.own_dtypes}
-        return dataclasses.replace(kernel.backward, own_dtypes=own)
+        return dataclasses.replace(kernel.backward, own_dtypes=own, **inherited)
     assert kernel.backward is not None
     count = len(operator._schema.returns)
     dtypes = {
@@ -335,7 +316,10 @@ def _derivative(kernel: ElementwiseKernel, operator: torch._ops.OpOverload) -> E
         for dtype, variant in kernel.variants.items()
     }
     differentiable = [dtype for dtype in FLOATING + COMPLEX if dtype in dtypes]
-    return elementwise_kernel(kernel.backward, dtypes=differentiable, own_dtypes=kernel.own_dtypes)
+    derivative: ElementwiseKernel = elementwise_kernel(
+        kernel.backward, dtypes=differentiable, own_dtypes=kernel.own_dtypes
+    )
+    return dataclasses.replace(derivative, **inherited)
 
 
 def _define_backward(
@@ -344,12 +328,13 @@ def _define_backward(
     results: int,
     lib: torch.library.Library | None,
 ) -> None:
-    types = {"tensor": "Tensor"}
-    arguments = [f"Tensor {name}" for name in _gradient_names(parameters, results)] + [
-        f"{types.get(p.kind, p.kind)}{'?' * p.is_optional} {p.name}" for p in parameters
-    ]
-    count = sum(p.is_tensor for p in parameters)
-    returned = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+    of_results = [str(result.type) for result in operator._schema.returns]
+    names = _gradient_names(parameters, results)
+    arguments = [
+        f"Tensor{'?' * ('Optional' in type_)} {name}" for type_, name in zip(of_results, names)
+    ] + [f"{p.schema_type} {p.name}" for p in parameters]
+    gradients = [p.schema_type for p in parameters if p.is_tensor]
+    returned = gradients[0] if len(gradients) == 1 else f"({', '.join(gradients)})"
     name = operator.name().partition("::")[2]
     library_of(operator.name(), lib).define(
         f"{name}_backward({', '.join(arguments)}) -> {returned}",

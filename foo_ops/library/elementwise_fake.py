@@ -14,15 +14,27 @@ CPU = torch.device("cpu")
 
 
 def make_fake(
-    operator: torch._ops.OpOverload, parameters: Sequence[Parameter], elementwise: Any
+    operator: torch._ops.OpOverload,
+    parameters: Sequence[Parameter],
+    elementwise: Any,
+    gradients_of: Sequence[str],
 ) -> Callable[..., Any]:
+    """Make the fake kernel of an operator.
+
+    Args:
+        operator: the operator.
+        parameters: its arguments.
+        elementwise: its launcher.
+        gradients_of: for each result the argument without which it is missing, or "".
+    """
+
     def fake(*args: Any, **kwargs: Any) -> Any:
         given = {p.name: argument for p, argument in zip(parameters, args)} | kwargs
         tensors = [given.get(p.name) if p.is_tensor else None for p in parameters]
         there = [(p, tensor) for p, tensor in zip(parameters, tensors) if tensor is not None]
         inputs = [tensor for p, tensor in there if p.role != "out"]
         outputs = [tensor for p, tensor in there if p.role != "read"]
-        types = elementwise.result_types(tensors)
+        types = elementwise.result_types([given.get(p.name) for p in parameters])
         if outputs:
             shape = _broadcast_shape(inputs)
             elementwise.check_shapes(tensors, shape)
@@ -34,6 +46,9 @@ def make_fake(
             results = [
                 torch.empty_strided(shape, strides, dtype=dtype, device=device) for dtype in types
             ]
+            for position, name in enumerate(gradients_of):
+                if name and given.get(name) is None:
+                    results[position] = None
         count = len(operator._schema.returns)
         return results[0] if count == 1 else tuple(results[:count]) or None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 
 from foo_ops.library.kernels import NumbaKernel, register_kernel
-from foo_ops.library.operators import DEFINITIONS, Definition, own_library
+from foo_ops.library.operators import DEFINITIONS, Definition, find, own_library
+from foo_ops.library.tile_values import checking, has_values
 
 
 class Library(torch.library.Library):
@@ -94,6 +96,12 @@ def register_fake(
         >>> torch.ops.mylib.row_count(torch.empty(2, 3, device="meta")).dtype
         torch.int64
     """
+    if not isinstance(op, torch.library.CustomOpDef):
+        operator = find(op) if isinstance(op, str) else op
+        if has_values(operator._schema):
+            if func is None:
+                return functools.partial(register_fake, op, lib=lib, allow_override=allow_override)
+            func = checking(operator.name(), func)
     # torch asks which module calls; this one is between only where no decorator is returned.
     level = _stacklevel if func is None else _stacklevel + 1
     own = own_library(op, lib)

@@ -200,12 +200,6 @@ def _dispatch_keys(device_types: str | Sequence[str] | None) -> list[str]:
     return [keys[device_type] for device_type in device_types]
 
 
-def describe(function: Callable[..., Any]) -> str:
-    """Say where a function is, for messages."""
-    code = function.__code__
-    return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
-
-
 def count_parameters(function: Callable[..., Any]) -> int:
     return len(inspect.signature(function).parameters)
 
@@ -226,8 +220,10 @@ def add_source(
 
 def cpp_parameter(parameter: Parameter, *own_dtypes: Any) -> Any:
     p = parameter
-    return _C.Parameter(p.name, p.kind, p.is_optional, p.role, *own_dtypes)
+    return _C.Parameter(p.name, p.kind, p.is_optional, p.role, p.choices, p.length, *own_dtypes)
 
 
 def kinds_of(parameters: Sequence[Parameter]) -> tuple[str, ...]:
-    return tuple(p.kind + "?" * p.is_optional for p in parameters)
+    return tuple(
+        p.kind + f"[{p.length}]" * (p.length >= 0) + "?" * p.is_optional for p in parameters
+    )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
-import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
@@ -13,9 +11,12 @@ from typing import Any, overload
 import torch
 
 from foo_ops.library.autograd import register_variant_autograd
+from foo_ops.library.choices import choices_in
 from foo_ops.library.dtypes import COMPLEX, FLOATING, SIGNED, UNSIGNED
 from foo_ops.library.elementwise import Backward, elementwise_kernel
-from foo_ops.library.kernels import describe, register_kernel
+from foo_ops.library.kernels import register_kernel
+from foo_ops.library.keywords import KEYWORDS, is_finite, schema_default, schema_type
+from foo_ops.library.operators import describe
 
 # The meaning of the annotation of an element, from the narrowest.
 _DTYPES = {
@@ -25,7 +26,6 @@ _DTYPES = {
     complex: COMPLEX[1:],
 }
 _ORDER = list(_DTYPES)
-_SCALARS = (bool, int, float)
 
 
 @overload
@@ -70,10 +70,12 @@ def numba_op(
     ``name.out``, with kernels, fake kernels and gradients; see `elementwise_kernel`.
 
     - An argument without a default is a tensor; ``float``, ``int``, ``bool`` or ``complex`` says of
-      which numbers. Those of the widest kind are promoted to a common dtype, which is that of the
-      result, too; others keep their own: of ``(mask: bool, x: float)`` mask is a bool.
-    - An argument with a default is a number: a keyword of the operator, of type float, int or bool,
-      or optional (``float | None``).
+      which numbers, and ``float | None`` of one that may be missing. Those of the widest kind are
+      promoted to a common dtype, which is that of the result, too; others keep their own: of
+      ``(mask: bool, x: float)`` mask is a bool.
+    - An argument with a default is a keyword of the operator: ``float``, ``int``, ``bool``, a text
+      (``typing.Literal["same", "valid"]``), a list (``list[float]``, ``tuple[int, int]``), a number
+      in the type of the elements (``int | float``), or one of these or None (``float | None``).
     - What is returned is annotated alike; ``bool`` gives torch.bool, ``tuple[float, bool]`` two
       tensors.
 
@@ -189,8 +191,14 @@ class _Operator:
     def _error(self, message: str) -> TypeError:
         return TypeError(f"{self.name}: {describe(self._function)} {message}")
 
+    def _is_optional(self, name: str) -> bool:
+        return type(None) in typing.get_args(self._hints.get(name))
+
     def _element(self, name: str) -> type:
         hint = self._hints.get(name)
+        parts = [part for part in typing.get_args(hint) if part is not type(None)]
+        if self._is_optional(name) and len(parts) == 1:
+            hint = parts[0]
         if hint not in _DTYPES:
             raise self._error(
                 f"must annotate {name} with float, int, bool or complex, got {_written(hint)}"
@@ -222,26 +230,27 @@ class _Operator:
 
     def _keyword(self, parameter: inspect.Parameter) -> str:
         hint = self._hints.get(parameter.name)
-        parts = typing.get_args(hint) if _is_union(hint) else (hint,)
-        plain = [part for part in parts if part is not type(None)]
-        if len(plain) != 1 or plain[0] not in _SCALARS:
+        type_ = schema_type(hint)
+        if type_ is None:
             raise self._error(
-                f"must annotate {parameter.name} with float, int or bool, or one of these and "
-                f"None, got {_written(hint)}"
+                f"must annotate {parameter.name} with {KEYWORDS}, or one of these and None, "
+                f"got {_written(hint)}"
             )
-        if isinstance(parameter.default, float) and not math.isfinite(parameter.default):
+        default = parameter.default
+        if not is_finite(default):
             raise self._error(
                 f"must give {parameter.name} a finite default, since schemas have no other, got "
-                f"{parameter.default}; float | None = None may stand for it"
+                f"{default}; float | None = None may stand for it"
             )
-        mark = "?" if len(parts) > 1 else ""
-        return f"{plain[0].__name__}{mark} {parameter.name}={parameter.default}"
+        if type_.startswith("str") and default not in (None, *choices_in(hint)):
+            raise self._error(f"must give {parameter.name} one of its choices, got {default!r}")
+        return f"{type_} {parameter.name}={schema_default(default)}"
 
     def schemas(self) -> list[tuple[str, str, tuple[torch.Tag, ...]]]:
         """Return names, schemas and tags of the operator and its variants."""
         keywords = self._keywords()
         count = len(self.results)
-        tensors = [f"Tensor {name}" for name in self._tensors]
+        tensors = [f"Tensor{'?' * self._is_optional(name)} {name}" for name in self._tensors]
         outs = [f"Tensor({chr(97 + i)}!) out{i if count > 1 else ''}" for i in range(count)]
         written = [f"Tensor({chr(97 + i)}!)" for i in range(count)]
         compliant = torch.Tag.pt2_compliant_tag
@@ -254,10 +263,6 @@ class _Operator:
             in_place = _schema([first, *tensors[1:]], keywords, written)
             schemas.append((f"{self.name}_", in_place, (compliant, torch.Tag.inplace)))
         return schemas
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def _written(hint: Any) -> str:

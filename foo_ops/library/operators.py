@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ def find(name: str) -> torch._ops.OpOverload:
 def short_name(operator: torch._ops.OpOverload) -> str:
     """Return an operator's name in messages, without namespace and overload."""
     return operator.name().partition("::")[2].partition(".")[0]
+
+
+def describe(function: Callable[..., Any]) -> str:
+    """Say where a function is, for messages."""
+    code = function.__code__
+    return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,30 +78,65 @@ class Parameter:
     """An argument of an operator, as a kernel takes it.
 
     Attributes:
-        kind: "tensor", "float", "int", "bool", or "generator", of which a kernel gets a seed.
+        kind: one of the values of `_KINDS`; of a generator a kernel gets a seed.
         role: "read"; "in place", of a tensor that the operator writes; "out", of one that is there
             only to be written, which stands after the ``*`` of the schema.
+        length: how many numbers a list must have, or -1 for any.
+        choices: what a text may be, where the kernel is known.
     """
 
     name: str
     kind: str
     is_optional: bool
     role: str
+    length: int = -1
+    choices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def schema_type(self) -> str:
+        """Return the type as schemas have it; an int may be symbolic."""
+        type_ = _SCHEMA_TYPES[self.kind]
+        if self.length >= 0:
+            type_ = type_.replace("[]", f"[{self.length}]")
+        return type_ + "?" * self.is_optional
 
     @property
     def is_tensor(self) -> bool:
         return self.kind == "tensor"
 
 
-_KINDS = {"Tensor": "tensor", "float": "float", "int": "int", "bool": "bool"}
-_KINDS |= {"Generator": "generator"}
+_SCHEMA_TYPES = {
+    "tensor": "Tensor",
+    "float": "float",
+    "int": "SymInt",
+    "bool": "bool",
+    "scalar": "Scalar",
+    "floats": "float[]",
+    "ints": "SymInt[]",
+    "text": "str",
+    "dtype": "ScalarType",
+}
+# By what schemas say of them.
+_KINDS = {
+    "Tensor": "tensor",
+    "List[Tensor]": "tensors",
+    "float": "float",
+    "int": "int",
+    "bool": "bool",
+    "number": "scalar",
+    "List[float]": "floats",
+    "List[int]": "ints",
+    "str": "text",
+    "ScalarType": "dtype",
+    "Generator": "generator",
+}
 
 
 def parameters_of(operator: torch._ops.OpOverload) -> tuple[Parameter, ...]:
     """Return the parameters of an operator that is to have a kernel of Numba.
 
     Raises:
-        TypeError: where an argument is something else than a tensor or a number.
+        TypeError: where an argument has a type that kernels do not take.
     """
     return tuple(_parameter(operator, argument) for argument in operator._schema.arguments)
 
@@ -107,14 +149,18 @@ def _parameter(operator: torch._ops.OpOverload, argument: torch._C.Argument) -> 
     kind = _KINDS.get(str(type_))
     if kind is None:
         raise TypeError(
-            f"{operator.name()}: a kernel of Numba takes arguments of type Tensor, float, int, "
-            f"bool and Generator, and optional ones; {argument.name} is {type_}"
+            f"{operator.name()}: a kernel of Numba takes arguments of type Tensor, Tensor[], "
+            "Scalar, float, int, bool, float[], int[], str, ScalarType and Generator, and optional "
+            f"ones; {argument.name} is {type_}"
         )
     if kind == "generator":
         # A kernel gets a seed, whether or not a generator is given.
         return _generator(operator, argument.name)
-    written = "out" if argument.kwarg_only else "in place"
-    return Parameter(argument.name, kind, is_optional, written if argument.is_write else "read")
+    written = "out" if argument.kwarg_only and kind == "tensor" else "in place"
+    role = written if argument.is_write else "read"
+    size: int | None = argument.N  # type: ignore[attr-defined]
+    length = -1 if size is None else size
+    return Parameter(argument.name, kind, is_optional, role, length)
 
 
 def _generator(operator: torch._ops.OpOverload, name: str) -> Parameter:

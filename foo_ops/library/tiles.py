@@ -13,20 +13,21 @@ from torch import Tensor
 from foo_ops import _C
 from foo_ops.kernels.compiler.kernel import size_name
 from foo_ops.kernels.table import TILE
+from foo_ops.library.choices import with_choices
 from foo_ops.library.kernels import (
     Launcher,
     NumbaKernel,
     add_source,
     count_parameters,
     cpp_parameter,
-    describe,
     kinds_of,
 )
-from foo_ops.library.operators import Parameter, find, parameters_of, short_name
+from foo_ops.library.operators import Parameter, describe, find, parameters_of, short_name
 from foo_ops.library.random_vmap import make_random_loop
 from foo_ops.library.returns import returned_counts
 from foo_ops.library.scratch import Scratch
 from foo_ops.library.tile_sharding import make_tile_sharding
+from foo_ops.library.tile_values import remember_values
 from foo_ops.library.vmap import make_loop
 
 
@@ -46,6 +47,9 @@ class TileKernel(NumbaKernel):
         self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
     ) -> Launcher:
         results = _results(self.function, self.scratch, operator, parameters)
+        parameters = with_choices(operator, parameters, self.function)
+        _check_lists(operator, parameters)
+        _refuse_scalars_alone(operator, parameters)
         optional = {"tiles": self.tiles, "check": self.check, "finish": self.finish}
         others = {name: function for name, function in optional.items() if function is not None}
         sizes = [size for scratch in self.scratch.values() for size in scratch.functions()]
@@ -69,6 +73,8 @@ class TileKernel(NumbaKernel):
         options = (kinds, tuple(names), self.contiguous_rows, taken, tuple(described))
         functions = (self.function, *others.values())
         kernel = add_source(operator, functions, TILE, *options)
+        cpp_parameters = list(map(cpp_parameter, parameters))
+        remember_values(operator, parameters, cpp_parameters)
         is_repeated = results > 0 and not _fresh(operator)
         checked = taken.get("check", ())
         checks = [position in checked for position in range(len(parameters))]
@@ -79,7 +85,7 @@ class TileKernel(NumbaKernel):
                 operator.name(),
                 key,
                 kernel,
-                [cpp_parameter(parameter) for parameter in parameters],
+                cpp_parameters,
                 names,
                 self.contiguous_rows,
                 is_repeated,
@@ -106,6 +112,10 @@ class TileKernel(NumbaKernel):
         taken = self._taken("refuse", operator, refuse, seeds, count)
         return lambda *arguments: refuse(*(arguments[position] for position in taken))
 
+    def _lists(self, operator: torch._ops.OpOverload) -> set[str]:
+        names = inspect.signature(self.function).parameters
+        return {name for name, p in zip(names, parameters_of(operator)) if p.kind == "tensors"}
+
     def _taken(
         self,
         name: str,
@@ -118,6 +128,9 @@ class TileKernel(NumbaKernel):
         *names, _ = inspect.signature(self.function).parameters
         # Before the tiles there is neither scratch memory nor a seed; after them some still.
         late = {*seeds, *self.scratch}
+        if name == "check":
+            # Their contents could be others when the kernel reads them.
+            late |= self._lists(operator)
         if name == "finish":
             late = {name for name, scratch in self.scratch.items() if not scratch.per_call}
         arguments = [argument for argument in names[:count] if argument not in late]
@@ -182,8 +195,8 @@ def tile_kernel(
       `check_bounds`.
     - A generator comes as an int64, a seed that is drawn from it for each call that is not refused,
       or from the default one of the tensors' device: ``language.random(seed, index)``.
-    - float, int and bool come as float64, int64 and bool; what is missing is None. A float64 makes
-      what it meets float64, unless it is a constant: `foo_ops.language.cast` narrows it.
+    - float, int and bool come as float64, int64 and bool, what is missing as None; docs/kit.md has
+      all types. A float64 makes what it meets float64, but `foo_ops.language.cast` narrows it.
     - Results are allocated as the operator's fake kernel says, which is called once for the same
       shapes and numbers. They are not initialised. What it refuses is refused, and nothing is
       written: by an operator that works in place, too, and where ``f_`` has no fake kernel, that of
@@ -272,6 +285,32 @@ def _require_scratch(function: Callable[..., Any], scratch: Mapping[str, Scratch
         )
 
 
+def _check_lists(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:
+    for parameter in parameters:
+        is_written = parameter.kind == "tensors" and parameter.role != "read"
+        if is_written and operator._schema.returns:
+            raise TypeError(
+                f"{operator.name()}: an operator that writes to a list of tensors must return "
+                f"nothing, -> (), got {parameter.name}"
+            )
+    for result in operator._schema.returns:
+        if str(result.real_type) not in ("Tensor", "Optional[Tensor]"):
+            raise TypeError(
+                f"{operator.name()}: the results of a tile kernel are tensors, got {result.type}"
+            )
+
+
+def _refuse_scalars_alone(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:
+    if any(p.is_tensor and not p.is_optional for p in parameters):
+        return
+    for parameter in parameters:
+        if parameter.kind == "scalar":
+            raise TypeError(
+                f"{operator.name()}: a Scalar comes in the compute type of the first tensor that "
+                f"is always there, and there is none for {parameter.name}"
+            )
+
+
 def _position_of_like(
     operator: torch._ops.OpOverload,
     name: str,
@@ -302,7 +341,7 @@ def _results(
 ) -> int:
     """Count the tensors that the function takes after the operator's arguments."""
     fresh = _fresh(operator)
-    repeated = sum(p.role == "in place" for p in parameters)
+    repeated = sum(p.role == "in place" for p in parameters if p.is_tensor)
     taken = count_parameters(function) - 1 - len(scratch)
     if taken == len(parameters) + fresh:
         return fresh

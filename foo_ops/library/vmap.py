@@ -165,9 +165,16 @@ def make_elementwise_rule(
         results = find(name)(*arguments, **keywords)
         if parameters[0].role == "in place":
             return inputs[0], in_dims[0]
-        return results, 0 if isinstance(results, Tensor) else (0,) * len(results)
+        return results, _in_first_place(results)
 
     return vmap
+
+
+def _in_first_place(results: Any) -> Any:
+    """Say that all results are mapped in their first dimension."""
+    if isinstance(results, Tensor):
+        return 0
+    return tuple(0 if isinstance(result, Tensor) else None for result in results)
 
 
 def _common_dtype(tensors: list[tuple[Tensor, int | None]]) -> torch.dtype:

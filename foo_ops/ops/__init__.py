@@ -4,7 +4,13 @@ from foo_ops.ops import scaled_dot_product_attention  # noqa: F401
 from foo_ops.ops.abs import abs
 from foo_ops.ops.attention import attention
 from foo_ops.ops.attention_varlen import attention_varlen
+from foo_ops.ops.cache_append import cache_append
 from foo_ops.ops.linear import linear
+from foo_ops.ops.linear_cross_entropy import linear_cross_entropy
+from foo_ops.ops.linear_int4 import linear_int4
+from foo_ops.ops.linear_int8 import linear_int8
+from foo_ops.ops.linear_silu_mul import linear_silu_mul
+from foo_ops.ops.quantize_weight import dequantize_weight, quantize_weight
 from foo_ops.ops.rms_norm import add_rms_norm, rms_norm
 from foo_ops.ops.rotary_embedding import rotary_embedding
 from foo_ops.ops.silu_mul import silu_mul
@@ -15,7 +21,14 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "attention_varlen",
+    "cache_append",
+    "dequantize_weight",
     "linear",
+    "linear_cross_entropy",
+    "linear_int4",
+    "linear_int8",
+    "linear_silu_mul",
+    "quantize_weight",
     "rms_norm",
     "rotary_embedding",
     "silu_mul",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,11 @@ TAGS = torch.Tag.pt2_compliant_tag
 library.define(
     "foo::linear", "(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", tags=TAGS
 )
+library.define(
+    "foo::linear_activation",
+    "(Tensor input, Tensor weight, Tensor? bias=None, *, str activation) -> Tensor",
+    tags=TAGS,
+)
 # The gradient of what does not require one has size 0, and what nothing needs is not saved.
 library.define(
     "foo::linear_backward",
@@ -24,28 +31,35 @@ library.define(
 )
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None
+) -> Tensor:
     """Compute ``input @ weight.T + bias``, as `torch.nn.functional.linear` does.
 
     Args:
         input: (..., K), float16, bfloat16, float32 or float64, any strides.
         weight: (N, K), of input's dtype, any strides.
         bias: (N,), of input's dtype.
+        activation: None, ``relu``, ``silu``, ``gelu`` or ``gelu_tanh``, as in
+            `torch.nn.functional`, applied to the sums while they are in the caches. Where
+            gradients are recorded, it is a second step, which saves its input for them.
 
     Returns:
         A contiguous tensor (..., N) of input's dtype. float16 and bfloat16 are summed up in
-        float32 and rounded once, the bias included. The result does not depend on the number of
-        threads. Has gradients for all tensors, of every order.
+        float32 and rounded once, bias and activation included. The result does not depend on the
+        number of threads. Has gradients for all tensors, of every order.
 
     Raises:
-        ValueError: for shapes that do not fit together.
+        ValueError: for shapes that do not fit together, and other activations.
         TypeError: for dtypes.
 
     Example:
         >>> foo_ops.linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
         tensor([[11.,  2.]])
     """
-    return torch.ops.foo.linear.default(input, weight, bias)
+    if activation is None:
+        return torch.ops.foo.linear.default(input, weight, bias)
+    return torch.ops.foo.linear_activation.default(input, weight, bias, activation=activation)
 
 
 # ------------------------------------------------------------------------------------------- fake
@@ -54,6 +68,14 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @library.register_fake("foo::linear")
 def fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     _C.check_linear(input, weight, bias)
+    return input.new_empty(*input.shape[:-1], weight.shape[0])
+
+
+@library.register_fake("foo::linear_activation")
+def fake_activation(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str
+) -> Tensor:
+    _C.check_linear_activation(input, weight, bias, activation)
     return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
@@ -102,6 +124,22 @@ def composite_backward(
     return grad_input, grad_weight, grad_bias
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def composite_activation(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str
+) -> Tensor:
+    _C.check_linear_activation(input, weight, bias, activation)
+    return ACTIVATIONS[activation](linear(input, weight, bias))
+
+
+library.register_autograd("foo::linear_activation", composite=composite_activation)
 library.register_autograd("foo::linear", "foo::linear_backward", composite=F.linear)
 library.register_autograd("foo::linear_backward", composite=composite_backward)
 
@@ -115,6 +153,11 @@ def sharding(input: Any, weight: Any, bias: Any = None) -> str:
     return "... k, n k, . -> ... n" if bias is None else "... ., n ., n -> ... n"
 
 
+@library.register_sharding("foo::linear_activation")
+def activation_sharding(input: Any, weight: Any, bias: Any = None, **_: Any) -> str:
+    return f"... ., n ., {'.' if bias is None else 'n'} -> ... n"
+
+
 @library.register_sharding("foo::linear_backward")
 def backward_sharding(*inputs: Any, bias_requires_grad: bool = False, **_: Any) -> str:
     # Cut along k, each process would compute all of the bias's gradient.
@@ -122,9 +165,10 @@ def backward_sharding(*inputs: Any, bias_requires_grad: bool = False, **_: Any) 
     return f"... n, ... {k}, n {k} -> ... {k}, n {k}, n"
 
 
-library.register_vmap_rows("foo::linear", "input")
+for _name in ("foo::linear", "foo::linear_activation"):
+    library.register_vmap_rows(_name, "input")
+    library.register_autocast(_name)
 library.register_vmap_loop("foo::linear_backward")
-library.register_autocast("foo::linear")
 
 
 def product_flops(rows_shape: torch.Size, columns: int) -> int:
@@ -132,6 +176,7 @@ def product_flops(rows_shape: torch.Size, columns: int) -> int:
 
 
 @library.register_flops("foo::linear")
+@library.register_flops("foo::linear_activation")
 def flops(input_shape: torch.Size, weight_shape: torch.Size, *bias: Any, **_: Any) -> int:
     """Count one product of matrices, without the bias, as torch counts."""
     return product_flops(input_shape, weight_shape[0])

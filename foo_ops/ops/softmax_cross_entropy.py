@@ -85,11 +85,7 @@ def softmax_cross_entropy(
         >>> foo_ops.softmax_cross_entropy(logits, torch.tensor([0, 1]), reduction="none")
         tensor([0.1269, 0.6931])
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(
-            f"softmax_cross_entropy: reduction must be one of {', '.join(REDUCTIONS)}, "
-            f"got {reduction!r}"
-        )
+    require_reduction("softmax_cross_entropy", reduction)
     loss, logsumexp, mean = torch.ops.foo.softmax_cross_entropy(
         logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index
     )
@@ -99,6 +95,13 @@ def softmax_cross_entropy(
     elif reduction == "sum":
         loss = loss.sum()
     return (loss, logsumexp) if return_logsumexp else loss
+
+
+def require_reduction(operator: str, reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"{operator}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}"
+        )
 
 
 # ---------------------------------------------------------------------------------------- kernels

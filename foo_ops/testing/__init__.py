@@ -23,7 +23,11 @@ from foo_ops.testing.spec import (
 from foo_ops.testing.specs.abs import ABS, ABS_IN_PLACE, ABS_OUT
 from foo_ops.testing.specs.attention import ATTENTION
 from foo_ops.testing.specs.attention_varlen import ATTENTION_VARLEN
+from foo_ops.testing.specs.cache_append import CACHE_APPEND
 from foo_ops.testing.specs.linear import LINEAR
+from foo_ops.testing.specs.linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from foo_ops.testing.specs.linear_fused import LINEAR_ACTIVATION, LINEAR_SILU_MUL
+from foo_ops.testing.specs.quantized_linear import LINEAR_INT4, LINEAR_INT8
 from foo_ops.testing.specs.rms_norm import ADD_RMS_NORM, RMS_NORM
 from foo_ops.testing.specs.rotary_embedding import ROTARY_EMBEDDING, ROTARY_EMBEDDING_IN_PLACE
 from foo_ops.testing.specs.silu_mul import SILU_MUL
@@ -34,9 +38,15 @@ __all__ = [
     "ADD_RMS_NORM",
     "ATTENTION",
     "ATTENTION_VARLEN",
+    "CACHE_APPEND",
     "CHECKS",
     "LAYOUTS",
     "LINEAR",
+    "LINEAR_ACTIVATION",
+    "LINEAR_CROSS_ENTROPY",
+    "LINEAR_INT4",
+    "LINEAR_INT8",
+    "LINEAR_SILU_MUL",
     "OPERATORS",
     "RMS_NORM",
     "ROTARY_EMBEDDING",
@@ -58,7 +68,9 @@ __all__ = [
 OPERATORS = (
     *(ABS, ABS_IN_PLACE, ABS_OUT),
     *(ATTENTION, ATTENTION_VARLEN),
-    LINEAR,
+    CACHE_APPEND,
+    *(LINEAR, LINEAR_ACTIVATION, LINEAR_SILU_MUL, LINEAR_INT8, LINEAR_INT4),
+    LINEAR_CROSS_ENTROPY,
     *(RMS_NORM, ADD_RMS_NORM, SILU_MUL, SOFTMAX_CROSS_ENTROPY),
     *(ROTARY_EMBEDDING, ROTARY_EMBEDDING_IN_PLACE),
 )

@@ -40,9 +40,75 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return output if bias is None else output + bias
 
 
+def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows by integers, scale the columns, and add a bias."""
+    output = torch.einsum("...k,nk,n->...n", input, weight.to(input.dtype), scale)
+    return output if bias is None else output + bias
+
+
+def linear_int4(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group_size: int,
+) -> Tensor:
+    """Multiply rows by the numbers that pairs of integers stand for, and add a bias."""
+    return linear(input, numbers_of_int4(weight, scale, zero, group_size), bias)
+
+
+def numbers_of_int4(weight: Tensor, scale: Tensor, zero: Tensor, group_size: int) -> Tensor:
+    """Unpack the lower four bits of a group's bytes, and then the upper ones."""
+    bytes = weight.to(scale.dtype).unflatten(1, (scale.shape[1], group_size // 2))
+    integers = torch.cat((bytes % 16, bytes.div(16, rounding_mode="floor")), 2)
+    return ((integers - zero[..., None]) * scale[..., None]).flatten(1)
+
+
+def linear_activation(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str
+) -> Tensor:
+    """Apply an activation to what `linear` gives."""
+    x = linear(input, weight, bias)
+    if activation == "relu":
+        return torch.where(x < 0, 0, x)
+    if activation == "silu":
+        return x * torch.sigmoid(x)
+    if activation == "gelu":
+        return x * torch.special.ndtr(x)
+    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
+def linear_silu_mul(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
+    """Multiply by two matrices, and gate one product by the other."""
+    return silu_mul(linear(input, gate_weight), linear(input, up_weight))
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Compute the gate of a SwiGLU."""
     return gate * torch.sigmoid(gate) * up
+
+
+def cache_append(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the caches with the new keys and values in them."""
+    results = key_cache.clone(), value_cache.clone()
+    for result, rows in zip(results, (key, value)):
+        for batch, first in enumerate(positions.tolist()):
+            if block_table is None:
+                result[batch].narrow(1, first, rows.shape[2]).copy_(rows[batch])
+                continue
+            for position, row in enumerate(rows[batch], first):
+                block, place = divmod(position, result.shape[1])
+                result[int(block_table[batch, block]), place] = row
+    return results
 
 
 def rotary_embedding(
@@ -77,6 +143,22 @@ def softmax_cross_entropy(
     if label_smoothing:
         loss = loss + label_smoothing * (logsumexp - logits.mean(-1))
     return loss.masked_fill(is_ignored, 0), logsumexp, loss[~is_ignored].mean()
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    softcap: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `softmax_cross_entropy` does of the logits of a linear layer."""
+    logits = linear(hidden, weight, bias)
+    if softcap > 0.0:
+        logits = softcap * torch.tanh(logits / softcap)
+    return softmax_cross_entropy(logits, target, **options)
 
 
 def attention(

@@ -14,6 +14,7 @@ from benchmarks import __main__ as command
 from benchmarks import (
     attention,
     cases,
+    linear_cross_entropy,
     peaks,
     report,
     targets,
@@ -213,6 +214,16 @@ def test_small_rows_of_other_sections():
         elif "backward" in case.name:
             expected = [*expected, "torch.library.custom_op"]
         assert result.peers() == expected
+
+
+def test_every_way_to_the_loss_of_a_layer(monkeypatch, fresh_compiler):
+    """A contender whose loss or gradients differ would be missing."""
+    monkeypatch.setattr(linear_cross_entropy, "WIDTH", 16)
+    peers = ["linear, softmax_cross_entropy", "torch", "torch in chunks"]
+    for case in linear_cross_entropy.cases(5, [70], ["float32"], [1]):
+        (result,) = measure(case, TINY)
+        is_time = case.section == linear_cross_entropy.SECTION
+        assert result.peers() == peers + ["compiled"] * is_time
 
 
 # ---------------------------------------------------------------------------------- command line

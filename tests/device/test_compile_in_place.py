@@ -36,7 +36,14 @@ def attend(cache, position, angle):
     return foo_ops.attention(cache[:, :, position : position + 1], past, past)
 
 
-@pytest.mark.parametrize("function", [rotate, halve, both, attend])
+def append(cache, position, angle):
+    key = angle[:, None, None].expand(1, 8, 1, 32).repeat(1, 1, 1, 2)
+    positions = torch.full((1,), position, device=cache.device)
+    torch.ops.foo.cache_append(cache[..., :32], cache[..., 32:], *key.chunk(2, -1), positions)
+    return cache[:, :, position] * 2
+
+
+@pytest.mark.parametrize("function", [rotate, halve, both, attend, append])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_memory(function, dynamic):
     torch._dynamo.reset()

@@ -109,13 +109,29 @@ def rows():
             ),
             [logits, target],
         )
+        cases[f"linear_cross_entropy, {reduction}"] = (
+            functools.partial(
+                foo_ops.linear_cross_entropy,
+                reduction=reduction,
+                label_smoothing=0.1,
+                return_logsumexp=True,
+            ),
+            [randn(4, 6, 5), randn(10, 5), target, randn(10)],
+        )
     return cases
 
 
 def products():
+    int8 = foo_ops.quantize_weight(randn(10, 8), 8)
+    int4 = foo_ops.quantize_weight(randn(10, 128), 4, group_size=32)
+    linear_int4 = functools.partial(foo_ops.linear_int4, group_size=32)
     return {
         "linear": (foo_ops.linear, [randn(4, 6, 8), randn(10, 8), randn(10)]),
         "linear without bias": (foo_ops.linear, [randn(4, 6, 8), randn(10, 8)]),
+        "linear_int8": (foo_ops.linear_int8, [randn(4, 6, 8), *int8, randn(10)]),
+        "linear_int8 without bias": (foo_ops.linear_int8, [randn(4, 6, 8), *int8]),
+        "linear_int4": (linear_int4, [randn(4, 6, 128), *int4, randn(10)]),
+        "linear_int4 without bias": (linear_int4, [randn(4, 6, 128), *int4]),
     }
 
 
@@ -260,6 +276,10 @@ def refused():
         TypeError, "softmax_cross_entropy: target must be a DTensor as others are, got a Tensor"
     ):
         foo_ops.softmax_cross_entropy(x, target.to_local())
+    with refuses(
+        TypeError, "linear_cross_entropy: weight must be a DTensor as others are, got a Tensor"
+    ):
+        foo_ops.linear_cross_entropy(x, torch.zeros(3, 8), target)
 
 
 def nothing_travels():

@@ -271,12 +271,13 @@ def test_a_tile_kernel_that_returns_something():
 
 def test_arguments_that_no_kernel_takes():
     for schema, what in (
-        ("(Tensor input, str mode) -> Tensor", "mode is str"),
-        ("(Tensor input, Tensor[] others) -> Tensor", "others is List[Tensor]"),
+        ("(Tensor input, Device where) -> Tensor", "where is Device"),
+        ("(Tensor input, Tensor?[] others) -> Tensor", "others is List[Optional[Tensor]]"),
+        ("(Tensor input, bool[] flags) -> Tensor", "flags is List[bool]"),
     ):
         message = (
-            "a kernel of Numba takes arguments of type Tensor, float, int, bool and Generator, "
-            f"and optional ones; {what}"
+            "a kernel of Numba takes arguments of type Tensor, Tensor[], Scalar, float, int, bool, "
+            f"float[], int[], str, ScalarType and Generator, and optional ones; {what}"
         )
         with pytest.raises(TypeError, match=re.escape(message)):
             operator(library.elementwise_kernel(two), schema)
@@ -341,7 +342,8 @@ def keyword_of_text(x: float, mode: str = "a") -> float:
         (only_numbers, "needs an argument without a default, which is a tensor"),
         (
             keyword_of_text,
-            "must annotate mode with float, int or bool, or one of these and None, got str",
+            'must annotate mode with float, int, bool, typing.Literal["a", "b"], int | float, '
+            "list[float], list[int] or a tuple, or one of these and None, got str",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

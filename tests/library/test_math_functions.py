@@ -65,6 +65,8 @@ def samples(dtype, count=150):
         *(generator.uniform(-1.2, 1.2, count) * limits.maxexp, near_zero, -near_zero),
         *(limits.tiny * generator.uniform(0, 1, 20), 1 + generator.normal(size=count) * 1e-3),
         np.arange(-60, 60) * math.pi / 2,
+        # Whose quarters of a turn are still counted one by one.
+        np.arange(2**29, 2**29 + 2**21, 2**14 + 1) * math.pi / 2,
         # The nearest of all to multiples of pi/2 (Muller 2006, table 11.1), and in float32.
         [6381956970095103.0 * 2.0**797 if dtype == torch.float64 else 16367173.0 * 2.0**72],
     ]
@@ -215,3 +217,18 @@ def test_explicit_vectors_take_them_too():
         x = torch.linspace(1.5, 9, 64, dtype=dtype)
         expected = (x.double().sin().erf() + x.double().floor().pow(x.double())).sqrt().to(dtype)
         torch.testing.assert_close(torch.ops.foo_math.vectors(x), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["sin", "cos"])
+def test_a_result_does_not_depend_on_its_neighbours(name, dtype):
+    """Huge numbers take another way, alone or in a vector."""
+    x = torch.linspace(-9, 9, 83, dtype=dtype)
+    huge = x.clone()
+    huge[::7], huge[40] = 3e30 * x[::7], torch.inf
+    operator = OPERATORS[name]
+    result, alone = operator(huge), torch.cat([operator(it) for it in huge.split(1)])
+    assert result[40].isnan()
+    assert result.nan_to_num().equal(alone.nan_to_num())
+    is_usual = huge == x
+    assert result[is_usual].equal(operator(x)[is_usual])

@@ -2,6 +2,7 @@
 
 import colorsys
 import math
+import os
 import re
 import subprocess
 import sys
@@ -73,7 +74,8 @@ def test_cache_knows_all_that_a_kernel_depends_on(tmp_path):
             capture_output=True,
             text=True,
             cwd=tmp_path,
-            env={"FOO_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"},
+            env=os.environ
+            | {"FOO_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"},
         )
         assert result.returncode == 0, result.stderr
         return result.stdout.split()

@@ -109,7 +109,7 @@ def assert_product(result, a, b, name="whole"):
     """
     assert result.dtype == type_of(a, b)
     if not result.dtype.is_floating_point:
-        assert result.long().equal(a.long() @ b.long())
+        assert result.equal((a.long() @ b.long()).to(result.dtype))
         return
     exact, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
     sums = torch.finfo(torch.float64 if result.dtype == torch.float64 else torch.float32)
@@ -161,6 +161,34 @@ def test_mixed_dtypes(dtypes, name):
         assert_product(operators[name](a, b.T.contiguous().T), a, b, name)
 
 
+INTEGERS = [
+    *((torch.int8, torch.int8), (torch.int8, torch.uint8), (torch.uint8, torch.int8)),
+    *((torch.uint8, torch.uint8), (torch.bool, torch.int8), (torch.int16, torch.uint8)),
+    *((torch.int16, torch.int16), (torch.uint16, torch.int8)),
+]
+
+
+@pytest.mark.parametrize("dtypes", INTEGERS, ids=str)
+def test_integers(dtypes):
+    """Sums of the smallest and the largest numbers, too, which go around in 32 bits."""
+    first, second = dtypes
+    for rows, depth, columns in ((32, 640, 64), (7, 513, 129), (17, 70, 15), (3, 129, 65)):
+        a, b = whole_range((rows, depth), first), whole_range((depth, columns), second)
+        for layout in (LAYOUTS["rows"], LAYOUTS["columns"]):
+            result = operators["whole"](layout(a), layout(b))
+            assert_product(result, a, b)
+
+
+def whole_range(shape, dtype):
+    """Make numbers of which the first rows and columns are the least and the largest."""
+    if dtype == torch.bool:
+        return numbers(shape, torch.int8) > 0
+    info = torch.iinfo(dtype)
+    result = numbers(shape, torch.int32) % (info.max - info.min + 1) + info.min
+    result[:2], result[2], result[:, :2], result[:, 2] = info.min, info.max, info.min, info.max
+    return result.to(dtype)
+
+
 @pytest.mark.parametrize("shape", [(0, 5, 3), (5, 0, 3), (5, 3, 0), (200, 0, 70)], ids=str)
 @pytest.mark.parametrize("name", operators)
 def test_empty(shape, name):
@@ -188,6 +216,17 @@ def test_infinity_and_nan_stay_in_their_rows(dtype):
     for name, operator in operators.items():
         expected = (a.double() @ b.double()).to(dtype)
         torch.testing.assert_close(operator(a, b), expected, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_is_beside_a_slice_takes_no_part(dtype):
+    """The matrix unit takes whole tiles, of which the last are filled up with zeros."""
+    for rows, depth, columns in ((32, 270, 40), (48, 15, 64)):
+        around = [torch.full((96, 320), torch.nan).to(dtype) for _ in range(2)]
+        a, b = around[0][:rows, :depth], around[1].T[:depth, :columns]
+        a.copy_(numbers((rows, depth), dtype))
+        b.copy_(numbers((depth, columns), dtype, 1))
+        assert_product(operators["whole"](a, b), a, b)
 
 
 def test_every_number_of_threads_gives_the_same():
@@ -264,14 +303,18 @@ def test_what_is_no_matrix(factor):
 
 @pytest.mark.parametrize(
     "environment",
-    [{"FOO_VECTOR_BITS": "256"}, {"FOO_VECTOR_BITS": "128"}, {"FOO_BFLOAT16_PAIRS": "0"}],
+    [
+        *({"FOO_VECTOR_BITS": "256"}, {"FOO_VECTOR_BITS": "128", "FOO_MATRIX_UNIT": "0"}),
+        *({"FOO_BFLOAT16_PAIRS": "0", "FOO_MATRIX_UNIT": "0"}, {"FOO_MATRIX_UNIT": "1"}),
+        {"FOO_BFLOAT16_PAIRS": "1", "FOO_MATRIX_UNIT": "0"},
+    ],
     ids=str,
 )
 def test_other_vectors(environment, tmp_path):
     process = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"),
-            *(__file__, "-k", "test_shapes and cpu and tiles and not float64"),
+            *(__file__, "-k", "test_shapes and cpu and tiles and not float64 or test_integers"),
         ],
         env=os.environ | environment | {"FOO_CACHE_DIR": str(tmp_path)},
         cwd=Path(__file__).parents[2],

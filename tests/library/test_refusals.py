@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from support.processes import run
 
 from foo_ops import library
 
@@ -109,6 +110,25 @@ def test_derivatives_take_its_place(operators, x):
     library.register_autograd("test_refusals::split", formula, lib=operators)
     ops.split(x)[0].sum().backward()
     assert x.grad.tolist() == [2, 2]
+
+
+def test_a_formula_of_torch_takes_its_place(tmp_path):
+    """The dispatcher would warn, once in a process, of a kernel that replaces another one."""
+    program = """
+import torch
+from foo_ops import library
+
+kernel = library.elementwise_kernel(lambda x: 2 * x)
+library.define("test_refusals::of_torch", "(Tensor x) -> Tensor")
+library.register_kernel("test_refusals::of_torch", ("cpu", "foo"), kernel)
+torch.library.register_autograd("test_refusals::of_torch", lambda ctx, grad: 7 * grad)
+for device in ("cpu", "foo"):
+    x = torch.ones(2, device=device, requires_grad=True)
+    torch.ops.test_refusals.of_torch(x).sum().backward()
+    assert x.grad.tolist() == [7, 7]
+    assert torch.ops.test_refusals.of_torch(x.detach()).tolist() == [2, 2]
+"""
+    assert run(program, tmp_path) == ("", "")
 
 
 def test_a_composite_takes_its_place(operators, x):

@@ -64,6 +64,16 @@ def test_losses(smoothing, forward, device):
     assert found == (forward * 21, 4 * 21)
 
 
+def test_the_loss_of_a_layer_counts_products(device):
+    hidden, weight = torch.randn(3, 5, device=device), torch.randn(7, 5, device=device)
+    target = torch.tensor([1, 6, 0], device=device)
+    product = 2 * (3 * 5 * 7)
+    for needed in ((True, True), (True, False), (False, True)):
+        tensors = [it.requires_grad_(is_) for it, is_ in zip((hidden, weight), needed)]
+        found = count(foo_ops.linear_cross_entropy, *tensors, target)
+        assert found == (product, (1 + sum(needed)) * product)
+
+
 def test_elementwise_operators_count_their_functions(device):
     gate = torch.randn(3, 1, device=device, requires_grad=True)
     up = torch.randn(4, device=device, requires_grad=True)

@@ -3,6 +3,7 @@
 What holds for every operator is in test_matrix.py.
 """
 
+import contextlib
 import itertools
 import os
 import re
@@ -12,9 +13,18 @@ import sys
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
 
 import foo_ops
-from foo_ops.testing import LINEAR, Sample, check_gradients, check_outputs, cotangents_for, random
+from foo_ops.testing import (
+    LINEAR,
+    Sample,
+    check_gradients,
+    check_outputs,
+    cotangents_for,
+    random,
+    reference,
+)
 
 DTYPES = LINEAR.dtypes
 
@@ -199,6 +209,33 @@ REFUSED = {
         "linear: bias must have 4 elements as weight has rows, got 3",
     ),
 }
+REFUSED_GATES = {
+    "1-d gate": (
+        lambda: (zeros(2, 3), zeros(3), zeros(4, 3)),
+        ValueError,
+        "linear_silu_mul: gate_weight must have 2 dimensions (N, K), got 1",
+    ),
+    "gate of another width": (
+        lambda: (zeros(2, 3), zeros(4, 2), zeros(4, 3)),
+        ValueError,
+        "linear_silu_mul: gate_weight must have 3 columns as input has, got 2",
+    ),
+    "up of another dtype": (
+        lambda: (zeros(2, 3), zeros(4, 3), zeros(4, 3, dtype=torch.float64)),
+        TypeError,
+        "linear_silu_mul: up_weight must be float32 as input is, got float64",
+    ),
+    "up of other rows": (
+        lambda: (zeros(2, 3), zeros(4, 3), zeros(5, 3)),
+        ValueError,
+        "linear_silu_mul: up_weight must have 4 rows as gate_weight has, got 5",
+    ),
+    "integer input": (
+        lambda: (zeros(2, 3, dtype=torch.int64), zeros(4, 3), zeros(4, 3)),
+        TypeError,
+        "linear_silu_mul: input must be float16, bfloat16, float32 or float64, got int64",
+    ),
+}
 REFUSED_BACKWARD = {
     "no input": (
         lambda: (zeros(2, 4), None, zeros(4, 3)),
@@ -234,15 +271,41 @@ REFUSED_BACKWARD = {
 }
 
 
+TABLES = (
+    (torch.ops.foo.linear, REFUSED),
+    (torch.ops.foo.linear_backward, REFUSED_BACKWARD),
+    (torch.ops.foo.linear_silu_mul, REFUSED_GATES),
+)
+
+
 @pytest.mark.parametrize("is_fake", [False, True], ids=["real", "fake"])
-@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_BACKWARD])
-def test_refused(name, is_fake):
-    is_backward = name in REFUSED_BACKWARD
-    make, error, message = (REFUSED_BACKWARD if is_backward else REFUSED)[name]
-    operator = torch.ops.foo.linear_backward if is_backward else torch.ops.foo.linear
+@pytest.mark.parametrize(
+    ("operator", "table", "case"), [(*it, case) for it in TABLES for case in it[1]]
+)
+def test_refused(operator, table, case, is_fake):
+    make, error, message = table[case]
     mode = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else torch.no_grad()
     with mode, pytest.raises(error, match=f"^{re.escape(message)}$"):
         operator(*make())
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("is_fake", [False, True], ids=["real", "fake"])
+def test_other_activations_are_refused(is_fake, is_recorded):
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else contextlib.nullcontext()
+    message = "linear: activation must be relu, silu, gelu or gelu_tanh, got tanh"
+    input = torch.zeros(2, 3, requires_grad=is_recorded)
+    with mode, pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        foo_ops.linear(input, zeros(4, 3), activation="tanh")
+
+
+@pytest.mark.parametrize("rows", [1, 4, 61, 300])
+def test_weights_of_a_gate_may_lie_in_memory_otherwise(rows):
+    input, gate, up = torch.randn(rows, 37), torch.randn(70, 37), torch.randn(37, 70).t()
+    for weights in ((gate, up), (up, up), (up[::2], gate[::2])):
+        expected = reference.linear_silu_mul(input.double(), *(it.double() for it in weights))
+        actual = foo_ops.linear_silu_mul(input, *weights)
+        assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_devices_are_not_mixed():
@@ -266,9 +329,9 @@ layouts = {}
 make = scratch.make_kernel_with_scratch
 number, pointer = ctypes.c_int64, ctypes.c_void_p
 
-for kernel in ("linear_product", "linear_few_rows"):
+for kernel in sys.argv[2:]:
     module = importlib.import_module(
-        "foo_ops.kernels.linear." + kernel.removeprefix("linear_")
+        "foo_ops.kernels.linear." + kernel.removeprefix("linear_").partition(".")[0]
     )
     def remember(body, layout, types):
         layouts[kernel] = layout
@@ -276,19 +339,27 @@ for kernel in ("linear_product", "linear_few_rows"):
     module.make_kernel_with_scratch = remember
     function = ctypes.CFUNCTYPE(None, *[pointer] * 4)(resolve(kernel, dtype))
     for rows, columns, depth in ((1, 70, 515), (5, 130, 33), (8, 1, 1021), (239, 65, 1030)):
-        if kernel == "linear_few_rows" and rows > 8:
+        is_few = kernel.startswith("linear_few_rows")
+        if is_few and rows > 8:
             continue
         left = torch.randn(rows, depth).to(getattr(torch, dtype))
         right = torch.randn(columns, depth + depth % 2).to(left.dtype)[:, :depth]
         output = torch.empty(rows, columns, dtype=left.dtype)
-        product = (number * 16)(
-            rows, columns, depth, 0, left.data_ptr(), depth, 1, right.data_ptr(), right.stride(0),
-            1, 0, 0, 0, output.data_ptr(), columns, 1,
-        )
-        block, size = (number * 4)(0, rows, 0, columns), number(0)
-        function(product, block, None, ctypes.addressof(size))
-        memory = np.full(size.value // np.dtype(compute).itemsize, -12345.0, dtype=compute)
-        function(product, block, memory.ctypes.data, None)
+        block, memory = (number * 4)(0, rows, 0, columns), None
+        # Which regions are used depends on how matrices lie in memory.
+        apart = torch.nn.functional.pad(left.t(), (0, 1))[:, :rows].t()
+        for lies, is_transposed in ((left, 0), (apart, 1)):
+            second = lies if is_transposed and not is_few else right
+            product = (number * 16)(
+                rows, columns, depth, is_transposed, lies.data_ptr(), *lies.stride(),
+                right.data_ptr(), *right.stride(), second.data_ptr(), 0, 0, 0,
+                output.data_ptr(), rows if is_transposed else columns,
+            )
+            if memory is None:
+                size = number(0)
+                function(product, block, None, ctypes.addressof(size))
+                memory = np.full(size.value // np.dtype(compute).itemsize, -12345.0, dtype=compute)
+            function(product, block, memory.ctypes.data, None)
         # Each region was written to, at least in part. What is left between them is the fences.
         untouched = np.concatenate(([0], memory == -12345.0, [0])).astype(np.int8)
         begins, ends = (np.flatnonzero(np.diff(untouched) == step) for step in (1, -1))
@@ -299,10 +370,13 @@ for kernel in ("linear_product", "linear_few_rows"):
 """
 
 
+KERNELS = ("linear_product", "linear_few_rows")
+
+
+@pytest.mark.parametrize("finish", ["", ".gelu", ".silu_mul"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-def test_kernels_stay_inside_of_their_regions(dtype, tmp_path):
+def test_kernels_stay_inside_of_their_regions(dtype, finish, tmp_path):
     environment = os.environ | {"FOO_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", FENCED, dtype], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", FENCED, dtype, *(f"{name}{finish}" for name in KERNELS)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -13,6 +13,7 @@ DTYPE = torch.float64
 STARTS = torch.tensor([0, 2, 5], dtype=torch.int32)
 ANGLES = torch.tensor([[0.3, -1.2], [0.7, 2.0], [-0.4, 0.1]], dtype=DTYPE)
 TARGET = torch.tensor([0, -100, 3])
+INTEGERS = torch.tensor([[3, -7, 1, 120], [0, 5, -9, 2], [-128, 4, 8, 1]], dtype=torch.int8)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,6 +98,11 @@ OPERATORS = {
         lambda x: foo_ops.linear(x, x.cos(), x.flatten()[:3]),
         lambda x: F.linear(x, x.cos(), x.flatten()[:3]),
     ),
+    "linear_int8": (
+        (3, 4),
+        lambda x: foo_ops.linear_int8(x, *on(x.device, INTEGERS), x[1, :3], x[2, 1:]),
+        lambda x: F.linear(x, on(x.device, INTEGERS)[0] * x[1, :3, None], x[2, 1:]),
+    ),
     "rotary_embedding": (
         (3, 4),
         lambda x: foo_ops.rotary_embedding(x, *on(x.device, ANGLES.cos(), ANGLES.sin())),
@@ -106,6 +112,15 @@ OPERATORS = {
         (3, 4),
         lambda x: foo_ops.softmax_cross_entropy(x, TARGET.to(x.device), reduction="none"),
         lambda x: F.cross_entropy(x, TARGET.to(x.device), reduction="none"),
+    ),
+    "linear_cross_entropy": (
+        (3, 4),
+        lambda x: foo_ops.linear_cross_entropy(
+            x, x.cos(), TARGET.to(x.device) % 3, reduction="none", softcap=2.0
+        ),
+        lambda x: F.cross_entropy(
+            2 * F.linear(x, x.cos()).div(2).tanh(), TARGET.to(x.device) % 3, reduction="none"
+        ),
     ),
     "attention": (
         (1, 2, 3, 2),

@@ -14,10 +14,11 @@ from foo_ops.kernels.attention import (
 )
 from foo_ops.kernels.compiler import kernel, processor
 from foo_ops.kernels.compiler.kernel import KERNELS
+from foo_ops.kernels.linear import cross_entropy_parameters as cross_entropy
 from foo_ops.kernels.linear import parameters as linear
 from foo_ops.kernels.products import on_amx, on_vectors
-from foo_ops.kernels.user import elementwise, tile
-from foo_ops.kernels.vectors import bounds, philox
+from foo_ops.kernels.user import codes, elementwise, tile
+from foo_ops.kernels.vectors import bounds, lists, philox
 from foo_ops.kernels.vectors.elements import ELEMENTS
 from foo_ops.kernels.vectors.struct import Struct
 from foo_ops.kernels.vectors.values import Pointer
@@ -34,12 +35,15 @@ class Field:
 
 
 def described_by_cpp(name):
-    """Return the fields of a struct of C++, where an operand is its pointer and its strides."""
+    """Return the fields of a struct of C++, where an operand is its pointer and its strides, and a
+    product its fields.
+    """
     fields = []
     for field, type_, offset in _C.agreement()["structs"][name]:
-        if type_ == "Operand":
-            for part in described_by_cpp("Operand"):
-                fields.append(Field(f"{field}{part.name}", part.type, offset + part.offset))
+        if type_ in ("Operand", "Product"):
+            prefix = field if type_ == "Operand" else ""
+            for part in described_by_cpp(type_):
+                fields.append(Field(f"{prefix}{part.name}", part.type, offset + part.offset))
         elif type_ == "int64[4]":
             fields += [
                 Field(f"_{axis}_stride", "int64", offset + 8 * i) for i, axis in enumerate(AXES)
@@ -95,6 +99,14 @@ def test_parameters_of_products(dtype):
     product, block, *_ = linear.argument_types(dtype)
     assert differences(described_by_cpp("Product"), described_by_python(product)) == []
     assert differences(described_by_cpp("ProductBlock"), described_by_python(block)) == []
+    quantized, *_ = linear.quantized_argument_types(dtype, "int8")
+    assert differences(described_by_cpp("QuantizedProduct"), described_by_python(quantized)) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_of_cross_entropy(dtype):
+    parameters, *_ = cross_entropy.argument_types(dtype)
+    assert differences(described_by_cpp("CrossEntropy"), described_by_python(parameters)) == []
 
 
 def test_a_difference_would_be_noticed():
@@ -124,6 +136,13 @@ def test_views():
     ]
 
 
+def test_lists_of_views():
+    assert _C.agreement()["structs"]["ViewList"] == [
+        ("first", "View*", 8 * lists.FIRST),
+        ("size", "int64", 8 * lists.LENGTH),
+    ]
+
+
 def test_accesses_outside():
     fields = ("IS_FOUND", "VIEW", "KIND", "ROW", "COUNT", "PLACE", "INDICES")
     expected = [(name.lower(), 8 * getattr(bounds, name)) for name in fields]
@@ -146,9 +165,14 @@ def functions():
             function = "SumFunction" if name == "attention_sum_chunks" else "AttentionFunction"
             for dtype in ("float32", "float64") if name == "attention_dropout_mask" else DTYPES:
                 yield function, source.build(dtype).argument_types
-        elif name.startswith("linear_"):
+        elif name.startswith("cross_entropy_"):
             for dtype in DTYPES:
-                yield "ProductFunction", source.build(dtype).argument_types
+                yield "CrossEntropyFunction", source.build(dtype).argument_types
+        elif name.startswith("linear_"):
+            is_quantized = name.startswith(("linear_int8", "linear_int4"))
+            function = "QuantizedFunction" if is_quantized else "ProductFunction"
+            for dtype in DTYPES:
+                yield function, source.build(dtype).argument_types
     yield "TileFunction", tile.ARGUMENT_TYPES
     # Data are addresses, to Numba: numbers.
     data, *rest = elementwise.ARGUMENT_TYPES
@@ -189,8 +213,8 @@ def test_constants():
         "kCountTiles": tile.COUNT_TILES,
         "kRunTiles": tile.RUN_TILES,
         "kFinishTiles": tile.FINISH_TILES,
-        "kAbsentCode": elementwise.ABSENT,
-        "kGivenCode": elementwise.GIVEN,
+        "kAbsentCode": codes.ABSENT,
+        "kGivenCode": codes.GIVEN,
         "kCheckedCode": kernel.CHECKED,
         "kElement": bounds.OF_ELEMENT,
         "kRow": bounds.OF_ROW,
@@ -198,6 +222,7 @@ def test_constants():
         "kInRow": bounds.IN_ROW,
         "kShape": bounds.OF_SHAPE,
         "kProduct": bounds.OF_PRODUCT,
+        "kList": bounds.OF_LIST,
         "kMostIndices": bounds.MOST_INDICES,
     }
 
@@ -216,6 +241,8 @@ def test_limits(monkeypatch, bits):
     assert all(constants["kWidestPanel"] % panel == 0 for panel in panels)
 
 
-@pytest.mark.parametrize("name", sorted(ELEMENTS.keys() - {"mask", "bfloat16x2"}))
+@pytest.mark.parametrize(
+    "name", sorted(ELEMENTS.keys() - {"mask", "bfloat16x2", "int16x2", "int8x4"})
+)
 def test_elements_are_those_of_torch(name):
     assert ELEMENTS[name].size == getattr(torch, name).itemsize

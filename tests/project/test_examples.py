@@ -73,21 +73,31 @@ def test_embeddings_notices_a_wrong_attention(embeddings):
         embeddings.main(["--passages", "2", "--rounds", "1"])
 
 
+@pytest.fixture
+def llama(example, monkeypatch):
+    module = example("llama_decoding")
+    widths = {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 1000}
+    monkeypatch.setattr(module, "WIDTHS", widths)
+    return module
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_llama_decoding(example, device, dtype, capsys):
-    sizes = ["--prompt", "64", "--tokens", "4", "--rounds", "1"]
-    example("llama_decoding").main([*sizes, "--device", device, "--dtype", dtype])
+def test_llama_decoding(llama, device, dtype, capsys):
+    sizes = ["--layers", "2", "--prompt", "64", "--tokens", "4", "--rounds", "1"]
+    llama.main([*sizes, "--device", device, "--dtype", dtype])
     output = capsys.readouterr().out
-    for name in ("foo", "sdpa", "foo / sdpa"):
-        speeds = numbers(output, name)
-        assert len(speeds) == 2
+    for name in ("apply", "apply, 8 bits", "apply, 4 bits", "attention", "as it is"):
+        *speeds, difference = numbers(output, name)
+        assert len(speeds) == 4
         assert min(speeds) > 0
+        assert difference < (0.5 if "bits" in name else 0.05)
+    assert difference == 0
 
 
 @pytest.mark.usefixtures("wrong_attention")
-def test_llama_decoding_notices_a_wrong_attention(example):
+def test_llama_decoding_notices_a_wrong_attention(llama):
     with pytest.raises(SystemExit, match="The logits differ: "):
-        example("llama_decoding").main(["--prompt", "8", "--tokens", "1", "--rounds", "1"])
+        llama.main(["--layers", "1", "--prompt", "8", "--tokens", "1", "--rounds", "1"])
 
 
 @pytest.mark.parametrize("name", [pytest.param("embeddings", marks=needs_model), "llama_decoding"])

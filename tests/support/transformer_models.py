@@ -59,17 +59,40 @@ ENCODERS = {
     ),
 }
 
+FAMILIES = {
+    **DECODERS,
+    **{
+        name: lambda name=name, sizes=sizes: getattr(transformers, f"{name}Config")(**sizes)
+        for name, sizes in {
+            "Gemma": GROUPED,
+            "Gemma3Text": {**GROUPED, "sliding_window": WINDOW},
+            "Qwen2": {**SIZES, "num_key_value_heads": 2},
+            "Qwen3": GROUPED,
+            "Mixtral": {**GROUPED, "num_local_experts": 4},
+            "Cohere": {**SIZES, "num_key_value_heads": 2, "logit_scale": 1.0},
+            "Glm": GROUPED,
+            "Phi": SIZES,
+            "Phi3": {**SIZES, "num_key_value_heads": 2},
+            "GPT2": {**SIZES, "n_inner": 64},
+        }.items()
+    },
+}
+"""Models that `apply` changes: the decoders, and others whose modules have forms of their own."""
 
-def build(auto_class, config, device="cpu", dtype=torch.float32):
+
+def build(auto_class, config, device="cpu", dtype=torch.float32, **changes):
     """Build a model with random weights, the same for every device and dtype."""
+    config = config()
+    for name, value in changes.items():
+        setattr(config, name, value)
     torch.manual_seed(0)
     # The other implementations of experts count integers with torch.histc, but not on the cpu.
-    model = auto_class.from_config(config(), experts_implementation="eager")
+    model = auto_class.from_config(config, experts_implementation="eager")
     return model.to(device=device, dtype=dtype).eval()
 
 
-def decoder(name, device="cpu", dtype=torch.float32):
-    return build(transformers.AutoModelForCausalLM, DECODERS[name], device, dtype)
+def decoder(name, device="cpu", dtype=torch.float32, **changes):
+    return build(transformers.AutoModelForCausalLM, FAMILIES[name], device, dtype, **changes)
 
 
 def encoder(name, device="cpu", dtype=torch.float32):

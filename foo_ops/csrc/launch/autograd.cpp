@@ -13,6 +13,7 @@
 #include "launch/backward_node.h"
 #include "launch/backward_operator.h"
 #include "launch/forward_mode.h"
+#include "launch/parameter.h"
 #include "launch/registration.h"
 
 namespace foo {
@@ -111,6 +112,20 @@ void write_copy(const OperatorHandle& functional, const OperatorHandle& op, Stac
               "one of the arguments requires grad.");
 }
 
+// Lets what others register for all devices, as torch.library.register_autograd does, go before a
+// refusal. That stands on the keys of devices, since on the key of all of them the dispatcher would
+// warn that it is replaced.
+Action unless_registered(const Action& refuse) {
+  return [refuse](const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    if (!op.hasKernelForDispatchKey(c10::DispatchKey::Autograd)) {
+      refuse(op, keys, stack);
+      return;
+    }
+    // No kernel of this package is for such a device.
+    op.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradXLA).callBoxed(op, keys, stack);
+  };
+}
+
 template <class MakeKernel>
 Registrations register_on_autograd_keys(const std::string& operator_name, const MakeKernel& make) {
   Registrations registrations;
@@ -157,10 +172,10 @@ std::vector<at::Tensor> written_tensors(const OperatorHandle& op, const Stack& s
   std::vector<at::Tensor> written;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
-    if (alias != nullptr && alias->isWrite() && values[i].isTensor() &&
-        !values[i].toTensor().is_inference()) {
-      written.push_back(values[i].toTensor());
-    }
+    if (alias == nullptr || !alias->isWrite()) continue;
+    for_each_tensor(values[i], [&](const at::Tensor& tensor) {
+      if (!tensor.is_inference()) written.push_back(tensor);
+    });
   }
   return written;
 }
@@ -212,8 +227,8 @@ Registrations register_backward_operator(const std::string& operator_name,
   });
 }
 
-c10::RegistrationHandleRAII refuse_to_differentiate(const std::string& operator_name,
-                                                    const std::string& message) {
+Registrations refuse_to_differentiate(const std::string& operator_name,
+                                      const std::string& message) {
   Action record = [message](const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     call_and_record_refusal(message, op, keys, stack);
   };
@@ -224,10 +239,10 @@ c10::RegistrationHandleRAII refuse_to_differentiate(const std::string& operator_
   if (std::any_of(arguments.begin(), arguments.end(), [](const auto& it) { return it.is_out(); })) {
     record = refuse_with = refuse_out;
   }
-  // Not on the keys of devices, which would hide what others register for all of them.
-  return hold_kernel(operator_name, c10::DispatchKey::Autograd,
-                     c10::KernelFunction::makeFromBoxedFunctor(
-                         std::make_unique<AutogradKernel>(record, refuse_with)));
+  return register_on_autograd_keys(operator_name, [&](const auto&, auto) {
+    return std::make_unique<AutogradKernel>(unless_registered(record),
+                                            unless_registered(refuse_with));
+  });
 }
 
 Registrations register_variant_autograd(const std::string& operator_name) {

@@ -50,10 +50,9 @@ Registrations register_formula(const std::string& operator_name,
                                const std::shared_ptr<const Formula>& formula, Tangents tangents);
 
 // Lets an operator be called where gradients are recorded, and throws the message as a
-// NotImplementedError where a gradient or a tangent goes through it. Any other kernel on an
-// autograd key takes its place.
-c10::RegistrationHandleRAII refuse_to_differentiate(const std::string& operator_name,
-                                                    const std::string& message);
+// NotImplementedError where a gradient or a tangent goes through it, unless there is a kernel on
+// the Autograd key by then.
+Registrations refuse_to_differentiate(const std::string& operator_name, const std::string& message);
 
 // Differentiates `f_` as `self.copy_(f(self.clone()))`, which handles views and versions, and lets
 // `f.out` refuse arguments that need a gradient, as PyTorch's own do.

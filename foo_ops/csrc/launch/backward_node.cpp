@@ -217,7 +217,7 @@ void record_results(const variable_list& results,
                     const variable_list& without_gradient = {}) {
   for (const at::Tensor& result : results) {
     const bool has_gradient =
-        torch::autograd::isDifferentiableType(result.scalar_type()) &&
+        result.defined() && torch::autograd::isDifferentiableType(result.scalar_type()) &&
         std::none_of(without_gradient.begin(), without_gradient.end(),
                      [&](const at::Tensor& other) { return other.is_same(result); });
     if (has_gradient) {
@@ -253,7 +253,7 @@ void call_and_record(const std::shared_ptr<const BackwardOperator>& backward,
   node->set_next_edges(edges_to(tensors_at(arguments, backward->tensor_arguments())));
   redispatch_below_autograd(op, keys, stack);
   const auto results = results_of(op, *stack);
-  record_results(tensors_in(results), node);
+  record_results(tensors_of(results), node);
   node->save(backward->saved(arguments, results));
 }
 
@@ -267,7 +267,8 @@ void call_and_record_formula(const std::shared_ptr<const Formula>& formula,
   KeptByFormula kept = keep_without_recording(*formula, arguments, results);
   auto node = c10::make_intrusive<BackwardNode>(std::move(kept.gradients));
   node->set_next_edges(std::move(edges));
-  const auto tensors = tensors_in(results);
+  auto tensors = tensors_in(results);
+  std::erase_if(tensors, [](const at::Tensor& tensor) { return !tensor.defined(); });
   record_results(tensors, node, kept.non_differentiable);
   SavedForBackward saved{std::move(kept.saved_tensors)};
   // Where the gradient of the only result is missing, nothing is to be done.

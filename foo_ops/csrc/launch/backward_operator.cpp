@@ -134,7 +134,8 @@ BackwardOperator::Source BackwardOperator::source_of(const c10::Argument& argume
                    ", the gradient of a result (grad_<result>), or whether an argument needs a "
                    "gradient (<argument>_requires_grad); ",
                    schema);
-  return {Source::kGradient, size_t(result), is_optional(argument), false};
+  const bool may_be_none = is_optional(argument) && !is_optional(schema.returns()[result]);
+  return {Source::kGradient, size_t(result), may_be_none, false};
 }
 
 size_t BackwardOperator::edge_of(size_t argument) const {
@@ -155,7 +156,7 @@ SavedForBackward BackwardOperator::saved(c10::ArrayRef<c10::IValue> arguments,
   SavedForBackward saved;
   for (const Source& source : sources_) {
     if (source.kind == Source::kResult) {
-      saved.tensors.push_back(results[source.index].toTensor());
+      saved.tensors.push_back(tensors_of(results)[source.index]);
     } else if (source.kind == Source::kTensor) {
       const c10::IValue& argument = arguments[source.index];
       const bool is_saved = argument.isTensor() &&
@@ -170,8 +171,9 @@ SavedForBackward BackwardOperator::saved(c10::ArrayRef<c10::IValue> arguments,
     saved.is_complex.push_back(argument.isTensor() && argument.toTensor().is_complex());
   }
   if (results.size() == 1) return saved;
-  for (const c10::IValue& result : results) {
-    saved.results.push_back(zeros_like_result(result.toTensor()));
+  for (const at::Tensor& result : tensors_of(results)) {
+    saved.results.push_back(result.defined() ? zeros_like_result(result)
+                                             : torch::autograd::VariableInfo());
   }
   return saved;
 }
@@ -200,14 +202,16 @@ variable_list BackwardOperator::gradients(const variable_list& of_results,
       case Source::kGradient: {
         const at::Tensor& gradient = of_results[source.index];
         const bool is_zero = !gradient.defined() && !source.is_optional;
-        stack.push_back(is_zero ? saved.results[source.index].zeros(guard) : optional(gradient));
+        stack.push_back(optional(is_zero ? saved.results[source.index].zeros(guard) : gradient));
       }
     }
   }
   backward_.callBoxed(&stack);
   for (const auto edge : c10::irange(found.size())) {
     if (!needed[edge] || results_[edge] < 0) continue;
+    if (stack[results_[edge]].isNone()) continue;
     const at::Tensor& gradient = stack[results_[edge]].toTensor();
+    if (!gradient.defined()) continue;
     found[edge] = gradient.is_complex() && !saved.is_complex[edge] ? at::real(gradient) : gradient;
   }
   return found;

@@ -21,6 +21,8 @@ namespace foo {
 //                          is that of the next one's
 //   query_requires_grad    whether an argument of f needs a gradient, a bool
 //
+// A result that may be missing is Tensor?, and so is its gradient: None where the result is.
+//
 // Its results are grad_query and so on, grad_key_and_value for two that are the same, and others
 // that are not looked at; where they have no names, there is one for each tensor. A gradient that
 // is optional is None where nothing depends on that result, else it is zeros. A tensor that is

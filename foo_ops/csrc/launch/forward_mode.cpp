@@ -66,6 +66,10 @@ class PartialDerivatives {
   at::Tensor row(size_t result, const at::Scalar& unit) const {
     variable_list gradients;
     for (const auto other : c10::irange(results_.size())) {
+      if (!results_[other].defined()) {
+        gradients.emplace_back();
+        continue;
+      }
       gradients.push_back(other == result ? at::full_like(results_[other], unit)
                                           : at::zeros_like(results_[other]));
     }
@@ -99,12 +103,10 @@ void call_with_tangents(const std::shared_ptr<const BackwardOperator>& backward,
   } else {
     redispatch_below_autograd(op, keys, stack);
   }
-  std::vector<at::Tensor> results;
-  for (const c10::IValue& result : torch::jit::last(*stack, op.schema().returns().size())) {
-    results.push_back(result.toTensor());
-  }
+  const auto results = tensors_of(torch::jit::last(*stack, op.schema().returns().size()));
   const PartialDerivatives derivatives(*backward, duals, results);
   for (const auto i : c10::irange(results.size())) {
+    if (!results[i].defined()) continue;
     const auto type = results[i].scalar_type();
     if (!at::isFloatingType(type) && !at::isComplexType(type)) continue;
     results[i]._set_fw_grad(derivatives.tangent_of(i).to(type), /*level=*/0,

@@ -28,6 +28,16 @@ inline torch::autograd::VariableInfo zeros_like_result(const at::Tensor& result)
   return torch::autograd::VariableInfo(result, result.key_set().has(c10::DispatchKey::Python));
 }
 
+// The tensors that results are, undefined for those that are not there.
+inline torch::autograd::variable_list tensors_of(c10::ArrayRef<c10::IValue> results) {
+  torch::autograd::variable_list tensors;
+  tensors.reserve(results.size());
+  for (const c10::IValue& result : results) {
+    tensors.push_back(result.isTensor() ? result.toTensor() : at::Tensor());
+  }
+  return tensors;
+}
+
 class Gradients {
  public:
   virtual ~Gradients() = default;

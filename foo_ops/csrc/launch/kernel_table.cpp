@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <limits>
 
 namespace foo {
@@ -24,19 +25,6 @@ std::string written(int16_t code) {
   }
 }
 
-std::string written(const Signature& signature) {
-  std::string result;
-  for (const int16_t code : signature) {
-    if (code <= kRankZero) {
-      result += '-' + std::to_string(kRankZero - code) + 'd';
-      continue;
-    }
-    if (!result.empty()) result += ',';
-    result += written(code);
-  }
-  return result;
-}
-
 }  // namespace
 
 std::string dtype_name(at::ScalarType dtype) {
@@ -57,6 +45,23 @@ void rethrow_raised() {
 
 int64_t grain_size(int64_t of_compiled) {
   return rethrower != nullptr ? std::numeric_limits<int64_t>::max() : of_compiled;
+}
+
+int16_t Kernel::code_of(const std::string& text) const {
+  return int16_t(kFirstText + (std::find(texts_.begin(), texts_.end(), text) - texts_.begin()));
+}
+
+std::string Kernel::written(const Signature& signature) const {
+  std::string result;
+  for (const int16_t code : signature) {
+    if (code <= kRankZero) {
+      result += '-' + std::to_string(kRankZero - code) + 'd';
+      continue;
+    }
+    if (!result.empty()) result += ',';
+    result += code >= kFirstText ? '\'' + texts_.at(code - kFirstText) + '\'' : foo::written(code);
+  }
+  return result;
 }
 
 void* Kernel::resolve(const Signature& signature) {

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <string>
+#include <vector>
 
 namespace foo {
 
@@ -15,21 +16,23 @@ std::string dtype_name(at::ScalarType dtype);
 
 // The arguments that a kernel is compiled for, a number for each argument that matters: a tensor's
 // dtype, behind which may be its number of dimensions; for an optional argument whether it is
-// there. The last number may say that the kernel checks its accesses.
+// there; for a text which one. The last number may say that the kernel checks its accesses.
 using Signature = c10::SmallVector<int16_t, 24>;
 constexpr int16_t kAbsent = -1;
 constexpr int16_t kGiven = -2;
 constexpr int16_t kChecked = -3;
 // Stands for no dimensions; each dimension makes it one less.
 constexpr int16_t kRankZero = -4;
+// The first of a kernel's texts; dtypes are less.
+constexpr int16_t kFirstText = 1000;
 // The resolver takes the codes in this form.
 inline constexpr const char* kAbsentCode = "none";
 inline constexpr const char* kGivenCode = "given";
 inline constexpr const char* kCheckedCode = "checked";
 
 // Compiles a kernel for a signature or loads it from the disk cache, and returns its address. The
-// signature is written as "float32-2d,none,given,checked". Called without the GIL; throws what the
-// compilation raised.
+// signature is written as "float32-2d,none,given,'same',checked". Called without the GIL; throws
+// what the compilation raised.
 using Resolver = void* (*)(const std::string& kernel, const std::string& signature);
 void set_resolver(Resolver resolver);
 
@@ -49,8 +52,13 @@ int64_t grain_size(int64_t of_compiled);
 // as long as the process.
 class Kernel {
  public:
-  explicit Kernel(std::string name) : name_(std::move(name)) {}
+  // `texts` are those that signatures may have.
+  explicit Kernel(std::string name, std::vector<std::string> texts = {})
+      : name_(std::move(name)), texts_(std::move(texts)) {}
   Kernel(const Kernel&) = delete;
+
+  // What stands for one of its texts in a signature.
+  int16_t code_of(const std::string& text) const;
 
   // The kernel's C function. Call it before at::parallel_for, not inside: the first call for a
   // signature takes the GIL.
@@ -77,8 +85,10 @@ class Kernel {
   };
 
   void* resolve(const Signature& signature);
+  std::string written(const Signature& signature) const;
 
   std::string name_;
+  std::vector<std::string> texts_;
   // Entries are added in front, and never removed.
   std::atomic<const Entry*> first_ = nullptr;
 };

@@ -9,19 +9,6 @@ namespace foo {
 
 namespace {
 
-// Where a tensor lies: from its first byte to the one after its last.
-struct Span {
-  const char* begin;
-  const char* end;
-
-  explicit Span(const at::Tensor& tensor)
-      : begin(static_cast<const char*>(tensor.const_data_ptr())), end(begin) {
-    int64_t last = 0;
-    for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
-    end += (last + 1) * static_cast<int64_t>(tensor.element_size());
-  }
-};
-
 // A term of a distance in memory: so many bytes, taken `low` to `high` times.
 struct Step {
   int64_t bytes, low, high;
@@ -81,6 +68,13 @@ bool is_copied_on_write(const at::Tensor& tensor) {
 }
 
 }  // namespace
+
+Span::Span(const at::Tensor& tensor)
+    : begin(static_cast<const char*>(tensor.const_data_ptr())), end(begin) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  end += (last + 1) * static_cast<int64_t>(tensor.element_size());
+}
 
 Overlap overlap_of(const at::Tensor& one, const at::Tensor& other) {
   if (one.numel() == 0 || other.numel() == 0) return Overlap::kNone;

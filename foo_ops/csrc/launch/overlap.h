@@ -8,6 +8,14 @@
 
 namespace foo {
 
+// Where a tensor that is not empty lies: from its first byte to the one after its last.
+struct Span {
+  const char* begin;
+  const char* end;
+
+  explicit Span(const at::Tensor& tensor);
+};
+
 // The elements of a tensor that are also elements of another: none, each at the same index, or
 // others.
 enum class Overlap { kNone, kSame, kOther };

@@ -16,19 +16,28 @@ int64_t scalar_bits(const c10::IValue& value) {
   return value.isSymInt() ? value.toSymInt().guard_int(__FILE__, __LINE__) : value.toInt();
 }
 
+std::vector<std::string> texts_of(const std::vector<Parameter>& parameters) {
+  std::vector<std::string> texts;
+  for (const Parameter& parameter : parameters) {
+    texts.insert(texts.end(), parameter.choices.begin(), parameter.choices.end());
+  }
+  return texts;
+}
+
 c10::Device common_device(const std::string& name, const std::vector<Parameter>& parameters,
                           c10::ArrayRef<c10::IValue> arguments) {
   const Parameter* first = nullptr;
   c10::Device device(c10::kCPU);
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (!parameters[i].is_tensor() || arguments[i].isNone()) continue;
-    const c10::Device own = arguments[i].toTensor().device();
-    if (first == nullptr) {
-      first = &parameters[i];
-      device = own;
-    }
-    TORCH_CHECK_VALUE(own == device, name, ": ", parameters[i].name, " must be on ", device, " as ",
-                      first->name, " is, got ", own);
+    for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      const c10::Device own = tensor.device();
+      if (first == nullptr) {
+        first = &parameters[i];
+        device = own;
+      }
+      TORCH_CHECK_VALUE(own == device, name, ": ", parameters[i].name, " must be on ", device,
+                        " as ", first->name, " is, got ", own);
+    });
   }
   return device;
 }
@@ -62,7 +71,8 @@ void check_can_cast(const std::string& name, const std::string& parameter, at::S
 std::vector<at::Tensor> other_tensors(c10::ArrayRef<c10::IValue> arguments, size_t index) {
   std::vector<at::Tensor> tensors;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (i != index && arguments[i].isTensor()) tensors.push_back(arguments[i].toTensor());
+    if (i == index) continue;
+    for_each_tensor(arguments[i], [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
   }
   return tensors;
 }

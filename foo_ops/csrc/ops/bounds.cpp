@@ -68,6 +68,11 @@ void refuse_outside(const std::string& operator_name, const std::string& argumen
                       ": dot: target, a and b must have shapes [m, n], [m, k] and [k, n], got ",
                       shape(0), ", ", shape(1), ", ", shape(2), " (", outside.place, ")");
   }
+  if (outside.kind == kList) {
+    const std::string list = argument.substr(0, argument.find('['));
+    TORCH_CHECK_INDEX(false, operator_name, ": ", list, "[", outside.indices[0], "] is outside of ",
+                      list, ", which has ", outside.indices[1], " tensors (", outside.place, ")");
+  }
   TORCH_CHECK_INDEX(false, operator_name, ": ", written(argument, outside), " is outside of ",
                     argument, ", which has shape ", c10::ArrayRef<int64_t>(view.sizes, view.ndim),
                     " (", outside.place, ")");

@@ -10,9 +10,12 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
+#include "ops/bounds.h"
+#include "ops/values.h"
 
 namespace foo {
 
@@ -28,8 +31,9 @@ struct Operands {
   // For each input what the kernel reads it as.
   c10::SmallVector<at::ScalarType, 4> input_types;
   const std::vector<at::ScalarType>& output_types;
-  // The numbers among the arguments.
+  // The arguments that are no tensors.
   c10::SmallVector<int64_t, 8> scalars;
+  Values values;
 
   bool outputs_are_given() const { return outputs.front().defined(); }
 };
@@ -160,14 +164,18 @@ class ElementwiseLauncher final : public c10::OperatorKernel {
 
 Elementwise::Elementwise(const std::string& operator_name, const std::string& kernel,
                          std::vector<Parameter> parameters, ResultTypes result_types,
-                         std::string input_types)
+                         std::string input_types, std::vector<int64_t> depends_on)
     : operator_name_(operator_name),
       name_(short_name(operator_name)),
-      kernel_(kernel),
+      kernel_(kernel, texts_of(parameters)),
       parameters_(std::move(parameters)),
       result_types_(std::move(result_types)),
       input_types_(std::move(input_types)),
-      returns_(find_operator(operator_name).schema().returns().size()) {
+      depends_on_(std::move(depends_on)),
+      returns_(find_operator(operator_name).schema().returns().size()),
+      has_lists_(std::any_of(parameters_.begin(), parameters_.end(), [](const Parameter& it) {
+        return it.kind == Parameter::Kind::kInts || it.kind == Parameter::Kind::kFloats;
+      })) {
   for (const Parameter& parameter : parameters_) {
     if (!is_promoted(parameter)) continue;
     ++promoted_;
@@ -224,6 +232,13 @@ Elementwise::Types Elementwise::types_of(c10::ArrayRef<c10::IValue> arguments) c
   return {common, entry->second};
 }
 
+void Elementwise::check_values(c10::ArrayRef<c10::IValue> arguments, at::ScalarType common) const {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].is_tensor() || arguments[i].isNone()) continue;
+    check_value(name_, parameters_[i], arguments[i], {common, &promoted_names_});
+  }
+}
+
 void Elementwise::check_shapes(c10::ArrayRef<c10::IValue> arguments,
                                c10::SymIntArrayRef sizes) const {
   for_each_written(parameters_, arguments, [&](size_t i, const at::Tensor& target) {
@@ -269,6 +284,10 @@ at::DimVector Elementwise::check_written(c10::ArrayRef<c10::IValue> arguments) c
   return sizes;
 }
 
+bool Elementwise::is_missing(c10::ArrayRef<c10::IValue> arguments, size_t result) const {
+  return depends_on_[result] >= 0 && arguments[depends_on_[result]].isNone();
+}
+
 bool Elementwise::is_input(c10::ArrayRef<c10::IValue> arguments, size_t index) const {
   return parameters_[index].role != Parameter::Role::kOut && arguments[index].isTensor();
 }
@@ -280,16 +299,25 @@ bool Elementwise::is_written(c10::ArrayRef<c10::IValue> arguments, size_t index)
 void Elementwise::launch(torch::jit::Stack& stack) {
   const auto arguments = torch::jit::last(stack, parameters_.size());
   const Types types = types_of(arguments);
-  Operands operands{{}, {}, {}, types.results, {}};
+  std::vector<at::ScalarType> present;
+  for (size_t i = 0; i < depends_on_.size(); ++i) {
+    if (!is_missing(arguments, i)) present.push_back(types.results[i]);
+  }
+  const auto& result_types = depends_on_.empty() ? types.results : present;
+  Operands operands{{}, {}, {}, result_types, {}, {}};
+  const Common common{types.common, &promoted_names_};
   Signature signature{static_cast<int16_t>(types.common)};
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& parameter = parameters_[i];
     const c10::IValue& argument = arguments[i];
     if (!parameter.is_tensor()) {
-      operands.scalars.push_back(argument.isNone() ? 0 : scalar_bits(argument));
+      operands.scalars.push_back(
+          argument.isNone() ? 0 : operands.values.add(name_, parameter, argument, common));
+      Values::sign(kernel_, parameter, argument, signature);
+      continue;
     }
-    if (argument.isNone() || !parameter.is_tensor()) {
-      if (parameter.is_optional) signature.push_back(argument.isNone() ? kAbsent : kGiven);
+    if (argument.isNone()) {
+      signature.push_back(kAbsent);
       continue;
     }
     const at::Tensor& tensor = argument.toTensor();
@@ -305,6 +333,12 @@ void Elementwise::launch(torch::jit::Stack& stack) {
     }
     if (parameter.role != Parameter::Role::kRead) operands.outputs.push_back(tensor);
   }
+  std::optional<Outside> outside;
+  if (has_lists_ && checks_bounds()) {
+    signature.push_back(kChecked);
+    outside.emplace().is_found = 0;
+    operands.values.check_bounds(*outside);
+  }
   Tensors targets = operands.outputs;
   if (!targets.empty()) {
     const auto sizes = check_written(arguments);
@@ -314,15 +348,23 @@ void Elementwise::launch(torch::jit::Stack& stack) {
   }
   bool is_direct = true;
   for (size_t i = 0; i < targets.size(); ++i) {
-    is_direct &= targets[i].scalar_type() == types.results[i];
+    is_direct &= targets[i].scalar_type() == result_types[i];
   }
-  if (targets.empty() || !is_direct) operands.outputs.assign(types.results.size(), at::Tensor());
+  if (targets.empty() || !is_direct) operands.outputs.assign(result_types.size(), at::Tensor());
   run(operands, kernel_, signature);
+  if (outside.has_value() && outside->is_found != 0) {
+    refuse_outside(name_, *operands.values.name_of(outside->view), *outside);
+  }
   for (size_t i = 0; i < targets.size() && !is_direct; ++i) {
     at::native::resize_output(targets[i], operands.outputs[i].sizes());
     targets[i].copy_(operands.outputs[i]);
   }
   Tensors& results = targets.empty() ? operands.outputs : targets;
+  if (!depends_on_.empty()) {
+    for (size_t i = 0; i < returns_; ++i) {
+      if (is_missing(arguments, i)) results.insert(results.begin() + i, at::Tensor());
+    }
+  }
   torch::jit::drop(stack, parameters_.size());
   for (size_t i = 0; i < returns_; ++i) stack.emplace_back(std::move(results[i]));
 }

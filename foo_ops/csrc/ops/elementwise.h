@@ -29,17 +29,22 @@ using ResultTypes = std::map<at::ScalarType, std::vector<at::ScalarType>>;
 class Elementwise : public std::enable_shared_from_this<Elementwise> {
  public:
   // `input_types` names the dtypes that are taken, for the message that refuses others.
+  // `depends_on` says for each result which argument it is missing without, or -1; it is empty
+  // where all results are always there.
   Elementwise(const std::string& operator_name, const std::string& kernel,
-              std::vector<Parameter> parameters, ResultTypes result_types, std::string input_types);
+              std::vector<Parameter> parameters, ResultTypes result_types, std::string input_types,
+              std::vector<int64_t> depends_on);
 
   struct Types {
     at::ScalarType common;
     const std::vector<at::ScalarType>& results;
   };
 
-  // The dtypes of a call, or the error that the launcher raises for these tensors. Numbers are not
-  // looked at.
+  // The dtypes of a call, or the error that the launcher raises for these tensors.
   Types types_of(c10::ArrayRef<c10::IValue> arguments) const;
+
+  // Throws what is wrong with arguments that are no tensors.
+  void check_values(c10::ArrayRef<c10::IValue> arguments, at::ScalarType common) const;
 
   // Throws as TensorIterator does: one tensor on cpu without dimensions goes with any device.
   void check_devices(c10::ArrayRef<c10::IValue> arguments) const;
@@ -60,6 +65,7 @@ class Elementwise : public std::enable_shared_from_this<Elementwise> {
   // Returns the shape of the results.
   at::DimVector check_written(c10::ArrayRef<c10::IValue> arguments) const;
   void check_overlaps(c10::ArrayRef<c10::IValue> arguments, size_t index) const;
+  bool is_missing(c10::ArrayRef<c10::IValue> arguments, size_t result) const;
   bool is_input(c10::ArrayRef<c10::IValue> arguments, size_t index) const;
   bool is_written(c10::ArrayRef<c10::IValue> arguments, size_t index) const;
 
@@ -69,10 +75,14 @@ class Elementwise : public std::enable_shared_from_this<Elementwise> {
   std::vector<Parameter> parameters_;
   ResultTypes result_types_;
   std::string input_types_;
+  std::vector<int64_t> depends_on_;
   // How many arguments are promoted to the common dtype, and "gate and up", for messages.
   size_t promoted_ = 0;
   std::string promoted_names_;
   size_t returns_;
+  // Whether lists of numbers are among the parameters: their indices are checked where kernels
+  // check their accesses.
+  bool has_lists_;
 };
 
 }  // namespace foo

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
+#include <bit>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -50,6 +51,12 @@ std::vector<ResultLayout> ask_fake_kernel(const c10::OperatorHandle& op,
   const std::string name = c10::toString(op.operator_name());
   torch::jit::Stack stack;
   for (const c10::IValue& argument : arguments) {
+    if (argument.isTensorList()) {
+      std::vector<at::Tensor> tensors = argument.toTensorVector();
+      std::transform(tensors.begin(), tensors.end(), tensors.begin(), without_data);
+      stack.emplace_back(std::move(tensors));
+      continue;
+    }
     stack.push_back(argument.isTensor()      ? without_data(argument.toTensor())
                     : argument.isGenerator() ? c10::IValue()
                                              : argument);
@@ -57,9 +64,11 @@ std::vector<ResultLayout> ask_fake_kernel(const c10::OperatorHandle& op,
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
   std::vector<ResultLayout> layouts;
   for (size_t i = 0; i < stack.size(); ++i) {
-    const at::Tensor& tensor = stack[i].toTensor();
-    const bool is_argument = op.schema().returns()[i].alias_info() != nullptr;
-    TORCH_CHECK_TYPE(tensor.defined() || is_argument, name,
+    const at::Tensor tensor = stack[i].isTensor() ? stack[i].toTensor() : at::Tensor();
+    const c10::Argument& result = op.schema().returns()[i];
+    const bool may_be_none =
+        result.alias_info() != nullptr || result.type()->kind() == c10::TypeKind::OptionalType;
+    TORCH_CHECK_TYPE(tensor.defined() || may_be_none, name,
                      ": its fake kernel must return a tensor, got None");
     layouts.push_back(tensor.defined() ? ResultLayout{tensor.sizes().vec(), tensor.strides().vec(),
                                                       tensor.scalar_type()}
@@ -75,6 +84,29 @@ void ResultLayouts::ask_tensor(Question& question, const at::Tensor& tensor) {
   question.push_back(tensor.dim());
   question.append(tensor.sizes().begin(), tensor.sizes().end());
   question.append(tensor.strides().begin(), tensor.strides().end());
+}
+
+void ResultLayouts::ask_value(Question& question, const c10::IValue& value) {
+  if (value.isInt() || value.isDouble() || value.isBool() || value.isSymInt()) {
+    // 1, 1.0 and True are different Scalars.
+    question.push_back(value.isDouble() ? -2 : value.isBool() ? -3 : -4);
+    question.push_back(scalar_bits(value));
+  } else if (value.isString()) {
+    const std::string& text = value.toStringRef();
+    question.push_back(int64_t(text.size()));
+    question.append(text.begin(), text.end());
+  } else if (value.isList()) {
+    const auto items = value.toListRef();
+    question.push_back(int64_t(items.size()));
+    for (const c10::IValue& item : items) ask_value(question, item);
+  } else if (value.isTensor()) {
+    ask_tensor(question, value.toTensor());
+  } else {
+    const auto number = value.toComplexDouble();
+    question.push_back(-5);
+    question.push_back(std::bit_cast<int64_t>(number.real()));
+    question.push_back(std::bit_cast<int64_t>(number.imag()));
+  }
 }
 
 void ResultLayouts::ask_settings(Question& question) {
@@ -97,8 +129,7 @@ SharedLayouts ResultLayouts::of(c10::ArrayRef<c10::IValue> arguments) {
     } else if (argument.isNone() || argument.isGenerator()) {
       question.push_back(-1);
     } else {
-      question.push_back(-2);
-      question.push_back(scalar_bits(argument));
+      ask_value(question, argument);
     }
   }
   {

@@ -18,7 +18,8 @@ namespace foo {
 struct ResultLayout {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
-  at::ScalarType dtype;
+  // Undefined for a result that is not there.
+  at::ScalarType dtype = at::ScalarType::Undefined;
 };
 
 // The layouts of all results of a call. Calls share those that are remembered.
@@ -48,6 +49,7 @@ class ResultLayouts {
   };
 
   static void ask_tensor(Question& question, const at::Tensor& tensor);
+  static void ask_value(Question& question, const c10::IValue& value);
   static void ask_settings(Question& question);
 
   // Some megabytes at most.

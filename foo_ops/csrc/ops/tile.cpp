@@ -1,44 +1,27 @@
 #include "ops/tile.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/util/accumulate.h>
 
 #include <algorithm>
-#include <deque>
-#include <mutex>
+#include <optional>
 
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
 #include "launch/read_once.h"
-#include "ops/bounds.h"
 #include "ops/result_layouts.h"
+#include "ops/tensor_lists.h"
+#include "ops/tile_call.h"
 
 namespace foo {
 
 namespace {
 
-// A tensor without dimensions has one row of one element: the size at -1 is 1.
-constexpr int64_t kNoDimensions[] = {1, 1};
-
-// A pointer to write to would copy a tensor that shares its memory until it is written to: one that
-// is only read gives a pointer to read from.
-View view_of(const at::Tensor& tensor, bool is_written, Outside& outside) {
-  const at::IntArrayRef sizes = tensor.sizes();
-  const bool has_dimensions = tensor.dim() > 0;
-  return {is_written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr()),
-          tensor.dim(),
-          has_dimensions ? sizes.data() : kNoDimensions + 1,
-          has_dimensions ? tensor.strides().data() : kNoDimensions + 1,
-          tensor.numel(),
-          c10::multiply_integers(sizes.begin(), sizes.empty() ? sizes.end() : sizes.end() - 1),
-          &outside};
-}
-
 using Tensors = c10::SmallVector<at::Tensor, 8>;
 
+// Undefined for a result that is not there.
 at::Tensor allocate(const ResultLayout& layout, c10::Device device) {
+  if (layout.dtype == at::ScalarType::Undefined) return at::Tensor();
   return at::empty_strided(layout.sizes, layout.strides,
                            at::TensorOptions().dtype(layout.dtype).device(device));
 }
@@ -61,144 +44,6 @@ bool has_contiguous_rows(const at::Tensor& tensor) {
 // Copies that the kernel reads in place of some arguments.
 using Copies = c10::SmallVector<std::pair<size_t, at::Tensor>, 2>;
 
-// The arguments of one call of a kernel.
-class Call {
- public:
-  void add_tensor(const at::Tensor& tensor, bool is_written) {
-    tensors_.push_back(tensor);
-    is_written_.push_back(is_written);
-    numbers_.push_back(0);
-    tensor_of_.push_back(int64_t(tensors_.size()) - 1);
-    signature_.push_back(int16_t(tensor.scalar_type()));
-    signature_.push_back(int16_t(kRankZero - tensor.dim()));
-  }
-
-  void add_scalar(const c10::IValue& value, bool is_optional) {
-    numbers_.push_back(scalar_bits(value));
-    tensor_of_.push_back(-1);
-    if (is_optional) signature_.push_back(kGiven);
-  }
-
-  void add_generator(const c10::IValue& generator) {
-    generators_.push_back({numbers_.size(), generator});
-    numbers_.push_back(0);
-    tensor_of_.push_back(-1);
-  }
-
-  void add_none() {
-    numbers_.push_back(0);
-    tensor_of_.push_back(-1);
-    signature_.push_back(kAbsent);
-  }
-
-  void add_scratch() {
-    numbers_.push_back(0);
-    tensor_of_.push_back(-1);
-  }
-
-  // False, and nothing is written, where the kernel's check does not pass. Throws where a kernel
-  // that checks its accesses has found one outside.
-  bool run(const std::string& operator_name, Kernel& kernel, const TileOptions& options,
-           c10::Device device) {
-    if (checks_bounds()) signature_.push_back(kChecked);
-    auto* function = kernel.get<TileFunction>(signature_);
-    Outside outside;
-    outside.is_found = 0;
-    c10::SmallVector<View, 8> views;
-    int64_t largest = 0;
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-      views.push_back(view_of(tensors_[i], is_written_[i], outside));
-      largest = std::max(largest, tensors_[i].numel());
-    }
-    for (size_t i = 0; i < numbers_.size(); ++i) {
-      if (tensor_of_[i] >= 0) numbers_[i] = reinterpret_cast<int64_t>(&views[tensor_of_[i]]);
-    }
-    // Of the call, then of its threads, until nothing refers to a view any more.
-    std::deque<Scratch> scratch;
-    const auto require_inside = [&] {
-      if (outside.is_found == 0) return;
-      refuse_outside(operator_name, options.names[argument_of(outside.view, views, scratch)],
-                     outside);
-    };
-    c10::SmallVector<int64_t, 8> counts(1 + dimensions_of(options));
-    function(numbers_.data(), kCountTiles, counts.data(), 0, 0);
-    require_inside();
-    const int64_t tiles = counts[0];
-    if (tiles < 0) return false;
-    const ScratchShapes of_call = scratch_shapes(operator_name, options, counts.data() + 1, true);
-    const ScratchShapes of_thread =
-        scratch_shapes(operator_name, options, counts.data() + 1, false);
-    scratch.emplace_back(of_call, 0, outside).give(numbers_.data());
-    // A call that is refused leaves the generator as it was.
-    for (const auto& [index, generator] : generators_) {
-      numbers_[index] = draw_seed(generator, device);
-    }
-    std::mutex mutex;
-    const int64_t grain = std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1));
-    at::parallel_for(0, tiles, grain_size(grain), [&](int64_t begin, int64_t end) {
-      if (of_thread.empty()) {
-        function(numbers_.data(), kRunTiles, nullptr, begin, end);
-        return;
-      }
-      auto numbers = numbers_;
-      {
-        const std::lock_guard lock(mutex);
-        scratch.emplace_back(of_thread, at::get_thread_num() + 1, outside).give(numbers.data());
-      }
-      function(numbers.data(), kRunTiles, nullptr, begin, end);
-    });
-    require_inside();
-    if (options.finishes) function(numbers_.data(), kFinishTiles, nullptr, 0, 0);
-    require_inside();
-    rethrow_raised();
-    return true;
-  }
-
- private:
-  static int64_t dimensions_of(const TileOptions& options) {
-    int64_t dimensions = 0;
-    for (const ScratchOption& option : options.scratch) dimensions += option.dimensions;
-    return dimensions;
-  }
-
-  // The shapes of what there is for a call, or for each thread, from the sizes of all.
-  ScratchShapes scratch_shapes(const std::string& operator_name, const TileOptions& options,
-                               const int64_t* sizes, bool is_per_call) const {
-    ScratchShapes shapes;
-    size_t argument = numbers_.size() - options.scratch.size();
-    for (const ScratchOption& option : options.scratch) {
-      if (option.is_per_call == is_per_call) {
-        const at::Tensor& like = tensors_[tensor_of_[option.like]];
-        shapes.push_back(scratch_shape(operator_name, options.names[argument], argument,
-                                       like.scalar_type(), sizes, option.dimensions));
-      }
-      sizes += option.dimensions;
-      ++argument;
-    }
-    return shapes;
-  }
-
-  // Which argument a view is.
-  size_t argument_of(const View* view, const c10::SmallVector<View, 8>& views,
-                     const std::deque<Scratch>& scratch) const {
-    for (const Scratch& memory : scratch) {
-      const int64_t argument = memory.argument_of(view);
-      if (argument >= 0) return argument;
-    }
-    return std::find(tensor_of_.begin(), tensor_of_.end(), view - views.data()) -
-           tensor_of_.begin();
-  }
-
-  Tensors tensors_;
-  c10::SmallVector<bool, 8> is_written_;
-  c10::SmallVector<int64_t, 16> numbers_;
-  // For each number the index of its tensor, or -1.
-  c10::SmallVector<int64_t, 16> tensor_of_;
-  // The generators, and which numbers become seeds of theirs.
-  c10::SmallVector<std::pair<size_t, c10::IValue>, 1> generators_;
-  Signature signature_;
-};
-
 // A tensor that is written, and what the kernel writes instead where it cannot write there.
 struct Written {
   at::Tensor target;
@@ -206,6 +51,21 @@ struct Written {
 };
 
 using AllWritten = c10::SmallVector<Written, 4>;
+
+// The position of the first tensor that is always there, or the number of parameters.
+size_t find_first_tensor(const std::vector<Parameter>& parameters) {
+  const auto first = std::find_if(
+      parameters.begin(), parameters.end(),
+      [](const Parameter& parameter) { return parameter.is_tensor() && !parameter.is_optional; });
+  return first - parameters.begin();
+}
+
+// A Scalar is given in the compute type of the first tensor.
+Common common_of(const std::vector<Parameter>& parameters, size_t first_tensor,
+                 c10::ArrayRef<c10::IValue> arguments) {
+  if (first_tensor == parameters.size()) return {};
+  return {arguments[first_tensor].toTensor().scalar_type(), &parameters[first_tensor].name};
+}
 
 class TileLauncher final : public c10::OperatorKernel {
  public:
@@ -217,8 +77,14 @@ class TileLauncher final : public c10::OperatorKernel {
         inputs_(std::count_if(
             parameters_.begin(), parameters_.end(),
             [](const Parameter& parameter) { return parameter.role != Parameter::Role::kOut; })),
+        first_tensor_(find_first_tensor(parameters_)),
+        has_lists_(std::any_of(parameters_.begin(), parameters_.end(),
+                               [](const Parameter& parameter) {
+                                 return parameter.kind == Parameter::Kind::kTensors;
+                               })),
+        writes_(op.schema().is_mutable()),
         layouts_(inputs_ == parameters_.size() ? op : find_operator(op.schema().name())),
-        kernel_(*new Kernel(kernel)),
+        kernel_(*new Kernel(kernel, texts_of(parameters_))),
         count_(count_for(key, c10::toString(op.operator_name()))) {
     for (const auto& result : op.schema().returns()) {
       returns_argument_.push_back(result.alias_info() != nullptr);
@@ -237,20 +103,28 @@ class TileLauncher final : public c10::OperatorKernel {
   Tensors launch(c10::ArrayRef<c10::IValue> arguments) {
     const c10::Device device = common_device(name_, parameters_, arguments);
     check_generators(name_, parameters_, arguments, device);
+    check_lists(arguments);
     const SharedLayouts layouts = layouts_.of(arguments.slice(0, inputs_));
     check_written(arguments, *layouts);
-    Call call;
+    std::optional<SharedMemory> shared;
+    if (has_lists_ && writes_) shared.emplace(name_, parameters_, arguments);
+    TileCall call;
     AllWritten written;
     Copies copies;
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      add_argument(call, written, copies, *layouts, arguments, i);
+      add_argument(call, written, copies, *layouts, shared, arguments, i);
     }
     Tensors results;
     const auto* next_written = written.begin();
     for (size_t i = 0; i < returns_argument_.size(); ++i) {
       results.push_back(returns_argument_[i] ? (next_written++)->target
                                              : allocate((*layouts)[i], device));
-      if (!returns_argument_[i]) call.add_tensor(results.back(), true);
+      if (returns_argument_[i]) continue;
+      if (results.back().defined()) {
+        call.add_tensor(results.back(), true);
+      } else {
+        call.add_none();
+      }
     }
     if (options_.repeats_written) {
       for (const Written& output : written) call.add_tensor(output.buffer, true);
@@ -281,8 +155,9 @@ class TileLauncher final : public c10::OperatorKernel {
     });
   }
 
-  void add_argument(Call& call, AllWritten& written, Copies& copies,
-                    const std::vector<ResultLayout>& layouts, c10::ArrayRef<c10::IValue> arguments,
+  void add_argument(TileCall& call, AllWritten& written, Copies& copies,
+                    const std::vector<ResultLayout>& layouts,
+                    const std::optional<SharedMemory>& shared, c10::ArrayRef<c10::IValue> arguments,
                     size_t index) const {
     const Parameter& parameter = parameters_[index];
     const c10::IValue& argument = arguments[index];
@@ -290,8 +165,11 @@ class TileLauncher final : public c10::OperatorKernel {
       call.add_generator(argument);
     } else if (argument.isNone()) {
       call.add_none();
+    } else if (parameter.kind == Parameter::Kind::kTensors) {
+      add_list(call, written, shared, argument.toTensorVector(), index);
     } else if (!parameter.is_tensor()) {
-      call.add_scalar(argument, parameter.is_optional);
+      call.add_value(name_, kernel_, parameter, argument,
+                     common_of(parameters_, first_tensor_, arguments));
     } else if (parameter.role == Parameter::Role::kRead) {
       const at::Tensor& tensor = argument.toTensor();
       if (is_checked(index, tensor)) {
@@ -305,7 +183,8 @@ class TileLauncher final : public c10::OperatorKernel {
       const auto inputs = arguments.slice(0, inputs_);
       written.push_back(
           {target, parameter.role == Parameter::Role::kInPlace
-                       ? buffer_in_place(target, inputs, index)
+                       ? buffer_in_place(target, inputs, index,
+                                         shared.has_value() && shared->is_shared(index, 0))
                        : buffer_for_out(target, layouts[index - inputs_], inputs, index)});
       call.add_tensor(written.back().buffer, true);
     }
@@ -321,10 +200,34 @@ class TileLauncher final : public c10::OperatorKernel {
     return options_.contiguous_rows && !has_contiguous_rows(tensor);
   }
 
+  void check_lists(c10::ArrayRef<c10::IValue> arguments) const {
+    if (!has_lists_) return;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!arguments[i].isTensorList()) continue;
+      check_list(name_, parameters_[i], arguments[i].toTensorVector());
+    }
+  }
+
+  void add_list(TileCall& call, AllWritten& written, const std::optional<SharedMemory>& shared,
+                std::vector<at::Tensor> tensors, size_t index) const {
+    const bool is_written = parameters_[index].role != Parameter::Role::kRead;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      at::Tensor& tensor = tensors[i];
+      const at::Tensor target = tensor;
+      if (is_written && shared->is_shared(index, i)) {
+        tensor = tensor.clone(at::MemoryFormat::Contiguous);
+      } else if (needs_copy(tensor)) {
+        tensor = tensor.contiguous();
+      }
+      if (is_written) written.push_back({target, tensor});
+    }
+    call.add_tensors(tensors, is_written);
+  }
+
   // Where another input shares its memory, a kernel would read what it has written.
   at::Tensor buffer_in_place(const at::Tensor& target, c10::ArrayRef<c10::IValue> inputs,
-                             size_t index) const {
-    if (is_checked(index, target) || overlaps_another(target, inputs, index)) {
+                             size_t index, bool is_shared) const {
+    if (is_shared || is_checked(index, target) || overlaps_another(target, inputs, index)) {
       return target.clone(at::MemoryFormat::Contiguous);
     }
     return needs_copy(target) ? target.contiguous() : target;
@@ -362,6 +265,11 @@ class TileLauncher final : public c10::OperatorKernel {
   TileOptions options_;
   // Arguments that are not `out`.
   size_t inputs_;
+  // The first that is always there, or the number of parameters.
+  size_t first_tensor_;
+  // Whether lists of tensors are among the parameters.
+  bool has_lists_;
+  bool writes_;
   // For each result whether it is an argument that was written.
   c10::SmallVector<bool, 4> returns_argument_;
   // The layouts of the operator without `out`.
@@ -371,6 +279,18 @@ class TileLauncher final : public c10::OperatorKernel {
 };
 
 }  // namespace
+
+void check_tile_values(const std::string& name, const std::vector<Parameter>& parameters,
+                       c10::ArrayRef<c10::IValue> arguments) {
+  const Common common = common_of(parameters, find_first_tensor(parameters), arguments);
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (parameters[i].is_tensor() || arguments[i].isNone()) continue;
+    if (parameters[i].kind == Parameter::Kind::kTensors) {
+      check_list(name, parameters[i], arguments[i].toTensorVector());
+    }
+    check_value(name, parameters[i], arguments[i], common);
+  }
+}
 
 c10::RegistrationHandleRAII register_tile(const std::string& operator_name, c10::DispatchKey key,
                                           const std::string& kernel,

@@ -25,9 +25,6 @@ enum TilePhase : int64_t { kCountTiles, kRunTiles, kFinishTiles };
 using TileFunction = void(const int64_t* arguments, int64_t phase, int64_t* count, int64_t begin,
                           int64_t end);
 
-// Throws what is wrong with the contents of an operator's arguments.
-using Refusal = std::function<void(c10::ArrayRef<c10::IValue> arguments)>;
-
 struct TileOptions {
   // The names of the function's parameters: first arguments, then results, then scratch memory.
   std::vector<std::string> names;
@@ -43,6 +40,10 @@ struct TileOptions {
   // Called where the kernel's check does not pass.
   Refusal refuse;
 };
+
+// Throws what is wrong with arguments that are no tensors; fake kernels call it.
+void check_tile_values(const std::string& name, const std::vector<Parameter>& parameters,
+                       c10::ArrayRef<c10::IValue> arguments);
 
 // Gives an operator a tile kernel on a dispatch key, CPU or PrivateUse1. Whatever the schema
 // returns, and is no argument that it writes to, is allocated with the sizes, strides and dtypes

@@ -23,6 +23,20 @@ struct View {
   Outside* outside;
 };
 
+// A list of tensors.
+struct ViewList {
+  const View* first;
+  int64_t size;
+};
+
+template <>
+struct Layout<ViewList> {
+  using Struct = ViewList;
+  static constexpr const char* name = "ViewList";
+  static constexpr Field fields[] = FOO_FIELDS(first, size);
+};
+static_assert(is_whole<ViewList>());
+
 template <>
 struct Layout<Outside>;
 
@@ -35,8 +49,8 @@ struct Layout<View> {
 static_assert(is_whole<View>());
 
 // Where an index stood: in x[i, j], x.row(i), x.flat[i], behind a row or x.data, and in x.shape[i]
-// or x.strides[i].
-enum AccessKind : int64_t { kElement, kRow, kFlat, kInRow, kShape, kProduct };
+// or x.strides[i], or in a list of tensors, of which the view is the first.
+enum AccessKind : int64_t { kElement, kRow, kFlat, kInRow, kShape, kProduct, kList };
 
 // An access with more indices is told in part.
 constexpr int64_t kMostIndices = 64;

@@ -148,9 +148,7 @@ class _Cache(NamedTuple):
         return self.blocks.gather(1, positions // self.block_size), positions % self.block_size
 
     def append(self, filled: Tensor, k: Tensor, v: Tensor) -> None:
-        places = self.places(_following(filled, k.shape[1]))
-        self.keys[places] = k
-        self.values[places] = v
+        torch.ops.foo.cache_append.default(self.keys, self.values, k, v, filled, self.blocks)
 
     def check_attention(self, q: Tensor, filled: Tensor, options: Options) -> None:
         """Refuse what foo::attention_varlen would, before anything is written."""

@@ -52,6 +52,11 @@ def vector_registers() -> int:
     return 32 if "+avx512f" in features.split(",") or triple.startswith("aarch64") else 16
 
 
+def has_table_of_registers() -> bool:
+    """Whether one instruction picks the lanes of a register by the lanes of another (AVX-512)."""
+    return "+avx512f" in target()[2].split(",")
+
+
 def use_pairs() -> bool:
     """Whether matrix products of bfloat16 are to multiply it in pairs.
 
@@ -63,7 +68,8 @@ def use_pairs() -> bool:
 
 
 def use_matrix_unit() -> bool:
-    """Whether matrix products are to be cut into tiles of bfloat16 for a matrix unit (AMX).
+    """Whether matrix products are to be cut into tiles of bfloat16 or bytes for a matrix unit
+    (AMX).
 
     FOO_MATRIX_UNIT=1 makes other processors multiply such tiles with vectors, for tests;
     FOO_MATRIX_UNIT=0 switches it off.
@@ -77,6 +83,13 @@ def has_bfloat16_dot() -> bool:
     return "+avx512bf16" in target()[2].split(",")
 
 
+def has_integer_dot(lanes: int) -> bool:
+    """Whether the processor multiplies so many pairs of int16 and adds each two products."""
+    triple, _, features = target()
+    needed = {4: "sse2", 8: "avx2", 16: "avx512bw"}[lanes]
+    return triple.startswith("x86_64") and (lanes == 4 or f"+{needed}" in features.split(","))
+
+
 def _has_quick_dot() -> bool:
     """Whether a dot product of pairs is quicker than the two fma that it replaces.
 
@@ -87,8 +100,11 @@ def _has_quick_dot() -> bool:
 
 
 def has_matrix_unit() -> bool:
-    """Whether the processor has a matrix unit for bfloat16 (AMX), and this process may use it."""
-    return "+amx-bf16" in target()[2].split(",") and _ask_for_tiles()
+    """Whether the processor has a matrix unit for bfloat16 and bytes (AMX), and this process may
+    use it.
+    """
+    has_both = {"+amx-bf16", "+amx-int8"} <= set(target()[2].split(","))
+    return has_both and _ask_for_tiles()
 
 
 @functools.cache

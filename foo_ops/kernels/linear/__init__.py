@@ -26,4 +26,11 @@ cache holds these and the sums, and meanwhile gets what is packed next::
 
 Few rows are another kernel, which reads the right matrix once, as it lies in memory. It serves few
 columns as well, with rows and columns exchanged.
+
+A right matrix of integers of 8 or 4 bits is read as it is for few rows, and becomes numbers while
+it is packed for more; the rest of both kernels is the same.
+
+Where the output is logits, of which a loss is computed, a block of them is taken into the
+statistics of its rows in scratch memory, or becomes a block of their gradients there:
+`cross_entropy` and `cross_entropy_gradient`.
 """

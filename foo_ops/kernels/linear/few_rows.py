@@ -6,13 +6,15 @@ the steps, and a sum's lanes are added up at the end.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.linear.output import make_writer
+from foo_ops.kernels.linear.finish import NOTHING, parts_of
+from foo_ops.kernels.linear.output import describe_lines, leave_sums, make_writer
 from foo_ops.kernels.linear.parameters import argument_types
 from foo_ops.kernels.products.operands import step_of, vector_product_dtype
 from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
@@ -20,7 +22,7 @@ from foo_ops.kernels.vectors.memory import address_of, pointer_to, prefetch, shi
 from foo_ops.kernels.vectors.pairs import PAIRS
 from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, tile_zero
 from foo_ops.kernels.vectors.rows import make_copy_row, round_up
-from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
+from foo_ops.kernels.vectors.scratch import Scratch, larger, make_kernel_with_scratch
 
 # Columns that are read at a time for one row.
 COLUMNS_OF_ROW = 8
@@ -28,19 +30,96 @@ COLUMNS_OF_ROW = 8
 MOST_OF_GROUP = 4
 
 
-def make_few_rows_kernel(dtype: str) -> Kernel:
-    """Make the kernel that `foo_ops.kernels.linear.product.make_product_kernel` makes, for few
-    rows.
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Register tiles of few rows, which read the right matrix as it is stored.
+
+    Attributes:
+        left: the dtype in which rows of the left matrix are copied.
+        multiple: zeros fill up each of these rows to so many elements.
+        arguments: the types of the kernel's.
+        make_tile: ``make_tile(ROWS, COLUMNS)`` makes ``tile(product, right, memory, sums, width,
+            left, depth, column, distance)``, which stores the sums of columns of ``right`` that are
+            ``distance`` apart.
+        regions: ``regions(depth)`` describes the scratch memory of a tile.
+        scale_sums: ``scale_sums(product, block, memory, width, panel)``, before they are written.
+        are_apart: the columns of a tile are as far apart as those of a block can be.
     """
-    compute, in_products = compute_dtype(dtype), vector_product_dtype(dtype)
-    LANES, STEP = lanes_of(compute), step_of(in_products)
-    VECTOR = LANES * STEP
-    in_pairs = in_products == PAIRS
+
+    left: str
+    multiple: int
+    arguments: tuple[Any, ...]
+    make_tile: Callable[[int, int], Callable]
+    regions: Callable[[Any], dict[str, Any]]
+    scale_sums: Callable
+    are_apart: bool = False
+
+
+def make_stored_tiles(dtype: str) -> Tiles:
+    """Make the tiles of a right matrix of the left one's dtype."""
+    in_products = vector_product_dtype(dtype)
     # Numbers that products do not take as they are stored are converted where they are loaded.
-    left_dtype = dtype if in_pairs else compute
-    as_left, as_left_products = pointer_to(left_dtype), pointer_to(in_products)
-    as_stored, as_right_products = pointer_to(dtype), pointer_to(PAIRS if in_pairs else dtype)
-    copy_row, write = make_copy_row(compute), make_writer(dtype)
+    left, loaded = (dtype, PAIRS) if in_products == PAIRS else (compute_dtype(dtype), dtype)
+    return make_element_tiles(left, dtype, loaded, argument_types(dtype), leave_sums)
+
+
+def make_element_tiles(
+    left: str, stored: str, loaded: str, arguments: tuple[Any, ...], scale_sums: Callable
+) -> Tiles:
+    """Make the tiles of a right matrix of dtype ``stored``, which is loaded as dtype ``loaded``."""
+    compute, STEP = compute_dtype(left), step_of(loaded)
+    LANES = lanes_of(compute)
+    VECTOR = LANES * STEP
+    as_left_products = pointer_to(PAIRS if loaded == PAIRS else left)
+    as_stored, as_right_products = pointer_to(stored), pointer_to(loaded)
+    copy_row = make_copy_row(compute)
+
+    def make_tile(ROWS: int, COLUMNS: int) -> Callable:
+        @njit
+        def tile(product, right, memory, sums, width, left, depth, column, distance):
+            stride = product.right_column_stride
+            right = shift(right, column * stride)
+            vectors, steps = as_right_products(address_of(right)), stride // STEP
+            rows = as_left_products(address_of(left))
+            whole = product.depth // VECTOR * LANES
+            total = tile_zero(sums, ROWS, COLUMNS, LANES)
+            for step in range(0, whole, LANES):
+                for other in range(COLUMNS, 2 * COLUMNS):
+                    prefetch(vectors, other * steps + step)
+                total = tile_dot(
+                    total, shift(rows, step), depth // STEP, shift(vectors, step), steps
+                )
+            if whole * STEP < product.depth:
+                edges = as_stored(address_of(memory.edges))
+                for other in range(COLUMNS):
+                    line = shift(right, other * stride + whole * STEP)
+                    count = product.depth - whole * STEP
+                    copy_row(shift(edges, other * VECTOR), line, 1, count, VECTOR)
+                total = tile_dot(
+                    total, shift(rows, whole), depth // STEP,
+                    as_right_products(address_of(edges)), LANES,
+                )  # fmt: skip
+            tile_store_sums(total, sums, width)
+
+        return tile
+
+    def regions(depth: Any) -> dict[str, Any]:
+        return {"edges": VECTOR * LANES}
+
+    return Tiles(left, VECTOR, arguments, make_tile, regions, scale_sums)
+
+
+def make_few_rows_kernel(
+    dtype: str, make_tiles: Callable[[str], Tiles] = make_stored_tiles, *, finish: str = NOTHING
+) -> Kernel:
+    """Make the kernel that `foo_ops.kernels.linear.product.make_product_kernel` makes, for few
+    rows. The weights of a gate must be the right matrices.
+    """
+    compute, tiles = compute_dtype(dtype), make_tiles(dtype)
+    LANES, VECTOR = lanes_of(compute), tiles.multiple
+    as_left, copy_row = pointer_to(tiles.left), make_copy_row(compute)
+    write, PARTS = make_writer(dtype, finish), parts_of(finish)
+    scale_sums, are_apart = tiles.scale_sums, tiles.are_apart
     # As many sums as a vector has lanes, which is what adding them up takes.
     GROUP = min(MOST_OF_GROUP, LANES)
     COLUMNS_OF_GROUP = LANES // GROUP
@@ -54,76 +133,66 @@ def make_few_rows_kernel(dtype: str) -> Kernel:
     def describe(rows: Any, columns: Any, depth: Any) -> dict[str, Any]:
         return {
             "left": rows * depth,
-            "edges": VECTOR * LANES,
-            "sums": rows * columns,
-            "bias": columns,
+            **tiles.regions(depth),
+            "sums": PARTS * rows * columns,
+            "bias": larger(rows, columns) + LANES,
+            **describe_lines(compute, finish),
         }
 
-    def make_tile(ROWS: int, COLUMNS: int) -> Callable:
-        """Make ``tiles``, which returns the column behind the last that is a part of a tile."""
+    def make_row_of_tiles(ROWS: int, COLUMNS: int) -> Callable:
+        """Make what returns the column behind the last that is a part of a tile."""
+        tile = tiles.make_tile(ROWS, COLUMNS)
 
         @njit
-        def tile(product, memory, sums, width, left, depth, right):
-            stride = product.right_column_stride
-            vectors, steps = as_right_products(address_of(right)), stride // STEP
-            rows = as_left_products(address_of(left))
-            whole = product.depth // VECTOR * LANES
-            total = tile_zero(sums, ROWS, COLUMNS, LANES)
-            for step in range(0, whole, LANES):
-                for column in range(COLUMNS, 2 * COLUMNS):
-                    prefetch(vectors, column * steps + step)
-                total = tile_dot(
-                    total, shift(rows, step), depth // STEP, shift(vectors, step), steps
-                )
-            if whole * STEP < product.depth:
-                edges = as_stored(address_of(memory.edges))
-                for column in range(COLUMNS):
-                    line = shift(right, column * stride + whole * STEP)
-                    count = product.depth - whole * STEP
-                    copy_row(shift(edges, column * VECTOR), line, 1, count, VECTOR)
-                total = tile_dot(
-                    total, shift(rows, whole), depth // STEP,
-                    as_right_products(address_of(edges)), LANES,
+        def row_of_tiles(product, block, right, memory, sums, width, left, depth, start):
+            count = (block.column_stop - block.column_start - start) // COLUMNS
+            step, distance = (1, count) if are_apart else (COLUMNS, 1)
+            for column in range(start, start + count * step, step):
+                tile(
+                    product, right, memory, shift(sums, column), width, left, depth,
+                    block.column_start + column, distance,
                 )  # fmt: skip
-            tile_store_sums(total, sums, width)
+            return start + count * COLUMNS
 
-        @njit
-        def tiles(product, memory, sums, width, left, depth, right, start, columns):
-            column = start
-            while column + COLUMNS <= columns:
-                place = shift(right, column * product.right_column_stride)
-                tile(product, memory, shift(sums, column), width, left, depth, place)
-                column += COLUMNS
-            return column
+        return row_of_tiles
 
-        return tiles
+    row_tiles, row_tile = (
+        make_row_of_tiles(1, min(COLUMNS_OF_ROW, LANES)),
+        make_row_of_tiles(1, 1),
+    )
+    group_tiles, group_tile = (
+        make_row_of_tiles(GROUP, COLUMNS_OF_GROUP),
+        make_row_of_tiles(GROUP, 1),
+    )
 
-    row_tiles, row_tile = make_tile(1, min(COLUMNS_OF_ROW, LANES)), make_tile(1, 1)
-    group_tiles, group_tile = make_tile(GROUP, COLUMNS_OF_GROUP), make_tile(GROUP, 1)
+    @njit
+    def multiply(product, block, right, memory, sums):
+        rows, width, depth = sizes_of_block(product, block)
+        left = as_left(address_of(memory.left))
+        if block.row_stop - block.row_start == 1:
+            column = row_tiles(product, block, right, memory, sums, width, left, depth, 0)
+            row_tile(product, block, right, memory, sums, width, left, depth, column)
+            return
+        for row in range(0, rows, GROUP):
+            some, place = shift(left, row * depth), shift(sums, row * width)
+            column = group_tiles(product, block, right, memory, place, width, some, depth, 0)
+            group_tile(product, block, right, memory, place, width, some, depth, column)
 
     def compute_block(product, block, memory):
         rows, width, depth = sizes_of_block(product, block)
-        count, columns = block.row_stop - block.row_start, block.column_stop - block.column_start
-        left, right = (
-            as_left(address_of(memory.left)),
-            shift(product.right, block.column_start * product.right_column_stride),
-        )
+        last, left = block.row_stop - block.row_start - 1, as_left(address_of(memory.left))
         for row in range(rows):
             # Rows that fill up a group are copies of the last one.
-            place = (block.row_start + min(row, count - 1)) * product.left_row_stride
+            place = (block.row_start + min(row, last)) * product.left_row_stride
             copy_row(
                 shift(left, row * depth), shift(product.left, place), product.left_step_stride,
                 product.depth, depth,
             )  # fmt: skip
-        if count == 1:
-            column = row_tiles(product, memory, memory.sums, width, left, depth, right, 0, columns)
-            row_tile(product, memory, memory.sums, width, left, depth, right, column, columns)
-        else:
-            for row in range(0, rows, GROUP):
-                some, sums = shift(left, row * depth), shift(memory.sums, row * width)
-                column = group_tiles(product, memory, sums, width, some, depth, right, 0, columns)
-                group_tile(product, memory, sums, width, some, depth, right, column, columns)
-        write(product, block, memory, width, 0)
+        multiply(product, block, product.right, memory, memory.sums)
+        if PARTS == 2:
+            multiply(product, block, product.second, memory, shift(memory.sums, rows * width))
+        scale_sums(product, block, memory, width, 0)
+        write(product, block, memory, width, 0, (PARTS - 1) * rows * width)
 
     layout = Scratch(compute, sizes_of_block, describe)
-    return make_kernel_with_scratch(compute_block, layout, argument_types(dtype))
+    return make_kernel_with_scratch(compute_block, layout, tiles.arguments)

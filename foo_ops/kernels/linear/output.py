@@ -1,4 +1,4 @@
-"""Add the bias to the sums of a block, and round once."""
+"""Add the bias, or what the output held, to the sums of a block, finish them, and round once."""
 
 from __future__ import annotations
 
@@ -7,53 +7,110 @@ from collections.abc import Callable
 
 from numba import njit
 
+from foo_ops.kernels.linear.finish import NOTHING, make_finish, parts_of
 from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import load, load_vector, shift, store
 from foo_ops.kernels.vectors.rows import make_copy_row, make_fill
+from foo_ops.kernels.vectors.transpose import transpose_square
+
+
+@njit
+def leave_sums(product, block, memory, width, panel):
+    """Stand for the scaling of sums that need none."""
+
+
+def describe_lines(compute: str, finish: str) -> dict[str, int]:
+    """Describe the scratch memory in which a writer transposes sums, and that of a line's end."""
+    LANES = lanes_of(compute)
+    return {"square": parts_of(finish) * LANES * LANES, "rest": LANES}
 
 
 @functools.cache
-def make_writer(dtype: str) -> Callable:
-    """Make ``write(product, block, memory, width, panel)``.
+def make_writer(dtype: str, finish: str = NOTHING, adds: bool = False) -> Callable:
+    """Make ``write(product, block, memory, width, panel, part)``.
 
-    The sums are panels of ``width`` columns, which are ``panel`` elements after one another.
+    The sums are panels of ``width`` columns, which are ``panel`` elements after one another; those
+    of a second product are ``part`` elements behind. If it ``adds``, what the output held, in the
+    compute type, is added to them.
     """
     compute = compute_dtype(dtype)
-    LANES, fill, copy_row = lanes_of(compute), make_fill(compute), make_copy_row(compute)
+    LANES, PARTS, finished = lanes_of(compute), parts_of(finish), make_finish(compute, finish)
+    fill, copy_row = make_fill(compute), make_copy_row(compute)
 
     @njit
-    def load_bias(product, block, memory, row):
+    def load_bias(product, memory, start, count):
+        if product.has_bias:
+            source = shift(product.bias, start * product.bias_stride)
+            copy_row(memory.bias, source, product.bias_stride, count, count)
+        else:
+            fill(memory.bias, count, 0.0)
+
+    @njit
+    def write_line(memory, target, sums, part, bias, count):
+        for start in range(0, count, LANES):
+            value = load_vector(sums, start, LANES) + load_vector(bias, start, LANES)
+            value = finished(value, load_vector(sums, start + part, LANES))
+            if start + LANES <= count:
+                if adds:
+                    value = value + load_vector(target, start, LANES)
+                store(target, start, value)
+            else:
+                store(memory.rest, 0, value)
+                for index in range(start, count):
+                    single = load(memory.rest, index - start)
+                    if adds:
+                        single += load(target, index)
+                    store(target, index, single)
+
+    @njit
+    def write_rows(product, block, memory, width, panel, part):
         columns = block.column_stop - block.column_start
-        if not product.has_bias:
-            fill(memory.bias, columns, 0.0)
-            return
-        place = row * product.bias_row_stride + block.column_start * product.bias_column_stride
-        source = shift(product.bias, place)
-        copy_row(memory.bias, source, product.bias_column_stride, columns, columns)
-
-    @njit
-    def write_row(target, stride, sums, bias, count):
-        whole = count // LANES * LANES if stride == 1 else 0
-        for column in range(0, whole, LANES):
-            value = load_vector(sums, column, LANES) + load_vector(bias, column, LANES)
-            store(target, column, value)
-        for column in range(whole, count):
-            store(target, column * stride, load(sums, column) + load(bias, column))
-
-    @njit
-    def write(product, block, memory, width, panel):
-        columns, stride = block.column_stop - block.column_start, product.output_column_stride
-        for row in range(block.row_start, block.row_stop):
-            if row == block.row_start or product.bias_row_stride != 0:
-                load_bias(product, block, memory, row)
-            line = shift(
-                product.output, row * product.output_row_stride + block.column_start * stride
-            )
+        load_bias(product, memory, block.column_start, columns)
+        for row in range(block.row_stop - block.row_start):
+            place = (block.row_start + row) * product.output_stride + block.column_start
+            line = shift(product.output, place)
             for start in range(0, columns, width):
-                place = start // width * panel + (row - block.row_start) * width
-                write_row(
-                    shift(line, start * stride), stride, shift(memory.sums, place),
-                    shift(memory.bias, start), min(width, columns - start),
+                sums, count = start // width * panel + row * width, min(width, columns - start)
+                write_line(
+                    memory, shift(line, start), shift(memory.sums, sums), part,
+                    shift(memory.bias, start), count,
                 )  # fmt: skip
+
+    @njit
+    def transpose(square, sums, width, rows, columns):
+        if rows == LANES:
+            transpose_square(square, LANES, sums, width, LANES)
+            return
+        for column in range(columns):
+            for row in range(rows):
+                store(square, column * LANES + row, load(sums, row * width + column))
+
+    @njit
+    def write_columns(product, block, memory, width, panel, part):
+        rows, columns = block.row_stop - block.row_start, block.column_stop - block.column_start
+        load_bias(product, memory, block.row_start, rows)
+        for start in range(0, columns, LANES):
+            some_columns = min(LANES, columns - start)
+            place = (block.column_start + start) * product.output_stride + block.row_start
+            line = shift(product.output, place)
+            first = shift(memory.sums, start // width * panel + start % width)
+            for row in range(0, rows, LANES):
+                some_rows, sums = min(LANES, rows - row), shift(first, row * width)
+                for number in range(PARTS):
+                    square = shift(memory.square, number * LANES * LANES)
+                    transpose(square, shift(sums, number * part), width, some_rows, some_columns)
+                for column in range(some_columns):
+                    write_line(
+                        memory, shift(line, column * product.output_stride + row),
+                        shift(memory.square, column * LANES), (PARTS - 1) * LANES * LANES,
+                        shift(memory.bias, row), some_rows,
+                    )  # fmt: skip
+
+    @njit
+    def write(product, block, memory, width, panel, part):
+        if product.is_transposed:
+            write_columns(product, block, memory, width, panel, part)
+        else:
+            write_rows(product, block, memory, width, panel, part)
 
     return write

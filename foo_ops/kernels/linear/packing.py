@@ -33,6 +33,10 @@ from foo_ops.kernels.vectors.transpose import (
     transpose_square,
 )
 
+# Rows of the left matrix that are whole pages apart share their places in the nearest cache: they
+# are copied, also where the product could read them as they lie in memory.
+PAGE_BYTES = 4096
+
 
 def on_matrix_unit(dtype: str) -> bool:
     """Whether products are of a matrix unit. Only bfloat16 is multiplied there as it is."""
@@ -44,46 +48,80 @@ def in_pairs(dtype: str) -> bool:
 
 
 @functools.cache
-def make_left_packer(dtype: str) -> Callable:
+def make_left_packer(dtype: str, BAND: int) -> Callable:
     """Make ``pack_left(target, source, row_stride, step_stride, rows, count)``.
 
-    It packs ``count`` elements of each row, and returns the target as the left matrix of a product.
+    It packs ``count`` elements of each row, and returns the left matrix of a product, which is the
+    source where that is as good: a pointer, how far bands of ``BAND`` rows are apart, and the
+    strides of a row and of a step, or of a group of steps for a matrix unit.
     """
     if in_pairs(dtype):
-        return _make_left_packer_of_pairs()
-    copy_row = make_copy_row(compute_dtype(dtype))
+        return _make_left_packer_of_pairs(BAND)
+    compute = compute_dtype(dtype)
+    copy_row, copy_bands = make_copy_row(compute), _make_band_copy(compute, BAND)
+    BEHIND = behind_bands(compute, BAND)
+    is_computed = dtype == compute
+    PAGE = PAGE_BYTES // ELEMENTS[dtype].size
 
     @njit
     def pack_left(target, source, row_stride, step_stride, rows, count):
-        if step_stride == 1:
-            for row in range(rows):
-                copy_row(shift(target, row * count), shift(source, row * row_stride), 1, count, 0)
-            return target, count, 1, 0
-        for step in range(count):
-            copy_row(shift(target, step * rows), shift(source, step * step_stride), 1, rows, 0)
-        return target, 1, rows, 0
+        if step_stride != 1:
+            for step in range(count):
+                line = shift(source, step * step_stride)
+                copy_bands(shift(target, step * BAND), line, rows, BAND * count + BEHIND)
+            return target, BAND * count + BEHIND, 1, BAND
+        if is_computed and row_stride % PAGE != 0:
+            return source, BAND * row_stride, row_stride, 1
+        for row in range(rows):
+            copy_row(shift(target, row * count), shift(source, row * row_stride), 1, count, 0)
+        return target, BAND * count, count, 1
 
     return pack_left
 
 
+def behind_bands(compute: str, BAND: int) -> int:
+    """Return how many elements vectors write behind the last piece of a band."""
+    return -BAND % lanes_of(compute)
+
+
+def _make_band_copy(compute: str, BAND: int) -> Callable:
+    """Make ``copy_bands(target, line, rows, distance)``: pieces of ``BAND`` elements of a line.
+
+    A vector that is longer than a piece writes over what lies behind it: the piece of the next
+    step, which is written later.
+    """
+    LANES, copy_row = lanes_of(compute), make_copy_row(compute)
+    COVERED = BAND + behind_bands(compute, BAND)
+
+    @njit
+    def copy_bands(target, line, rows, distance):
+        row, place = 0, target
+        while row + COVERED <= rows:
+            for lane in range(0, COVERED, LANES):
+                store(place, lane, load_vector(line, row + lane, LANES))
+            row += BAND
+            place = shift(place, distance)
+        while row < rows:
+            copy_row(place, shift(line, row), 1, min(BAND, rows - row), 0)
+            row += BAND
+            place = shift(place, distance)
+
+    return copy_bands
+
+
 @functools.cache
 def make_right_packer(dtype: str, WIDTH: int) -> Callable:
-    """Make ``pack_right(target, source, column_stride, step_stride, columns, count)``.
+    """Make ``pack_right(target, distance, source, column_stride, step_stride, columns, count)``.
 
-    It packs a panel of up to ``WIDTH`` columns, with zeros up to whole vectors of them.
+    It packs panels of ``WIDTH`` columns, which lie ``distance`` apart, with zeros up to whole
+    vectors of columns.
     """
     if in_pairs(dtype):
         return _make_right_packer_of_pairs(WIDTH)
     LANES, copy_row = lanes_of(compute_dtype(dtype)), make_copy_row(compute_dtype(dtype))
 
     @njit
-    def pack_right(target, source, column_stride, step_stride, columns, count):
-        if step_stride != 1:
-            width = round_up(columns, LANES)
-            for step in range(count):
-                line = shift(source, step * step_stride)
-                copy_row(shift(target, step * WIDTH), line, 1, columns, width)
-            return
+    def transpose_panel(target, source, column_stride, columns, count):
         for column in range(columns, round_up(columns, LANES)):
             for step in range(count):
                 store(target, step * WIDTH + column, 0.0)
@@ -99,6 +137,26 @@ def make_right_packer(dtype: str, WIDTH: int) -> Callable:
             for lane in range(some):
                 for step in range(first, count):
                     store(place, step * WIDTH + lane, load(line, lane * column_stride + step))
+
+    @njit
+    def copy_step(target, distance, line, columns):
+        for column in range(0, columns, WIDTH):
+            some = min(WIDTH, columns - column)
+            place = shift(target, column // WIDTH * distance)
+            copy_row(place, shift(line, column), 1, some, round_up(some, LANES))
+
+    @njit
+    def pack_right(target, distance, source, column_stride, step_stride, columns, count):
+        if step_stride != 1:
+            for step in range(count):
+                line = shift(source, step * step_stride)
+                copy_step(shift(target, step * WIDTH), distance, line, columns)
+            return
+        for column in range(0, columns, WIDTH):
+            transpose_panel(
+                shift(target, column // WIDTH * distance), shift(source, column * column_stride),
+                column_stride, min(WIDTH, columns - column), count,
+            )  # fmt: skip
 
     return pack_right
 
@@ -145,16 +203,21 @@ def _make_pair_mover() -> Callable:
     return move
 
 
-def _make_left_packer_of_pairs() -> Callable:
+def _make_left_packer_of_pairs(BAND: int) -> Callable:
     """Make the packer, which puts the steps of a row one after the other: for a matrix unit a group
     of steps of all rows, and then the next, with zeros up to whole groups and tiles of rows.
     """
     LANES, move, as_pairs = LANES_OF_PAIRS(), _make_pair_mover(), pointer_to(PAIRS)
     on_unit = on_matrix_unit("bfloat16")
     ROWS, STEPS = (TILE_MULTIPLE, GROUP) if on_unit else (1, 1)
+    PAGE = PAGE_BYTES // ELEMENTS["bfloat16"].size
 
     @njit
     def pack_left(target, source, row_stride, step_stride, rows, count):
+        is_whole = rows % ROWS == 0 and count % (2 * STEPS) == 0 and row_stride % 2 == 0
+        if is_whole and step_stride == 1 and row_stride % PAGE != 0:
+            stride = row_stride // 2
+            return as_pairs(address_of(source)), BAND * stride, stride, STEPS
         pairs, steps = as_pairs(address_of(target)), round_up((count + 1) // 2, STEPS)
         all_rows = round_up(rows, ROWS)
         stride, group_stride = (GROUP, all_rows * GROUP) if on_unit else (steps, GROUP)
@@ -179,7 +242,7 @@ def _make_left_packer_of_pairs() -> Callable:
         for row in range(rows, all_rows):
             for step in range(steps):
                 store(pairs, row * stride + step // GROUP * group_stride + step % GROUP, 0)
-        return pairs, stride, group_stride if on_unit else 1, 0
+        return pairs, BAND * stride, stride, group_stride if on_unit else 1
 
     return pack_left
 
@@ -217,16 +280,8 @@ def _make_right_packer_of_pairs(WIDTH: int) -> Callable:
                 store(target, step * WIDTH + column, 0)
 
     @njit
-    def pack_right(target, source, column_stride, step_stride, columns, count):
-        pairs, steps = as_pairs(address_of(target)), (count + 1) // 2
-        fill_with_zeros(pairs, columns, steps)
-        if step_stride != 1:
-            for step in range(0, count, 2):
-                line = shift(source, step * step_stride)
-                place = shift(pairs, step // 2 * WIDTH)
-                interleave_steps(place, line, step_stride, columns, count - step)
-            return
-        whole = count // 2 // LANES * LANES
+    def transpose_panel(pairs, source, column_stride, columns, count):
+        steps, whole = (count + 1) // 2, count // 2 // LANES * LANES
         for column in range(0, columns, LANES):
             place, line = shift(pairs, column), shift(source, column * column_stride)
             some = min(LANES, columns - column)
@@ -241,5 +296,24 @@ def _make_right_packer_of_pairs(WIDTH: int) -> Callable:
                         shift(place, lane), step * WIDTH, shift(line, lane * column_stride), 1,
                         2 * step, count,
                     )  # fmt: skip
+
+    @njit
+    def pack_right(target, distance, source, column_stride, step_stride, columns, count):
+        pairs = as_pairs(address_of(target))
+        for column in range(0, columns, WIDTH):
+            panel, some = shift(pairs, column // WIDTH * distance), min(WIDTH, columns - column)
+            fill_with_zeros(panel, some, (count + 1) // 2)
+            if step_stride == 1:
+                first = shift(source, column * column_stride)
+                transpose_panel(panel, first, column_stride, some, count)
+        if step_stride == 1:
+            return
+        for step in range(0, count, 2):
+            line, place = shift(source, step * step_stride), shift(pairs, step // 2 * WIDTH)
+            for column in range(0, columns, WIDTH):
+                interleave_steps(
+                    shift(place, column // WIDTH * distance), shift(line, column), step_stride,
+                    min(WIDTH, columns - column), count - step,
+                )  # fmt: skip
 
     return pack_right

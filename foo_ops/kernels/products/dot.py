@@ -1,13 +1,13 @@
 """Multiply matrices in users' kernels: `dot` and `add_dot`, on tiles of views.
 
 A tile of the result, of at most ROWS x COLUMNS elements, is summed in the compute type, block by
-block of DEPTH elements of the factors, which are copied so that register tiles can take them::
+block of DEPTH elements of the factors, which are copied so that register tiles, or the registers of
+a matrix unit, can take them::
 
                      b   DEPTH x COLUMNS  ->  a panel of vectors, converted or transposed
-    a  ROWS x DEPTH  ->  sums (ROWS x COLUMNS), which are written when all of the depth is summed
+    a  BAND x DEPTH  ->  sums (ROWS x COLUMNS), which are written when all of the depth is summed
 
-Each block of b is copied once for ROWS rows, at a tenth of what their products take. A few rows are
-multiplied without a copy of b.
+Each block of b is copied once for ROWS rows. A few rows are multiplied without a copy of b.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from numba import njit
 from numba.core import errors, types
 from numba.extending import intrinsic
 
-from foo_ops.kernels.compiler.processor import use_pairs
+from foo_ops.kernels.products.forms import Form, form_of
 from foo_ops.kernels.products.on_vectors import make_matmul
-from foo_ops.kernels.products.panels import DEPTH, make_pack_panel, make_pack_rows
+from foo_ops.kernels.products.panels import is_copied_as_it_is, make_pack_panel, make_pack_rows
 from foo_ops.kernels.vectors import plain_language
 from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
 from foo_ops.kernels.vectors.matrices import (
@@ -33,18 +33,19 @@ from foo_ops.kernels.vectors.matrices import (
     record_unless_fitting,
 )
 from foo_ops.kernels.vectors.memory import address_of, load, pointer_to, shift, store
-from foo_ops.kernels.vectors.pairs import PAIRS
 from foo_ops.kernels.vectors.reduction import accumulate
+from foo_ops.kernels.vectors.rows import round_up
 from foo_ops.kernels.vectors.stack import stack_memory
 from foo_ops.kernels.vectors.views import View
 
-ROWS = 128
+# For so many rows a block of b is copied once.
+ROWS = 512
+# Rows that are multiplied at a time: whole tiles of all shapes.
+BAND = 32
 # Vectors of a panel of b: those of the widest register tile.
 VECTORS = 4
 # Rows that are too few to copy b for.
 FEW_ROWS = 4
-# What bfloat16 holds exactly, so that it enters products in pairs beside bfloat16.
-_EXACT_IN_BFLOAT16 = {"bfloat16", "bool", "int8", "uint8"}
 
 
 @intrinsic
@@ -101,68 +102,43 @@ def _product(typing_context: Any, target: Any, a: Any, b: Any, adds: bool) -> An
     return types.void(*given), generate
 
 
-def sums_dtype(a: str, b: str) -> str:
-    """Return the dtype in which products of two dtypes are summed."""
-    computed = [ELEMENTS[dtype].compute for dtype in (a, b)]
-    for type_ in computed:
-        if not isinstance(type_, (types.Float, types.Integer)):
-            raise errors.TypingError(f"dot: a factor must be of real numbers, got {type_}")
-    floats = [type_ for type_ in computed if isinstance(type_, types.Float)]
-    if floats:
-        return str(max(floats))
-    return "int32" if all(type_.bitwidth <= 16 for type_ in computed) else "int64"
-
-
 # ------------------------------------------------------------------------------------- the product
 
 
 @functools.cache
 def _make_dot(target: str, a: str, b: str, adds: bool) -> Callable:
     """Make ``dot(target, a, b)`` for matrices of these dtypes."""
-    compute = sums_dtype(a, b)
-    wanted = ELEMENTS[target].compute
+    form = form_of(a, b)
+    compute, wanted = form.compute, ELEMENTS[target].compute
     if isinstance(wanted, types.Integer) and compute.startswith("float"):
         raise errors.TypingError(
             f"dot: target must be floating-point as the products are, got {target}"
         )
-    in_pairs = "bfloat16" in (a, b) and {a, b} <= _EXACT_IN_BFLOAT16 and use_pairs()
-    operand = PAIRS if in_pairs else compute
-    step = 2 if in_pairs else 1
-    lanes = lanes_of(compute)
-    width = VECTORS * lanes
-    stored = "bfloat16" if in_pairs else compute
-    matmul = make_matmul(compute, operand, operand)
-    pack_rows, pack_panel = make_pack_rows(stored, a), make_pack_panel(stored, b, width)
+    width = VECTORS * lanes_of(compute)
+    DEPTH, COLUMN_MULTIPLE = form.depth, form.column_multiple
+    _, begin_products, end_products = form.make_products()
+    pack_panel, multiply = make_pack_panel(form, b, width), _make_multiply(form, a, width)
     write, few_rows = _make_write(compute, adds), _make_few_rows(compute, a, b, width)
-    factors_of, panel_of = stack_memory(stored, ROWS * DEPTH), stack_memory(stored, DEPTH * width)
-    sums_of = stack_memory(compute, ROWS * width)
-    is_direct = a == compute
-    as_operand = pointer_to(operand)
+    panel_of, sums_of = stack_memory(form.right, DEPTH * width), stack_memory(compute, ROWS * width)
+    factors_of = stack_memory(form.left, BAND * DEPTH)
 
     @njit
     def tile(target, a, b, sums, panel, factors, rows, columns, depth):
         """Sum a tile of at most ROWS x width elements."""
-        padded = (columns + lanes - 1) // lanes * lanes
+        padded = round_up(columns, COLUMN_MULTIPLE)
+        begin_products()
         for start in range(0, depth, DEPTH):
             count = min(DEPTH, depth - start)
-            steps = (count + step - 1) // step
-            left = shift(a.data, start * a.column_stride)
             pack_panel(
                 panel, shift(b.data, start * b.row_stride), b.row_stride, b.column_stride,
                 count, columns, padded,
             )  # fmt: skip
-            right = as_operand(address_of(panel))
-            if is_direct:
-                matmul(
-                    sums, width, as_operand(address_of(left)), a.row_stride, a.column_stride,
-                    right, width, rows, padded, steps, start > 0,
+            for row in range(0, rows, BAND):
+                multiply(
+                    shift(sums, row * width), moved(a, row, start), factors, panel,
+                    min(BAND, rows - row), padded, count, start > 0,
                 )  # fmt: skip
-            else:
-                pack_rows(factors, left, a.row_stride, a.column_stride, rows, count)
-                matmul(
-                    sums, width, as_operand(address_of(factors)), DEPTH // step, 1,
-                    right, width, rows, padded, steps, start > 0,
-                )  # fmt: skip
+        end_products()
         write(target, sums, width, rows, columns)
 
     @njit
@@ -186,6 +162,43 @@ def _make_dot(target: str, a: str, b: str, adds: bool) -> Callable:
                     tile(part, a_part, b_part, sums, panel, factors, some_rows, some_columns, depth)
 
     return dot
+
+
+def _make_multiply(form: Form, a: str, width: int) -> Callable:
+    """Make ``multiply(sums, a, factors, panel, rows, columns, count, accumulate)``.
+
+    It multiplies a band of rows, which is copied to ``factors`` unless a product takes it where it
+    is, by a panel.
+    """
+    DEPTH, STEP, DEPTH_MULTIPLE = form.depth, form.step, form.depth_multiple
+    ROW_MULTIPLE, GROUP_STRIDE = form.row_multiple, form.row_multiple
+    on_unit, is_same = form.on_unit, is_copied_as_it_is(form.left, a)
+    pack_rows, as_units = make_pack_rows(form, a), pointer_to(form.unit)
+    matmul, _, _ = form.make_products()
+
+    @njit
+    def is_taken(a, rows, count):
+        if on_unit:
+            is_whole = rows % ROW_MULTIPLE == 0 and count % DEPTH_MULTIPLE == 0
+            return is_same and is_whole and a.column_stride == 1 and a.row_stride % STEP == 0
+        return is_same and STEP == 1
+
+    @njit
+    def multiply(sums, a, factors, panel, rows, columns, count, accumulate):
+        left, row_stride, group_stride = address_of(factors), DEPTH // STEP, GROUP_STRIDE
+        if is_taken(a, rows, count):
+            left, row_stride = address_of(a.data), a.row_stride // STEP
+            group_stride = GROUP_STRIDE if on_unit else a.column_stride
+        else:
+            pack_rows(factors, a.data, a.row_stride, a.column_stride, rows, count)
+        matmul(
+            sums, width, (as_units(left), row_stride, group_stride, 0),
+            (as_units(address_of(panel)), width, 0),
+            round_up(rows, ROW_MULTIPLE), columns, round_up(count, DEPTH_MULTIPLE) // STEP,
+            accumulate, True,
+        )  # fmt: skip
+
+    return multiply
 
 
 # --------------------------------------------------------------------------------- sums and results

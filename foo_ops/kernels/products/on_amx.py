@@ -1,4 +1,4 @@
-"""Multiply matrices on a matrix unit, whose numbers come in limbs of bfloat16."""
+"""Multiply matrices on a matrix unit, whose numbers come in limbs of bfloat16, or are bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numba.core import types
 from foo_ops.kernels.compiler.processor import has_matrix_unit
 from foo_ops.kernels.products.limbs import GROUP_ELEMENTS
 from foo_ops.kernels.vectors.amx import (
+    BYTE_DOTS,
     matrix_configure,
     matrix_dot,
     matrix_load,
@@ -54,12 +55,27 @@ def make_amx_products(limbs: int) -> tuple[Callable, Callable, Callable]:
     distance of its limbs. Steps and columns must be multiples of 16, rows should be multiples of
     32. For ``are_small`` see foo_ops/kernels/products/limbs.py.
     """
-    by_sums = _make_product_of_sums(limbs)
+    return _make_products(
+        _make_product_of_sums(limbs), _make_product_by_registers(limbs, matrix_dot)
+    )
 
+
+@functools.cache
+def make_amx_products_of_bytes(a: str, b: str) -> tuple[Callable, Callable, Callable]:
+    """Make what `make_amx_products` does, for factors of int8 or uint8.
+
+    Each step is of four numbers (dtype int8x4), and c is int32.
+    """
+    return _make_products(
+        _make_product_of_bytes(a, b), _make_product_by_registers(1, BYTE_DOTS[a, b])
+    )
+
+
+def _make_products(
+    by_sums: Callable, by_registers: Callable
+) -> tuple[Callable, Callable, Callable]:
     if not has_matrix_unit():
         return _make_product_without_unit(by_sums), nothing, nothing
-
-    by_registers = _make_product_by_registers(limbs)
 
     @njit
     def matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small):
@@ -141,9 +157,34 @@ def _make_product_of_sums(limbs: int) -> Callable:
     return product
 
 
-def _make_product_by_registers(limbs: int) -> Callable:
+@functools.cache
+def _make_product_of_bytes(a: str, b: str) -> Callable:
+    """Make the product of bytes without a matrix unit."""
+    as_left, as_right = pointer_to(a), pointer_to(b)
+
+    @njit
+    def product(c, c_stride, a, b, rows, columns, steps, accumulate):
+        left, row_stride, group_stride, _ = a
+        right, stride, _ = b
+        lefts, rights = as_left(address_of(left)), as_right(address_of(right))
+        for row in range(rows):
+            for column in range(columns):
+                index = row * c_stride + column
+                total = load(c, index) if accumulate else types.int32(0)
+                for step in range(steps):
+                    place = row * row_stride + step // GROUP * group_stride + step % GROUP
+                    for byte in range(4):
+                        factor = types.int32(load(lefts, 4 * place + byte))
+                        total += factor * load(rights, 4 * (step * stride + column) + byte)
+                store(c, index, total)
+
+    return product
+
+
+def _make_product_by_registers(limbs: int, matrix_dot: Callable) -> Callable:
     """Make the product for a multiple of 16 rows."""
-    band, half_band, in_limbs = _make_band(limbs, 2), _make_band(limbs, 1), limbs > 1
+    band, half_band = (_make_band(limbs, matrix_dot, ROWS) for ROWS in (2, 1))
+    in_limbs = limbs > 1
 
     @njit
     def bands(c, c_stride, a, b, rows, columns, steps, accumulate):
@@ -168,9 +209,9 @@ def _make_product_by_registers(limbs: int) -> Callable:
     return product
 
 
-def _make_band(limbs: int, ROWS: int) -> Callable:
+def _make_band(limbs: int, matrix_dot: Callable, ROWS: int) -> Callable:
     """Make the product for ``ROWS`` times 16 rows."""
-    pair, single = _make_block(limbs, ROWS, 2), _make_block(limbs, ROWS, 1)
+    pair, single = (_make_block(limbs, matrix_dot, ROWS, COLUMNS) for COLUMNS in (2, 1))
 
     @njit
     def band(c, c_stride, a, b, columns, steps, accumulate):
@@ -185,7 +226,7 @@ def _make_band(limbs: int, ROWS: int) -> Callable:
     return band
 
 
-def _make_block(limbs: int, ROWS: int, COLUMNS: int) -> Callable:
+def _make_block(limbs: int, matrix_dot: Callable, ROWS: int, COLUMNS: int) -> Callable:
     """Make the product for ``ROWS`` x ``COLUMNS`` registers of sums: 0 and 1 above 2 and 3.
 
     Registers 4 and 5 hold rows of one limb of a, 6 and 7 columns of one limb of b.

@@ -82,10 +82,19 @@ def make_products(dtype: str) -> tuple[Callable, Callable, Callable]:
 
 
 @functools.cache
-def make_vector_products(dtype: str) -> tuple[Callable, Callable, Callable]:
-    """Make what `make_products` does, on vectors."""
-    in_products = vector_product_dtype(dtype)
-    on_vectors = make_matmul(compute_dtype(dtype), in_products, in_products)
+def make_vector_products(
+    dtype: str, make: Callable[..., Callable] = make_matmul
+) -> tuple[Callable, Callable, Callable]:
+    """Make what `make_products` does, on vectors, with a product that ``make`` makes."""
+    return make_products_on_vectors(compute_dtype(dtype), vector_product_dtype(dtype), make)
+
+
+@functools.cache
+def make_products_on_vectors(
+    compute: str, in_products: str, make: Callable[..., Callable] = make_matmul
+) -> tuple[Callable, Callable, Callable]:
+    """Make them for sums in a compute dtype, of what enters products in another."""
+    on_vectors = make(compute, in_products, in_products)
 
     @njit
     def matmul(c, c_stride, a, b, rows, columns, steps, accumulate, are_small):

@@ -1,4 +1,4 @@
-"""Copy blocks of matrices into the form that register tiles take: converted, padded, transposed."""
+"""Copy blocks of matrices into the form that products take: converted, padded, transposed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from collections.abc import Callable
 from numba import njit
 from numba.core import types
 
+from foo_ops.kernels.products.forms import Form
 from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
 from foo_ops.kernels.vectors.memory import address_of, load, pointer_to, shift, store
-from foo_ops.kernels.vectors.pairs import PAIRS
+from foo_ops.kernels.vectors.rows import round_up
 from foo_ops.kernels.vectors.stack import stack_memory
 from foo_ops.kernels.vectors.transpose import transpose_square
 
-DEPTH = 256
-"""The most elements of a block that are summed over."""
+_BITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+
+
+def is_copied_as_it_is(stored: str, source: str) -> bool:
+    """Whether elements have the same bits in both dtypes."""
+    return source == stored or {source, stored} == {"bool", "uint8"}
 
 
 @functools.cache
@@ -25,9 +30,7 @@ def _make_copy(stored: str, source: str) -> Callable:
     Those that are missing to ``width`` are zeros. bfloat16 stays as it is.
     """
     kind = ELEMENTS[stored].compute
-    is_same = stored == source
-    bits = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}[ELEMENTS[source].size]
-    to_bits = pointer_to(bits)
+    to_bits = pointer_to(_BITS[ELEMENTS[source].size])
 
     @njit
     def copy_bits(target, source, stride, count):
@@ -48,7 +51,7 @@ def _make_copy(stored: str, source: str) -> Callable:
             for i in range(count):
                 store(target, i, kind(load(source, i * stride)))
 
-    copy_some = copy_bits if is_same else copy_converted
+    copy_some = copy_bits if is_copied_as_it_is(stored, source) else copy_converted
 
     @njit
     def copy(target, source, stride, count, width):
@@ -60,60 +63,31 @@ def _make_copy(stored: str, source: str) -> Callable:
 
 
 @functools.cache
-def make_pack_rows(stored: str, a: str) -> Callable:
+def make_pack_rows(form: Form, a: str) -> Callable:
     """Make ``pack_rows(target, source, row_stride, column_stride, rows, depth)``."""
-    copy = _make_copy(stored, a)
+    DEPTH, MULTIPLE = form.depth, form.depth_multiple
+    copy = _make_copy(form.left, a)
 
     @njit
     def pack_rows(target, source, row_stride, column_stride, rows, depth):
         for row in range(rows):
             line = shift(source, row * row_stride)
-            copy(shift(target, row * DEPTH), line, column_stride, depth, depth + depth % 2)
+            copy(shift(target, row * DEPTH), line, column_stride, depth, round_up(depth, MULTIPLE))
 
     return pack_rows
 
 
 @functools.cache
-def make_pack_panel(stored: str, b: str, WIDTH: int) -> Callable:
+def make_pack_panel(form: Form, b: str, WIDTH: int) -> Callable:
     """Make ``pack_panel(panel, source, row_stride, column_stride, depth, columns, padded)``.
 
-    A step is a row of the panel: of elements, or of pairs of bfloat16. Where columns are adjacent
-    they are copied; else some columns at a time are copied as rows, and transposed.
+    A step is a row of the panel. Where columns are adjacent they are copied; else some columns at a
+    time are transposed.
     """
-    in_pairs = stored == "bfloat16"
-    # Integers that become pairs are converted on their way to a strip.
-    is_copied = not in_pairs or b == "bfloat16"
-    unit = PAIRS if in_pairs else stored
-    LANES = lanes_of("float32" if in_pairs else stored)
-    as_units = pointer_to(unit)
-    copy, pack_pairs = _make_copy(stored, b), _make_pack_pairs()
-    strip_of = stack_memory(stored, LANES * DEPTH)
-    PER_STEP = 2 if in_pairs else 1
-    HEIGHT = DEPTH // PER_STEP
-
-    @njit
-    def pack_adjacent(panel, source, row_stride, depth, columns, padded):
-        if in_pairs:
-            pack_pairs(panel, source, row_stride, depth, columns, padded, WIDTH)
-        else:
-            for row in range(depth):
-                line = shift(source, row * row_stride)
-                copy(shift(panel, row * WIDTH), line, 1, columns, padded)
-
-    @njit
-    def pack_transposed(panel, source, row_stride, column_stride, depth, columns, padded):
-        strip, units = strip_of(), as_units(address_of(panel))
-        rows = as_units(address_of(strip))
-        block = LANES * PER_STEP
-        whole = (depth + block - 1) // block * block
-        for column in range(0, padded, LANES):
-            for lane in range(LANES):
-                count = depth if column + lane < columns else 0
-                line = shift(source, (column + lane) * column_stride)
-                copy(shift(strip, lane * DEPTH), line, row_stride, count, whole)
-            for step in range(0, whole // PER_STEP, LANES):
-                target = shift(units, step * WIDTH + column)
-                transpose_square(target, WIDTH, shift(rows, step), HEIGHT, LANES)
+    # Integers that become pairs of bfloat16 are converted on their way to a strip.
+    is_copied = form.right != "bfloat16" or b == "bfloat16"
+    pack_adjacent = _make_pack_adjacent(form, b, WIDTH) if is_copied else _pack_nothing
+    pack_transposed = _make_pack_transposed(form, b, WIDTH)
 
     @njit
     def pack_panel(panel, source, row_stride, column_stride, depth, columns, padded):
@@ -125,26 +99,106 @@ def make_pack_panel(stored: str, b: str, WIDTH: int) -> Callable:
     return pack_panel
 
 
-@functools.cache
-def _make_pack_pairs() -> Callable:
-    """Make the copy of adjacent columns of bfloat16 into pairs of two rows."""
-    as_bits, as_pairs = pointer_to("uint16"), pointer_to(PAIRS)
+@njit
+def _pack_nothing(panel, source, row_stride, depth, columns, padded):
+    """Stand for a copy that is never called."""
+
+
+def _make_pack_transposed(form: Form, b: str, WIDTH: int) -> Callable:
+    LANES, DEPTH, STEP = lanes_of(form.unit), form.depth, form.step
+    BLOCK = LANES * STEP
+    MULTIPLE, HEIGHT = max(BLOCK, form.depth_multiple), DEPTH // STEP
+    copy, strip_of = _make_copy(form.right, b), stack_memory(form.right, LANES * DEPTH)
+    as_units, is_same = pointer_to(form.unit), is_copied_as_it_is(form.right, b)
 
     @njit
-    def pack_pairs(panel, source, row_stride, depth, columns, padded, width):
-        pairs = as_pairs(address_of(panel))
-        for row in range(0, depth, 2):
-            low = as_bits(address_of(shift(source, row * row_stride)))
-            target = shift(pairs, row // 2 * width)
-            if row + 1 < depth:
-                high = shift(low, row_stride)
-                for i in range(columns):
-                    upper = types.uint32(load(high, i)) << types.uint32(16)
-                    store(target, i, types.int32(types.uint32(load(low, i)) | upper))
-            else:
-                for i in range(columns):
-                    store(target, i, types.int32(load(low, i)))
-            for i in range(columns, padded):
-                store(target, i, types.int32(0))
+    def pack_transposed(panel, source, row_stride, column_stride, depth, columns, padded):
+        strip, units = strip_of(), as_units(address_of(panel))
+        rows = as_units(address_of(strip))
+        # So much is transposed from where it is.
+        adjacent = is_same and row_stride == 1 and column_stride % STEP == 0
+        first = depth // BLOCK * BLOCK if adjacent else 0
+        for column in range(0, padded, LANES):
+            start = first if column + LANES <= columns else 0
+            columns_of = as_units(address_of(shift(source, column * column_stride)))
+            for step in range(0, start // STEP, LANES):
+                target = shift(units, step * WIDTH + column)
+                place = shift(columns_of, step)
+                transpose_square(target, WIDTH, place, column_stride // STEP, LANES)
+            rest = round_up(depth, MULTIPLE) - start
+            for lane in range(LANES):
+                count = depth - start if column + lane < columns else 0
+                line = shift(source, (column + lane) * column_stride + start * row_stride)
+                copy(shift(strip, lane * DEPTH), line, row_stride, count, rest)
+            for step in range(0, rest // STEP, LANES):
+                target = shift(units, (start // STEP + step) * WIDTH + column)
+                transpose_square(target, WIDTH, shift(rows, step), HEIGHT, LANES)
 
-    return pack_pairs
+    return pack_transposed
+
+
+def _make_pack_adjacent(form: Form, b: str, WIDTH: int) -> Callable:
+    """Make the copy of adjacent columns, of which a step joins one or several rows."""
+    STEP, MULTIPLE = form.step, form.depth_multiple
+    if STEP == 1:
+        copy = _make_copy(form.right, b)
+
+        @njit
+        def pack_rows(panel, source, row_stride, depth, columns, padded):
+            for row in range(depth):
+                line = shift(source, row * row_stride)
+                copy(shift(panel, row * WIDTH), line, 1, columns, padded)
+
+        return pack_rows
+
+    size = ELEMENTS[form.right].size
+    bits, is_pair, WIDE = ELEMENTS[_BITS[size]].compute, STEP == 2, types.uint32(8 * size)
+    as_units = pointer_to(form.unit)
+    as_source = pointer_to("uint16" if b == "bfloat16" else b)
+
+    @njit
+    def element(line, i):
+        return types.uint32(bits(load(line, i)))
+
+    @njit
+    def join_pairs(target, line, stride, columns):
+        second = shift(line, stride)
+        for i in range(columns):
+            store(target, i, types.int32(element(line, i) | element(second, i) << WIDE))
+
+    @njit
+    def join_fours(target, line, stride, columns):
+        second, third, fourth = (
+            shift(line, stride),
+            shift(line, 2 * stride),
+            shift(line, 3 * stride),
+        )
+        for i in range(columns):
+            low = element(line, i) | element(second, i) << WIDE
+            high = element(third, i) | element(fourth, i) << WIDE
+            store(target, i, types.int32(low | high << (WIDE + WIDE)))
+
+    join = join_pairs if is_pair else join_fours
+
+    @njit
+    def join_some(target, line, stride, columns, count):
+        """Join fewer rows, for the last step."""
+        for i in range(columns):
+            joined = types.uint32(0)
+            for row in range(count):
+                joined |= element(line, row * stride + i) << types.uint32(row * WIDE)
+            store(target, i, types.int32(joined))
+
+    @njit
+    def pack_steps(panel, source, row_stride, depth, columns, padded):
+        units, rows = as_units(address_of(panel)), as_source(address_of(source))
+        for row in range(0, round_up(depth, MULTIPLE), STEP):
+            target, line = shift(units, row // STEP * WIDTH), shift(rows, row * row_stride)
+            if row + STEP <= depth:
+                join(target, line, row_stride, columns)
+            else:
+                join_some(target, line, row_stride, columns, max(depth - row, 0))
+            for i in range(columns, padded):
+                store(target, i, 0)
+
+    return pack_steps

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from numba import njit
 from numba.core import types
 
-from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.compiler.kernel import CHECKED, Kernel
+from foo_ops.kernels.user.codes import ABSENT, code_of, type_of_value
 from foo_ops.kernels.vectors.arguments import (
     Argument,
     make_element_reader,
+    make_picker,
     make_row_pointers,
     make_scalar_reader,
     moved,
@@ -20,8 +22,8 @@ from foo_ops.kernels.vectors.arguments import (
 from foo_ops.kernels.vectors.elements import ELEMENTS
 
 # char** data, int64_t* strides, int64_t size0, int64_t size1: TensorIterator's 2-d loop; and
-# int64_t* scalars. Data and strides stand in the order outputs, inputs; strides count bytes, first
-# those of the inner loop.
+# int64_t* for all other arguments. Data and strides stand in the order outputs, inputs; strides
+# count bytes, first those of the inner loop.
 ARGUMENT_TYPES = (
     types.CPointer(types.intp),
     types.CPointer(types.int64),
@@ -30,35 +32,35 @@ ARGUMENT_TYPES = (
     types.CPointer(types.int64),
 )
 
-# A signature has these for an optional argument, see foo_ops/csrc/launch/kernel_table.h.
-ABSENT, GIVEN = "none", "given"
-
-SCALARS = {"int": types.int64, "bool": types.boolean}
-
 
 def make_elementwise_kernel(
     signature: str,
     kinds: tuple[str, ...],
     variants: Mapping[str, tuple[int, str, tuple[str, ...]]],
+    depends_on: tuple[int, ...],
     *functions: Callable,
 ) -> Kernel:
     """Make the kernel that applies a scalar function to every element.
 
     Args:
-        signature: the inputs' common dtype, then the dtype of each tensor that has its own, and
-            "none" or "given" for each other argument that is optional.
-        kinds: "tensor", "own" for a tensor that has its own dtype, "float", "int" or "bool" for
-            each argument of the function, with "?" after it where it is optional.
+        signature: the inputs' common dtype, then what codes.py says of the arguments; at the end
+            "checked" where no index of a list may be outside.
+        kinds: of each argument of the function, see codes.py.
         variants: for each common dtype the position of its function, the dtype in which elements
             are read, and the dtypes in which the outputs are written.
+        depends_on: for each output the argument without which it is missing, or -1. It is empty
+            where all outputs are always there.
         functions: each takes one scalar for each argument and returns one for each output, in the
             compute types of their dtypes (see foo_ops/kernels/vectors/elements.py). A float is in
             the inputs' compute type, where that is a floating-point type.
     """
     dtype, *given = signature.split(",")
-    position, input_dtype, output_dtypes = variants[dtype]
+    position, input_dtype, all_outputs = variants[dtype]
     scalar = functions[position]
     arguments = describe_arguments(kinds, given, input_dtype)
+    present = present_outputs(depends_on, arguments, len(all_outputs))
+    picked = make_picker(present, len(all_outputs))
+    output_dtypes = tuple(all_outputs[output] for output in present)
     outputs = len(output_dtypes)
     dtypes = (*output_dtypes, *(a.dtype for a in arguments if a.dtype is not None))
     inputs = len(dtypes) - outputs
@@ -76,13 +78,13 @@ def make_elementwise_kernel(
     @njit
     def contiguous(to, of, scalars, size):
         for index in range(size):
-            store_each(to, index, scalar(*arguments_of(of, scalars, index)))
+            store_each(to, index, picked(scalar(*arguments_of(of, scalars, index))))
 
     @njit
     def strided(to, of, scalars, to_strides, of_strides, size):
         for index in range(size):
             values = scalar(*arguments_of(moved(of, of_strides, index), scalars, 0))
-            store_each(moved(to, to_strides, index), 0, values)
+            store_each(moved(to, to_strides, index), 0, picked(values))
 
     @njit
     def is_in_place(data):
@@ -110,16 +112,26 @@ def make_elementwise_kernel(
     return Kernel(loop, ARGUMENT_TYPES, vectorizes=True)
 
 
+def present_outputs(
+    depends_on: tuple[int, ...], arguments: list[Argument], count: int
+) -> list[int]:
+    """Return which outputs there are where these arguments are given."""
+    if not depends_on:
+        return list(range(count))
+    missing = {place for place, it in enumerate(arguments) if it.type == types.none}
+    return [output for output, place in enumerate(depends_on) if place not in missing]
+
+
 def describe_arguments(kinds: tuple[str, ...], codes: list[str], common: str) -> list[Argument]:
     """Describe the arguments of a call whose signature goes on with these codes."""
     compute = ELEMENTS[common].compute
-    numbers_types = {"float": compute if isinstance(compute, types.Float) else types.float64}
-    numbers_types |= SCALARS
+    floats = compute if isinstance(compute, types.Float) else types.float64
+    is_checked = CHECKED in codes
     inputs = numbers = 0
     arguments, rest = [], iter(codes)
     for kind in kinds:
+        code = code_of(kind, rest)
         plain = kind.removesuffix("?")
-        code = next(rest) if plain == "own" or plain != kind else GIVEN
         is_tensor = plain in ("own", "tensor")
         if code == ABSENT:
             arguments.append(Argument(types.none, 0))
@@ -127,7 +139,8 @@ def describe_arguments(kinds: tuple[str, ...], codes: list[str], common: str) ->
             dtype = code if plain == "own" else common
             arguments.append(Argument(ELEMENTS[dtype].compute, inputs, dtype))
         else:
-            arguments.append(Argument(numbers_types[plain], numbers))
+            type_ = type_of_value(plain, code, floats, compute, is_checked)
+            arguments.append(Argument(type_, numbers))
         inputs += is_tensor and code != ABSENT
         numbers += not is_tensor
     return arguments

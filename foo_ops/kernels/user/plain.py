@@ -14,10 +14,13 @@ import numpy as np
 from numba.core import types as numba_types
 
 from foo_ops.kernels.compiler.kernel import Kernel, size_name
+from foo_ops.kernels.compiler.numba_target.texts import Text
 from foo_ops.kernels.compiler.plain_math import MATH, round_whole
 from foo_ops.kernels.user import elementwise, tile
 from foo_ops.kernels.user.copies import Copies
-from foo_ops.kernels.vectors.bounds import DATA, NDIM, SIZES, STRIDES
+from foo_ops.kernels.vectors.bounds import DATA, NDIM, OUTSIDE, SIZE, SIZES, STRIDES
+from foo_ops.kernels.vectors.lists import Numbers, Tensors
+from foo_ops.kernels.vectors.plain_lists import PlainList
 from foo_ops.kernels.vectors.plain_views import FromEnd, View, read, write
 
 
@@ -25,20 +28,23 @@ def make_elementwise_kernel(
     signature: str,
     kinds: tuple[str, ...],
     variants: Mapping[str, tuple[int, str, tuple[str, ...]]],
+    depends_on: tuple[int, ...],
     *functions: Callable[..., Any],
 ) -> Kernel:
     """Make the loop over elements around a scalar function; see elementwise.py."""
     dtype, *given = signature.split(",")
-    position, input_dtype, output_dtypes = variants[dtype]
+    position, input_dtype, all_outputs = variants[dtype]
     function = _Plain().of(functions[position])
     arguments = elementwise.describe_arguments(kinds, given, input_dtype)
+    present = elementwise.present_outputs(depends_on, arguments, len(all_outputs))
+    output_dtypes = [all_outputs[output] for output in present]
     inputs = [argument for argument in arguments if argument.dtype is not None]
     dtypes = (*output_dtypes, *(argument.dtype for argument in inputs))
 
     def argument_at(argument: Any, addresses: Sequence[int], numbers: int) -> Any:
         if argument.dtype is not None:
             return read(addresses[len(output_dtypes) + argument.position], argument.dtype)[0]
-        return _number(argument.type, numbers + 8 * argument.position)
+        return _value(argument.type, numbers + 8 * argument.position)
 
     def loop(data: int, strides: int, size0: int, size1: int, numbers: int) -> None:
         steps = _integers(strides, 2 * len(dtypes))
@@ -48,13 +54,12 @@ def make_elementwise_kernel(
             places = [a + row * o + column * i for a, o, i in zip(starts, outer, inner)]
             values = function(*(argument_at(argument, places, numbers) for argument in arguments))
             values = values if isinstance(values, tuple) else (values,)
-            if len(values) != len(output_dtypes):
+            if len(values) != len(all_outputs):
                 raise TypeError(
-                    f"the kernel returns {len(values)} values, and the operator "
-                    f"{len(output_dtypes)}"
+                    f"the kernel returns {len(values)} values, and the operator {len(all_outputs)}"
                 )
-            for place, output_dtype, value in zip(places, output_dtypes, values):
-                write(place, output_dtype, value)
+            for place, output in zip(places, present):
+                write(place, all_outputs[output], values[output])
 
     return Kernel(_quietly(loop), elementwise.ARGUMENT_TYPES)
 
@@ -78,7 +83,7 @@ def make_tile_kernel(
     def argument_at(type_: Any, place: int) -> Any:
         if isinstance(type_, tile.View):
             return _view(_integers(place, 1)[0], type_)
-        return _number(type_, place)
+        return _value(type_, place)
 
     def loop(numbers: int, phase: int, count: int, begin: int, end: int) -> None:
         def value_of(position: int) -> Any:
@@ -117,10 +122,23 @@ def _integers(address: int, count: int) -> list[int]:
     return read(address, "int64", count).tolist()
 
 
-def _number(type_: Any, address: int) -> Any:
-    """Read a number, which lies in eight bytes, or None."""
+def _value(type_: Any, address: int) -> Any:
+    """Read what is no tensor: its eight bytes are a number or an address."""
     if type_ == numba_types.none:
         return None
+    if isinstance(type_, Text):
+        return type_.text
+    if isinstance(type_, Numbers):
+        fields = _integers(_integers(address, 1)[0], SIZE + 1)
+        numbers = read(fields[DATA], type_.view.dtype, fields[SIZE])
+        return PlainList(type_.view.argument, numbers.astype(str(type_.element)))
+    if isinstance(type_, Tensors):
+        first, count = _integers(_integers(address, 1)[0], 2)
+        size = 8 * (OUTSIDE + 1)
+        views = [_view(first + size * position, type_.view) for position in range(count)]
+        return PlainList(type_.view.argument, views)
+    if isinstance(type_, numba_types.Complex):
+        return read(_integers(address, 1)[0], "complex128").astype(str(type_))[0]
     is_float = isinstance(type_, numba_types.Float)
     bits = read(address, "float64" if is_float else "int64")
     return bool(bits[0]) if type_ == numba_types.boolean else bits.astype(str(type_))[0]

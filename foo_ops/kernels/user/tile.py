@@ -8,10 +8,10 @@ from numba import njit
 from numba.core import types
 
 from foo_ops.kernels.compiler.kernel import CHECKED, Kernel, size_name
-from foo_ops.kernels.user import elementwise
-from foo_ops.kernels.user.elementwise import ABSENT, GIVEN
+from foo_ops.kernels.user.codes import ABSENT, code_of, type_of_value
 from foo_ops.kernels.vectors.arguments import make_argument_reader
 from foo_ops.kernels.vectors.elements import ELEMENTS
+from foo_ops.kernels.vectors.lists import Tensors
 from foo_ops.kernels.vectors.views import View
 
 # const int64_t* arguments, int64_t phase, int64_t* count, int64_t begin, int64_t end: see
@@ -27,9 +27,6 @@ ARGUMENT_TYPES = (
 # The phases of a call. tests/project/test_agreement.py compares them with C++'s.
 COUNT_TILES, RUN_TILES, FINISH_TILES = range(3)
 
-# A kernel gets a seed in the place of a generator.
-SCALARS = {"float": types.float64, "generator": types.int64} | elementwise.SCALARS
-
 
 def make_tile_kernel(
     signature: str,
@@ -44,10 +41,9 @@ def make_tile_kernel(
     """Kernel that runs a function over ranges of tiles.
 
     Args:
-        signature: a dtype with a number of dimensions for each tensor, "none" or "given" for other
-            arguments that are optional; at the end "checked" where no access may be outside.
-        kinds: "tensor" or one of `SCALARS` for each argument, with "?" after it where it is
-            optional; at the end "scratch" for each view of scratch memory.
+        signature: a dtype with a number of dimensions for each tensor, and what codes.py says of
+            other arguments; at the end "checked" where no access may be outside.
+        kinds: of each argument, see codes.py; at the end "scratch" for each view of scratch memory.
         names: what the function calls its arguments.
         contiguous_rows: the elements of a row are adjacent.
         taken: for each of the other functions what it is, and the arguments that it takes.
@@ -134,18 +130,28 @@ def types_of_arguments(
             raise TypeError(f"a kernel cannot read {dtype}")
         return View(dtype, int(dimensions.removesuffix("d")), contiguous_rows, is_checked, name)
 
-    rest, argument_types = iter(codes), list[types.Type]()
-    described = iter(scratch)
-    for kind, name in zip(kinds, names):
+    rest, described, argument_types = iter(codes), iter(scratch), list[types.Type]()
+    given = [code_of(kind, rest, ("tensor", "tensors")) for kind in kinds]
+    # A Scalar may stand before the tensor in whose compute type it is.
+    first = next(
+        (code.partition("-")[0] for kind, code in zip(kinds, given) if kind == "tensor"), ""
+    )
+    scalars = ELEMENTS[first].compute if first in ELEMENTS else None
+    for kind, name, code in zip(kinds, names, given):
         plain = kind.removesuffix("?")
         if plain == "scratch":
             like, dimensions = next(described)
             compute = str(ELEMENTS[argument_types[like].dtype].compute)
             argument_types.append(View(compute, dimensions, True, is_checked, name))
             continue
-        code = next(rest) if plain == "tensor" or kind != plain else GIVEN
         if code == ABSENT:
             argument_types.append(types.none)
+        elif plain == "tensor":
+            argument_types.append(view(code, name))
+        elif plain == "tensors":
+            argument_types.append(Tensors(view(code, name)))
         else:
-            argument_types.append(view(code, name) if plain == "tensor" else SCALARS[plain])
+            argument_types.append(
+                type_of_value(plain, code, types.float64, scalars, is_checked, name)
+            )
     return tuple(argument_types)

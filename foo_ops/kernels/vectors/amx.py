@@ -6,13 +6,16 @@
     matrix_store(NUMBER, pointer, stride)
     matrix_dot(C, A, B)                     c[i, j] += sum over k of both products of a pair,
                                             a[i, k] and b[k, j]
+    BYTE_DOTS[a, b](C, A, B)                the same with the four products of bytes
 
 C is of float32, A and B are of dtype bfloat16x2, whose pairs are neighbours in a's rows and in b's
-columns. NUMBER, A, B and C are the numbers of registers, from 0 to 7. Subnormal numbers count as
-zero, as for AVX512-BF16.
+columns. Of bytes, int8 or uint8, four are neighbours, and C is of int32. NUMBER, A, B and C are the
+numbers of registers, from 0 to 7. Subnormal numbers count as zero, as for AVX512-BF16.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from llvmlite import ir
 from numba.core import cgutils, types
@@ -98,10 +101,22 @@ def _place(builder, number, pointer, args) -> list[ir.Value]:
     return [INT8(number.literal_value), builder.bitcast(address, INT8.as_pointer()), step]
 
 
-@intrinsic(prefer_literal=True)
-def matrix_dot(typing_context, c, a, b):
-    def generate(context, builder, signature, args):
-        _call(builder, "tdpbf16ps", [INT8(number.literal_value) for number in (c, a, b)])
-        return context.get_dummy_value()
+def _make_dot(name: str) -> Callable:
+    @intrinsic(prefer_literal=True)
+    def matrix_dot(typing_context, c, a, b):
+        def generate(context, builder, signature, args):
+            _call(builder, name, [INT8(number.literal_value) for number in (c, a, b)])
+            return context.get_dummy_value()
 
-    return types.void(c, a, b), generate
+        return types.void(c, a, b), generate
+
+    return matrix_dot
+
+
+matrix_dot = _make_dot("tdpbf16ps")
+BYTE_DOTS = {
+    ("int8", "int8"): _make_dot("tdpbssd"),
+    ("int8", "uint8"): _make_dot("tdpbsud"),
+    ("uint8", "int8"): _make_dot("tdpbusd"),
+    ("uint8", "uint8"): _make_dot("tdpbuud"),
+}

@@ -1,5 +1,5 @@
-"""Read the arguments of a user's function from what a launcher hands over: addresses and
-numbers.
+"""Read the arguments of a user's function from what a launcher hands over: elements of tensors, and
+eight bytes for each other argument, which are a number or the address of what is larger.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import errors, types
+from numba.core import cgutils, errors, types
 from numba.extending import intrinsic
 
+from foo_ops.kernels.compiler.numba_target.texts import Text
 from foo_ops.kernels.vectors.elements import ELEMENTS
-from foo_ops.kernels.vectors.instructions import INT64
+from foo_ops.kernels.vectors.instructions import DOUBLE, INT64
+from foo_ops.kernels.vectors.lists import List
 from foo_ops.kernels.vectors.memory import load_element, store_element
 from foo_ops.kernels.vectors.values import Pointer
 from foo_ops.kernels.vectors.views import View
@@ -21,17 +23,17 @@ from foo_ops.kernels.vectors.views import View
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An argument of the scalar function: an element of an input, a number, or None."""
+    """An argument of the scalar function: an element of an input, another value, or None."""
 
     type: types.Type
-    # Among the inputs or the numbers of the call, of which missing ones have a place as well.
+    # Among the inputs or the other arguments, of which missing ones have a place as well.
     position: int
     # Of an input.
     dtype: str | None = None
 
 
 def make_scalar_reader(arguments: list[Argument]) -> Callable:
-    """Make the function that gives a tuple with the numbers of a call."""
+    """Make the function that gives a tuple with the values of a call that are no elements."""
     scalars = [a for a in arguments if a.dtype is None and a.type != types.none]
     values_type = types.Tuple([a.type for a in scalars])
 
@@ -41,7 +43,7 @@ def make_scalar_reader(arguments: list[Argument]) -> Callable:
             values = []
             for scalar in scalars:
                 bits = builder.load(builder.gep(args[0], [INT64(scalar.position)]))
-                values.append(scalar_of(context, builder, scalar.type, bits))
+                values.append(_value(context, builder, scalar.type, bits))
             return context.make_tuple(builder, values_type, values)
 
         return values_type(numbers), generate
@@ -49,14 +51,30 @@ def make_scalar_reader(arguments: list[Argument]) -> Callable:
     return scalars_at
 
 
-def scalar_of(context: Any, builder: ir.IRBuilder, type_: types.Type, bits: ir.Value) -> ir.Value:
-    """Convert the eight bytes that a launcher hands over into a number of a type."""
+def _value(context: Any, builder: ir.IRBuilder, type_: types.Type, bits: ir.Value) -> ir.Value:
+    """Convert the eight bytes that a launcher hands over into a value of a type."""
+    if isinstance(type_, (types.NoneType, Text)):
+        return context.get_constant_null(type_)
+    if isinstance(type_, (View, List)):
+        return builder.inttoptr(bits, context.get_value_type(type_))
     if type_ == types.boolean:
         return builder.icmp_unsigned("!=", bits, bits.type(0))
     if isinstance(type_, types.Float):
-        double = builder.bitcast(bits, ir.DoubleType())
+        double = builder.bitcast(bits, DOUBLE)
         return context.cast(builder, double, types.float64, type_)
-    return bits
+    if isinstance(type_, types.Complex):
+        return _complex_at(context, builder, type_, bits)
+    return context.cast(builder, bits, types.int64, type_)
+
+
+def _complex_at(
+    context: Any, builder: ir.IRBuilder, type_: types.Type, address: ir.Value
+) -> ir.Value:
+    parts = builder.inttoptr(address, DOUBLE.as_pointer())
+    number = cgutils.create_struct_proxy(types.complex128)(context, builder)
+    number.real = builder.load(parts)
+    number.imag = builder.load(builder.gep(parts, [INT64(1)]))
+    return context.cast(builder, number._getvalue(), types.complex128, type_)
 
 
 def make_element_reader(arguments: list[Argument]) -> Callable:
@@ -172,6 +190,27 @@ def store_each(typing_context, pointers, index, values):
     return types.void(pointers, types.intp, given), generate
 
 
+def make_picker(chosen: Sequence[int], count: int) -> Callable:
+    """Make the function that gives some of the values that a scalar function returns."""
+
+    @intrinsic
+    def picked(typing_context, values):
+        if len(chosen) == count:
+            return values(values), lambda context, builder, signature, args: args[0]
+        if not isinstance(values, types.BaseTuple) or len(values) != count:
+            given = len(values) if isinstance(values, types.BaseTuple) else 1
+            raise errors.TypingError(f"the kernel returns {given} values, and the operator {count}")
+        types_ = [values[position] for position in chosen]
+
+        def generate(context, builder, signature, args):
+            taken = [builder.extract_value(args[0], position) for position in chosen]
+            return context.make_tuple(builder, types.Tuple(types_), taken)
+
+        return types.Tuple(types_)(values), generate
+
+    return picked
+
+
 def _can_hold(target: types.Type, value: types.Type) -> bool:
     """Whether a result takes a number; an integer one takes no fractions, a real one no complex."""
     if isinstance(value, types.Complex):
@@ -199,11 +238,3 @@ def make_argument_reader(
         return values_type(numbers), generate
 
     return arguments_at
-
-
-def _value(context: Any, builder: ir.IRBuilder, type_: types.Type, bits: ir.Value) -> ir.Value:
-    if type_ == types.none:
-        return context.get_dummy_value()
-    if isinstance(type_, View):
-        return builder.inttoptr(bits, context.get_value_type(type_))
-    return scalar_of(context, builder, type_, bits)

@@ -23,7 +23,7 @@ DATA, NDIM, SIZES, STRIDES, SIZE, ROWS, OUTSIDE = range(7)
 IS_FOUND, VIEW, KIND, ROW, COUNT, PLACE, INDICES = range(7)
 MOST_INDICES = 64
 # The kinds of accesses.
-OF_ELEMENT, OF_ROW, OF_FLAT, IN_ROW, OF_SHAPE, OF_PRODUCT = range(6)
+OF_ELEMENT, OF_ROW, OF_FLAT, IN_ROW, OF_SHAPE, OF_PRODUCT, OF_LIST = range(7)
 
 
 def is_in(builder: ir.IRBuilder, index: ir.Value, size: ir.Value) -> ir.Value:

@@ -3,9 +3,9 @@
 A load widens an element to its *compute type*: float32 for float16 and bfloat16, the dtype itself
 for all others. A store rounds to nearest even.
 
-Two dtypes exist in kernels only. "mask" is a bool that loads as what it adds to a score: nothing
-where it is true, else -infinity. "bfloat16x2" is a pair of bfloat16 in 32 bits, which is loaded and
-stored as it is and multiplied by tile_fma.
+Some dtypes exist in kernels only. "mask" is a bool that loads as what it adds to a score: nothing
+where it is true, else -infinity. "bfloat16x2" and "int16x2" are pairs in 32 bits, which are loaded
+and stored as they are and multiplied by tile_fma, "int8x4" four bytes for a matrix unit.
 """
 
 from __future__ import annotations
@@ -32,16 +32,20 @@ from foo_ops.kernels.vectors.instructions import (
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """How a dtype lies in memory, and the Numba type that it is computed in."""
+    """How a dtype lies in memory, and the Numba type that it is computed in.
+
+    ``parts`` says how many numbers an element is of.
+    """
 
     storage: ir.Type
     size: int
     compute: types.Type
+    parts: int = 1
 
     @property
     def alignment(self) -> int:
-        """Return that of vectors in bytes. A pair may begin at any bfloat16."""
-        return 2 if self is ELEMENTS["bfloat16x2"] else self.size
+        """Return that of vectors in bytes. A pair may begin at any of its numbers."""
+        return self.size // self.parts
 
 
 ELEMENTS = {
@@ -58,7 +62,9 @@ ELEMENTS = {
     "bfloat16": Element(INT16, 2, types.float32),
     "float32": Element(FLOAT, 4, types.float32),
     "float64": Element(DOUBLE, 8, types.float64),
-    "bfloat16x2": Element(INT32, 4, types.int32),
+    "bfloat16x2": Element(INT32, 4, types.int32, parts=2),
+    "int16x2": Element(INT32, 4, types.int32, parts=2),
+    "int8x4": Element(INT32, 4, types.int32, parts=4),
     "mask": Element(INT8, 1, types.float32),
     "complex32": Element(ir.ArrayType(HALF, 2), 4, types.complex64),
     "complex64": Element(ir.ArrayType(FLOAT, 2), 8, types.complex64),

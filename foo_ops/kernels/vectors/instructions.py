@@ -53,30 +53,6 @@ def emit_splat(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), mask)
 
 
-def emit_load(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Load from a tensor, which no `emit_constant_load` does."""
-    return _in_tensors(builder.load(address), "alias.scope")
-
-
-def emit_store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int) -> None:
-    """Store to a tensor, from which no `emit_constant_load` loads."""
-    _in_tensors(builder.store(value, address, align=align), "alias.scope")
-
-
-def emit_constant_load(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Load from a constant of the module; LLVM vectorises the loop around it, too."""
-    return _in_tensors(builder.load(address), "noalias")
-
-
-def _in_tensors(access: ir.Instruction, relation: str) -> ir.Instruction:
-    """Tell LLVM's analysis of aliases that an access is to a tensor, or to none (noalias)."""
-    module = access.module
-    domain = module.add_metadata(["foo_ops"])
-    scope = module.add_metadata(["tensors", domain])
-    access.set_metadata(relation, module.add_metadata([scope]))
-    return access
-
-
 def emit_multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """Return a * b + c of integers."""
     return builder.add(builder.mul(a, b), c)

@@ -57,7 +57,7 @@ NOT_INTEGER = "an index must be an integer, got {}; int(...) makes one of a floa
 _ARRAYS = (Pointer, Row, View, Flat)
 
 
-def _refusal(message: str) -> errors.TypingError:
+def refusal(message: str) -> errors.TypingError:
     return errors.TypingError(WRONG_INDEX + message)
 
 
@@ -77,16 +77,16 @@ def _element_type(array: types.Type, index: types.Type) -> types.Type | None:
         return None
     for part in _parts(index):
         if isinstance(part, types.Float):
-            raise _refusal(NOT_INTEGER.format(part))
+            raise refusal(NOT_INTEGER.format(part))
     if not all(isinstance(part, types.Integer) for part in _parts(index)):
         return None
     if isinstance(array, Extents):
         return types.int64 if isinstance(index, types.Integer) else None
     count, wanted = len(_parts(index)), array.ndim if isinstance(array, View) else 1
     if count != wanted:
-        raise _refusal(wrong_count(array, count))
+        raise refusal(wrong_count(array, count))
     if isinstance(array, Row) and not array.is_indexable:
-        raise _refusal(NOT_INDEXED)
+        raise refusal(NOT_INDEXED)
     return ELEMENTS[_dtype(array)].compute
 
 
@@ -130,7 +130,7 @@ class _RefuseDimension(AbstractTemplate):
             return
         # A view without dimensions has a row, of one element.
         if not -max(extents.view.ndim, 1) <= dimension < extents.view.ndim:
-            raise _refusal(f"{extents.view.described()}, and none at {dimension}")
+            raise refusal(f"{extents.view.described()}, and none at {dimension}")
 
 
 @infer_global(operator.setitem)
@@ -182,7 +182,7 @@ def _address(context: Any, builder: ir.IRBuilder, array: Any, index: Any, args: 
     given = cgutils.unpack_tuple(builder, indices) if is_tuple else [indices]
     index_types = _parts(index)
     if isinstance(array, View):
-        return _address_in_view(context, builder, array, value, index_types, given)
+        return address_in_view(context, builder, array, value, index_types, given)
     if isinstance(array, Flat):
         return _address_in_flat(context, builder, array.view, value, index_types[0], given[0])
     place = given[0]
@@ -192,7 +192,7 @@ def _address(context: Any, builder: ir.IRBuilder, array: Any, index: Any, args: 
     return address_in(context, builder, array, value, place)
 
 
-def _address_in_view(
+def address_in_view(
     context: Any,
     builder: ir.IRBuilder,
     array: View,

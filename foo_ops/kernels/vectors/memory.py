@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from foo_ops.kernels.vectors.bounds import address_in, pointer_in, shifted
 from foo_ops.kernels.vectors.elements import COMPLEX_PARTS, ELEMENTS, narrow, widen
-from foo_ops.kernels.vectors.instructions import INT8, INT32, INT64, emit_load, emit_store
+from foo_ops.kernels.vectors.instructions import INT8, INT32, INT64
 from foo_ops.kernels.vectors.values import Pointer, Vector
 
 
@@ -97,13 +97,13 @@ def load(typing_context, pointer, index):
 def load_element(context: Any, builder: ir.IRBuilder, dtype: str, address: ir.Value) -> ir.Value:
     """Emit the code of `load`, for intrinsics."""
     if dtype not in COMPLEX_PARTS:
-        return widen(builder, dtype, emit_load(builder, address))
+        return widen(builder, dtype, builder.load(address))
     # Part by part: LLVM's vectoriser does not see through the load of a whole struct.
     value = cgutils.create_struct_proxy(ELEMENTS[dtype].compute)(context, builder)
     part = COMPLEX_PARTS[dtype]
     for position, name in enumerate(("real", "imag")):
         place = cgutils.gep_inbounds(builder, address, 0, position)
-        setattr(value, name, widen(builder, part, emit_load(builder, place)))
+        setattr(value, name, widen(builder, part, builder.load(place)))
     return value._getvalue()
 
 
@@ -124,7 +124,7 @@ def store(typing_context, pointer, index, value):
         lanes = target_type.lanes if isinstance(target_type, Vector) else 1
         address = address_in(context, builder, pointer, args[0], args[1], lanes)
         if isinstance(target_type, Vector):
-            emit_store(builder, narrow(builder, dtype, args[2]), address, ELEMENTS[dtype].size)
+            builder.store(narrow(builder, dtype, args[2]), address, align=ELEMENTS[dtype].size)
         else:
             store_element(context, builder, dtype, address, args[2])
         return context.get_dummy_value()
@@ -138,12 +138,12 @@ def store_element(
     """Emit the code of `store` for a scalar, for intrinsics."""
     part = COMPLEX_PARTS.get(dtype)
     if part is None:
-        emit_store(builder, narrow(builder, dtype, value), address, ELEMENTS[dtype].size)
+        builder.store(narrow(builder, dtype, value), address, align=ELEMENTS[dtype].size)
         return
     number = cgutils.create_struct_proxy(ELEMENTS[dtype].compute)(context, builder, value=value)
     for position, component in enumerate((number.real, number.imag)):
         place = cgutils.gep_inbounds(builder, address, 0, position)
-        emit_store(builder, narrow(builder, part, component), place, ELEMENTS[part].size)
+        builder.store(narrow(builder, part, component), place, align=ELEMENTS[part].size)
 
 
 @intrinsic

@@ -1,4 +1,6 @@
-"""Multiply and pack pairs of bfloat16 in 32 bits (dtype bfloat16x2): two products at once."""
+"""Multiply and pack pairs in 32 bits, of bfloat16 (dtype bfloat16x2) or int16 (int16x2): two
+products at once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from foo_ops.kernels.compiler.processor import has_bfloat16_dot
+from foo_ops.kernels.compiler.processor import has_bfloat16_dot, has_integer_dot
 from foo_ops.kernels.vectors.elements import round_to_bfloat16
 from foo_ops.kernels.vectors.instructions import (
     FLOAT,
@@ -15,11 +17,13 @@ from foo_ops.kernels.vectors.instructions import (
     call_intrinsic,
     constant_of,
     emit_fma,
+    emit_multiply_add,
     emit_shuffle,
 )
 from foo_ops.kernels.vectors.values import Vector
 
-PAIRS = "bfloat16x2"
+PAIRS, INTEGER_PAIRS = "bfloat16x2", "int16x2"
+_INTEGER_DOTS = {4: "sse2.pmadd.wd", 8: "avx2.pmadd.wd", 16: "avx512.pmaddw.d.512"}
 
 
 class _BFloat(ir.Type):
@@ -42,6 +46,28 @@ def emit_pair_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Val
         return call_intrinsic(builder, name, total.type, [total, *factors])
     for part in (emit_first_of_pairs, emit_second_of_pairs):
         total = emit_fma(builder, part(builder, a), part(builder, b), total)
+    return total
+
+
+def emit_integer_pair_fma(
+    builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value
+) -> ir.Value:
+    """Compute total + a[0] * b[0] + a[1] * b[1] for vectors of pairs of int16.
+
+    With VNNI, LLVM makes one instruction of it.
+    """
+    lanes = total.type.count
+    if has_integer_dot(lanes):
+        halves = ir.VectorType(INT16, 2 * lanes)
+        factors = [builder.bitcast(value, halves) for value in (a, b)]
+        name = f"llvm.x86.{_INTEGER_DOTS[lanes]}"
+        return builder.add(total, call_intrinsic(builder, name, total.type, factors))
+    half = constant_of(total.type, 16)
+    for shift in (0, 16):
+        # The lower half is moved up, so that the shift to the right keeps its sign.
+        x, y = (builder.shl(it, constant_of(it.type, 16 - shift)) for it in (a, b))
+        x, y = builder.ashr(x, half), builder.ashr(y, half)
+        total = emit_multiply_add(builder, x, y, total)
     return total
 
 

@@ -1,8 +1,9 @@
 """Compute the sine and the cosine of vectors and scalars, also of huge ones.
 
-A number x = m * 2^e, where m is an integer, is m * (2^e * 2/pi mod 4) quarters of a turn, but for
-whole turns. The factor is looked up for the exponent (Payne and Hanek 1983), as a sum of numbers
-whose products with m are exact, or are split in two parts that are.
+From a number that is not huge, quarters of a turn are subtracted. A huge one x = m * 2^e, where m
+is an integer, is m * (2^e * 2/pi mod 4) quarters of a turn, but for whole turns. The factor is
+looked up for the exponent (Payne and Hanek 1983), as a sum of numbers whose products with m are
+exact, or are split in two parts that are.
 """
 
 from __future__ import annotations
@@ -12,20 +13,29 @@ import math
 
 from llvmlite import ir
 from numba.core import cgutils
+from numpy.polynomial import Chebyshev, Polynomial
 
 from foo_ops.kernels.vectors.instructions import (
     DOUBLE,
-    INT32,
     INT64,
     constant_of,
-    emit_constant_load,
     shaped,
 )
 from foo_ops.kernels.vectors.number import Mask, Number, make_function
+from foo_ops.kernels.vectors.rare_branches import RareBranch
 
 _MANTISSA_BITS, _BIAS = 52, 1023
-# pi/2 and what its rounding loses, and the bits of pi that a reduction may need.
-_QUARTER, _QUARTER_LOSS, _PI_BITS = math.pi / 2, float.fromhex("0x1.1a62633145c07p-54"), 1400
+# pi/2, what its rounding loses, and what the rounding of that does.
+_QUARTER, _QUARTER_LOSS, _QUARTER_REST = (
+    *(math.pi / 2, float.fromhex("0x1.1a62633145c07p-54")),
+    float.fromhex("-0x1.f1976b7ed8fbcp-110"),
+)
+# The bits of pi that a reduction may need.
+_PI_BITS = 1400
+# Added to a number it leaves the nearest integer in the lower bits of the sum.
+_MAGIC = 1.5 * 2**_MANTISSA_BITS
+# Quarters of numbers below this are counted exactly, and the parts of pi/2 have digits enough.
+_NEAR = 2.0**30
 
 
 def _arctangent_of_inverse(x: int, bits: int) -> int:
@@ -71,44 +81,27 @@ def _scaled(number: int, bits: int) -> float:
 
 
 def _look_up(x: Number, table: tuple[float, ...], parts: int, bits: int) -> list[Number]:
-    """Return x's integer mantissa, and its row of a table."""
-    builder, integer = x.builder, shaped(INT64, x.type)
-
-    def constant(value: int) -> ir.Constant:
-        return constant_of(integer, value)
-
-    stored = x.bits()
-    fraction = builder.and_(stored, constant((1 << _MANTISSA_BITS) - 1))
-    mantissa = builder.or_(fraction, constant((_BIAS + bits) << _MANTISSA_BITS))
-    row = builder.sub(builder.lshr(stored, constant(_MANTISSA_BITS)), constant(_BIAS - 1))
-    # Neither numbers below one half nor infinity and NaN have rows; they are not looked up.
-    for relation, bound in (("<", 0), (">", len(table) // parts - 1)):
-        is_outside = builder.icmp_signed(relation, row, constant(bound))
-        row = builder.select(is_outside, constant(bound), row)
-    first = builder.mul(row, constant(parts))
-    places = [builder.add(first, constant(part)) for part in range(parts)]
-    found = [_load_each(builder, table, place) for place in places]
+    """Return a number's integer mantissa, and its row of a table. It is one half or more."""
+    builder, stored = x.builder, x.bits()
+    fraction = builder.and_(stored, INT64((1 << _MANTISSA_BITS) - 1))
+    mantissa = builder.or_(fraction, INT64((_BIAS + bits) << _MANTISSA_BITS))
+    row = builder.sub(builder.lshr(stored, INT64(_MANTISSA_BITS)), INT64(_BIAS - 1))
+    # Infinity and NaN have no rows.
+    last = INT64(len(table) // parts - 1)
+    row = builder.select(builder.icmp_signed(">", row, last), last, row)
+    first = builder.mul(row, INT64(parts))
+    found = [_load(builder, table, builder.add(first, INT64(part))) for part in range(parts)]
     return [x.made(builder.bitcast(mantissa, x.type)), *map(x.made, found)]
 
 
-def _load_each(builder: ir.IRBuilder, table: tuple[float, ...], place: ir.Value) -> ir.Value:
-    """Load elements of a table that is part of the object code."""
+def _load(builder: ir.IRBuilder, table: tuple[float, ...], place: ir.Value) -> ir.Value:
+    """Load an element of a table that is part of the object code."""
     name = f"foo_ops.quarters.{len(table)}"
     array = ir.ArrayType(DOUBLE, len(table))
     known = builder.module.globals.get(name)
     if known is None:
         known = cgutils.global_constant(builder.module, name, ir.Constant(array, list(table)))
-
-    def load(index: ir.Value) -> ir.Value:
-        return emit_constant_load(builder, builder.gep(known, [INT64(0), index], inbounds=True))
-
-    if not isinstance(place.type, ir.VectorType):
-        return load(place)
-    result = ir.Constant(ir.VectorType(DOUBLE, place.type.count), ir.Undefined)
-    for lane in range(place.type.count):
-        loaded = load(builder.extract_element(place, INT32(lane)))
-        result = builder.insert_element(result, loaded, INT32(lane))
-    return result
+    return builder.load(builder.gep(known, [INT64(0), place], inbounds=True))
 
 
 def _reduce_float32(x: Number) -> tuple[Number, Number]:
@@ -119,9 +112,7 @@ def _reduce_float32(x: Number) -> tuple[Number, Number]:
     quarters = quarters - 4 * (quarters * 0.25).nearest()
     quarters = mantissa.fma(lower, quarters)
     whole = quarters.nearest()
-    is_small = x < 0.5
-    angle = is_small.choose(x, (quarters - whole) * _QUARTER)
-    return is_small.choose(x.constant(0.0), whole), angle
+    return whole, (quarters - whole) * _QUARTER
 
 
 def _reduce_float64(x: Number) -> tuple[Number, Number, Number]:
@@ -141,13 +132,22 @@ def _reduce_float64(x: Number) -> tuple[Number, Number, Number]:
     angle, angle_loss = upper.times_exactly(_QUARTER)
     angle_loss = lower.fma(_QUARTER, upper.fma(_QUARTER_LOSS, angle_loss))
     total = angle + angle_loss
-    angle_loss = angle_loss - (total - angle)
-    is_small, zero = x < 0.5, x.constant(0.0)
-    return (
-        is_small.choose(zero, whole),
-        is_small.choose(x, total),
-        is_small.choose(zero, angle_loss),
-    )
+    return whole, total, angle_loss - (total - angle)
+
+
+def _near(x: Number, is_narrow: bool) -> tuple[Number, Number, Number | None]:
+    """Return what the others do, for a number that is nearer to zero than _NEAR.
+
+    Quarters are subtracted in parts of pi/2 (Cody and Waite 1980). The first difference is below
+    one, and exact, as neither number has digits below those of a number below one.
+    """
+    whole = x.fma(2 / math.pi, _MAGIC) - _MAGIC
+    angle = (-whole).fma(_QUARTER, x)
+    if is_narrow:
+        return whole, (-whole).fma(_QUARTER_LOSS, angle), None
+    product, product_loss = whole.times_exactly(_QUARTER_LOSS)
+    angle, loss = angle.plus_exactly(-product)
+    return whole, angle, (-whole).fma(_QUARTER_REST, loss - product_loss)
 
 
 def _taylor(first: int, terms: int) -> list[float]:
@@ -156,37 +156,75 @@ def _taylor(first: int, terms: int) -> list[float]:
     return [(-1) ** (power // 2) / math.factorial(power) for power in reversed(powers)]
 
 
-def _turned(x: Number, quarters_ahead: int) -> Number:
-    """Compute the sine of an angle that is so many quarters of a turn ahead of |x|."""
-    magnitude = abs(x)
-    if x.is_double:
-        whole, angle, loss = _reduce_float64(magnitude)
-        terms = 8
-    else:
-        (whole, angle), loss, terms = _reduce_float32(magnitude.widened()), None, 5
+def _interpolated(first: int, terms: int) -> list[float]:
+    """Return coefficients as `_taylor` does, for fewer terms.
+
+    The error is less than a hundredth of a unit in the last place of float32.
+    """
+    series = Polynomial(_taylor(first, terms + 6)[::-1])
+    domain = [0.0, (math.pi / 4) ** 2]
+    shortened = Chebyshev.interpolate(series, terms - 1, domain=domain).convert(kind=Polynomial)
+    return list(shortened.coef[::-1])
+
+
+_SINE_TERMS, _COSINE_TERMS = _interpolated(3, 4), _interpolated(0, 5)
+
+
+def _sine_and_cosine(angle: Number, loss: Number | None) -> tuple[Number, Number]:
+    """Compute both of an angle of at most an eighth of a turn; without its loss, for float32."""
     square = angle * angle
-    sine = (angle * square) * square.polynomial(_taylor(3, terms))
-    cosine = (square * square) * square.polynomial(_taylor(4, terms))
+    if loss is None:
+        sine = angle * square.polynomial([*_SINE_TERMS, 1.0])
+        return sine, square.polynomial(_COSINE_TERMS)
+    sine = (angle * square) * square.polynomial(_taylor(3, 8))
+    cosine = (square * square) * square.polynomial(_taylor(4, 8))
     half = 0.5 * square
     less = 1.0 - half
     # What the subtraction has lost.
     cosine = cosine + ((1.0 - less) - half)
-    if loss is not None:
-        sine = loss.fma(less, sine)
-        cosine = cosine - angle * loss
-    sine, cosine = angle + sine, less + cosine
+    sine, cosine = loss.fma(less, sine), cosine - angle * loss
+    return angle + sine, less + cosine
+
+
+def _in_quarter(whole: Number, angle: Number, loss: Number | None, quarters_ahead: int) -> Number:
+    """Compute the sine of an angle behind whole quarters of a turn, and so many ahead."""
+    sine, cosine = _sine_and_cosine(angle, loss)
     builder = angle.builder
     integer = shaped(INT64, angle.type)
     # The sum's lower bits hold the integer.
-    bits = (whole + (1.5 * 2**_MANTISSA_BITS + quarters_ahead)).bits()
+    bits = (whole + (_MAGIC + quarters_ahead)).bits()
     one, two = (constant_of(integer, value) for value in (1, 2))
     zero = constant_of(integer, 0)
     is_odd = Mask(builder, builder.icmp_signed("!=", builder.and_(bits, one), zero))
     is_behind = Mask(builder, builder.icmp_signed("!=", builder.and_(bits, two), zero))
     result = is_odd.choose(cosine, sine)
-    result = is_behind.choose(-result, result)
-    result = result if x.is_double else result.narrowed()
-    return (magnitude < math.inf).choose(result, x - x)
+    return is_behind.choose(-result, result)
+
+
+def _make_turned(name: str, quarters_ahead: int, is_even: bool) -> RareBranch:
+    """Make the sine of an angle that is so many quarters of a turn ahead."""
+
+    def usual(x: Number) -> tuple[Number, Mask]:
+        wide = x if x.is_double else x.widened()
+        result = _in_quarter(*_near(wide, not x.is_double), quarters_ahead)
+        result = result if x.is_double else result.narrowed()
+        # A zero keeps its sign.
+        return result if is_even else x.equals(0.0).choose(x, result), abs(x) < _NEAR
+
+    def rare(x: Number) -> Number:
+        magnitude = abs(x)
+        if x.is_double:
+            result = _in_quarter(*_reduce_float64(magnitude), quarters_ahead)
+        else:
+            whole, angle = _reduce_float32(magnitude.widened())
+            result = _in_quarter(whole, angle, None, quarters_ahead).narrowed()
+        result = result if is_even else (x < 0.0).choose(-result, result)
+        return (magnitude < math.inf).choose(result, x - x)
+
+    return RareBranch(name, usual, rare)
+
+
+_SINE, _COSINE = _make_turned("sin", 0, is_even=False), _make_turned("cos", 1, is_even=True)
 
 
 @make_function
@@ -198,10 +236,7 @@ def sin(x: Number) -> Number:
     Example:
         >>> y[i] = language.sin(x[i])
     """
-    result = _turned(x, 0)
-    is_negative = x < 0.0
-    # A zero keeps its sign.
-    return x.equals(0.0).choose(x, is_negative.choose(-result, result))
+    return _SINE.of(x)
 
 
 @make_function
@@ -213,4 +248,4 @@ def cos(x: Number) -> Number:
     Example:
         >>> y[i] = language.cos(x[i])
     """
-    return _turned(x, 1)
+    return _COSINE.of(x)

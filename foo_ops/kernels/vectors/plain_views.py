@@ -113,7 +113,7 @@ def from_start(index: Any, size: Any) -> Any:
     return size + index if isinstance(index, FromEnd) else index
 
 
-def _require_integers(*indices: Any) -> None:
+def require_integers(*indices: Any) -> None:
     for index in indices:
         kind = np.asarray(index).dtype
         if kind.kind == "f":
@@ -134,7 +134,7 @@ class _Elements(ABC):
     def _place(self, index: Any) -> int:
         if isinstance(index, tuple):
             raise TypeError(WRONG_INDEX + wrong_count(self, len(index)))
-        _require_integers(index)
+        require_integers(index)
         return self.place(from_start(index, self.stop))
 
     def __getitem__(self, index: Any) -> Any:
@@ -250,7 +250,7 @@ class View:
         given = indices if isinstance(indices, tuple) else (indices,)
         if len(given) != self.ndim:
             raise TypeError(WRONG_INDEX + wrong_count(self._type, len(given)))
-        _require_integers(*given)
+        require_integers(*given)
         counted = tuple(map(from_start, given, self.shape))
         if not all(0 <= index < size for index, size in zip(counted, self.shape)):
             raise IndexError(f"index {_written(given)} is outside of the shape {self.shape}")
@@ -258,7 +258,7 @@ class View:
 
     def counted(self, index: Any, size: Any) -> Any:
         """Return an index from the start, of what has a size."""
-        _require_integers(index)
+        require_integers(index)
         counted = from_start(index, size)
         if not 0 <= counted < size:
             raise IndexError(f"index {index} is outside of the shape {self.shape}")

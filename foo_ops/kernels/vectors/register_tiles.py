@@ -7,12 +7,13 @@
     tile_fma(tile, a, a_stride, b)          tile[i, j] += a[i * a_stride] * b[j-th vector]
     tile_splat(pointer, stride, ROWS, LANES)    tile[i, 0] = pointer[i * stride] in every lane
     tile_outer(tile, factors, vector)       tile[i, 0] += factors[i, 0] * vector
-    tile_dot(tile, a, a_stride, b, b_stride)    tile[i, j] += a[i-th row] * b[j-th row], vectors
+    tile_dot(tile, a, a_stride, b, b_stride)    tile[i, j] += a[i-th row] * b[j-th row], vectors;
+                                            b may be int8
     tile_store_sums(tile, pointer, stride)  pointer[i * stride + j] = sum of the lanes of tile[i, j]
 
 ROWS, COLUMNS and LANES are constants of the kernel, so that every tile unrolls into registers.
 Where a and b are of dtype bfloat16x2, tile_fma and tile_dot add both products of a pair: in one
-instruction if the processor has it (AVX512-BF16).
+instruction if the processor has it (AVX512-BF16). tile_fma does so with int16x2, too.
 """
 
 from __future__ import annotations
@@ -30,8 +31,13 @@ from foo_ops.kernels.vectors.instructions import (
     emit_splat,
 )
 from foo_ops.kernels.vectors.memory import emit_load_vector
-from foo_ops.kernels.vectors.pairs import PAIRS, emit_pair_fma
-from foo_ops.kernels.vectors.values import Tile, Vector
+from foo_ops.kernels.vectors.pairs import (
+    INTEGER_PAIRS,
+    PAIRS,
+    emit_integer_pair_fma,
+    emit_pair_fma,
+)
+from foo_ops.kernels.vectors.values import Tile, Vector, vector_ir
 
 
 @intrinsic(prefer_literal=True)
@@ -101,12 +107,15 @@ def _places(builder, tile, stride):
             yield row, column, builder.add(start, offset)
 
 
+_OF_PAIRS = {PAIRS: emit_pair_fma, INTEGER_PAIRS: emit_integer_pair_fma}
+
+
 @intrinsic
 def tile_fma(typing_context, tile, a, a_stride, b):
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
-    multiply_add = emit_pair_fma if a.dtype == PAIRS else emit_fma
-    if isinstance(tile.vector.element, types.Integer):
-        multiply_add = emit_multiply_add
+    is_integer = isinstance(tile.vector.element, types.Integer)
+    usual = emit_multiply_add if is_integer else emit_fma
+    multiply_add = _OF_PAIRS.get(a.dtype, usual)
 
     def generate(context, builder, signature, args):
         result, a_pointer, stride, b_pointer = args
@@ -161,13 +170,17 @@ def tile_outer(typing_context, tile, factors, vector):
 def tile_dot(typing_context, tile, a, a_stride, b, b_stride):
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
     multiply_add = emit_pair_fma if a.dtype == PAIRS else emit_fma
+    is_converted = b.dtype == "int8"
 
     def generate(context, builder, signature, args):
         result, a_pointer, a_step, b_pointer, b_step = args
         vectors = []
         for column in range(columns):
             index = builder.mul(b_step, INT64(column))
-            vectors.append(emit_load_vector(builder, b.dtype, b_pointer, index, lanes))
+            vector = emit_load_vector(builder, b.dtype, b_pointer, index, lanes)
+            if is_converted:
+                vector = builder.sitofp(vector, vector_ir(tile.vector))
+            vectors.append(vector)
         for row in range(rows):
             index = builder.mul(a_step, INT64(row))
             factor = emit_load_vector(builder, a.dtype, a_pointer, index, lanes)

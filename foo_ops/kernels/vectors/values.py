@@ -9,7 +9,7 @@ from numba.core import errors, types
 from numba.extending import models, register_model
 
 from foo_ops.kernels.vectors.elements import ELEMENTS
-from foo_ops.kernels.vectors.instructions import DOUBLE, FLOAT, INT32, INT64
+from foo_ops.kernels.vectors.instructions import DOUBLE, FLOAT, INT8, INT32, INT64
 
 HAS_STRIDE = (
     "a row has a stride, and is no pointer to vectors, unless tile_kernel is given "
@@ -78,6 +78,7 @@ def _element_ir(type_: types.Type) -> ir.Type:
     return {
         types.float32: FLOAT,
         types.float64: DOUBLE,
+        types.int8: INT8,
         types.int32: INT32,
         types.int64: INT64,
         types.boolean: ir.IntType(1),

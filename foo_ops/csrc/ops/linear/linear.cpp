@@ -6,10 +6,14 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <array>
+#include <string_view>
 #include <tuple>
+#include <utility>
 
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
+#include "ops/linear/checks.h"
 #include "ops/linear/product.h"
 
 namespace foo {
@@ -18,52 +22,44 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-void check_dtype(const char* name, const char* argument, const at::Tensor& tensor) {
-  const auto dtype = tensor.scalar_type();
-  TORCH_CHECK_TYPE(
-      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16,
-      name, ": ", argument, " must be float16, bfloat16, float32 or float64, got ",
-      dtype_name(dtype));
-}
-
-void check_rows(const char* name, const char* argument, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.dim() >= 1, name, ": ", argument,
-                    " must have at least 1 dimension, got 0");
-}
-
-void check_dimensions(const char* name, const char* argument, const at::Tensor& tensor,
-                      int64_t dimensions, const char* shape) {
-  TORCH_CHECK_VALUE(tensor.dim() == dimensions, name, ": ", argument, " must have ", dimensions,
-                    dimensions == 1 ? " dimension " : " dimensions ", shape, ", got ",
-                    tensor.dim());
-}
-
-void check_like(const char* name, const char* argument, const at::Tensor& tensor, const char* of,
-                const at::Tensor& like) {
-  TORCH_CHECK_VALUE(tensor.device() == like.device(), name, ": ", argument, " must be on ",
-                    like.device(), " as ", of, " is, got ", tensor.device());
-  TORCH_CHECK_TYPE(tensor.scalar_type() == like.scalar_type(), name, ": ", argument, " must be ",
-                   dtype_name(like.scalar_type()), " as ", of, " is, got ",
-                   dtype_name(tensor.scalar_type()));
-}
-
-void check_count(const char* name, const char* argument, const char* what, const c10::SymInt& size,
-                 const c10::SymInt& expected, const char* as) {
-  TORCH_CHECK_VALUE(size == expected, name, ": ", argument, " must have ", expected, " ", what,
-                    " as ", as, ", got ", size);
-}
-
-// A new tensor with the leading dimensions of another.
-at::Tensor make_rows(const at::Tensor& like, int64_t width) {
-  c10::SmallVector<int64_t, 6> sizes(like.sizes().begin(), like.sizes().end());
-  sizes.back() = width;
-  return at::empty(sizes, like.options());
-}
-
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias) {
   check_linear(input, weight, bias);
   const at::Tensor output = make_rows(input, weight.size(0));
   multiply(output, Matrix(input), Matrix(weight), bias);
+  return output;
+}
+
+Finish finish_of(std::string_view activation) {
+  constexpr std::array<std::pair<std::string_view, Finish>, 4> known = {
+      {{"relu", Finish::kRelu},
+       {"silu", Finish::kSilu},
+       {"gelu", Finish::kGelu},
+       {"gelu_tanh", Finish::kGeluTanh}}};
+  for (const auto& [name, finish] : known) {
+    if (activation == name) return finish;
+  }
+  TORCH_CHECK_VALUE(false, "linear: activation must be relu, silu, gelu or gelu_tanh, got ",
+                    activation);
+}
+
+at::Tensor linear_activation(const at::Tensor& input, const at::Tensor& weight,
+                             const OptionalTensor& bias, std::string_view activation) {
+  check_linear_activation(input, weight, bias, activation);
+  const at::Tensor output = make_rows(input, weight.size(0));
+  multiply(output, Matrix(input), Matrix(weight), bias, finish_of(activation));
+  return output;
+}
+
+at::Tensor linear_silu_mul(const at::Tensor& input, const at::Tensor& gate_weight,
+                           const at::Tensor& up_weight) {
+  check_linear_silu_mul(input, gate_weight, up_weight);
+  Matrix gate(gate_weight), up(up_weight);
+  if (!gate.lies_as(up)) {
+    gate = Matrix(gate_weight.contiguous());
+    up = Matrix(up_weight.contiguous());
+  }
+  const at::Tensor output = make_rows(input, gate.rows());
+  multiply(output, Matrix(input), gate, std::nullopt, Finish::kSiluMul, up.data());
   return output;
 }
 
@@ -112,6 +108,27 @@ void check_linear(const at::Tensor& input, const at::Tensor& weight, const Optio
   }
 }
 
+void check_linear_activation(const at::Tensor& input, const at::Tensor& weight,
+                             const OptionalTensor& bias, std::string_view activation) {
+  check_linear(input, weight, bias);
+  finish_of(activation);
+}
+
+void check_linear_silu_mul(const at::Tensor& input, const at::Tensor& gate_weight,
+                           const at::Tensor& up_weight) {
+  const char* const name = "linear_silu_mul";
+  check_dtype(name, "input", input);
+  check_rows(name, "input", input);
+  for (const auto& [argument, weight] :
+       {std::pair("gate_weight", gate_weight), {"up_weight", up_weight}}) {
+    check_dimensions(name, argument, weight, 2, "(N, K)");
+    check_like(name, argument, weight, "input", input);
+    check_count(name, argument, "columns", weight.sym_size(1), input.sym_size(-1), "input has");
+  }
+  check_count(name, "up_weight", "rows", up_weight.sym_size(0), gate_weight.sym_size(0),
+              "gate_weight has");
+}
+
 void check_linear_backward(const at::Tensor& grad_output, const OptionalTensor& input,
                            const OptionalTensor& weight, bool input_requires_grad,
                            bool weight_requires_grad) {
@@ -144,6 +161,8 @@ void check_linear_backward(const at::Tensor& grad_output, const OptionalTensor& 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
   register_shared_kernel<"foo::linear", &linear>(library);
   register_shared_kernel<"foo::linear_backward", &linear_backward>(library);
+  register_shared_kernel<"foo::linear_activation", &linear_activation>(library);
+  register_shared_kernel<"foo::linear_silu_mul", &linear_silu_mul>(library);
 }
 
 }  // namespace foo

@@ -1,34 +1,50 @@
 #include "ops/linear/product.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
-#include <algorithm>
+#include <array>
+#include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "launch/jobs.h"
 #include "launch/kernel_table.h"
+#include "ops/linear/cut.h"
 
 namespace foo {
 
 namespace {
 
-// The largest block: with a section of the depth, its rows of the left matrix, a panel of columns
-// and the sums fit the second cache. Both are whole register tiles on all processors.
-constexpr int64_t kMostRows = 256, kRowTile = 32;
-constexpr int64_t kMostColumns = 256, kColumnTile = 64;
-// Few rows are multiplied by all columns as they lie in memory, and so many of them by one thread
-// that it reads long stretches.
-constexpr int64_t kFewRows = 8, kMostColumnsOfFewRows = 1024;
-// So many blocks for each thread that none waits long for the last one.
-constexpr int64_t kBlocksOfThread = 4;
+constexpr std::array<const char*, 6> kFinishes = {"",      ".relu",      ".silu",
+                                                  ".gelu", ".gelu_tanh", ".silu_mul"};
 
-Kernel& product_kernel() {
-  static auto* kernel = new Kernel("linear_product");
-  return *kernel;
+// The kernels of a name, one for each way to finish.
+class Kernels {
+ public:
+  explicit Kernels(const std::string& name) {
+    for (const char* finish : kFinishes)
+      kernels_.push_back(std::make_unique<Kernel>(name + finish));
+  }
+  Kernel& operator[](Finish finish) { return *kernels_[static_cast<size_t>(finish)]; }
+
+ private:
+  std::vector<std::unique_ptr<Kernel>> kernels_;
+};
+
+Kernels& product_kernels() {
+  static auto* kernels = new Kernels("linear_product");
+  return *kernels;
 }
 
-Kernel& few_rows_kernel() {
-  static auto* kernel = new Kernel("linear_few_rows");
+Kernels& few_rows_kernels() {
+  static auto* kernels = new Kernels("linear_few_rows");
+  return *kernels;
+}
+
+Kernel& sums_kernel() {
+  static auto* kernel = new Kernel("linear_product.sums");
   return *kernel;
 }
 
@@ -45,9 +61,19 @@ Product transposed(const Product& product) {
   std::swap(result.left, result.right);
   std::swap(result.left_row_stride, result.right_column_stride);
   std::swap(result.left_step_stride, result.right_step_stride);
-  std::swap(result.bias_row_stride, result.bias_column_stride);
-  std::swap(result.output_row_stride, result.output_column_stride);
+  result.is_transposed = !product.is_transposed;
   return result;
+}
+
+// What it costs to pack both matrices and to write the output, in elements that are copied. The
+// steps of the right matrix are packed one after the other, and so adjacent steps are transposed;
+// the left matrix is copied in long runs or not at all, but pairs of its steps must be adjacent.
+// What is transposed costs twice.
+double packing_cost(const Product& product, at::ScalarType dtype) {
+  const double right = product.right_step_stride == 1 ? 2 : 1;
+  const double left = product.left_step_stride == 1 ? 0 : dtype == at::kBFloat16 ? 2 : 0.5;
+  const double rows = product.rows, columns = product.columns;
+  return product.depth * (right * columns + left * rows) + product.is_transposed * rows * columns;
 }
 
 // Whether the rows are a stride apart, across all leading dimensions.
@@ -73,40 +99,18 @@ bool is_adjacent(const at::Tensor& tensor) {
          (tensor.size(-1) <= 1 || tensor.stride(-1) == 1 || row_stride_of(tensor) == 1);
 }
 
-int64_t count_of(int64_t size, int64_t part) {
-  return (size + part - 1) / part;
+void run(const Product& product, at::ScalarType dtype, Kernel& kernel, const Cut& cut) {
+  run_jobs(product, kernel.get<ProductFunction>(dtype), cut.blocks(product), cut.block(product, 0),
+           [&](int64_t job, int64_t, const auto& call) { call(cut.block(product, job)); });
 }
 
-// Parts of nearly the same size, each a multiple of ``multiple``.
-int64_t part_of(int64_t size, int64_t most, int64_t multiple) {
-  const int64_t part = count_of(size, count_of(size, most));
-  return count_of(part, multiple) * multiple;
+// Of the two ways to see a product the one whose packing costs less.
+void run_blocks(const Product& product, at::ScalarType dtype, Kernel& kernel, int64_t parts) {
+  const Product other = transposed(product);
+  const bool is_cheaper = packing_cost(other, dtype) < packing_cost(product, dtype);
+  const Product& chosen = is_cheaper ? other : product;
+  run(chosen, dtype, kernel, cut_of_blocks(chosen, dtype, parts));
 }
-
-struct Cut {
-  int64_t rows, columns;
-
-  Cut(const Product& product, int64_t most_columns)
-      : rows(part_of(product.rows, kMostRows, kRowTile)),
-        columns(part_of(product.columns, most_columns, kColumnTile)) {
-    const int64_t threads = at::get_num_threads();
-    while (threads > 1 && columns > kColumnTile && blocks(product) < kBlocksOfThread * threads) {
-      columns -= kColumnTile;
-    }
-  }
-
-  int64_t blocks(const Product& product) const {
-    return count_of(product.rows, rows) * count_of(product.columns, columns);
-  }
-
-  // Blocks that follow one another have their columns in common.
-  ProductBlock block(const Product& product, int64_t index) const {
-    const int64_t bands = count_of(product.rows, rows);
-    const int64_t row = index % bands * rows, column = index / bands * columns;
-    return {row, std::min(row + rows, product.rows), column,
-            std::min(column + columns, product.columns)};
-  }
-};
 
 }  // namespace
 
@@ -127,39 +131,51 @@ Matrix Matrix::transposed() const {
   return result;
 }
 
+at::Tensor make_rows(const at::Tensor& like, int64_t width) {
+  c10::SmallVector<int64_t, 6> sizes(like.sizes().begin(), like.sizes().end());
+  sizes.back() = width;
+  return at::empty(sizes, like.options());
+}
+
+Product make_product(const at::Tensor& output, const Matrix& left, const Matrix& right,
+                     const std::optional<at::Tensor>& bias) {
+  return {.rows = left.rows(),
+          .columns = right.rows(),
+          .depth = left.width(),
+          .is_transposed = false,
+          .left = left.data(),
+          .left_row_stride = left.row_stride(),
+          .left_step_stride = left.step_stride(),
+          .right = right.data(),
+          .right_column_stride = right.row_stride(),
+          .right_step_stride = right.step_stride(),
+          .second = nullptr,
+          .has_bias = bias.has_value(),
+          .bias = bias.has_value() ? bias->const_data_ptr() : nullptr,
+          .bias_stride = bias.has_value() ? bias->stride(0) : 0,
+          .output = output.mutable_data_ptr(),
+          .output_stride = right.rows()};
+}
+
 void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
-              const std::optional<at::Tensor>& bias) {
+              const std::optional<at::Tensor>& bias, Finish finish, const void* second) {
   if (output.numel() == 0) return;
   const auto dtype = output.scalar_type();
-  Product product{.rows = left.rows(),
-                  .columns = right.rows(),
-                  .depth = left.width(),
-                  .has_bias = bias.has_value(),
-                  .left = left.data(),
-                  .left_row_stride = left.row_stride(),
-                  .left_step_stride = left.step_stride(),
-                  .right = right.data(),
-                  .right_column_stride = right.row_stride(),
-                  .right_step_stride = right.step_stride(),
-                  .bias = nullptr,
-                  .bias_row_stride = 0,
-                  .bias_column_stride = 0,
-                  .output = output.mutable_data_ptr(),
-                  .output_row_stride = right.rows(),
-                  .output_column_stride = 1};
-  if (bias.has_value()) {
-    product.bias = bias->const_data_ptr();
-    product.bias_column_stride = bias->stride(0);
+  Product product = make_product(output, left, right, bias);
+  product.second = second;
+  Kernel& few_rows = few_rows_kernels()[finish];
+  if (has_few_rows(product, dtype)) {
+    run(product, dtype, few_rows, cut_of_few_rows(product));
+  } else if (second == nullptr && has_few_rows(transposed(product), dtype)) {
+    run(transposed(product), dtype, few_rows, cut_of_few_rows(transposed(product)));
+  } else {
+    run_blocks(product, dtype, product_kernels()[finish], second == nullptr ? 1 : 2);
   }
-  if (!has_few_rows(product, dtype) && has_few_rows(transposed(product), dtype)) {
-    product = transposed(product);
-  }
-  const bool is_few = has_few_rows(product, dtype);
-  Kernel& kernel_of_size = is_few ? few_rows_kernel() : product_kernel();
-  auto* const kernel = kernel_of_size.get<ProductFunction>(dtype);
-  const Cut cut(product, is_few ? kMostColumnsOfFewRows : kMostColumns);
-  run_jobs(product, kernel, cut.blocks(product), cut.block(product, 0),
-           [&](int64_t job, int64_t, const auto& call) { call(cut.block(product, job)); });
+}
+
+void add_product(const at::Tensor& sums, const Matrix& left, const Matrix& right) {
+  if (sums.numel() == 0) return;
+  run_blocks(make_product(sums, left, right, std::nullopt), left.dtype(), sums_kernel(), 1);
 }
 
 }  // namespace foo

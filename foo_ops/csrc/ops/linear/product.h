@@ -11,18 +11,24 @@
 
 namespace foo {
 
-// output[row, column] = bias[row, column] + sum over step of left[row, step] * right[column, step].
-// Strides are in elements. Of left and right either the steps are adjacent, or the others are.
+// output[row, column] = bias[column] + sum over step of left[row, step] * right[column, step], or,
+// if the output is transposed, output[column, row] = bias[row] + the same sum. Strides are in
+// elements. Of left and right either the steps are adjacent, or the others are.
 struct Product {
-  int64_t rows, columns, depth, has_bias;
+  int64_t rows, columns, depth, is_transposed;
   const void* left;
   int64_t left_row_stride, left_step_stride;
   const void* right;
   int64_t right_column_stride, right_step_stride;
+  // Other weights of a gate, which lie in memory as the first do: as the right matrix, or as the
+  // left one of a transposed output.
+  const void* second;
+  int64_t has_bias;
   const void* bias;
-  int64_t bias_row_stride, bias_column_stride;
+  int64_t bias_stride;
   void* output;
-  int64_t output_row_stride, output_column_stride;
+  // From one row of adjacent elements to the next.
+  int64_t output_stride;
 };
 
 template <>
@@ -30,9 +36,9 @@ struct Layout<Product> {
   using Struct = Product;
   static constexpr const char* name = "Product";
   static constexpr Field fields[] =
-      FOO_FIELDS(rows, columns, depth, has_bias, left, left_row_stride, left_step_stride, right,
-                 right_column_stride, right_step_stride, bias, bias_row_stride, bias_column_stride,
-                 output, output_row_stride, output_column_stride);
+      FOO_FIELDS(rows, columns, depth, is_transposed, left, left_row_stride, left_step_stride,
+                 right, right_column_stride, right_step_stride, second, has_bias, bias, bias_stride,
+                 output, output_stride);
 };
 static_assert(is_whole<Product>());
 
@@ -62,11 +68,15 @@ class Matrix {
   Matrix(const at::Tensor& element, int64_t width);
 
   Matrix transposed() const;
+  bool lies_as(const Matrix& other) const {
+    return row_stride_ == other.row_stride_ && step_stride_ == other.step_stride_;
+  }
 
   int64_t rows() const { return rows_; }
   int64_t width() const { return width_; }
   int64_t row_stride() const { return row_stride_; }
   int64_t step_stride() const { return step_stride_; }
+  at::ScalarType dtype() const { return tensor_.scalar_type(); }
   const void* data() const { return tensor_.const_data_ptr(); }
 
  private:
@@ -74,8 +84,23 @@ class Matrix {
   int64_t rows_, width_, row_stride_, step_stride_;
 };
 
-// Writes left right^T + bias to a contiguous output. All are of one dtype, and bias has a row.
+// What kernels are told of left right^T + bias. The output is contiguous, and bias has a row.
+Product make_product(const at::Tensor& output, const Matrix& left, const Matrix& right,
+                     const std::optional<at::Tensor>& bias);
+
+// A new tensor with the leading dimensions of another.
+at::Tensor make_rows(const at::Tensor& like, int64_t width);
+
+// What becomes of the sums before they are rounded: foo_ops/kernels/linear/finish.py.
+enum class Finish { kNothing, kRelu, kSilu, kGelu, kGeluTanh, kSiluMul };
+
+// Writes left right^T + bias to a contiguous output, finished. All are of one dtype, and bias has a
+// row. Of a gate, kSiluMul, ``second`` has the shape and the strides of the right matrix.
 void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
-              const std::optional<at::Tensor>& bias = std::nullopt);
+              const std::optional<at::Tensor>& bias = std::nullopt,
+              Finish finish = Finish::kNothing, const void* second = nullptr);
+
+// Adds left right^T to contiguous sums in the compute type.
+void add_product(const at::Tensor& sums, const Matrix& left, const Matrix& right);
 
 }  // namespace foo

@@ -34,6 +34,7 @@ from numba.core.untyped_passes import (
 
 from foo_ops.kernels.compiler.numba_target.constants import AdaptConstants
 from foo_ops.kernels.compiler.numba_target.lowering import Lowering
+from foo_ops.kernels.compiler.numba_target.texts import fold_comparisons
 
 
 class _Passes(PassManager):
@@ -123,8 +124,8 @@ class _InlineClosures(InlineClosureLikes):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _ReplaceConstants(RewriteSemanticConstants):
-    """Replace ``x.ndim``, too, where the type of an argument says it: so that a branch for another
-    number of dimensions is removed, and not compiled.
+    """Replace ``x.ndim``, too, where the type of an argument says it, and comparisons of texts: so
+    that a branch for another number of dimensions, or another text, is removed, and not compiled.
     """
 
     _name = "foo_ops_replace_constants"
@@ -143,6 +144,7 @@ class _ReplaceConstants(RewriteSemanticConstants):
                     if dimensions is not None:
                         assignment.value = ir.Const(dimensions, assignment.loc)
                         definitions[assignment.target.name] = [assignment.value]
+        fold_comparisons(state)
         return True
 
 

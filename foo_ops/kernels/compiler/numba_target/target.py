@@ -298,13 +298,13 @@ def compile_module(
 def _mark_inlined(modules: list[ir.Module]) -> None:
     """Mark the functions that are called from one place, and those that are small.
 
-    A module may have been marked before, for another kernel.
+    A module may have been marked before, for another kernel. Some are never to be inlined.
     """
     functions = [
         function
         for module in modules
         for function in module.functions
-        if not function.is_declaration
+        if not function.is_declaration and "noinline" not in function.attributes
     ]
     steps = {
         function.name: [step for block in function.blocks for step in block.instructions]

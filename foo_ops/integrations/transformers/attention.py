@@ -1,16 +1,4 @@
-"""foo::attention in the models of Hugging Face transformers: ``attn_implementation="foo"``.
-
-Importing this module is all that is needed:
-
-    >>> import foo_ops.integrations.transformers
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=9, num_attention_heads=2))
-    >>> model.set_attn_implementation("foo")
-    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
-    torch.Size([1, 3, 9])
-
-``from_pretrained(path, attn_implementation="foo")`` does the same for a stored model.
+"""foo::attention as an implementation of attention in transformers: ``attn_implementation="foo"``.
 
 transformers asks two functions of each implementation. One makes a mask, once for a forward pass.
 The other computes attention, once for a layer. That one learns nothing of the cache and of padding,
@@ -25,17 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.utils.import_utils import is_tracing
 
 from foo_ops.ops.attention_options import given_options
-
-try:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-    from transformers.utils.import_utils import is_tracing
-except ImportError as error:
-    raise ImportError(
-        "foo_ops.integrations.transformers needs transformers: pip install foo_ops[transformers]"
-    ) from error
 
 NAME = "foo"
 
@@ -48,7 +30,7 @@ UNSUPPORTED = {
 
 
 def register() -> None:
-    """Make ``attn_implementation="foo"`` known to transformers; the import of this module does it.
+    """Make ``attn_implementation="foo"`` known to transformers; the import of this package does it.
 
     A model whose implementation is unknown to the mask interface gets no mask, and no error.
     """
@@ -264,6 +246,3 @@ def shows_all(attention_mask: Tensor | None, start: int, end: int) -> bool:
         return True
     seen = attention_mask[:, start:end]
     return seen.shape[1] == end - start and bool(seen.all())
-
-
-register()

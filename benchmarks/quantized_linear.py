@@ -1,0 +1,134 @@
+"""Compare foo::linear_int8 and foo::linear_int4 with torch's own, and with unquantized weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import foo_ops
+from benchmarks import peaks
+from benchmarks.measure import OURS, Case, Contenders, Local
+
+SECTION, FEW_ROWS = "quantized linear", "quantized linear of one row"
+SECTIONS = (SECTION, FEW_ROWS)
+UNQUANTIZED = "F.linear"
+PEERS = ("torch", UNQUANTIZED)
+DTYPES = ("float32", "bfloat16")
+GROUP_SIZES = (32, 128)
+ROWS = (64, 1024)
+READ_TARGET, TARGET = 0.70, 0.60
+"""Of the read bandwidth for one row, and of the peak of float32 for more."""
+
+Weights = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer with weights of 8 bits, or of 4 bits in groups, and the rows that it is given."""
+
+    dtype: str
+    rows: int
+    width: int
+    outputs: int
+    group_size: int | None
+
+    @property
+    def name(self) -> str:
+        kind = "int8" if self.group_size is None else f"int4 in groups of {self.group_size}"
+        return f"{kind}, {self.dtype}, {self.rows} x {self.width} x {self.outputs}"
+
+    @property
+    def target(self) -> float:
+        return READ_TARGET if self.rows == 1 else TARGET
+
+    def flops(self) -> int:
+        return 2 * self.rows * self.width * self.outputs
+
+    def weight_bytes(self) -> int:
+        """Count what is read: integers, scales and zeros."""
+        size = getattr(torch, self.dtype).itemsize
+        if self.group_size is None:
+            return self.outputs * (self.width + size)
+        return self.outputs * (self.width // 2 + 2 * size * self.width // self.group_size)
+
+
+def layers(dtypes: Sequence[str]) -> Iterator[Layer]:
+    for group_size in (None, *GROUP_SIZES):
+        for dtype in (it for it in DTYPES if it in dtypes):
+            yield Layer(dtype, 1, 4096, 4096, group_size)
+            for rows in ROWS:
+                yield Layer(dtype, rows, 2816, 1024, group_size)
+
+
+def target(name: str) -> float:
+    """Return the target of a row by its name."""
+    return next(it.target for it in layers(DTYPES) if it.name == name)
+
+
+def cases(dtypes: Sequence[str], threads: Sequence[int]) -> Iterator[Case]:
+    for layer in layers(dtypes):
+        is_read = layer.rows == 1
+        yield Case(
+            FEW_ROWS if is_read else SECTION,
+            layer.name,
+            partial(contenders, layer),
+            tuple(threads),
+            layer.weight_bytes() if is_read else layer.flops(),
+            references=peaks.references(peaks.READ if is_read else peaks.FMA),
+            headline=layer.dtype == "bfloat16",
+        )
+
+
+def contenders(layer: Layer) -> Contenders:
+    dtype = getattr(torch, layer.dtype)
+    input = torch.randn(layer.rows, layer.width).to(dtype)
+    weight = (torch.randn(layer.outputs, layer.width) / layer.width**0.5).to(dtype)
+    ways: dict[str, tuple[Callable[..., Tensor], Weights]]
+    if layer.group_size is None:
+        quantized = foo_ops.quantize_weight(weight, 8)
+        ways = {
+            OURS: (foo_ops.linear_int8, quantized),
+            "torch": (torch.ops.aten._weight_int8pack_mm.default, quantized),
+        }
+    else:
+        quantized = foo_ops.quantize_weight(weight, 4, layer.group_size)
+        ours = partial(foo_ops.linear_int4, group_size=layer.group_size)
+        ways = {OURS: (ours, quantized), "torch": (torch_int4, pack_for_torch(*quantized))}
+    ways[UNQUANTIZED] = F.linear, (foo_ops.dequantize_weight(*quantized),)
+    least = peaks.bytes_beyond_the_caches() if layer.rows == 1 else 0
+    return {name: partial(forward, *way, input, least) for name, way in ways.items()}
+
+
+def forward(function: Callable[..., Tensor], weights: Weights, input: Tensor, least: int) -> Local:
+    """Read at least so many bytes of weights in turn, as one row does those of a model."""
+    copies = -(-least // sum(it.nbytes for it in weights))
+    following = itertools.cycle([weights, *(clones(weights) for _ in range(copies - 1))])
+    return Local(lambda: function(input, *next(following)), torch.no_grad)
+
+
+def clones(weights: Weights) -> Weights:
+    return tuple(it.clone() for it in weights)
+
+
+# ------------------------------------------------------------------------------------ torch's own
+
+
+def torch_int4(input: Tensor, packed: Tensor, scales_and_zeros: Tensor) -> Tensor:
+    group_size = input.shape[-1] // scales_and_zeros.shape[0]
+    return torch.ops.aten._weight_int4pack_mm_for_cpu.default(
+        input, packed, group_size, scales_and_zeros
+    )
+
+
+def pack_for_torch(weight: Tensor, scale: Tensor, zero: Tensor) -> Weights:
+    """Give torch the same numbers: it computes (integer - 8) * scale + zero, with its own zero."""
+    groups = weight.unflatten(1, (scale.shape[1], -1))
+    integers = torch.cat((groups & 15, groups >> 4), 2).flatten(1).int()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(integers, 1)
+    return packed, torch.stack((scale, (8 - zero) * scale), 2).transpose(0, 1).contiguous()

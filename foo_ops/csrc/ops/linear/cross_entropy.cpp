@@ -1,0 +1,340 @@
+#include "ops/linear/cross_entropy.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+
+#include "launch/jobs.h"
+#include "launch/kernel_table.h"
+#include "launch/operator_counts.h"
+#include "launch/read_once.h"
+#include "ops/linear/cut.h"
+
+namespace foo {
+
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// The largest block: with what it is the product of, its logits fit the second cache.
+constexpr int64_t kLogitRows = 256, kLogitColumns = 256, kLogitTile = 64;
+// The most splits of the classes: for each of them and each row there are three numbers.
+constexpr int64_t kMostSplits = 64;
+// So many jobs that threads have work, where there are enough rows.
+constexpr int64_t kJobs = 16;
+// The most classes whose gradients of logits are in memory at a time.
+constexpr int64_t kChunk = 2048;
+
+Kernel& statistics_kernel() {
+  static auto* kernel = new Kernel("cross_entropy_statistics");
+  return *kernel;
+}
+
+Kernel& loss_kernel() {
+  static auto* kernel = new Kernel("cross_entropy_loss");
+  return *kernel;
+}
+
+Kernel& gradient_kernel() {
+  static auto* kernel = new Kernel("cross_entropy_gradient");
+  return *kernel;
+}
+
+at::ScalarType compute_type(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// The dtype of gradients of logits, and of what they are multiplied by. In float16 they would be
+// too small, and its products are of float32 anyway.
+at::ScalarType factor_type(at::ScalarType dtype) {
+  return dtype == at::kHalf ? at::kFloat : dtype;
+}
+
+struct Options {
+  double label_smoothing;
+  int64_t ignore_index;
+  double softcap;
+};
+
+// The targets of a call, which are classes or ignored.
+class Targets {
+ public:
+  Targets(const char* name, const at::Tensor& target, int64_t classes, int64_t ignore_index)
+      : tensor_(read_once(target)) {
+    const auto* const labels = tensor_.const_data_ptr<int64_t>();
+    for (int64_t row = 0; row < tensor_.numel(); ++row) {
+      if (labels[row] == ignore_index) continue;
+      TORCH_CHECK_INDEX(0 <= labels[row] && labels[row] < classes, name, ": target must be in [0, ",
+                        classes, ") as weight has rows, or ignore_index ", ignore_index, ", got ",
+                        labels[row]);
+      ++count_;
+    }
+  }
+
+  const int64_t* data() const { return tensor_.const_data_ptr<int64_t>(); }
+  // Of those that are not ignored.
+  int64_t count() const { return count_; }
+
+ private:
+  at::Tensor tensor_;
+  int64_t count_ = 0;
+};
+
+CrossEntropy make_parameters(const Matrix& hidden, const Matrix& weight, const Targets& targets,
+                             const OptionalTensor& bias, const Options& options) {
+  CrossEntropy parameters{};
+  parameters.rows = hidden.rows();
+  parameters.columns = weight.rows();
+  parameters.depth = hidden.width();
+  parameters.ignore_index = options.ignore_index;
+  parameters.softcap = options.softcap;
+  // A cap may be so small that no float32 is its inverse.
+  parameters.softcap_inverse =
+      std::min<double>(1.0 / options.softcap, std::numeric_limits<float>::max());
+  parameters.label_smoothing = options.label_smoothing;
+  parameters.left = hidden.data();
+  parameters.left_row_stride = hidden.row_stride();
+  parameters.left_step_stride = hidden.step_stride();
+  parameters.right = weight.data();
+  parameters.right_column_stride = weight.row_stride();
+  parameters.right_step_stride = weight.step_stride();
+  if (bias.has_value()) {
+    parameters.has_bias = true;
+    parameters.bias = bias->const_data_ptr();
+    parameters.bias_column_stride = bias->stride(0);
+  }
+  parameters.target = targets.data();
+  return parameters;
+}
+
+// How rows are cut, the same for every number of threads.
+int64_t rows_of_job(int64_t rows, int64_t jobs_of_row) {
+  const int64_t wanted = count_of(kJobs, jobs_of_row);
+  return part_of(rows, std::clamp<int64_t>(count_of(rows, wanted), kLogitTile, kLogitRows),
+                 kLogitTile);
+}
+
+ProductBlock block_of(int64_t row_start, int64_t band, int64_t rows, int64_t column_start,
+                      int64_t column_stop) {
+  return {row_start, std::min(row_start + band, rows), column_start,
+          std::min(column_start + kLogitColumns, column_stop)};
+}
+
+// Jobs that follow one another have their columns in common.
+void compute_statistics(CrossEntropy& parameters, at::ScalarType dtype) {
+  const int64_t splits = count_of(parameters.columns, parameters.split_columns);
+  const int64_t band = rows_of_job(parameters.rows, splits);
+  const int64_t bands = count_of(parameters.rows, band);
+  const auto block = [&](int64_t job, int64_t start, int64_t stop) {
+    return block_of(job % bands * band, band, parameters.rows, start, stop);
+  };
+  run_jobs(parameters, statistics_kernel().get<CrossEntropyFunction>(dtype), splits * bands,
+           block(0, 0, parameters.columns), [&](int64_t job, int64_t, const auto& call) {
+             const int64_t start = job / bands * parameters.split_columns;
+             const int64_t stop = std::min(start + parameters.split_columns, parameters.columns);
+             for (int64_t column = start; column < stop; column += kLogitColumns) {
+               call(block(job, column, stop));
+             }
+           });
+}
+
+void compute_losses(const CrossEntropy& parameters, at::ScalarType dtype) {
+  const auto block = [&](int64_t job) {
+    return block_of(job * kLogitTile, kLogitTile, parameters.rows, 0, 0);
+  };
+  run_jobs(parameters, loss_kernel().get<CrossEntropyFunction>(dtype),
+           count_of(parameters.rows, kLogitTile), block(0),
+           [&](int64_t job, int64_t, const auto& call) { call(block(job)); });
+}
+
+// The losses that are ignored are zero.
+template <class Number>
+void store_mean(const at::Tensor& loss, int64_t count, const at::Tensor& mean) {
+  const auto* const losses = loss.const_data_ptr<Number>();
+  double total = 0.0;
+  for (int64_t row = 0; row < loss.numel(); ++row) total += losses[row];
+  const double none = std::numeric_limits<double>::quiet_NaN();
+  *mean.mutable_data_ptr<Number>() = static_cast<Number>(count == 0 ? none : total / count);
+}
+
+using Results = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+Results linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
+                             const at::Tensor& target, const OptionalTensor& bias,
+                             double label_smoothing, int64_t ignore_index, double softcap) {
+  check_linear_cross_entropy(hidden, weight, target, bias, label_smoothing, softcap);
+  const Targets targets("linear_cross_entropy", target, weight.size(0), ignore_index);
+  const auto dtype = hidden.scalar_type(), sums = compute_type(dtype);
+  const auto options = hidden.options().dtype(sums);
+  const at::Tensor loss = at::empty(target.sizes(), options);
+  const at::Tensor logsumexp = at::empty(target.sizes(), options), mean = at::empty({}, options);
+  if (loss.numel() > 0) {
+    const Matrix left(hidden), right(weight);
+    auto parameters =
+        make_parameters(left, right, targets, bias, {label_smoothing, ignore_index, softcap});
+    const int64_t blocks = count_of(parameters.columns, kLogitColumns);
+    parameters.split_columns = std::max<int64_t>(count_of(blocks, kMostSplits), 1) * kLogitColumns;
+    const int64_t splits = count_of(parameters.columns, parameters.split_columns);
+    const at::Tensor statistics = at::empty({3, splits * parameters.rows}, options);
+    auto* const first = static_cast<char*>(statistics.mutable_data_ptr());
+    const int64_t bytes = splits * parameters.rows * statistics.itemsize();
+    parameters.largest = first;
+    parameters.total = first + bytes;
+    parameters.plain = first + 2 * bytes;
+    parameters.loss = loss.mutable_data_ptr();
+    parameters.logsumexp = logsumexp.mutable_data_ptr();
+    if (parameters.columns > 0) compute_statistics(parameters, dtype);
+    compute_losses(parameters, dtype);
+  }
+  if (sums == at::kDouble) {
+    store_mean<double>(loss, targets.count(), mean);
+  } else {
+    store_mean<float>(loss, targets.count(), mean);
+  }
+  return {loss, logsumexp, mean};
+}
+
+// ---------------------------------------------------------------------------------------- backward
+
+double number_in(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? *tensor.const_data_ptr<double>()
+                                             : *tensor.const_data_ptr<float>();
+}
+
+// Writes the gradients of the logits of some classes, for all rows.
+void compute_gradients(CrossEntropy& parameters, at::ScalarType dtype, int64_t start,
+                       int64_t stop) {
+  parameters.first_column = start;
+  const int64_t columns = count_of(stop - start, kLogitColumns);
+  const int64_t band = rows_of_job(parameters.rows, columns);
+  const int64_t bands = count_of(parameters.rows, band);
+  const auto block = [&](int64_t job) {
+    return block_of(job % bands * band, band, parameters.rows, start + job / bands * kLogitColumns,
+                    stop);
+  };
+  run_jobs(parameters, gradient_kernel().get<CrossEntropyFunction>(dtype), columns * bands,
+           block(0), [&](int64_t job, int64_t, const auto& call) { call(block(job)); });
+}
+
+// What the gradients of logits are multiplied by and added to.
+class Gradients {
+ public:
+  Gradients(const at::Tensor& hidden, const at::Tensor& weight, bool hidden_requires_grad,
+            bool weight_requires_grad, bool bias_requires_grad)
+      : weight_(weight), factors_(factor_type(hidden.scalar_type())) {
+    const auto options = hidden.options();
+    if (hidden_requires_grad) {
+      hidden_sums_ = at::zeros(hidden.sizes(), options.dtype(compute_type(hidden.scalar_type())));
+    }
+    if (weight_requires_grad) {
+      hidden_ = hidden.to(factors_);
+      grad_weight_ = at::empty(weight.sizes(), options);
+    }
+    if (bias_requires_grad) {
+      one_ = at::ones({1}, options.dtype(factors_));
+      grad_bias_ = at::empty({weight.size(0)}, options);
+    }
+  }
+
+  // Takes the gradients of the logits of some classes, which are all rows by so many columns.
+  void add(const at::Tensor& grad_logits, int64_t start, int64_t count) {
+    const Matrix grad(grad_logits);
+    if (hidden_sums_.defined()) {
+      const Matrix weight(weight_.narrow(0, start, count).to(factors_));
+      add_product(hidden_sums_, grad, weight.transposed());
+    }
+    if (grad_weight_.defined()) {
+      store(grad_weight_.narrow(0, start, count), grad.transposed(), Matrix(hidden_).transposed());
+    }
+    if (grad_bias_.defined()) {
+      store(grad_bias_.narrow(0, start, count), Matrix(one_, grad.rows()), grad.transposed());
+    }
+  }
+
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> results() const {
+    const auto none = [&] { return at::empty({0}, weight_.options()); };
+    return {hidden_sums_.defined() ? hidden_sums_.to(weight_.scalar_type()) : none(),
+            grad_weight_.defined() ? grad_weight_ : none(),
+            grad_bias_.defined() ? grad_bias_ : none()};
+  }
+
+ private:
+  void store(const at::Tensor& output, const Matrix& left, const Matrix& right) const {
+    if (output.scalar_type() == factors_) {
+      multiply(output, left, right);
+    } else {
+      const at::Tensor wide = at::empty(output.sizes(), output.options().dtype(factors_));
+      multiply(wide, left, right);
+      output.copy_(wide);
+    }
+  }
+
+  at::Tensor weight_, hidden_, one_;
+  at::Tensor hidden_sums_, grad_weight_, grad_bias_;
+  at::ScalarType factors_;
+};
+
+// A gradient that is not asked for has no elements.
+Results linear_cross_entropy_backward(const OptionalTensor& grad_loss,
+                                      const OptionalTensor& grad_logsumexp,
+                                      const OptionalTensor& grad_mean, const at::Tensor& hidden,
+                                      const at::Tensor& weight, const at::Tensor& target,
+                                      const OptionalTensor& bias, const at::Tensor& logsumexp,
+                                      bool hidden_requires_grad, bool weight_requires_grad,
+                                      bool bias_requires_grad, double label_smoothing,
+                                      int64_t ignore_index, double softcap) {
+  check_linear_cross_entropy_backward(grad_loss, grad_logsumexp, grad_mean, hidden, weight, target,
+                                      bias, logsumexp, bias_requires_grad, label_smoothing,
+                                      softcap);
+  const Targets targets("linear_cross_entropy_backward", target, weight.size(0), ignore_index);
+  Gradients gradients(hidden, weight, hidden_requires_grad, weight_requires_grad,
+                      bias_requires_grad);
+  const Matrix left(hidden), right(weight);
+  auto parameters =
+      make_parameters(left, right, targets, bias, {label_smoothing, ignore_index, softcap});
+  const at::Tensor sums = logsumexp.contiguous();
+  parameters.logsumexp = const_cast<void*>(sums.const_data_ptr());
+  at::Tensor of_loss, of_logsumexp;
+  if (grad_loss.has_value()) {
+    of_loss = grad_loss->contiguous();
+    parameters.has_grad_loss = true;
+    parameters.grad_loss = of_loss.const_data_ptr();
+  }
+  if (grad_logsumexp.has_value()) {
+    of_logsumexp = grad_logsumexp->contiguous();
+    parameters.has_grad_logsumexp = true;
+    parameters.grad_logsumexp = of_logsumexp.const_data_ptr();
+  }
+  if (grad_mean.has_value()) parameters.grad_mean_share = number_in(*grad_mean) / targets.count();
+  if (parameters.columns == 0) return gradients.results();
+  const int64_t width = part_of(parameters.columns, kChunk, kLogitTile);
+  const auto dtype = hidden.scalar_type();
+  const at::Tensor chunk =
+      at::empty({parameters.rows, width}, hidden.options().dtype(factor_type(dtype)));
+  parameters.grad_logits = chunk.mutable_data_ptr();
+  parameters.grad_logits_row_stride = width;
+  for (int64_t start = 0; start < parameters.columns; start += width) {
+    const int64_t count = std::min(width, parameters.columns - start);
+    if (parameters.rows > 0) {
+      compute_gradients(parameters, dtype, start, start + count);
+    }
+    gradients.add(chunk.narrow(1, 0, count), start, count);
+  }
+  return gradients.results();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(foo, library) {
+  register_shared_kernel<"foo::linear_cross_entropy", &linear_cross_entropy>(library);
+  register_shared_kernel<"foo::linear_cross_entropy_backward", &linear_cross_entropy_backward>(
+      library);
+}
+
+}  // namespace foo

@@ -1,0 +1,62 @@
+// foo::linear_cross_entropy: what its kernels are told, and the checks, which fake kernels share.
+// tests/project/test_agreement.py compares the struct with foo_ops/kernels/linear.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "launch/layout.h"
+#include "ops/linear/product.h"
+
+namespace foo {
+
+// Logits are the product of left, whose rows are those of hidden, and right, whose columns are the
+// rows of weight, plus a bias. Strides are in elements. What has an element for each row is
+// adjacent; largest, total and plain have one for each row of each split of the columns.
+struct CrossEntropy {
+  int64_t rows, columns, depth, has_bias, ignore_index, split_columns, first_column;
+  int64_t has_grad_loss, has_grad_logsumexp;
+  double softcap, softcap_inverse, label_smoothing, grad_mean_share;
+  const void* left;
+  int64_t left_row_stride, left_step_stride;
+  const void* right;
+  int64_t right_column_stride, right_step_stride;
+  const void* bias;
+  int64_t bias_column_stride;
+  const int64_t* target;
+  void *largest, *total, *plain, *loss, *logsumexp;
+  const void *grad_loss, *grad_logsumexp;
+  void* grad_logits;
+  int64_t grad_logits_row_stride;
+};
+
+template <>
+struct Layout<CrossEntropy> {
+  using Struct = CrossEntropy;
+  static constexpr const char* name = "CrossEntropy";
+  static constexpr Field fields[] = FOO_FIELDS(
+      rows, columns, depth, has_bias, ignore_index, split_columns, first_column, has_grad_loss,
+      has_grad_logsumexp, softcap, softcap_inverse, label_smoothing, grad_mean_share, left,
+      left_row_stride, left_step_stride, right, right_column_stride, right_step_stride, bias,
+      bias_column_stride, target, largest, total, plain, loss, logsumexp, grad_loss, grad_logsumexp,
+      grad_logits, grad_logits_row_stride);
+};
+static_assert(is_whole<CrossEntropy>());
+
+// Where ``bytes`` is given, the kernel only writes there how much scratch memory a block needs.
+using CrossEntropyFunction = void(const CrossEntropy* parameters, const ProductBlock* block,
+                                  void* scratch, int64_t* bytes);
+
+// They raise for arguments that the operators do not take, and read only metadata.
+void check_linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
+                                const at::Tensor& target, const std::optional<at::Tensor>& bias,
+                                double label_smoothing, double softcap);
+void check_linear_cross_entropy_backward(
+    const std::optional<at::Tensor>& grad_loss, const std::optional<at::Tensor>& grad_logsumexp,
+    const std::optional<at::Tensor>& grad_mean, const at::Tensor& hidden, const at::Tensor& weight,
+    const at::Tensor& target, const std::optional<at::Tensor>& bias, const at::Tensor& logsumexp,
+    bool bias_requires_grad, double label_smoothing, double softcap);
+
+}  // namespace foo

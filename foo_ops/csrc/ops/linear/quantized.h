@@ -1,0 +1,46 @@
+// foo::linear_int8 and foo::linear_int4: the checks, which fake kernels share, and what kernels are
+// told. tests/project/test_agreement.py compares the struct with foo_ops/kernels/linear.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "launch/layout.h"
+#include "ops/linear/product.h"
+
+namespace foo {
+
+// A product whose right matrix is integers: of 8 bits with a scale for each column, or of 4 bits
+// with scale and zero for each group of steps, two in a byte. Strides are in elements.
+struct QuantizedProduct {
+  Product product;
+  const void* scale;
+  int64_t scale_column_stride, scale_group_stride;
+  const void* zero;
+  int64_t zero_column_stride, zero_group_stride, group_size;
+};
+
+template <>
+struct Layout<QuantizedProduct> {
+  using Struct = QuantizedProduct;
+  static constexpr const char* name = "QuantizedProduct";
+  static constexpr Field fields[] =
+      FOO_FIELDS(product, scale, scale_column_stride, scale_group_stride, zero, zero_column_stride,
+                 zero_group_stride, group_size);
+};
+static_assert(is_whole<QuantizedProduct>());
+
+using QuantizedFunction = void(const QuantizedProduct* product, const ProductBlock* block,
+                               void* scratch, int64_t* bytes);
+
+// They raise for arguments that the operators do not take, and read only metadata.
+void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                       const std::optional<at::Tensor>& bias);
+void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
+                       const at::Tensor& zero, const std::optional<at::Tensor>& bias,
+                       int64_t group_size);
+
+}  // namespace foo

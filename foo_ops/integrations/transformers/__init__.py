@@ -1,0 +1,49 @@
+"""foo_ops in the models of Hugging Face transformers.
+
+`apply` gives a model foo's operators wherever it has modules that they can stand for:
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=9, num_attention_heads=2))
+    >>> model = foo_ops.integrations.transformers.apply(model)
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 9])
+
+Attention alone needs no more than the import of this package, which makes ``"foo"`` known as an
+implementation: ``from_pretrained(path, attn_implementation="foo")``, or of a model that is there,
+
+    >>> model.set_attn_implementation("foo")
+"""
+
+try:
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "foo_ops.integrations.transformers needs transformers: pip install foo_ops[transformers]"
+    ) from error
+
+from foo_ops.integrations.transformers.attention import (
+    BOUNDS,
+    NAME,
+    UNSUPPORTED,
+    foo_attention_forward,
+    foo_mask,
+    register,
+)
+from foo_ops.integrations.transformers.cache import in_place_cache
+from foo_ops.integrations.transformers.models import apply, replaced, restore
+
+__all__ = [
+    "BOUNDS",
+    "NAME",
+    "UNSUPPORTED",
+    "apply",
+    "foo_attention_forward",
+    "foo_mask",
+    "in_place_cache",
+    "register",
+    "replaced",
+    "restore",
+]
+
+register()

@@ -1,0 +1,91 @@
+"""foo::linear_silu_mul and foo::silu_mul in gated MLPs (SwiGLU)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foo_ops.integrations.transformers.linear import lone_weight
+from foo_ops.integrations.transformers.replacement import Replacement, has_own_forward, stand_in
+from foo_ops.ops.linear_silu_mul import linear_silu_mul
+from foo_ops.ops.silu_mul import silu_mul
+
+ACTIVATIONS = ("act_fn", "activation_fn")
+Layer = Callable[[Tensor], Tensor]
+
+
+def gated(gate_proj: Layer, up_proj: Layer, input: Tensor) -> Tensor:
+    """Compute ``silu(gate_proj(input)) * up_proj(input)``."""
+    gate_weight, up_weight = lone_weight(gate_proj), lone_weight(up_proj)
+    if gate_weight is not None and up_weight is not None:
+        return linear_silu_mul(input, gate_weight, up_weight)
+    return silu_mul(gate_proj(input), up_proj(input))
+
+
+def has_layers(module: nn.Module, names: set[str]) -> bool:
+    """Whether a module consists of these layers and an activation, and of nothing else."""
+    if not names <= module._modules.keys() or has_own_forward(module):
+        return False
+    others = module._modules.keys() - names - set(ACTIVATIONS)
+    return not others and not module._parameters and not module._buffers
+
+
+def agrees(module: nn.Module, forward: Callable[..., Any], widths: dict[str, int]) -> bool:
+    """Whether a module's own forward gives what ``forward`` gives, with other layers in it.
+
+    Some rows are large, so that a bound on what is multiplied would be seen.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def layer(rows: int, columns: int) -> Layer:
+        weight = random(rows, columns)
+        return lambda input: input @ weight
+
+    width = 8
+    layers = {name: layer(width, columns) for name, columns in widths.items()}
+    sizes = torch.tensor([0.01, 1.0, 100.0, 10000.0], dtype=torch.float64)
+    input = random(2, 4, width) * sizes[:, None]
+    with torch.no_grad():
+        twin = stand_in(module, modules=layers)
+        try:
+            own, ours = type(module).forward(twin, input), forward(twin, input)
+        except Exception:  # what fails with plain layers is another form
+            return False
+    return isinstance(own, Tensor) and own.shape == ours.shape and torch.allclose(own, ours)
+
+
+class FooGatedMLP(Replacement):
+    """In the place of MLPs as of Llama: ``down_proj(silu(gate_proj(x)) * up_proj(x))``."""
+
+    gate_proj: Layer
+    up_proj: Layer
+    down_proj: Layer
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        widths = {"gate_proj": 8, "up_proj": 8, "down_proj": 8}
+        return has_layers(module, set(widths)) and agrees(module, cls.forward, widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(gated(self.gate_proj, self.up_proj, x))
+
+
+class FooPackedMLP(Replacement):
+    """In the place of MLPs as of Phi-3, where one layer gives gate and up, side by side."""
+
+    gate_up_proj: Layer
+    down_proj: Layer
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        widths = {"gate_up_proj": 16, "down_proj": 8}
+        return has_layers(module, set(widths)) and agrees(module, cls.forward, widths)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.down_proj(silu_mul(*self.gate_up_proj(hidden_states).chunk(2, dim=-1)))

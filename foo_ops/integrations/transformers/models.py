@@ -1,0 +1,189 @@
+"""`apply` gives a model foo's operators, and `restore` takes them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from foo_ops.integrations.transformers import attention as foo_attention
+from foo_ops.integrations.transformers import cache as foo_cache
+from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
+from foo_ops.integrations.transformers.loss import LOSSES
+from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
+from foo_ops.integrations.transformers.norms import FooOffsetRMSNorm, FooRMSNorm
+from foo_ops.integrations.transformers.quantized import (
+    FooQuantizedLinear,
+    check_bits,
+)
+from foo_ops.integrations.transformers.quantized import (
+    quantize as quantize_layer,
+)
+from foo_ops.integrations.transformers.replacement import (
+    Replacement,
+    is_replaced,
+    put_back,
+    replace,
+)
+from foo_ops.integrations.transformers.rotary import FooRotaryAttention
+
+Model = TypeVar("Model", bound=nn.Module)
+
+REPLACEMENTS: dict[str, tuple[type[Replacement], ...]] = {
+    "rms_norm": (FooRMSNorm, FooOffsetRMSNorm),
+    "rotary_embedding": (FooRotaryAttention,),
+    "mlp": (FooGatedMLP, FooPackedMLP),
+    "linear": (FooLinear, FooConv1D),
+    "quantize": (FooQuantizedLinear,),
+}
+IMPLEMENTATIONS = "_foo_implementations_before"
+"""The attribute of a model that tells what `restore` gives to ``set_attn_implementation``."""
+
+
+def apply(
+    model: Model,
+    *,
+    attention: bool = True,
+    rms_norm: bool = True,
+    rotary_embedding: bool = True,
+    mlp: bool = True,
+    linear: bool = True,
+    loss: bool = True,
+    cache: bool = True,
+    quantize: int | None = None,
+) -> Model:
+    """Let a model compute with foo's operators, and give it back.
+
+    A module is known by what it does and not by the model that it is in: a norm, an MLP and a
+    rotation must give on random numbers what foo's operator gives. What is not recognised stays as
+    it is. Weights are not touched, so ``state_dict`` and ``save_pretrained`` are what they were,
+    and modules stay instances of their classes. The model can be trained, compiled, copied, pickled
+    and moved to ``foo``, before and after. Once more changes nothing more.
+
+    Args:
+        model: of transformers, or a module that contains such models.
+        attention: the implementation becomes ``"foo"``, which cannot return the weights
+            (``output_attentions``).
+        rms_norm: norms are `foo_ops.rms_norm`, also Gemma's.
+        rotary_embedding: attention layers turn query and key with `foo_ops.rotary_embedding`.
+        mlp: the gates of SwiGLUs are `foo_ops.silu_mul`.
+        linear: `torch.nn.Linear`, and the ``Conv1D`` of GPT-2, are `foo_ops.linear`.
+        loss: the losses of causal and masked language models are `foo_ops.softmax_cross_entropy`.
+        cache: caches that the model is called with are written in place (`in_place_cache`).
+        quantize: 8 or 4: linear layers have a copy of their weight in so many bits
+            (`foo_ops.quantize_weight`; 4 bits in groups of 64, or 32) and compute with that, but
+            for training. It is for decoding, whose time is that of reading weights. The weights
+            stay, so the model takes more memory and not less, and ``state_dict`` has them. A weight
+            that changes later is quantised anew by another ``apply(model, quantize=...)``.
+
+    Raises:
+        TypeError: for what is no module.
+        ValueError: for other bits than 8 and 4.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=9, num_attention_heads=2))
+        >>> model = foo_ops.integrations.transformers.apply(model)
+        >>> replaced(model)["mlp"]
+        ['model.layers.0.mlp']
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply: model must be a torch.nn.Module, got {type(model).__name__}")
+    check_bits(quantize)
+    flags = {
+        "rms_norm": rms_norm,
+        "rotary_embedding": rotary_embedding,
+        "mlp": mlp,
+        "linear": linear,
+    }
+    chosen = [it for kind, flag in flags.items() if flag for it in REPLACEMENTS[kind]]
+    for module in model.modules():
+        if quantize is not None:
+            quantize_layer(module, quantize)
+        if not isinstance(module, Replacement):
+            change(module, chosen)
+    for part in pretrained(model):
+        if attention:
+            use_foo_attention(part)
+        if loss:
+            use_foo_loss(part)
+        if cache and part.base_model is part:
+            foo_cache.install(part)
+    return model
+
+
+def change(module: nn.Module, replacements: Sequence[type[Replacement]]) -> None:
+    for replacement in replacements:
+        if replacement.recognises(module):
+            replace(module, replacement)
+            return
+
+
+def restore(model: Model) -> Model:
+    """Undo `apply`, and give the model back.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
+        >>> model = foo_ops.integrations.transformers.apply(model)
+        >>> restore(model)[0].forward.__func__ is torch.nn.Linear.forward
+        True
+    """
+    for module in model.modules():
+        put_back(module)
+    for part in pretrained(model):
+        if (before := vars(part).pop(IMPLEMENTATIONS, None)) is not None:
+            part.set_attn_implementation(before)
+        if vars(part).get("_loss_function") in LOSSES.values():
+            del part._loss_function
+        foo_cache.uninstall(part)
+    return model
+
+
+def replaced(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of the modules that `apply` has changed, by the names of its arguments.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+        >>> replaced(foo_ops.integrations.transformers.apply(model))
+        {'linear': ['0']}
+    """
+    kinds: dict[str, list[str]] = {}
+    parts = dict(model.named_modules())
+    kinds["attention"] = [name for name, it in parts.items() if IMPLEMENTATIONS in vars(it)]
+    for kind, replacements in REPLACEMENTS.items():
+        kinds[kind] = [
+            name for name, it in parts.items() if is_replaced(it) and isinstance(it, replacements)
+        ]
+    kinds["loss"] = [
+        name for name, it in parts.items() if vars(it).get("_loss_function") in LOSSES.values()
+    ]
+    kinds["cache"] = [name for name, it in parts.items() if foo_cache.is_installed(it)]
+    return {kind: names for kind, names in kinds.items() if names}
+
+
+def pretrained(model: nn.Module) -> list[PreTrainedModel]:
+    """Return the models of transformers in a module, those that contain others first."""
+    return [it for it in model.modules() if isinstance(it, PreTrainedModel)]
+
+
+def use_foo_attention(model: PreTrainedModel) -> None:
+    before = implementations(model.config)
+    if before[""] != foo_attention.NAME and model._can_set_attn_implementation():
+        model.set_attn_implementation(foo_attention.NAME)
+        setattr(model, IMPLEMENTATIONS, before)
+
+
+def implementations(config: Any) -> dict[str, Any]:
+    """Return the implementations of a model and of those in it, as the setter takes them."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    inner = {name: implementations(part) for name, part in parts.items() if part is not None}
+    return {"": config._attn_implementation, **inner}
+
+
+def use_foo_loss(model: PreTrainedModel) -> None:
+    # A model without a head has a loss function too, and never calls it.
+    if model.get_output_embeddings() is not None and model.loss_function in LOSSES:
+        model.loss_function = LOSSES[model.loss_function]

@@ -1,0 +1,98 @@
+"""How a module gets another forward: its class becomes a subclass of what it was.
+
+The module stays the object that it is, with its parameters, hooks and names, and ``isinstance`` and
+``super`` hold. The subclass has the name of its base, which transformers writes into files.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+
+class Replacement:
+    """The base of classes that are put before a module's own; each has a forward.
+
+    Attributes:
+        original: the module's own class, in the subclass that `subclass` makes.
+    """
+
+    original: ClassVar[type[nn.Module]]
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        """Whether forward computes what the module's own does."""
+        raise NotImplementedError
+
+    @classmethod
+    def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """Return what the subclass has that depends on the module's own class."""
+        return {}
+
+    @classmethod
+    def forget(cls, module: nn.Module) -> None:
+        """Take from a module what it has for this forward alone."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the two classes, since nothing can be imported that has both."""
+        made: Any = super().__reduce_ex__(max(int(protocol), 2))
+        if made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return made
+        replacement = next(it for it in type(self).__mro__ if it.__bases__ == (Replacement,))
+        return new, (replacement, self.original), *made[2:]
+
+
+@cache
+def subclass(replacement: Any, original: Any) -> Any:
+    """Make the class of modules that are both."""
+    names = ("__module__", "__qualname__", "__doc__")
+    attributes = {name: getattr(original, name) for name in names} | {"original": original}
+    attributes |= replacement.attributes(original)
+    return type(original.__name__, (replacement, original), attributes)
+
+
+def new(replacement: Any, original: Any) -> Any:
+    made = subclass(replacement, original)
+    return made.__new__(made)
+
+
+def replace(module: Any, replacement: Any) -> None:
+    original: Any = type(module)
+    module.__class__ = subclass(replacement, original)
+
+
+def put_back(module: Any) -> None:
+    """Undo `replace`. A class that others have put before ours since then stays, with ours."""
+    if is_replaced(module):
+        module.forget(module)
+        module.__class__ = type(module).original
+
+
+def is_replaced(module: nn.Module) -> bool:
+    return "original" in vars(type(module)) and isinstance(module, Replacement)
+
+
+# ----------------------------------------------------------------------------------- recognition
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the forward that is called is not the class's, as hooks of others make it."""
+    return "forward" in vars(module)
+
+
+def stand_in(
+    module: nn.Module,
+    parameters: Mapping[str, Tensor] | None = None,
+    modules: Mapping[str, Callable[..., Any]] | None = None,
+) -> nn.Module:
+    """Return a module of the same class and attributes with other parameters, in training."""
+    made = object.__new__(type(module))
+    own = vars(module)
+    vars(made).update(own, training=True)
+    vars(made)["_parameters"] = {**own["_parameters"], **(parameters or {})}
+    vars(made)["_modules"] = {**own["_modules"], **(modules or {})}
+    return made

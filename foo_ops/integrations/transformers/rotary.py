@@ -1,0 +1,128 @@
+"""foo::rotary_embedding in attention layers that call a function ``apply_rotary_pos_emb``."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foo_ops.integrations.transformers.replacement import Replacement, has_own_forward
+from foo_ops.ops.rotary_embedding import rotary_embedding
+
+FUNCTION = "apply_rotary_pos_emb"
+PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
+
+Table = Callable[[Tensor], Tensor]
+Rotation = Callable[..., tuple[Tensor, Tensor]]
+
+
+def first_half(table: Tensor) -> Tensor:
+    """Return the angles of a table that has them twice, one copy after the other."""
+    return table[..., : table.shape[-1] // 2]
+
+
+def every_second(table: Tensor) -> Tensor:
+    """Return the angles of a table that has each of them twice in a row."""
+    return table[..., ::2]
+
+
+def whole(table: Tensor) -> Tensor:
+    return table
+
+
+def make_rotation(angles: Table, interleaved: bool) -> Rotation:
+    def rotate(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        cosine, sine = (angles(table).unsqueeze(unsqueeze_dim) for table in (cos, sin))
+        return tuple(  # type: ignore[return-value]
+            rotary_embedding(each, cosine, sine, interleaved=interleaved) for each in (q, k)
+        )
+
+    return rotate
+
+
+ROTATIONS = [
+    (make_rotation(angles, interleaved), angles)
+    for angles, interleaved in (
+        (first_half, False),  # Llama, and most others
+        (whole, False),  # gpt-oss
+        (every_second, True),  # Cohere
+        (first_half, True),  # GLM
+    )
+]
+"""The known forms, and how their tables hold the angles."""
+
+
+@cache
+def rotation_of(function: Callable[..., Any]) -> Rotation | None:
+    """Return the rotation that gives what a function gives on random numbers, if there is one."""
+    if list(inspect.signature(function).parameters) != PARAMETERS:
+        return None
+    return next((it for it, angles in ROTATIONS if agrees(function, it, angles)), None)
+
+
+def agrees(function: Callable[..., Any], rotation: Rotation, angles: Table) -> bool:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    query, key, table = random(2, 6, 5, 16), random(2, 2, 5, 16), random(2, 5, 8)
+    tables: dict[Table, Tensor] = {
+        first_half: torch.cat((table, table), dim=-1),
+        every_second: table.repeat_interleave(2, dim=-1),
+        whole: table,
+    }
+    cosine, sine = tables[angles].cos(), tables[angles].sin()
+    for query_, key_, dim in (
+        (query, key, 1),
+        (query.mT.mT.transpose(1, 2), key.transpose(1, 2), 2),
+    ):
+        arguments = (query_, key_, cosine, sine, dim)
+        try:
+            own, ours = function(*arguments), rotation(*arguments)
+        except Exception:  # another form of the tables
+            return False
+        if not all(torch.allclose(*pair, atol=1e-5) for pair in zip(own, ours, strict=True)):
+            return False
+    return True
+
+
+class FooRotaryAttention(Replacement):
+    """In the place of attention layers: their own forward, which finds our rotation by its name."""
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        forward: Any = type(module).forward
+        if not isinstance(forward, types.FunctionType) or has_own_forward(module):
+            return False
+        function = forward.__globals__.get(FUNCTION)
+        if FUNCTION not in forward.__code__.co_names or function is None:
+            return False
+        return rotation_of(function) is not None
+
+    @classmethod
+    def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
+        forward: Any = original.forward
+        rotation = rotation_of(forward.__globals__[FUNCTION])
+        return {"forward": with_globals(forward, {FUNCTION: rotation})}
+
+
+def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
+    """Return the function with other objects under some global names."""
+    namespace = {**function.__globals__, **names}
+    # By this name torch.compile would look the objects up in the module, and find the old ones.
+    del namespace["__name__"]
+    made = types.FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
+        setattr(made, name, getattr(function, name))
+    return made

@@ -1,0 +1,255 @@
+"""Multiply by integers of 8 and of 4 bits, which are weights.
+
+Integers of 8 bits enter products as they are, and the sums of a column are multiplied by its scale.
+Integers of 4 bits, whose scales and zeros belong to groups of a column, become numbers first: in
+registers where rows are few, else on the way to a panel, for all rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.linear.few_rows import Tiles, make_element_tiles, make_few_rows_kernel
+from foo_ops.kernels.linear.output import leave_sums
+from foo_ops.kernels.linear.packing import (
+    in_pairs,
+    make_right_packer,
+    make_share_prefetcher,
+    on_matrix_unit,
+)
+from foo_ops.kernels.linear.parameters import quantized_argument_types
+from foo_ops.kernels.linear.product import Panels, make_product_kernel
+from foo_ops.kernels.products.on_amx import GROUP
+from foo_ops.kernels.vectors.arithmetic import splat
+from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
+from foo_ops.kernels.vectors.integers import tile_dot_int4, unpack_int4, unpack_int8
+from foo_ops.kernels.vectors.memory import (
+    address_of,
+    load,
+    load_vector,
+    pointer_to,
+    shift,
+    store,
+)
+from foo_ops.kernels.vectors.register_tiles import tile_store_sums, tile_zero
+from foo_ops.kernels.vectors.rows import make_copy_row
+
+# Sections of the depth are whole groups, of any size.
+LARGEST_GROUP = 128
+
+
+def make_int8_few_rows_kernel(dtype: str) -> Kernel:
+    """Make the kernel for few rows and integers of 8 bits."""
+    return make_few_rows_kernel(dtype, _make_int8_tiles)
+
+
+def make_int4_few_rows_kernel(dtype: str, group_size: int) -> Kernel:
+    """Make the kernel for few rows and integers of 4 bits."""
+    return make_few_rows_kernel(dtype, lambda dtype: _make_int4_tiles(dtype, group_size))
+
+
+def make_int8_product_kernel(dtype: str) -> Kernel:
+    """Make the kernel for any number of rows and integers of 8 bits."""
+
+    def make_panels(dtype: str, WIDTH: int, SECTION: int) -> Panels:
+        unpack, scale_sums = _make_int8_unpacker(dtype), _make_sums_scaler(dtype)
+        return _make_unpacked_panels(dtype, WIDTH, SECTION, 1, unpack, scale_sums)
+
+    return make_product_kernel(dtype, make_panels)
+
+
+def make_int4_product_kernel(dtype: str) -> Kernel:
+    """Make the kernel for any number of rows and integers of 4 bits."""
+
+    def make_panels(dtype: str, WIDTH: int, SECTION: int) -> Panels:
+        unpack = _make_int4_unpacker(dtype)
+        return _make_unpacked_panels(dtype, WIDTH, SECTION, 2, unpack, leave_sums)
+
+    return make_product_kernel(dtype, make_panels, multiple=LARGEST_GROUP)
+
+
+# --------------------------------------------------------------------------------------- few rows
+
+
+def _make_int8_tiles(dtype: str) -> Tiles:
+    arguments, scale_sums = quantized_argument_types(dtype, "int8"), _make_sums_scaler(dtype)
+    return make_element_tiles(compute_dtype(dtype), "int8", "int8", arguments, scale_sums)
+
+
+def _make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
+    """Make tiles whose columns are apart.
+
+    A column of 4096 integers is half a page of memory. What brings lines to the caches on its own
+    follows 8 columns that are apart, each with its next ones, but not 8 that share pages: 11.2 GB/s
+    of 15.4, and 10.1 with the lines of the next tile prefetched.
+    """
+    compute, HALF = compute_dtype(dtype), GROUP_SIZE // 2
+    LANES, load_factors = lanes_of(compute), _make_factors_loader(compute)
+
+    def make_tile(ROWS: int, COLUMNS: int) -> Callable:
+        @njit
+        def tile(product, right, memory, sums, width, left, depth, column, distance):
+            groups, stride = product.depth // GROUP_SIZE, distance * product.right_column_stride
+            scales, offsets = memory.factors, shift(memory.factors, COLUMNS * groups)
+            for other in range(COLUMNS):
+                load_factors(
+                    product, column + other * distance, groups, shift(scales, other * groups),
+                    shift(offsets, other * groups),
+                )  # fmt: skip
+            right = shift(right, column * product.right_column_stride)
+            total = tile_zero(sums, ROWS, COLUMNS, LANES)
+            for group in range(groups):
+                factors, integers = shift(left, group * GROUP_SIZE), shift(right, group * HALF)
+                for step in range(0, HALF, LANES):
+                    total = tile_dot_int4(
+                        total, shift(factors, step), depth, HALF, shift(integers, step), stride,
+                        shift(scales, group), shift(offsets, group), groups,
+                    )  # fmt: skip
+            tile_store_sums(total, memory.tile, COLUMNS)
+            for row in range(ROWS):
+                for other in range(COLUMNS):
+                    value = load(memory.tile, row * COLUMNS + other)
+                    store(sums, row * width + other * distance, value)
+
+        return tile
+
+    def regions(depth: Any) -> dict[str, Any]:
+        # A scale and an offset for each group of 32 steps or more, of at most 16 columns.
+        return {"factors": depth, "tile": LANES}
+
+    arguments = quantized_argument_types(dtype, "uint8")
+    return Tiles(compute, GROUP_SIZE, arguments, make_tile, regions, leave_sums, are_apart=True)
+
+
+def _make_factors_loader(compute: str) -> Callable:
+    """Make ``load_factors(product, column, groups, scales, offsets)`` of a column's groups.
+
+    A weight is (integer - zero) * scale = integer * scale + offset.
+    """
+    LANES, copy_row, none = lanes_of(compute), make_copy_row(compute), ELEMENTS[compute].compute(0)
+
+    @njit
+    def load_factors(product, column, groups, scales, offsets):
+        scale = shift(product.scale, column * product.scale_column_stride)
+        zero = shift(product.zero, column * product.zero_column_stride)
+        copy_row(scales, scale, product.scale_group_stride, groups, groups)
+        copy_row(offsets, zero, product.zero_group_stride, groups, groups)
+        whole = groups // LANES * LANES
+        for group in range(0, whole, LANES):
+            negative = splat(none, LANES) - load_vector(offsets, group, LANES)
+            store(offsets, group, negative * load_vector(scales, group, LANES))
+        for group in range(whole, groups):
+            store(offsets, group, -load(offsets, group) * load(scales, group))
+
+    return load_factors
+
+
+# ----------------------------------------------------------------------------------------- panels
+
+
+def _make_unpacked_panels(
+    dtype: str, WIDTH: int, SECTION: int, PER_BYTE: int, unpack: Callable, scale_sums: Callable
+) -> Panels:
+    """Make panels of numbers, which a strip of columns at a time are packed from.
+
+    ``unpack(product, target, column, start, count)`` makes numbers of a part of a column.
+    """
+    pack_right, prefetch_share = make_right_packer(dtype, WIDTH), make_share_prefetcher("uint8")
+    # What packing rounds up to, so that the strips of a panel do not get into each other's way.
+    STRIP = GROUP if on_matrix_unit(dtype) else lanes_of(compute_dtype(dtype))
+    as_numbers = pointer_to(_strip_dtype(dtype))
+
+    @njit
+    def pack(product, part, memory, start, column, columns, count, distance):
+        strip = as_numbers(address_of(memory.strip))
+        for first in range(0, columns, STRIP):
+            some = min(STRIP, columns - first)
+            for other in range(some):
+                unpack(product, shift(strip, other * SECTION), column + first + other, start, count)
+            panel = shift(memory.right, first // WIDTH * distance + first % WIDTH)
+            pack_right(panel, distance, strip, SECTION, 1, some, count)
+
+    @njit
+    def prefetch_panel(product, part, start, column, columns, count, share, shares):
+        stride = product.right_column_stride
+        prefetch_share(
+            shift(product.right, column * stride + start // PER_BYTE), stride, 1, columns,
+            count // PER_BYTE, share, shares,
+        )  # fmt: skip
+
+    arguments = quantized_argument_types(dtype, "int8" if PER_BYTE == 1 else "uint8")
+    return Panels(arguments, pack, prefetch_panel, {"strip": STRIP * SECTION}, scale_sums)
+
+
+def _strip_dtype(dtype: str) -> str:
+    """The dtype of numbers that are packed: pairs are made of bfloat16."""
+    return "bfloat16" if in_pairs(dtype) else compute_dtype(dtype)
+
+
+def _make_int8_unpacker(dtype: str) -> Callable:
+    LANES, number = lanes_of(compute_dtype(dtype)), ELEMENTS[compute_dtype(dtype)].compute
+
+    @njit
+    def unpack(product, target, column, start, count):
+        source = shift(product.right, column * product.right_column_stride + start)
+        whole = count // LANES * LANES
+        for step in range(0, whole, LANES):
+            unpack_int8(shift(target, step), shift(source, step), LANES)
+        for step in range(whole, count):
+            store(target, step, number(load(source, step)))
+
+    return unpack
+
+
+def _make_int4_unpacker(dtype: str) -> Callable:
+    LANES = lanes_of(compute_dtype(dtype))
+
+    @njit
+    def unpack(product, target, column, start, count):
+        size, half = product.group_size, product.group_size // 2
+        source = shift(product.right, column * product.right_column_stride + start // 2)
+        scales = shift(product.scale, column * product.scale_column_stride)
+        zeros = shift(product.zero, column * product.zero_column_stride)
+        for step in range(0, count, size):
+            group = (start + step) // size
+            scale = load(scales, group * product.scale_group_stride)
+            offset = -load(zeros, group * product.zero_group_stride) * scale
+            for part in range(0, half, LANES):
+                unpack_int4(
+                    shift(target, step + part), half, shift(source, step // 2 + part), scale,
+                    offset, LANES,
+                )  # fmt: skip
+
+    return unpack
+
+
+# ------------------------------------------------------------------------------------------ scale
+
+
+def _make_sums_scaler(dtype: str) -> Callable:
+    """Make ``scale_sums(product, block, memory, width, panel)``, which multiplies by the scales of
+    columns. The sums lie as `foo_ops.kernels.linear.output.make_writer` has them.
+    """
+    compute = compute_dtype(dtype)
+    LANES, copy_row = lanes_of(compute), make_copy_row(compute)
+
+    @njit
+    def scale_sums(product, block, memory, width, panel):
+        rows, columns = block.row_stop - block.row_start, block.column_stop - block.column_start
+        for start in range(0, columns, width):
+            # Sums fill up whole vectors, and so do the scales, in the memory of the bias.
+            count, stride = min(width, columns - start), product.scale_column_stride
+            source = shift(product.scale, (block.column_start + start) * stride)
+            whole = (count + LANES - 1) // LANES * LANES
+            copy_row(memory.bias, source, stride, count, whole)
+            for row in range(rows):
+                sums = shift(memory.sums, start // width * panel + row * width)
+                for column in range(0, whole, LANES):
+                    product_of = load_vector(sums, column, LANES)
+                    store(sums, column, product_of * load_vector(memory.bias, column, LANES))
+
+    return scale_sums

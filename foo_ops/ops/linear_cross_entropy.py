@@ -1,0 +1,296 @@
+"""foo::linear_cross_entropy computes the loss of a language model from its last layer's input.
+
+    logits = softcap tanh((hidden weight^T + bias) / softcap)
+    logsumexp = log(sum_v exp(logits_v))
+    loss = (1 - smoothing) (logsumexp - logits_target) + smoothing (logsumexp - mean_v logits_v)
+
+Logits exist a block at a time, in the caches. The backward pass computes them anew, some classes at
+a time for all rows, and multiplies their gradients by weight and hidden.
+
+Computed in the forward pass, in chunks of rows (Liger-Kernel), the gradients take three products,
+not four. But with 1024 rows, 1024 wide, and 32000 classes, a step made of these operators in chunks
+of 256 rows took 0.97 of the time in float32, and 2.0 in bfloat16: each chunk reads and writes the
+float32 sums of the weight's gradient, which are as large as the logits are, or twice that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foo_ops import _C, library
+from foo_ops._after_import import after_import
+from foo_ops.ops import linear_cross_entropy_sharding
+from foo_ops.ops.arguments import compute_type
+from foo_ops.ops.linear import product_flops
+from foo_ops.ops.softmax_cross_entropy import composite as composite_of_logits
+from foo_ops.ops.softmax_cross_entropy import composite_backward as composite_backward_of_logits
+from foo_ops.ops.softmax_cross_entropy import require_reduction
+
+TAGS = torch.Tag.pt2_compliant_tag
+ARGUMENTS = "float label_smoothing=0.0, int ignore_index=-100, float softcap=0.0"
+library.define(
+    "foo::linear_cross_entropy",
+    f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, {ARGUMENTS}) "
+    "-> (Tensor loss, Tensor logsumexp, Tensor mean)",
+    tags=TAGS,
+)
+# The gradient of what does not require one has size 0.
+library.define(
+    "foo::linear_cross_entropy_backward",
+    "(Tensor? grad_loss, Tensor? grad_logsumexp, Tensor? grad_mean, Tensor hidden, Tensor weight, "
+    "Tensor target, Tensor? bias, Tensor logsumexp, *, bool hidden_requires_grad=True, "
+    f"bool weight_requires_grad=True, bool bias_requires_grad=False, {ARGUMENTS}) "
+    "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
+    tags=TAGS,
+)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+    return_logsumexp: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute the cross-entropy of softmax(hidden @ weight.T + bias) with the target classes.
+
+    It is `foo_ops.softmax_cross_entropy` of `foo_ops.linear`, whose logits and their gradients take
+    no memory. In exchange the backward pass computes the logits once more.
+
+    Args:
+        hidden: (..., K), float16, bfloat16, float32 or float64, any strides.
+        weight: (V, K), of hidden's dtype, any strides.
+        target: (...), int64, classes in [0, V), or ignore_index.
+        bias: (V,), of hidden's dtype.
+        reduction: "none" gives a loss for each row, "sum" their sum, "mean" their mean over the
+            rows that are not ignored (NaN if there is none).
+        label_smoothing: in [0, 1], how much of the target is spread over all classes.
+        ignore_index: rows with this target have loss zero and no gradient.
+        softcap: where it is positive, logits are softcap * tanh(logits / softcap).
+        return_logsumexp: return also the logarithms of the sums, (...), for a loss on them.
+
+    Returns:
+        The loss in nats, float32 (float64 for float64). Logits are not rounded to half precision.
+        Has gradients for hidden, weight and bias, also through logsumexp, of every order. Those of
+        half precision are summed up in float32 and rounded once. The result does not depend on the
+        number of threads.
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes and options that do not fit.
+        IndexError: for a target that is no class.
+
+    Example:
+        >>> hidden, weight = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[2.0, 0.0]] * 2)
+        >>> foo_ops.linear_cross_entropy(hidden, weight, torch.tensor([0, 1]), reduction="none")
+        tensor([0.6931, 0.6931])
+    """
+    require_reduction("linear_cross_entropy", reduction)
+    loss, logsumexp, mean = torch.ops.foo.linear_cross_entropy.default(
+        hidden,
+        weight,
+        target,
+        bias,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        softcap=softcap,
+    )
+    if reduction == "mean":
+        loss = mean
+    elif reduction == "sum":
+        loss = loss.sum()
+    return (loss, logsumexp) if return_logsumexp else loss
+
+
+# ------------------------------------------------------------------------------------------- fake
+
+
+@library.register_fake("foo::linear_cross_entropy")
+def fake(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _C.check_linear_cross_entropy(hidden, weight, target, bias, label_smoothing, softcap)
+    loss = hidden.new_empty(hidden.shape[:-1], dtype=compute_type(hidden.dtype))
+    return loss, torch.empty_like(loss), loss.new_empty(())
+
+
+@library.register_fake("foo::linear_cross_entropy_backward")
+def fake_backward(
+    grad_loss: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    grad_mean: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    logsumexp: Tensor,
+    *,
+    hidden_requires_grad: bool = True,
+    weight_requires_grad: bool = True,
+    bias_requires_grad: bool = False,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _C.check_linear_cross_entropy_backward(
+        grad_loss,
+        grad_logsumexp,
+        grad_mean,
+        hidden,
+        weight,
+        target,
+        bias,
+        logsumexp,
+        bias_requires_grad,
+        label_smoothing,
+        softcap,
+    )
+    return (
+        hidden.new_empty(hidden.shape if hidden_requires_grad else 0),
+        hidden.new_empty(weight.shape if weight_requires_grad else 0),
+        hidden.new_empty(weight.shape[0] if bias_requires_grad else 0),
+    )
+
+
+# --------------------------------------------------------------------------------------- autograd
+
+
+def product_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute logits without a soft cap, in the compute type."""
+    tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
+    return F.linear(*(it.to(compute_type(it.dtype)) for it in tensors))
+
+
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    return softcap * (logits / softcap).tanh() if softcap > 0.0 else logits
+
+
+def composite(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute foo::linear_cross_entropy with torch's own operators."""
+    return composite_of_logits(
+        capped(product_of(hidden, weight, bias), softcap),
+        target,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+    )
+
+
+def composite_backward(
+    grad_loss: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    grad_mean: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    logsumexp: Tensor,
+    *,
+    hidden_requires_grad: bool = True,
+    weight_requires_grad: bool = True,
+    bias_requires_grad: bool = False,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients with torch's own operators, for second derivatives."""
+    product = product_of(hidden, weight, bias)
+    grad = composite_backward_of_logits(
+        grad_loss,
+        grad_logsumexp,
+        grad_mean,
+        capped(product, softcap),
+        target,
+        logsumexp,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+    )
+    if softcap > 0.0:
+        grad = grad * (1 - (product / softcap).tanh().square())
+    grad_hidden = grad_weight = grad_bias = hidden.new_empty(0)
+    if hidden_requires_grad:
+        grad_hidden = (grad @ weight.to(grad.dtype)).to(hidden.dtype)
+    if weight_requires_grad:
+        grad_weight = torch.einsum("...v,...k->vk", grad, hidden.to(grad.dtype)).to(hidden.dtype)
+    if bias_requires_grad:
+        grad_bias = torch.einsum("...v->v", grad).to(hidden.dtype)
+    return grad_hidden, grad_weight, grad_bias
+
+
+library.register_autograd(
+    "foo::linear_cross_entropy", "foo::linear_cross_entropy_backward", composite=composite
+)
+library.register_autograd("foo::linear_cross_entropy_backward", composite=composite_backward)
+
+
+# ---------------------------------------------------------------- sharding, vmap, autocast, FLOPs
+
+after_import("torch.distributed.tensor", linear_cross_entropy_sharding.register)
+
+
+@library.register_vmap("foo::linear_cross_entropy")
+def vmap_rule(info: Any, in_dims: Any, *inputs: Any, **keywords: Any) -> tuple[Any, Any]:
+    """Map rows in one call; each element of the mapped dimension has a mean of its own."""
+    operator = torch.ops.foo.linear_cross_entropy.default
+    dims = dict(zip(("hidden", "weight", "target", "bias"), in_dims))
+    if info.batch_size == 0 or any(dims.get(name) is not None for name in ("weight", "bias")):
+        return library.vmap_by_loop(operator, info, in_dims, *inputs, **keywords)
+    hidden, target = (
+        inputs[place].expand(info.batch_size, *inputs[place].shape)
+        if in_dims[place] is None
+        else inputs[place].movedim(in_dims[place], 0)
+        for place in (0, 2)
+    )
+    loss, logsumexp, _ = operator(hidden, inputs[1], target, *inputs[3:], **keywords)
+    count = (target != keywords.get("ignore_index", -100)).flatten(1).sum(1)
+    return (loss, logsumexp, loss.flatten(1).sum(1) / count), (0, 0, 0)
+
+
+library.register_vmap_loop("foo::linear_cross_entropy_backward")
+library.register_autocast("foo::linear_cross_entropy")
+
+
+@library.register_flops("foo::linear_cross_entropy")
+def flops(hidden_shape: torch.Size, weight_shape: torch.Size, *others: Any, **_: Any) -> int:
+    """Count the product, as torch counts linear layers."""
+    return product_flops(hidden_shape, weight_shape[0])
+
+
+@library.register_flops("foo::linear_cross_entropy_backward", takes_tensors=True)
+def backward_flops(
+    grad_loss: Tensor | None,
+    grad_logsumexp: Tensor | None,
+    grad_mean: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    *others: Any,
+    hidden_requires_grad: bool = True,
+    weight_requires_grad: bool = True,
+    **_: Any,
+) -> int:
+    """Count the product that is computed anew, and one for each gradient of a matrix."""
+    products = 1 + hidden_requires_grad + weight_requires_grad
+    return products * product_flops(hidden.shape, weight.shape[0])

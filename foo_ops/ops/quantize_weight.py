@@ -1,0 +1,145 @@
+"""Make the weights of foo::linear_int8 and foo::linear_int4, and make numbers of them again."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from foo_ops.library.dtypes import dtype_name
+
+GROUP_SIZES = (32, 64, 128)
+INT8_LARGEST, INT4_LARGEST = 127, 15
+# Rows that are in float64 at a time.
+ROWS = 256
+
+
+def quantize_weight(weight: Tensor, bits: int, group_size: int | None = None) -> tuple[Tensor, ...]:
+    """Round the weight of a linear layer to integers of 8 or 4 bits, each to the nearest.
+
+    It returns the tensors that follow ``input`` in `linear_int8` or `linear_int4`. With 8 bits a
+    row has one scale, which is its largest magnitude / 127, and ``weight[n, k] = integer[n, k] *
+    scale[n]``. With 4 bits each group of adjacent weights in a row has a scale and a zero, an
+    integer, such that 0 to 15 span the group and 0.0: ``weight[n, k] = (integer[n, k] - zero[n, g])
+    * scale[n, g]`` with ``g = k // group_size``. In both, 0.0 stays 0.0.
+
+    Integers of 4 bits lie two in a byte, each group by itself: byte ``j`` of a group has the
+    integer of its element ``j`` in the lower bits, and that of its element ``group_size / 2 + j``
+    in the upper ones. So the lower ones of adjacent bytes belong to adjacent elements, and the
+    upper ones too, which vectors unpack without a shuffle.
+
+    Args:
+        weight: (N, K), float16, bfloat16, float32 or float64, finite.
+        bits: 8 or 4.
+        group_size: 32, 64 or 128 with 4 bits, of which K must be a multiple; None with 8 bits.
+
+    Returns:
+        With 8 bits weight (N, K) int8 and scale (N,); with 4 bits weight (N, K / 2) uint8, and
+        scale and zero (N, K / group_size). Scale and zero are of weight's dtype; a scale is rounded
+        up to it, so that no integer is too large.
+
+    Raises:
+        ValueError: for other bits or group sizes, a K that is no multiple of the group, another
+            number of dimensions, infinities and NaN.
+        TypeError: for a weight that is not floating-point.
+
+    Example:
+        >>> weight, scale = foo_ops.quantize_weight(torch.tensor([[1.0, -127.0], [0.0, 0.0]]), 8)
+        >>> weight
+        tensor([[   1, -127],
+                [   0,    0]], dtype=torch.int8)
+        >>> scale
+        tensor([1., 1.])
+    """
+    _check(weight, bits, group_size)
+    quantize = _to_int8 if group_size is None else partial(_to_int4, group_size=group_size)
+    parts = [quantize(rows.double(), dtype=weight.dtype) for rows in weight.detach().split(ROWS)]
+    return tuple(torch.cat(tensors) for tensors in zip(*parts))
+
+
+def dequantize_weight(weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+    """Return the numbers that `quantize_weight` rounded to, (N, K), in scale's dtype.
+
+    They are computed in float32 (float64 for float64), and rounded once.
+
+    Args:
+        weight: int8 (N, K), or with ``zero`` uint8 (N, K / 2).
+        scale: (N,), or with ``zero`` (N, K / group_size).
+        zero: of scale's shape.
+
+    Raises:
+        TypeError: for another dtype of weight.
+
+    Example:
+        >>> quantized = foo_ops.quantize_weight(torch.arange(32.0)[None], 4, group_size=32)
+        >>> foo_ops.dequantize_weight(*quantized)[0, ::8]
+        tensor([ 0.0000,  8.2667, 16.5333, 24.8000])
+    """
+    expected = torch.int8 if zero is None else torch.uint8
+    if weight.dtype != expected:
+        raise TypeError(
+            f"dequantize_weight: weight must be {dtype_name(expected)} "
+            f"{'without' if zero is None else 'with'} zero, got {dtype_name(weight.dtype)}"
+        )
+    integers = unpack_integers(weight, 0 if zero is None else scale.shape[1])
+    wide = integers.to(torch.promote_types(scale.dtype, torch.float32))
+    if zero is not None:
+        wide = wide - zero.unsqueeze(-1)
+    return (wide * scale.unsqueeze(-1)).to(scale.dtype).flatten(1)
+
+
+def unpack_integers(weight: Tensor, groups: int) -> Tensor:
+    """Return integers of 4 bits as (N, groups, group_size); those of 8 bits have no groups."""
+    if weight.dtype == torch.int8:
+        return weight
+    pairs = weight.reshape(weight.shape[0], groups, weight.shape[1] // max(groups, 1))
+    # Of a DTensor, torch 2.13 computes ``pairs >> 4`` as pairs.
+    return torch.cat((pairs & INT4_LARGEST, torch.bitwise_right_shift(pairs, 4)), -1)
+
+
+def _check(weight: Tensor, bits: int, group_size: int | None) -> None:
+    name = "quantize_weight"
+    if not weight.is_floating_point():
+        raise TypeError(f"{name}: weight must be floating-point, got {dtype_name(weight.dtype)}")
+    if weight.dim() != 2:
+        raise ValueError(f"{name}: weight must have 2 dimensions (N, K), got {weight.dim()}")
+    if bits not in (4, 8):
+        raise ValueError(f"{name}: bits must be 8 or 4, got {bits}")
+    if bits == 8 and group_size is not None:
+        raise ValueError(f"{name}: group_size must be None for 8 bits, got {group_size}")
+    if bits == 4 and group_size not in GROUP_SIZES:
+        raise ValueError(f"{name}: group_size must be 32, 64 or 128 for 4 bits, got {group_size}")
+    if group_size is not None and weight.shape[1] % group_size:
+        raise ValueError(
+            f"{name}: weight must have whole groups of {group_size} columns, got {weight.shape[1]}"
+        )
+    if not all(bool(rows.isfinite().all()) for rows in weight.detach().split(ROWS)):
+        raise ValueError(f"{name}: weight must be finite, got infinities or NaN")
+
+
+def _to_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    largest = weight.abs().amax(-1) if weight.shape[1] else weight.new_zeros(weight.shape[0])
+    scale = _scale_of(largest / INT8_LARGEST, dtype)
+    return (weight / scale.double().unsqueeze(-1)).round().to(torch.int8), scale
+
+
+def _to_int4(weight: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, ...]:
+    groups = weight.reshape(weight.shape[0], weight.shape[1] // group_size, group_size)
+    lowest, highest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = _scale_of(highest / INT4_LARGEST - lowest / INT4_LARGEST, dtype)
+    step = scale.double()
+    zero = (-lowest / step).round()
+    steps = (groups / step.unsqueeze(-1)).round() + zero.unsqueeze(-1)
+    integers = steps.clamp(0, INT4_LARGEST).to(torch.uint8)
+    lower, upper = integers.chunk(2, -1)
+    return (lower | upper << 4).flatten(1), scale, zero.to(dtype)
+
+
+def _scale_of(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round up to a dtype. What has only zeros may have any scale."""
+    info = torch.finfo(dtype)
+    nearest = exact.to(dtype)
+    above = (nearest.double() * (1 + info.eps) + info.smallest_normal * info.eps).to(dtype)
+    scale = torch.where(nearest.double() < exact, above, nearest)
+    return scale.masked_fill(exact == 0, 1.0)

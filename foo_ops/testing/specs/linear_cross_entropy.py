@@ -1,0 +1,128 @@
+"""foo::linear_cross_entropy in the table of operators.
+
+An error of a logit changes its probability by as large a share. The gradients of logits have that
+error and, as bfloat16, their own rounding; those of hidden, weight and bias are sums of products
+with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops.testing import reference
+from foo_ops.testing.rounding import compute_type, roundings, roundoff
+from foo_ops.testing.spec import Dtypes, Maker, OpSpec, Sample, Tensors, random
+from foo_ops.testing.specs.linear import bound
+
+
+def loss_sample(
+    name: str,
+    rows: tuple[int, ...],
+    width: int,
+    classes: int,
+    *,
+    has_bias: bool = True,
+    ignored: int = 0,
+    **keywords: Any,
+) -> Maker:
+    """Of the targets, the first ``ignored`` are the index that is ignored."""
+
+    def make(dtype: torch.dtype) -> Sample:
+        shapes = ((*rows, width), (classes, width), (classes,))
+        hidden, weight, bias = random(name, *shapes, dtype=dtype)
+        generator = torch.Generator().manual_seed(classes)
+        target = torch.randint(max(classes, 1), rows, generator=generator)
+        target.view(-1)[:ignored] = keywords.get("ignore_index", -100)
+        inputs = (hidden, weight, target, bias) if has_bias else (hidden, weight, target)
+        return Sample(inputs, keywords)
+
+    return make
+
+
+def special(dtype: torch.dtype) -> Sample:
+    """Classes that are masked, rows with NaN and infinity, and logits that are far apart."""
+    hidden, weight, target, bias = loss_sample("special", (6,), 5, 19)(dtype).inputs
+    target[:] = 3
+    bias[4:9], bias[10] = -torch.inf, 3e4
+    hidden[1, 2], hidden[2, 4] = torch.nan, torch.inf
+    hidden[4] *= 100
+    return Sample((hidden, weight, target, bias))
+
+
+def late_maximum(dtype: torch.dtype) -> Sample:
+    """Logits of several splits that grow, so that sums are scaled again and again."""
+    hidden, weight, target, bias = loss_sample("late", (3,), 4, 33_001)(dtype).inputs
+    bias = (bias + torch.linspace(-50, 50, 33_001)).to(dtype)
+    return Sample((hidden, weight, target, bias), {"label_smoothing": 0.1})
+
+
+def error_of_logits(hidden: Tensor, weight: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bound the errors of differences of logits and their logsumexp, relative to what is 1."""
+    unit = roundoff(compute_type(dtype))
+    sums = roundings(hidden.shape[-1] + 2) * reference.linear(hidden.abs(), weight.abs())
+    # The functions, and the rounding of the logsumexp.
+    error = unit * (sums + logits.abs() + logits.logsumexp(-1, keepdim=True).abs() + 16)
+    error = error.nan_to_num(0.0, 0.0, 0.0)
+    return 2 * error + error.amax(-1, keepdim=True)
+
+
+def gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
+    """Bound the gradients of those tensors that require one."""
+    hidden, weight, target, *bias = sample.inputs
+    dtype = dtypes[0]
+    assert dtype is not None
+    logits = reference.linear(hidden, weight, *bias)
+    if softcap := sample.keywords.get("softcap", 0.0):
+        logits = softcap * torch.tanh(logits / softcap)
+    is_ignored = target == sample.keywords.get("ignore_index", -100)
+    of_loss, of_logsumexp, of_mean = (it.abs() for it in cotangents)
+    slope = (of_loss + of_mean / (~is_ignored).sum()).masked_fill(is_ignored, 0).unsqueeze(-1)
+    classes = logits.shape[-1]
+    smoothing = sample.keywords.get("label_smoothing", 0.0)
+    wanted = torch.nn.functional.one_hot(target.masked_fill(is_ignored, 0), classes)
+    magnitude = logits.softmax(-1) * (slope + of_logsumexp.unsqueeze(-1))
+    magnitude = magnitude + slope * ((1 - smoothing) * wanted + smoothing / classes)
+    rounding = roundoff(dtype if dtype == torch.bfloat16 else compute_type(dtype))
+    error = magnitude * (error_of_logits(hidden, weight, logits, dtype) + rounding)
+    products = (
+        ("...v,vk->...k", (weight,), classes),
+        ("...v,...k->vk", (hidden,), target.numel()),
+        ("...v->v", (), target.numel()),
+    )
+    budgets = []
+    for tensor, (formula, others, terms) in zip((hidden, weight, *bias), products):
+        factors = [it.abs() for it in others]
+        largest, off = (torch.einsum(formula, it, *factors) for it in (magnitude, error))
+        # A value is no larger than the sum of magnitudes.
+        if tensor.requires_grad:
+            budgets.append(off + bound(largest, largest, terms, dtype))
+    return tuple(budgets)
+
+
+LINEAR_CROSS_ENTROPY = OpSpec(
+    operator=torch.ops.foo.linear_cross_entropy.default,
+    reference=reference.linear_cross_entropy,
+    dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    sized=lambda dtype, size: loss_sample("sized", (2, size), size + 3, size + 2)(dtype),
+    samples={
+        "vector": loss_sample("vector", (), 19, 9),
+        "no bias": loss_sample("no bias", (3, 4), 35, 18, has_bias=False),
+        "one class": loss_sample("one class", (3,), 5, 1),
+        "no depth": loss_sample("no depth", (3,), 0, 5),
+        "one row": loss_sample("one row", (1,), 65, 700),
+        "several chunks": loss_sample("several chunks", (35,), 70, 4301, label_smoothing=0.1),
+        "late maximum": late_maximum,
+        "capped": loss_sample("capped", (6,), 33, 130, softcap=3.0, label_smoothing=0.2),
+        "ignored": loss_sample("ignored", (7,), 6, 11, ignored=3, label_smoothing=0.2),
+        "own ignored": loss_sample("own ignored", (7,), 6, 11, ignored=3, ignore_index=5),
+        "all smooth": loss_sample("all smooth", (4,), 8, 33, label_smoothing=1.0),
+        "special values": special,
+    },
+    essential=("size1", "size7", "ignored", "capped"),
+    in_layouts=("size7", "no bias"),
+    large=loss_sample("large", (301,), 130, 3001),
+    gradient_budget=gradient_budget,
+)

@@ -1,0 +1,99 @@
+"""Caches of transformers that are written in place hold what they were given."""
+
+import pytest
+import torch
+import transformers
+from support.transformer_models import GROUPED, decoder, run, tokens
+from transformers import DynamicCache, StaticCache
+
+from foo_ops.integrations.transformers import apply, in_place_cache
+from foo_ops.integrations.transformers.cache import GrowingLayer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LLAMA = "llama: plain"
+
+
+def steps(cache, count, batch=2, start=0):
+    generator = torch.Generator().manual_seed(start)
+    for _ in range(count):
+        key, value = torch.randn(2, batch, 3, 1, 4, generator=generator).unbind()
+        yield key, value, cache.update(key, value, 0)
+
+
+def test_growing_cache_holds_what_it_was_given():
+    cache, keys = in_place_cache(DynamicCache()), []
+    addresses = set()
+    for key, value, held in steps(cache, 300):
+        keys.append(key)
+        addresses.add(held[0].data_ptr())
+        all_keys, all_values, last = *held, value
+    assert torch.equal(all_keys, torch.cat(keys, 2))
+    assert torch.equal(all_values[:, :, -1:], last)
+    assert len(addresses) == 4
+    assert cache.get_seq_length() == 300
+
+
+def changed(cache):
+    for _ in steps(cache, 5):
+        pass
+    yield "cropped", lambda: cache.crop(-2)
+    yield "in another order", lambda: cache.reorder_cache(torch.tensor([1, 1]))
+    yield "repeated", lambda: cache.batch_repeat_interleave(2)
+    yield "selected", lambda: cache.batch_select_indices(torch.tensor([3, 0, 2]))
+    yield "emptied", lambda: cache.reset()
+
+
+def test_growing_cache_can_be_changed():
+    ours, theirs, batches = in_place_cache(DynamicCache()), DynamicCache(), [2, 2, 4, 3, 2]
+    changes = zip(changed(ours), changed(theirs), batches, strict=True)
+    for (name, change), (_, other), batch in changes:
+        change()
+        other()
+        for cache in (ours, theirs):
+            *_, results = steps(cache, 3, batch, start=batch)
+            if cache is ours:
+                expected = results[2]
+        assert all(torch.equal(*pair) for pair in zip(expected, results[2])), name
+
+
+def test_growing_cache_beside_gradients():
+    cache = in_place_cache(DynamicCache())
+    key = torch.randn(1, 2, 3, 4, requires_grad=True)
+    for _ in range(2):
+        keys, _ = cache.update(key, key, 0)
+    keys.sum().backward()
+    assert torch.equal(key.grad, torch.full_like(key, 2.0))
+    with torch.no_grad():
+        keys, _ = cache.update(key, key, 0)
+    assert torch.equal(keys, torch.cat([key] * 3, 2))
+
+
+def test_full_static_cache_refuses():
+    config = transformers.LlamaConfig(**GROUPED)
+    cache = in_place_cache(StaticCache(config=config, max_cache_len=2))
+    for _ in steps(cache, 2):
+        pass
+    before = cache.layers[0].keys.clone()
+    with pytest.raises(ValueError, match=r"cache_append: positions must be in \[0, 1\]"):
+        next(steps(cache, 1))
+    assert torch.equal(cache.layers[0].keys, before)
+
+
+def test_model_takes_its_caches(monkeypatch):
+    model, kinds = apply(decoder(LLAMA)), set()
+    append = GrowingLayer.update
+
+    def noted(self, *arguments, **keywords):
+        kinds.add(type(self).__name__)
+        return append(self, *arguments, **keywords)
+
+    monkeypatch.setattr(GrowingLayer, "update", noted)
+    cache = DynamicCache(config=model.config)
+    run(model, "foo", tokens(2, 4), past_key_values=cache)
+    assert kinds == {"GrowingLayer"}
+    # What the model makes by itself, it takes from the second call on.
+    cache = model(tokens(1, 4), use_cache=True).past_key_values
+    with torch.no_grad():
+        model(tokens(1, 1), past_key_values=cache)
+    assert type(cache.layers[0]).__name__ == "GrowingLayer"

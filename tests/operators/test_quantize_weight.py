@@ -1,0 +1,179 @@
+"""quantize_weight rounds to the nearest integers, in the layout that the operators read."""
+
+import re
+
+import pytest
+import torch
+
+import foo_ops
+from foo_ops.testing import random
+from foo_ops.testing.reference import linear
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+GROUP_SIZES = (32, 64, 128)
+
+
+def weights(dtype, magnitude=1.0):
+    """Rows of all kinds: random, zeros, positive, constant, one that is huge beside the others."""
+    (weight,) = random("weights", (300, 256), dtype=torch.float64)
+    weight[1] = 0
+    weight[2, :128] = 0
+    weight[3] = weight[3].abs()
+    weight[4] = -2.5
+    weight[5, 7] = 1000
+    return (weight * magnitude).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("magnitude", [1e-5, 1.0, 50.0])
+def test_int8_is_nearest(dtype, magnitude):
+    weight = weights(dtype, magnitude).double()
+    integers, scale = foo_ops.quantize_weight(weight.to(dtype), 8)
+    assert (integers.dtype, scale.dtype) == (torch.int8, dtype)
+    assert integers.shape == weight.shape
+    assert scale.shape == weight.shape[:1]
+    # A scale is what maps the largest to 127, rounded up to the dtype.
+    exact, smallest = weight.abs().amax(1) / 127, torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    wide = scale.double()[exact > 0]
+    assert (wide >= exact[exact > 0]).all()
+    assert (wide <= exact[exact > 0] * (1 + 3 * torch.finfo(dtype).eps) + 2 * smallest).all()
+    errors = (integers * scale.double()[:, None] - weight).abs()
+    assert (errors <= 0.5 * scale.double()[:, None] * (1 + 1e-9)).all()
+    assert (integers[weight == 0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 50.0])
+def test_int4_is_nearest(dtype, group_size, magnitude):
+    weight = weights(dtype, magnitude).double()
+    packed, scale, zero = foo_ops.quantize_weight(weight.to(dtype), 4, group_size=group_size)
+    groups = 256 // group_size
+    assert (packed.dtype, scale.dtype, zero.dtype) == (torch.uint8, dtype, dtype)
+    assert packed.shape == (300, 128)
+    assert scale.shape == zero.shape == (300, groups)
+    assert torch.equal(zero, zero.round().clamp(0, 15))
+    # Byte j of a group has elements j and j + group_size / 2.
+    found = torch.empty(300, 256, dtype=torch.float64)
+    for column in range(256):
+        group, place = divmod(column, group_size)
+        half, byte = divmod(place, group_size // 2)
+        integer = packed[:, group * group_size // 2 + byte].int() >> 4 * half & 15
+        steps = integer.double() - zero[:, group].double()
+        found[:, column] = steps * scale[:, group].double()
+    # The ends of a group are off by half a step more where its zero was rounded.
+    limit = scale.double().repeat_interleave(group_size, 1) * (1 + 1e-9)
+    assert ((found - weight).abs() <= limit).all()
+    inside = (found - weight).abs() <= 0.5 * limit
+    assert inside.double().mean() > 0.98
+    assert (found[weight == 0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_come_back(dtype):
+    weight = weights(dtype)
+    for arguments in ((8,), *((4, size) for size in GROUP_SIZES)):
+        quantized = foo_ops.quantize_weight(weight, *arguments)
+        found = foo_ops.dequantize_weight(*quantized)
+        assert found.dtype == dtype
+        again = foo_ops.dequantize_weight(*(it.to("foo") for it in quantized))
+        assert torch.equal(again.cpu(), found)
+        # A product with the unit matrix is the weight, rounded once.
+        unit = torch.eye(256, dtype=torch.float64)
+        exact = foo_ops.dequantize_weight(
+            *(it.double() if it.is_floating_point() else it for it in quantized)
+        )
+        rounded = linear(unit, exact).t().to(dtype)
+        torch.testing.assert_close(found, rounded, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+def test_what_is_returned_follows_input(device):
+    """The products of what a weight of few values is quantized to are exact."""
+    weight = torch.randint(0, 16, (6, 128)).float()
+    weight[:, ::32], weight[:, 1::32] = 15, 0
+    of_int8 = weight.clone()
+    of_int8[:, 2] = 127
+    input, bias = torch.randint(-3, 4, (2, 3, 128)).float(), torch.arange(6.0)
+    input, weight, of_int8, bias = (it.to(device) for it in (input, weight, of_int8, bias))
+    found = foo_ops.linear_int8(input, *foo_ops.quantize_weight(of_int8, 8), bias)
+    assert torch.equal(found, torch.nn.functional.linear(input, of_int8, bias))
+    for size in GROUP_SIZES:
+        quantized = foo_ops.quantize_weight(weight, 4, group_size=size)
+        found = foo_ops.linear_int4(input, *quantized, bias, group_size=size)
+        assert torch.equal(found, torch.nn.functional.linear(input, weight, bias))
+
+
+def test_empty():
+    for shape in ((0, 64), (3, 0), (0, 0)):
+        weight = torch.zeros(shape)
+        for arguments in ((8,), (4, 32)):
+            quantized = foo_ops.quantize_weight(weight, *arguments)
+            assert foo_ops.dequantize_weight(*quantized).shape == shape
+
+
+def test_a_parameter_is_quantized():
+    weight = torch.nn.Parameter(torch.randn(3, 32))
+    assert not any(it.requires_grad for it in foo_ops.quantize_weight(weight, 8))
+
+
+def with_nan():
+    weight = torch.zeros(600, 32)
+    weight[599, 3] = torch.nan
+    return weight
+
+
+REFUSED = (
+    (
+        lambda: (torch.zeros(3, 32, dtype=torch.int32), 8),
+        TypeError,
+        "quantize_weight: weight must be floating-point, got int32",
+    ),
+    (
+        lambda: (torch.zeros(32), 8),
+        ValueError,
+        "quantize_weight: weight must have 2 dimensions (N, K), got 1",
+    ),
+    (lambda: (torch.zeros(3, 32), 2), ValueError, "quantize_weight: bits must be 8 or 4, got 2"),
+    (
+        lambda: (torch.zeros(3, 32), 8, 32),
+        ValueError,
+        "quantize_weight: group_size must be None for 8 bits, got 32",
+    ),
+    (
+        lambda: (torch.zeros(3, 32), 4),
+        ValueError,
+        "quantize_weight: group_size must be 32, 64 or 128 for 4 bits, got None",
+    ),
+    (
+        lambda: (torch.zeros(3, 48), 4, 32),
+        ValueError,
+        "quantize_weight: weight must have whole groups of 32 columns, got 48",
+    ),
+    (
+        lambda: (with_nan(), 8),
+        ValueError,
+        "quantize_weight: weight must be finite, got infinities or NaN",
+    ),
+    (
+        lambda: (torch.full((3, 32), -torch.inf), 4, 32),
+        ValueError,
+        "quantize_weight: weight must be finite, got infinities or NaN",
+    ),
+)
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
+def test_refused(make, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        foo_ops.quantize_weight(*make())
+
+
+def test_a_weight_of_another_dtype_does_not_come_back():
+    packed, scale, zero = foo_ops.quantize_weight(torch.zeros(3, 32), 4, 32)
+    message = "dequantize_weight: weight must be int8 without zero, got uint8"
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        foo_ops.dequantize_weight(packed, scale)
+    message = "dequantize_weight: weight must be uint8 with zero, got int8"
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        foo_ops.dequantize_weight(packed.view(torch.int8), scale, zero)

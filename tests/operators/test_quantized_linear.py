@@ -1,0 +1,371 @@
+"""foo::linear_int8 and foo::linear_int4: sizes around those of blocks, groups, errors.
+
+What holds for every operator is in test_matrix.py.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import foo_ops
+from foo_ops.testing import (
+    LINEAR_INT4,
+    LINEAR_INT8,
+    Sample,
+    check_gradients,
+    check_outputs,
+    cotangents_for,
+)
+from foo_ops.testing.specs.quantized_linear import int4_sample, int8_sample
+
+DTYPES = LINEAR_INT8.dtypes
+GROUP_SIZES = (32, 64, 128)
+
+
+def check(spec, dtype, sample):
+    check_outputs(spec, sample, dtype, spec.call(sample))
+
+
+def check_with_gradients(spec, dtype, sample):
+    sample = sample.requiring_grad()
+    outputs = spec.call(sample)
+    cotangents = cotangents_for(outputs)
+    check_outputs(spec, sample.map(torch.detach), dtype, tuple(it.detach() for it in outputs))
+    gradients = torch.autograd.grad(outputs, sample.differentiable(), cotangents)
+    check_gradients(spec, sample, gradients, cotangents)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 17])
+def test_few_rows_of_int8(rows, dtype):
+    for columns, depth in ((1, 1), (3, 64), (16, 31), (33, 130), (67, 515), (70, 1024)):
+        check(LINEAR_INT8, dtype, int8_sample("few", (rows,), depth, columns)(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 17])
+def test_few_rows_of_int4(rows, group_size, dtype):
+    for columns, groups in ((1, 1), (3, 2), (16, 5), (33, 17), (70, 9)):
+        make = int4_sample("few", (rows,), groups, columns, group_size=group_size)
+        check(LINEAR_INT4, dtype, make(dtype))
+
+
+BLOCKS = ((239, 63, 128), (241, 257, 256), (9, 321, 512), (12, 255, 640), (484, 65, 384))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes_around_those_of_blocks(dtype):
+    # Gradients of scales, sums over rows and steps, are beyond float16.
+    compare = check if dtype == torch.float16 else check_with_gradients
+    for rows, columns, depth in BLOCKS:
+        for odd in (-1, 0, 1):
+            make = int8_sample("blocks", (rows,), depth + odd, columns)
+            compare(LINEAR_INT8, dtype, make(dtype))
+        for size in GROUP_SIZES:
+            make = int4_sample("blocks", (rows,), depth // size, columns, group_size=size)
+            compare(LINEAR_INT4, dtype, make(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 4, 40])
+@pytest.mark.parametrize("spec", [LINEAR_INT8, LINEAR_INT4], ids=str)
+def test_rows_beyond_2_to_the_31st_element(spec, rows, dtype):
+    make = int8_sample if spec is LINEAR_INT8 else int4_sample
+    sample = make("far", (rows,), 64 if spec is LINEAR_INT8 else 2, 3)(dtype)
+    input, weight, *others = sample.inputs
+    width, stride = weight.shape[1], 2**30 + 8
+    memory = torch.empty(2 * stride + width, dtype=weight.dtype)
+    far = memory.as_strided((3, width), (stride, 1))
+    far.copy_(weight)
+    (expected,) = spec.call(sample)
+    (found,) = spec.call(Sample((input, far, *others), sample.keywords))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 7, 100, 600])
+def test_threads_do_not_change_the_results(rows, dtype):
+    samples = (
+        (LINEAR_INT8, int8_sample("threads", (rows,), 300, 1000)(dtype)),
+        (LINEAR_INT4, int4_sample("threads", (rows,), 5, 1000, group_size=64)(dtype)),
+    )
+    threads = torch.get_num_threads()
+    for spec, sample in samples:
+        found = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found += spec.call(sample)
+        torch.set_num_threads(threads)
+        assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_a_result_is_rounded_once():
+    """In bfloat16, 256 + 1 + 1 is 258, but 257 is rounded to 256."""
+    ones = torch.ones(1, 320, dtype=torch.bfloat16)
+    one = ones[0, :1]
+    weight = torch.zeros(1, 320, dtype=torch.int8)
+    weight[0, :257] = 1
+    assert foo_ops.linear_int8(ones, weight, one, one).item() == 258
+    nibbles = torch.zeros(1, 160, dtype=torch.uint8)
+    nibbles[0, :128] = 0x11
+    nibbles[0, 128] = 0x10
+    scale, zero = torch.ones(1, 10, dtype=torch.bfloat16), torch.zeros(1, 10, dtype=torch.bfloat16)
+    assert foo_ops.linear_int4(ones, nibbles, scale, zero, one, group_size=32).item() == 258
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+@pytest.mark.parametrize("needed", ["input", "bias", "scale"])
+def test_only_what_is_needed_is_saved(needed, device):
+    for make, names, operator in (
+        (int8_sample("saved", (5,), 6, 4), ("input", "weight", "scale", "bias"), LINEAR_INT8),
+        (
+            int4_sample("saved", (5,), 1, 4),
+            ("input", "weight", "scale", "zero", "bias"),
+            LINEAR_INT4,
+        ),
+    ):
+        sample = make(torch.float32).to(device)
+        sample.inputs[names.index(needed)].requires_grad_()
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda it: it):
+            operator.call(sample)
+        is_saved = any(it.data_ptr() == sample.inputs[0].data_ptr() for it in saved)
+        assert is_saved == (needed == "scale")
+
+
+@pytest.mark.parametrize("device", ["cpu", "foo"])
+def test_autocast(device):
+    input, weight, bias = (torch.randn(it, device=device) for it in ((3, 64), (5, 64), (5,)))
+    with torch.autocast(device, torch.bfloat16):
+        of_int8 = foo_ops.linear_int8(input, *foo_ops.quantize_weight(weight, 8), bias)
+        quantized = foo_ops.quantize_weight(weight, 4, group_size=32)
+        of_int4 = foo_ops.linear_int4(input, *quantized, bias, group_size=32)
+    assert of_int8.dtype == of_int4.dtype == torch.bfloat16
+
+
+def test_a_mapped_dimension_is_one_of_rows():
+    sample = int4_sample("vmap", (6, 3), 2, 5)(torch.float32)
+    (expected,) = LINEAR_INT4.call(sample)
+    input, *others = sample.inputs
+    mapped = torch.vmap(lambda it: foo_ops.linear_int4(it, *others, group_size=32), 1, 1)(input)
+    assert torch.equal(mapped, expected)
+
+
+def test_flops():
+    with FlopCounterMode(display=False) as counter:
+        LINEAR_INT8.call(int8_sample("flops", (2, 3), 64, 5)(torch.float32))
+        LINEAR_INT4.call(int4_sample("flops", (2, 3), 2, 5)(torch.float32))
+    assert counter.get_total_flops() == 2 * (2 * 6 * 64 * 5)
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
+def zeros(*shape, dtype=torch.float32, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def int8_arguments(**others):
+    given = {
+        "input": zeros(2, 3),
+        "weight": zeros(4, 3, dtype=torch.int8),
+        "scale": zeros(4),
+        "bias": zeros(4),
+    }
+    return given | others
+
+
+def int4_arguments(**others):
+    given = {
+        "input": zeros(2, 64),
+        "weight": zeros(4, 32, dtype=torch.uint8),
+        "scale": zeros(4, 2),
+        "zero": zeros(4, 2),
+        "bias": zeros(4),
+        "group_size": 32,
+    }
+    return given | others
+
+
+REFUSED = (
+    (
+        lambda: int8_arguments(input=zeros(2, 3, dtype=torch.int64)),
+        TypeError,
+        "linear_int8: input must be float16, bfloat16, float32 or float64, got int64",
+    ),
+    (
+        lambda: int8_arguments(input=zeros()),
+        ValueError,
+        "linear_int8: input must have at least 1 dimension, got 0",
+    ),
+    (
+        lambda: int8_arguments(weight=zeros(3, dtype=torch.int8)),
+        ValueError,
+        "linear_int8: weight must have 2 dimensions (N, K), got 1",
+    ),
+    (
+        lambda: int8_arguments(weight=zeros(4, 3)),
+        TypeError,
+        "linear_int8: weight must be int8, got float32",
+    ),
+    (
+        lambda: int8_arguments(weight=zeros(4, 5, dtype=torch.int8)),
+        ValueError,
+        "linear_int8: weight must have 3 columns as input has, got 5",
+    ),
+    (
+        lambda: int8_arguments(scale=zeros(4, 1)),
+        ValueError,
+        "linear_int8: scale must have 1 dimension (N), got 2",
+    ),
+    (
+        lambda: int8_arguments(scale=zeros(4, dtype=torch.bfloat16)),
+        TypeError,
+        "linear_int8: scale must be float32 as input is, got bfloat16",
+    ),
+    (
+        lambda: int8_arguments(scale=zeros(3)),
+        ValueError,
+        "linear_int8: scale must have 4 elements as weight has rows, got 3",
+    ),
+    (
+        lambda: int8_arguments(bias=zeros(3)),
+        ValueError,
+        "linear_int8: bias must have 4 elements as weight has rows, got 3",
+    ),
+    (
+        lambda: int4_arguments(group_size=16),
+        ValueError,
+        "linear_int4: group_size must be 32, 64 or 128, got 16",
+    ),
+    (
+        lambda: int4_arguments(input=zeros(2, 100)),
+        ValueError,
+        "linear_int4: input must have whole groups of 32 columns, got 100",
+    ),
+    (
+        lambda: int4_arguments(weight=zeros(4, 32, dtype=torch.int8)),
+        TypeError,
+        "linear_int4: weight must be uint8, got int8",
+    ),
+    (
+        lambda: int4_arguments(weight=zeros(4, 64, dtype=torch.uint8)),
+        ValueError,
+        "linear_int4: weight must have 32 columns as input has pairs of columns, got 64",
+    ),
+    (
+        lambda: int4_arguments(scale=zeros(4)),
+        ValueError,
+        "linear_int4: scale must have 2 dimensions (N, K / group_size), got 1",
+    ),
+    (
+        lambda: int4_arguments(scale=zeros(3, 2)),
+        ValueError,
+        "linear_int4: scale must have 4 rows as weight has, got 3",
+    ),
+    (
+        lambda: int4_arguments(zero=zeros(4, 1)),
+        ValueError,
+        "linear_int4: zero must have 2 columns as input has groups, got 1",
+    ),
+    (
+        lambda: int4_arguments(zero=zeros(4, 2, dtype=torch.uint8)),
+        TypeError,
+        "linear_int4: zero must be float32 as input is, got uint8",
+    ),
+    (
+        lambda: int4_arguments(bias=zeros(4, dtype=torch.float16)),
+        TypeError,
+        "linear_int4: bias must be float32 as input is, got float16",
+    ),
+)
+
+
+@pytest.mark.parametrize("is_fake", [False, True], ids=["real", "fake"])
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED, ids=[it[2] for it in REFUSED])
+def test_refused(make, error, message, is_fake):
+    operator = getattr(foo_ops, message.partition(":")[0])
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else torch.no_grad()
+    with mode, pytest.raises(error, match=f"^{re.escape(message)}$"):
+        operator(**make())
+
+
+def test_devices_are_not_mixed():
+    weight = zeros(4, 3, dtype=torch.int8, device="foo")
+    message = "linear_int8: weight must be on cpu as input is, got foo:0"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        foo_ops.linear_int8(**int8_arguments(weight=weight))
+
+
+# Calls each kernel with fences between the regions of its scratch memory, and looks at them.
+FENCED = """
+import ctypes, sys
+import numpy as np
+import torch
+from foo_ops.kernels.vectors import scratch
+scratch.FENCE = 1024
+from foo_ops.kernels.compiler.resolve import resolve
+from foo_ops.kernels.linear import few_rows, product
+from foo_ops.kernels.vectors.elements import compute_dtype
+
+dtype, compute = sys.argv[1], compute_dtype(sys.argv[1])
+make, layouts = scratch.make_kernel_with_scratch, []
+number, pointer = ctypes.c_int64, ctypes.c_void_p
+
+def remember(body, layout, types):
+    layouts.append(layout)
+    return make(body, layout, types)
+
+few_rows.make_kernel_with_scratch = product.make_kernel_with_scratch = remember
+for kernel in ("linear_int8_product", "linear_int8_few_rows", "linear_int4_product",
+               *(f"linear_int4_few_rows.{size}" for size in (32, 64, 128))):
+    function = ctypes.CFUNCTYPE(None, *[pointer] * 4)(resolve(kernel, dtype))
+    is_int4, is_few = "int4" in kernel, "few" in kernel
+    size = int(kernel.rpartition(".")[2]) if is_int4 and is_few else 64
+    for rows, columns, groups in ((1, 70, 9), (5, 130, 1), (8, 1, 17), (239, 65, 11)):
+        if is_few and rows > 8:
+            continue
+        depth = groups * size if is_int4 else groups * size + 3
+        left = torch.randn(rows, depth).to(getattr(torch, dtype))
+        right = torch.randint(0, 256, (columns, depth // 2 if is_int4 else depth)).byte()
+        scale, zero = torch.ones(2, columns, groups).to(left.dtype)
+        output = torch.empty(rows, columns, dtype=left.dtype)
+        block, memory = (number * 4)(0, rows, 0, columns), None
+        # Which regions are used depends on how matrices lie in memory.
+        apart = torch.nn.functional.pad(left.t(), (0, 1))[:, :rows].t()
+        for lies, is_transposed in ((left, 0), (apart, 1)):
+            arguments = (number * 23)(
+                rows, columns, depth, is_transposed, lies.data_ptr(), *lies.stride(),
+                right.data_ptr(), *right.stride(), 0, 0, 0, 0, output.data_ptr(),
+                rows if is_transposed else columns, scale.data_ptr(), groups, int(is_int4),
+                zero.data_ptr(), groups, 1, size,
+            )
+            if memory is None:
+                bytes = number(0)
+                function(arguments, block, None, ctypes.addressof(bytes))
+                memory = np.full(bytes.value // np.dtype(compute).itemsize, -12345.0, dtype=compute)
+            function(arguments, block, memory.ctypes.data, None)
+        # Each region was written to, at least in part. What is left between them is the fences.
+        untouched = np.concatenate(([0], memory == -12345.0, [0])).astype(np.int8)
+        begins, ends = (np.flatnonzero(np.diff(untouched) == step) for step in (1, -1))
+        describe = layouts[-1].describe
+        regions = describe(*[1] * describe.__code__.co_argcount)
+        whole = np.count_nonzero(ends - begins >= scratch.FENCE)
+        assert whole == len(regions) + 1, (kernel, rows, columns, depth, whole, list(regions))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_kernels_stay_inside_of_their_regions(dtype, tmp_path):
+    environment = os.environ | {"FOO_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", FENCED, dtype], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
