@@ -103,7 +103,9 @@ def link(code: bytes, name: str) -> int:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     if not _libraries:
-        _libraries.append(llvm.create_lljit_compiler())
+        # The other linker maps the sections of an object one by one, wherever there is room: in a
+        # process with much memory further apart than an instruction reaches.
+        _libraries.append(llvm.create_lljit_compiler(use_jit_link=True))
     builder = llvm.JITLibraryBuilder().add_object_img(code).add_current_process()
     library = builder.export_symbol(emit.ENTRY).link(_libraries[0], name)
     _libraries.append(library)
