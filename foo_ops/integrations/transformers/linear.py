@@ -7,11 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from foo_ops.integrations.transformers.replacement import Replacement, has_own_forward
+from foo_ops.integrations.transformers.deferred_logits import DeferredLogits
+from foo_ops.integrations.transformers.replacement import (
+    PLAIN,
+    Replacement,
+    has_hooks,
+    has_own_forward,
+)
 from foo_ops.ops.linear import linear
-
-PLAIN = (Tensor, nn.Parameter)
-"""The types of weights that kernels take; others, as of quantisers, bring their own products."""
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -21,30 +24,42 @@ def is_plain(module: nn.Module) -> bool:
 
 
 class FooLinear(Replacement):
-    """In the place of `torch.nn.Linear`."""
+    """In the place of `torch.nn.Linear`.
+
+    Attributes:
+        is_deferred: the layer is the head of a model whose loss needs no logits (`fused_loss`).
+    """
 
     weight: Tensor
     bias: Tensor | None
+    is_deferred = False
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
         return type(module).forward is nn.Linear.forward and is_plain(module)
 
-    def forward(self, input: Tensor) -> Tensor:
+    @classmethod
+    def forget(cls, module: nn.Module) -> None:
+        vars(module).pop("is_deferred", None)
+
+    def forward(self, input: Tensor) -> Any:
         weight = self.weight
         if type(weight) not in PLAIN:
             return super().forward(input)  # type: ignore[misc]
+        if self.is_deferred:
+            return DeferredLogits(input, weight, self.bias)
         return linear(input, weight, self.bias)
+
+
+def is_lone(layer: Any) -> bool:
+    """Whether a layer is one of ours, and does nothing else."""
+    is_ours = getattr(type(layer), "forward", None) is FooLinear.forward
+    return is_ours and not has_hooks(layer) and type(layer.weight) in PLAIN
 
 
 def lone_weight(layer: Any) -> Tensor | None:
     """Return the weight of a layer that multiplies by it, and does nothing else."""
-    if getattr(type(layer), "forward", None) is not FooLinear.forward or has_own_forward(layer):
-        return None
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks)
-    if layer.bias is not None or any(hooks) or layer._backward_pre_hooks:
-        return None
-    return layer.weight if type(layer.weight) in PLAIN else None
+    return layer.weight if is_lone(layer) and layer.bias is None else None
 
 
 class FooConv1D(Replacement):

@@ -1,4 +1,4 @@
-"""foo::softmax_cross_entropy as the loss of language models."""
+"""foo::softmax_cross_entropy as the loss of language models, where there are logits."""
 
 from __future__ import annotations
 
@@ -8,27 +8,32 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
+from foo_ops.integrations.transformers.deferred_logits import DeferredLogits, computed
 from foo_ops.ops.softmax_cross_entropy import softmax_cross_entropy
 
 
 def token_loss(
-    logits: Tensor,
+    logits: Tensor | DeferredLogits,
     target: Tensor,
     num_items_in_batch: Tensor | int | None,
     ignore_index: int,
-) -> Tensor:
+) -> Any:
     """Return the mean over the tokens, or their sum over how many a batch of several steps has."""
     reduction = "mean" if num_items_in_batch is None else "sum"
-    loss: Any = softmax_cross_entropy(
-        logits, target.to(logits.device), reduction=reduction, ignore_index=ignore_index
-    )
+    options: Any = {"reduction": reduction, "ignore_index": ignore_index}
+    target = target.to(logits.device)
+    loss: Any = None
+    if isinstance(logits, DeferredLogits):
+        loss = logits.cross_entropy(target, **options)
+    if loss is None:
+        loss = softmax_cross_entropy(computed(logits), target, **options)
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def causal_lm_loss(
-    logits: Tensor,
+    logits: Tensor | DeferredLogits,
     labels: Tensor | None,
     vocab_size: int,
     num_items_in_batch: Tensor | int | None = None,
@@ -48,7 +53,7 @@ def causal_lm_loss(
 
 
 def masked_lm_loss(
-    logits: Tensor,
+    logits: Tensor | DeferredLogits,
     labels: Tensor,
     vocab_size: int,
     num_items_in_batch: Tensor | int | None = None,

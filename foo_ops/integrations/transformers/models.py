@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from foo_ops.integrations.transformers import attention as foo_attention
 from foo_ops.integrations.transformers import cache as foo_cache
+from foo_ops.integrations.transformers.fused_loss import FooLanguageModel, use_fused_loss
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.loss import LOSSES
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
@@ -27,16 +28,18 @@ from foo_ops.integrations.transformers.replacement import (
     put_back,
     replace,
 )
+from foo_ops.integrations.transformers.residual import LAYERS
 from foo_ops.integrations.transformers.rotary import FooRotaryAttention
 
 Model = TypeVar("Model", bound=nn.Module)
 
 REPLACEMENTS: dict[str, tuple[type[Replacement], ...]] = {
-    "rms_norm": (FooRMSNorm, FooOffsetRMSNorm),
+    "rms_norm": (FooRMSNorm, FooOffsetRMSNorm, *LAYERS),
     "rotary_embedding": (FooRotaryAttention,),
     "mlp": (FooGatedMLP, FooPackedMLP),
     "linear": (FooLinear, FooConv1D),
     "quantize": (FooQuantizedLinear,),
+    "fused_loss": (FooLanguageModel,),
 }
 IMPLEMENTATIONS = "_foo_implementations_before"
 """The attribute of a model that tells what `restore` gives to ``set_attn_implementation``."""
@@ -51,6 +54,7 @@ def apply(
     mlp: bool = True,
     linear: bool = True,
     loss: bool = True,
+    fused_loss: bool = True,
     cache: bool = True,
     quantize: int | None = None,
 ) -> Model:
@@ -66,11 +70,16 @@ def apply(
         model: of transformers, or a module that contains such models.
         attention: the implementation becomes ``"foo"``, which cannot return the weights
             (``output_attentions``).
-        rms_norm: norms are `foo_ops.rms_norm`, also Gemma's.
+        rms_norm: norms are `foo_ops.rms_norm`, also Gemma's, and `foo_ops.add_rms_norm` where
+            a layer adds the residual first.
         rotary_embedding: attention layers turn query and key with `foo_ops.rotary_embedding`.
         mlp: the gates of SwiGLUs are `foo_ops.silu_mul`.
         linear: `torch.nn.Linear`, and the ``Conv1D`` of GPT-2, are `foo_ops.linear`.
         loss: the losses of causal and masked language models are `foo_ops.softmax_cross_entropy`.
+        fused_loss: while the model trains and is given ``labels``, head and loss are
+            `foo_ops.linear_cross_entropy`, and the output's ``logits`` are None, since they are
+            never in memory. The head is `foo_ops.linear` otherwise. Give ``fused_loss=False`` to a
+            model whose logits are read in training.
         cache: caches that the model is called with are written in place (`in_place_cache`).
         quantize: 8 or 4: linear layers have a copy of their weight in so many bits
             (`foo_ops.quantize_weight`; 4 bits in groups of 64, or 32) and compute with that, but
@@ -110,6 +119,8 @@ def apply(
             use_foo_attention(part)
         if loss:
             use_foo_loss(part)
+        if fused_loss:
+            use_fused_loss(part)
         if cache and part.base_model is part:
             foo_cache.install(part)
     return model

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foo_ops.integrations.transformers.replacement import Replacement, has_own_forward, stand_in
-from foo_ops.ops.rms_norm import rms_norm
+from foo_ops.integrations.transformers.replacement import (
+    PLAIN,
+    Replacement,
+    has_hooks,
+    has_own_forward,
+    stand_in,
+)
+from foo_ops.ops.rms_norm import add_rms_norm, rms_norm
 
 ROUNDINGS = 64
 """Of float32, in which the norms compute, between a norm's own results and ours."""
@@ -59,10 +66,14 @@ def plain(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(input, weight, eps=eps)
 
 
+def one_more(weight: Tensor) -> Tensor:
+    """Return what Gemma's norms multiply by, in the type that they compute in."""
+    return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
 def offset(input: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute Gemma's norm, whose weight is what is added to 1, in the type that it computes in."""
-    compute = torch.promote_types(weight.dtype, torch.float32)
-    return rms_norm(input, 1 + weight.to(compute), eps=eps)
+    """Compute Gemma's norm, whose weight is what is added to 1."""
+    return rms_norm(input, one_more(weight), eps=eps)
 
 
 class FooRMSNorm(Replacement):
@@ -89,3 +100,15 @@ class FooOffsetRMSNorm(Replacement):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return offset(hidden_states, self.weight, eps_of(self))  # type: ignore[arg-type]
+
+
+def add_norm(norm: Any, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the norm of a sum, and the sum: in one pass where the norm is one of ours."""
+    own = getattr(type(norm), "forward", None)
+    is_ours = own in (FooRMSNorm.forward, FooOffsetRMSNorm.forward) and not has_hooks(norm)
+    is_like = input.shape == residual.shape and input.dtype == residual.dtype
+    if not is_ours or not is_like or type(norm.weight) not in PLAIN:
+        sum = residual + input
+        return norm(sum), sum
+    weight = norm.weight if own is FooRMSNorm.forward else one_more(norm.weight)
+    return add_rms_norm(input, residual, weight, eps=eps_of(norm))  # type: ignore[arg-type]

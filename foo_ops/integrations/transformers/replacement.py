@@ -18,10 +18,11 @@ class Replacement:
     """The base of classes that are put before a module's own; each has a forward.
 
     Attributes:
-        original: the module's own class, in the subclass that `subclass` makes.
+        original, replacement: the two classes of which `subclass` has made this one.
     """
 
     original: ClassVar[type[nn.Module]]
+    replacement: ClassVar[type[Replacement]]
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
@@ -42,15 +43,15 @@ class Replacement:
         made: Any = super().__reduce_ex__(max(int(protocol), 2))
         if made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return made
-        replacement = next(it for it in type(self).__mro__ if it.__bases__ == (Replacement,))
-        return new, (replacement, self.original), *made[2:]
+        return new, (self.replacement, self.original), *made[2:]
 
 
 @cache
 def subclass(replacement: Any, original: Any) -> Any:
     """Make the class of modules that are both."""
     names = ("__module__", "__qualname__", "__doc__")
-    attributes = {name: getattr(original, name) for name in names} | {"original": original}
+    attributes = {name: getattr(original, name) for name in names}
+    attributes |= {"original": original, "replacement": replacement}
     attributes |= replacement.attributes(original)
     return type(original.__name__, (replacement, original), attributes)
 
@@ -79,9 +80,19 @@ def is_replaced(module: nn.Module) -> bool:
 # ----------------------------------------------------------------------------------- recognition
 
 
+PLAIN = (Tensor, nn.Parameter)
+"""The types of weights that kernels take; others, as of quantisers, bring their own products."""
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Whether the forward that is called is not the class's, as hooks of others make it."""
     return "forward" in vars(module)
+
+
+def has_hooks(module: Any) -> bool:
+    """Whether more than its forward has to run, so that another module cannot do it instead."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return any(hooks) or bool(module._backward_pre_hooks) or has_own_forward(module)
 
 
 def stand_in(

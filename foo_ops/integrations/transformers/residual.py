@@ -1,0 +1,155 @@
+"""foo::add_rms_norm between the blocks of a decoder's layers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foo_ops.integrations.transformers.norms import add_norm
+from foo_ops.integrations.transformers.replacement import Replacement, has_own_forward, stand_in
+
+WIDTH = 8
+
+
+def first(output: Any) -> Any:
+    """Return what a block adds to its input; some give more, as the scores of a router."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+class FooDecoderLayer(Replacement):
+    """The base of layers of attention and an MLP, around which the residual goes.
+
+    Attributes:
+        blocks: names of the layers that it must consist of.
+        defaults: of the parameters of the module's own forward, behind the hidden states.
+    """
+
+    blocks: frozenset[str]
+    defaults: dict[str, Any]
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        if module._modules.keys() != cls.blocks or has_own_forward(module):
+            return False
+        defaults = defaults_of(type(module))
+        if module._parameters or module._buffers or defaults is None:
+            return False
+        names = {*defaults, "other"}
+        return any(agrees(module, cls, names, gives_pair) for gives_pair in (False, True))
+
+    @classmethod
+    def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
+        return {"defaults": defaults_of(original)}
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        if len(arguments) > len(self.defaults):
+            most = 1 + len(self.defaults)
+            raise TypeError(
+                f"forward() takes {most} positional arguments, got {1 + len(arguments)}"
+            )
+        given = dict(zip(self.defaults, arguments, strict=False))
+        return self.run(hidden_states, {**self.defaults, **given, **keywords})
+
+    def run(self, hidden_states: Tensor, keywords: dict[str, Any]) -> Tensor:
+        """Compute the layer; ``keywords`` are for its attention."""
+        raise NotImplementedError
+
+
+class FooPreNormLayer(FooDecoderLayer):
+    """In the place of layers as of Llama, with a norm before each block."""
+
+    blocks = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+    self_attn: Any
+    mlp: Any
+    input_layernorm: Any
+    post_attention_layernorm: Any
+
+    def run(self, hidden_states: Tensor, keywords: dict[str, Any]) -> Tensor:
+        normalised = self.input_layernorm(hidden_states)
+        attention = first(self.self_attn(hidden_states=normalised, **keywords))
+        normalised, residual = add_norm(self.post_attention_layernorm, attention, hidden_states)
+        return residual + first(self.mlp(normalised))
+
+
+class FooSandwichLayer(FooDecoderLayer):
+    """In the place of layers as of Gemma 2, with a norm before and after each block."""
+
+    blocks = FooPreNormLayer.blocks | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+    self_attn: Any
+    mlp: Any
+    input_layernorm: Any
+    post_attention_layernorm: Any
+    pre_feedforward_layernorm: Any
+    post_feedforward_layernorm: Any
+
+    def run(self, hidden_states: Tensor, keywords: dict[str, Any]) -> Tensor:
+        normalised = self.input_layernorm(hidden_states)
+        attention = first(self.self_attn(hidden_states=normalised, **keywords))
+        attention = self.post_attention_layernorm(attention)
+        normalised, residual = add_norm(self.pre_feedforward_layernorm, attention, hidden_states)
+        return residual + self.post_feedforward_layernorm(first(self.mlp(normalised)))
+
+
+LAYERS = (FooPreNormLayer, FooSandwichLayer)
+
+
+# ----------------------------------------------------------------------------------- recognition
+
+
+def defaults_of(original: type[nn.Module]) -> dict[str, Any] | None:
+    """Return the defaults of a layer's forward, or None where it has another form."""
+    signature = inspect.signature(inspect.unwrap(original.forward))
+    _, hidden_states, *others = signature.parameters.values()
+    named = [it for it in others if it.kind is not inspect.Parameter.VAR_KEYWORD]
+    has_defaults = all(it.default is not inspect.Parameter.empty for it in named)
+    if hidden_states.name != "hidden_states" or not has_defaults:
+        return None
+    return {it.name: it.default for it in named}
+
+
+def agrees(
+    module: nn.Module, replacement: type[FooDecoderLayer], names: set[str], gives_pair: bool
+) -> bool:
+    """Whether a layer's own forward calls its blocks as ours does, and adds what they give.
+
+    Args:
+        names: of what must reach its attention.
+        gives_pair: its MLP gives more than the hidden states.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def block(weight: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda hidden_states: hidden_states @ weight
+
+    calls: list[dict[str, Any]] = []
+
+    def attention(hidden_states: Tensor, **keywords: Any) -> tuple[Tensor, None]:
+        calls.append(keywords)
+        return hidden_states.flip(1), None
+
+    blocks: dict[str, Any] = {
+        name: block(random(WIDTH, WIDTH)) for name in sorted(replacement.blocks)
+    }
+    mlp = blocks["mlp"]
+    twin = stand_in(module, modules={
+        **blocks,
+        "self_attn": attention,
+        "mlp": (lambda hidden_states: (mlp(hidden_states), None)) if gives_pair else mlp,
+    })  # fmt: skip
+    input = random(3, 4, WIDTH)
+    keywords = {name: object() for name in names}
+    try:
+        own = inspect.unwrap(type(module).forward)(twin, input, **keywords)
+        ours = replacement.run(twin, input, keywords)  # type: ignore[arg-type]
+    except Exception:  # what fails with plain blocks is another form
+        return False
+    if not isinstance(own, Tensor) or own.shape != ours.shape:
+        return False
+    return torch.allclose(own, ours) and calls == [keywords, keywords]

@@ -1,0 +1,95 @@
+"""Decoder layers, where `apply` adds the residual in the pass of the norm behind it."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from support.transformer_models import GROUPED
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from foo_ops.integrations.transformers import apply, replaced
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class ScaledResidual(LlamaDecoderLayer):
+    def forward(self, hidden_states, **others):
+        return hidden_states + 2 * (super().forward(hidden_states, **others) - hidden_states)
+
+
+class WithoutMask(LlamaDecoderLayer):
+    def forward(self, hidden_states, attention_mask=None, **others):
+        return super().forward(hidden_states, **others)
+
+
+class WithRequired(LlamaDecoderLayer):
+    def forward(self, hidden_states, attention_mask, **others):
+        return super().forward(hidden_states, attention_mask, **others)
+
+
+@pytest.mark.parametrize("kind", [ScaledResidual, WithoutMask, WithRequired])
+def test_other_decoder_layers_stay(kind):
+    config = transformers.LlamaConfig(**GROUPED)
+    assert "" not in replaced(apply(kind(config, 0)))["rms_norm"]
+    assert "" in replaced(apply(LlamaDecoderLayer(config, 0)))["rms_norm"]
+
+
+def layer_and_call():
+    """Return a layer, and its arguments by position."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**GROUPED, attn_implementation="eager")
+    mask = torch.zeros(2, 1, 5, 5)
+    mask[..., 2] = -9
+    angles = torch.randn(1, 5, 4).repeat(1, 1, 2)
+    tables = angles.cos(), angles.sin()
+    call = (torch.randn(2, 5, 48), mask, None, None, False, tables)
+    return LlamaDecoderLayer(config, 0), call
+
+
+def test_arguments_by_position():
+    layer, call = layer_and_call()
+    ours = apply(copy.deepcopy(layer))
+    torch.testing.assert_close(ours(*call), layer(*call))
+    with pytest.raises(TypeError) as caught:
+        ours(*call, "one more")
+    assert str(caught.value) == "forward() takes 6 positional arguments, got 7"
+
+
+def sums_of(layer, call, monkeypatch):
+    """Count the sums that are computed together with a norm."""
+    operator, calls = torch.ops.foo.add_rms_norm, []
+
+    def spy(*arguments, **keywords):
+        calls.append(arguments)
+        return operator(*arguments, **keywords)
+
+    monkeypatch.setattr(torch.ops.foo, "add_rms_norm", spy)
+    result = layer(*call)
+    monkeypatch.undo()
+    return len(calls), result
+
+
+def test_one_pass_for_sum_and_norm(monkeypatch):
+    layer, call = layer_and_call()
+    expected = layer(*call)
+    count, result = sums_of(apply(layer), call, monkeypatch)
+    assert count == 1
+    torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("change", ["hook", "other dtype"])
+def test_two_passes_where_one_is_not_enough(change, monkeypatch):
+    """What else happens to the norm, and sums of two dtypes."""
+    layer, call = layer_and_call()
+    apply(layer)
+    if change == "hook":
+        layer.post_attention_layernorm.register_forward_hook(lambda *arguments: 2 * arguments[2])
+    else:
+        hidden, *others = call
+        call = (hidden.double(), *others)
+        layer.input_layernorm.register_forward_hook(lambda *arguments: arguments[2].float())
+        layer.mlp.register_forward_pre_hook(lambda module, arguments: arguments[0].float())
+    count, result = sums_of(layer, call, monkeypatch)
+    assert count == 0
+    assert result.dtype == call[0].dtype

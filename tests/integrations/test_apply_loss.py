@@ -1,0 +1,289 @@
+"""While a model trains, head and loss are one operator, and there are no logits."""
+
+import inspect
+
+import pytest
+import torch
+import transformers
+from support.exact import Doubles, assert_as_near, exact_copy
+from support.transformer_models import ENCODERS, FAMILIES, SIZES, build, decoder, tokens
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foo_ops.integrations.transformers import apply, replaced, restore
+from foo_ops.integrations.transformers.deferred_logits import DeferredLogits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LLAMA = "llama: plain"
+ROUNDINGS = 128
+
+
+class Recorder(TorchDispatchMode):
+    """Records which operators run, and the sizes of what they give."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.shapes = set(), set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        self.names.add(operator.name())
+        results = result if isinstance(result, (tuple, list)) else [result]
+        self.shapes |= {tuple(it.shape) for it in results if isinstance(it, torch.Tensor)}
+        return result
+
+
+def labels_of(inputs):
+    return inputs.masked_fill(inputs % 5 == 0, -100)
+
+
+def trained(model, **options):
+    """Return the output of a training step, with which operators ran in it."""
+    inputs = tokens(2, 14).to(model.device)
+    with Recorder() as recorder:
+        output = model(inputs, labels=labels_of(inputs), **options)
+        (output[0] if isinstance(output, tuple) else output.loss).backward()
+    return output, recorder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_never_there(name, device):
+    model = apply(decoder(name, device)).train()
+    output, recorder = trained(model)
+    assert output.logits is None
+    assert "logits" not in output
+    assert "foo::linear_cross_entropy" in recorder.names
+    assert "foo::softmax_cross_entropy" not in recorder.names
+    vocabulary = model.config.vocab_size
+    # Rows of logits are 2 x 14 or their 28; the weight's own gradient has other sizes.
+    assert not {(2, 14, vocabulary), (28, vocabulary)} & recorder.shapes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_outputs_stay(name):
+    model = decoder(name)
+    ours, theirs = apply(decoder(name)).train(), model.train()
+    kept = set(trained(theirs)[0]) - {"logits"}
+    output, _ = trained(ours)
+    assert set(output) == kept
+    assert type(output) is type(trained(theirs)[0])
+
+
+def test_evaluation_has_logits(device):
+    model, inputs = apply(decoder(LLAMA, device)), tokens(2, 14).to(device)
+    trained(model.train())
+    for output in (model(inputs), model.eval()(inputs), model(inputs, labels=inputs)):
+        assert type(output.logits) is torch.Tensor
+        assert output.logits.shape == (2, 14, model.config.vocab_size)
+
+
+def test_tuples_have_logits():
+    """What has no names cannot lack one."""
+    model = apply(decoder(LLAMA)).train()
+    output, _ = trained(model, return_dict=False)
+    assert output[1].shape == (2, 14, model.config.vocab_size)
+
+
+def test_logits_on_request():
+    model = apply(decoder(LLAMA), fused_loss=False).train()
+    output, recorder = trained(model)
+    assert output.logits.shape == (2, 14, model.config.vocab_size)
+    assert "foo::linear_cross_entropy" not in recorder.names
+    assert "fused_loss" not in replaced(model)
+
+
+@pytest.mark.parametrize("change", ["hook", "adapter", "subclass"])
+def test_heads_that_do_more_give_logits(change):
+    """A hook, a wrapper of the layer and a weight of another type are heard."""
+    model = apply(decoder(LLAMA)).train()
+    calls = []
+    if change == "hook":
+        model.lm_head.register_forward_hook(lambda *arguments: calls.append(arguments))
+    elif change == "adapter":
+        model.lm_head = nn.Sequential(model.lm_head)
+    else:
+        plain = model.lm_head.weight.detach()
+        model.lm_head.weight = nn.Parameter(plain.as_subclass(type("Weight", (torch.Tensor,), {})))
+    output, recorder = trained(model)
+    assert output.logits.shape == (2, 14, model.config.vocab_size)
+    assert "foo::linear_cross_entropy" not in recorder.names
+    assert len(calls) == (change == "hook")
+
+
+def test_a_loss_of_the_users_own_gets_logits():
+    model = decoder(LLAMA)
+    model.loss_function = lambda logits, labels, **others: F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
+    expected = trained(model)[0]
+    output = trained(apply(model).train())[0]
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(output.logits, expected.logits)
+
+
+def step(model):
+    """Return the loss and the gradients of a step, by name."""
+    inputs = tokens(2, 14).to(model.device)
+    model.zero_grad()
+    loss = model(inputs, labels=labels_of(inputs)).loss
+    loss.backward()
+    # What is added to all keys moves no softmax: that gradient is roundings alone.
+    parameters = {key: it for key, it in model.named_parameters() if not key.endswith("key.bias")}
+    gradients = {key: it.grad.cpu() for key, it in parameters.items() if it.grad is not None}
+    return {"loss": loss.detach().cpu(), **gradients}
+
+
+OTHERS = {
+    "BertForMaskedLM": lambda: transformers.BertConfig(**SIZES),
+    "T5ForConditionalGeneration": lambda: transformers.T5Config(
+        vocab_size=97, d_model=48, d_kv=8, d_ff=64, num_layers=2, num_heads=6, dropout_rate=0.0,
+        decoder_start_token_id=0, pad_token_id=0,
+    ),
+    "CohereForCausalLM": lambda: transformers.CohereConfig(
+        **SIZES, num_key_value_heads=2, logit_scale=0.3
+    ),
+    "GraniteForCausalLM": lambda: transformers.GraniteConfig(**SIZES, logits_scaling=7.0),
+    "Gemma2ForCausalLM": lambda: transformers.Gemma2Config(
+        **SIZES, num_key_value_heads=2, head_dim=8, final_logit_softcapping=1.7
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_models_do_to_logits(name, device):
+    """Losses of their own, factors and soft caps; most go to the one operator, too."""
+    config = OTHERS[name]()
+    for key in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+        if hasattr(config, key):
+            setattr(config, key, 0.0)
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config).to(device).train()
+    model.set_attn_implementation("eager")
+    theirs, twin = step(model), exact_copy(model)
+    with Doubles():
+        exact = step(twin)
+    with Recorder() as recorder:
+        ours = step(apply(model))
+    assert "foo::linear_cross_entropy" in recorder.names
+    assert ours.keys() == theirs.keys() == exact.keys()
+    assert_as_near(ours.values(), theirs.values(), exact.values(), ROUNDINGS)
+
+
+def test_signature_and_restore():
+    model = decoder(LLAMA)
+    own, before = type(model), inspect.signature(model.forward)
+    apply(model)
+    assert inspect.signature(model.forward) == before
+    assert type(model) is not own
+    assert isinstance(model, own)
+    trained(model.train())
+    assert type(restore(model)) is own
+    assert "is_deferred" not in vars(model.lm_head)
+    assert trained(model)[0].logits is not None
+
+
+def test_an_error_leaves_the_head_as_it_was():
+    model = apply(decoder(LLAMA)).train()
+    with pytest.raises(IndexError, match="target must be in"):
+        model(tokens(2, 14), labels=torch.full((2, 14), 97))
+    assert type(model(tokens(2, 14)).logits) is torch.Tensor
+
+
+# -------------------------------------------------------------------------------- deferred logits
+
+
+def deferred(dtype=torch.float32, bias=True):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 5, 8, dtype=dtype), torch.randn(11, 8, dtype=dtype)
+    bias = torch.randn(11, dtype=dtype) if bias else None
+    return DeferredLogits(hidden, weight, bias), F.linear(hidden, weight, bias)
+
+
+CHANGES = {
+    "scaled": lambda it: 3 * it * 0.5 / 4,
+    "capped": lambda it: torch.tanh(it / 3.0) * 3.0,
+    "scaled and capped": lambda it: (it * 0.7 / 3.0).tanh() * 3.0,
+    "another cap": lambda it: (it * 0.7 / 3.0).tanh() * 2.0,
+    "float32": lambda it: it.float().contiguous(),
+    "fewer": lambda it: it[..., 1:, :],
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_that_need_no_logits(name):
+    lazy, logits = deferred(torch.float64)
+    changed, expected = CHANGES[name](lazy), CHANGES[name](logits)
+    assert isinstance(changed, DeferredLogits)
+    assert changed.shape == expected.shape
+    assert changed.dtype == expected.dtype
+    target = torch.randint(11, (expected.shape[0] * expected.shape[1],))
+    loss = F.cross_entropy(changed.view(-1, 11), target)
+    assert changed.computed is None
+    torch.testing.assert_close(loss, F.cross_entropy(expected.reshape(-1, 11), target))
+    torch.testing.assert_close(changed.tensor(), expected)
+
+
+USES = {
+    "sum": lambda it: it.sum(),
+    "function": lambda it: torch.softmax(it, -1),
+    "keyword": lambda it: torch.softmax(input=it, dim=-1),
+    "other operand": lambda it: torch.add(torch.ones(2, 5, 11), it),
+    "a tensor's factor": lambda it: it * torch.tensor(2.0),
+    "a tensor's divisor": lambda it: it / torch.arange(1.0, 12.0),
+    "classes": lambda it: it[..., :3],
+    "one position": lambda it: it[:, -1],
+    "another shape": lambda it: it.reshape(-1),
+    "second tanh": lambda it: it.tanh().tanh(),
+    "negative cap": lambda it: F.cross_entropy((it.tanh() * -2.0).view(-1, 11), torch.arange(10)),
+    "weights of classes": lambda it: F.cross_entropy(
+        it.view(-1, 11), torch.arange(10), weight=torch.arange(11.0)
+    ),
+    "probabilities": lambda it: F.cross_entropy(it.view(-1, 11), torch.full((10, 11), 1 / 11)),
+    "classes behind": lambda it: F.cross_entropy(it, torch.zeros(2, 11, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_uses_that_need_logits(name):
+    lazy, logits = deferred()
+    torch.testing.assert_close(USES[name](lazy), USES[name](logits))
+
+
+def test_options_of_cross_entropy():
+    lazy, logits = deferred(torch.float64)
+    target = torch.tensor([3, -1, 4, 10, 0, -1, 2, 2, 7, 8])
+    options = {"ignore_index": -1, "label_smoothing": 0.2}
+    for reduction in ("none", "sum", "mean"):
+        loss = F.cross_entropy(lazy.view(-1, 11), target, reduction=reduction, **options)
+        expected = F.cross_entropy(logits.view(-1, 11), target, reduction=reduction, **options)
+        torch.testing.assert_close(loss, expected)
+    assert lazy.computed is None
+
+
+def test_logits_are_computed_once():
+    class Counter(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.count += function is torch.ops.foo.linear.default
+            return function(*args, **(kwargs or {}))
+
+    lazy, _ = deferred()
+    with Counter() as counter:
+        lazy.sum(), lazy.max(), torch.softmax(lazy, -1)
+    assert counter.count == 1
+
+
+def test_the_loss_has_the_dtype_of_the_logits():
+    lazy, _ = deferred(torch.bfloat16)
+    target = torch.arange(10)
+    assert F.cross_entropy(lazy.view(-1, 11), target).dtype == torch.bfloat16
+    assert F.cross_entropy(lazy.float().view(-1, 11), target).dtype == torch.float32
+
+
+def test_encoders_without_a_head_stay():
+    model = build(transformers.AutoModel, ENCODERS["bert: plain"])
+    assert "fused_loss" not in replaced(apply(model))
