@@ -62,6 +62,14 @@ def one_thread():
 
 
 @pytest.fixture
+def products_of_cpu():
+    """Let the CPU's kernels multiply matrices on foo: results are then the same to the last bit."""
+    torch.foo.set_matmul_kernels("cpu")
+    yield
+    torch.foo.set_matmul_kernels("foo")
+
+
+@pytest.fixture
 def attention_calls(monkeypatch):
     """Record the calls that models of transformers make, as (queries, keys, attn_bias is given)."""
     operator = torch.ops.foo.attention.default

@@ -28,6 +28,7 @@ def run_threads(seconds: float) -> None:
 
 
 def run_sequences(steps: int) -> None:
+    torch.foo.set_matmul_kernels("cpu")
     machine = device_machine.DeviceMachine
     # Each sequence begins and ends with a collection, which need not visit what is imported: with
     # these objects a step took 65 ms, nearly all of it in the collector.

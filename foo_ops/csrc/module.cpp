@@ -8,6 +8,7 @@
 #include "aten/compiled_graph.h"
 #include "aten/fallback.h"
 #include "aten/flash_attention_of_cpu.h"
+#include "aten/matrix_products.h"
 #include "aten/recurrent_layers.h"
 #include "device/allocator.h"
 #include "device/autograd_threads.h"
@@ -361,6 +362,8 @@ void bind_device(py::module_& module) {
   device.def("operator_counts", &foo::operator_counts);
   device.def("reset_operator_counts", &foo::reset_operator_counts);
   device.def("run_compiled_graph", &run_compiled_graph);
+  device.def("has_own_products", &foo::aten::has_own_products);
+  device.def("set_own_products", &foo::aten::set_own_products);
   bind_memory(device);
 }
 

@@ -66,8 +66,10 @@ from foo_ops.device.memory import (
 )
 from foo_ops.device.operators import (
     OperatorCount,
+    get_matmul_kernels,
     operator_counts,
     reset_operator_counts,
+    set_matmul_kernels,
 )
 from foo_ops.device.random import (
     default_generators,
@@ -128,6 +130,7 @@ __all__ = [
     "get_device_capability",
     "get_device_name",
     "get_device_properties",
+    "get_matmul_kernels",
     "get_per_process_memory_fraction",
     "get_rng_state",
     "get_rng_state_all",
@@ -167,6 +170,7 @@ __all__ = [
     "set_autocast_enabled",
     "set_backend_meta",
     "set_device",
+    "set_matmul_kernels",
     "set_per_process_memory_fraction",
     "set_rng_state",
     "set_rng_state_all",

@@ -1,4 +1,4 @@
-"""Count which kernels the operators on foo ran on."""
+"""Which kernels the operators on foo run on, and how often they did."""
 
 from typing import NamedTuple
 
@@ -35,3 +35,39 @@ def reset_operator_counts() -> None:
         {}
     """
     _C.reset_operator_counts()
+
+
+MATMUL_KERNELS = ("foo", "cpu")
+
+
+def get_matmul_kernels() -> str:
+    """Return whose kernels multiply matrices on foo: ``foo``, or ``cpu``.
+
+    Example:
+        >>> torch.foo.get_matmul_kernels()
+        'foo'
+    """
+    return "foo" if _C.has_own_products() else "cpu"
+
+
+def set_matmul_kernels(kernels: str) -> None:
+    """Choose whose kernels multiply matrices on foo, in all threads.
+
+    Args:
+        kernels: ``foo``, the default, for those of `foo_ops.linear`, which are faster on many
+            processors. ``cpu`` for PyTorch's own, so that results are equal to those of the CPU to
+            the last bit, as those of other operators are.
+
+    Raises:
+        ValueError: for another name.
+
+    Example:
+        >>> torch.foo.set_matmul_kernels("cpu")
+        >>> x = torch.randn(300, 300)
+        >>> (x @ x).equal((x.foo() @ x.foo()).cpu())
+        True
+        >>> torch.foo.set_matmul_kernels("foo")
+    """
+    if kernels not in MATMUL_KERNELS:
+        raise ValueError(f"set_matmul_kernels: kernels must be foo or cpu, got {kernels!r}")
+    _C.set_own_products(kernels == "foo")

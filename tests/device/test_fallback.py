@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
 
+pytestmark = pytest.mark.usefixtures("products_of_cpu")
+
 
 def both(function, *shapes, dtype=torch.float32, device="foo:1"):
     """Return the results of a function on foo, moved to the CPU, and those on the CPU."""

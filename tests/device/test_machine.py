@@ -4,7 +4,7 @@ import pytest
 from hypothesis import stateful
 from support import device_machine
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "products_of_cpu")
 
 
 def test_foo_does_what_the_cpu_does():

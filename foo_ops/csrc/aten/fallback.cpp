@@ -246,6 +246,11 @@ c10::DispatchKeySet host_keys(c10::DispatchKeySet keys) {
 
 void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
+  call_on_host(op, keys, stack, nullptr);
+}
+
+void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
+                  HostKernel* own) {
   const auto& arguments = op.schema().arguments();
   const size_t first = stack->size() - arguments.size();
   const auto [device, result_device] = devices_of_call(torch::jit::last(*stack, arguments.size()));
@@ -256,7 +261,11 @@ void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     replace_argument((*stack)[first + position], arguments[position], call, call.device());
   }
   try {
-    call_host_kernel(op, host_keys(keys), stack);
+    if (own != nullptr && own(op, *stack)) {
+      count_own(op);
+    } else {
+      call_host_kernel(op, host_keys(keys), stack);
+    }
   } catch (...) {
     // As on the CPU, a kernel that raises an error may have resized `out` before.
     call.write_back();

@@ -5,8 +5,14 @@
 
 namespace foo::aten {
 
+// Does on host aliases what the CPU's kernel would. Returns false, and leaves the stack as it is,
+// where that has to do it.
+using HostKernel = bool(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+
 // Takes the operator's arguments from the stack, and leaves its results there. The keys are those
-// of the call on foo; those of the CPU's kernel follow from them.
+// of the call on foo; those of the CPU's kernel follow from them. ``own`` is tried first.
+void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
+                  HostKernel* own);
 void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack);
 

@@ -37,6 +37,7 @@ inline void begin_call(OperatorCount* count) {
   count->own.fetch_add(1, std::memory_order_relaxed);
 }
 
+void count_own(const c10::OperatorHandle& op);
 void count_fallback(const c10::OperatorHandle& op);
 
 // Own kernels and fallback of each operator that ran since the start or the last reset.

@@ -51,8 +51,8 @@ class FooDecoderLayer(Replacement):
             raise TypeError(
                 f"forward() takes {most} positional arguments, got {1 + len(arguments)}"
             )
-        given = dict(zip(self.defaults, arguments, strict=False))
-        return self.run(hidden_states, {**self.defaults, **given, **keywords})
+        named = dict(zip(self.defaults, arguments, strict=False))
+        return self.run(hidden_states, {**self.defaults, **named, **keywords})
 
     def run(self, hidden_states: Tensor, keywords: dict[str, Any]) -> Tensor:
         """Compute the layer; ``keywords`` are for its attention."""
