@@ -26,6 +26,7 @@
 #include "launch/parameter.h"
 #include "launch/registration.h"
 #include "ops/attention/checks.h"
+#include "ops/attention/int8_cache.h"
 #include "ops/bounds.h"
 #include "ops/elementwise.h"
 #include "ops/linear/cross_entropy.h"
@@ -107,6 +108,8 @@ void bind_attention_checks(py::module_& module) {
                                     {false, {}, dropout_p, window_left, window_right, softcap});
       }));
   module.def("check_attention_results", torch::wrap_pybind_function(foo::check_attention_results));
+  module.def("check_attention_int8_cache",
+             torch::wrap_pybind_function(foo::check_attention_int8_cache));
   module.def("check_attention_bias", torch::wrap_pybind_function(foo::check_attention_bias));
   module.def("check_attention_seed", torch::wrap_pybind_function(foo::check_attention_seed));
 }

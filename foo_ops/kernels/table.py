@@ -38,6 +38,7 @@ _OWN = (
     OwnKernel("attention_forward.plain", FORWARD, _PLAIN),
     OwnKernel("attention_decode", DECODE),
     OwnKernel("attention_decode.plain", DECODE, _PLAIN),
+    OwnKernel("attention_decode.int8_cache", DECODE, {"cache_dtype": "int8"}),
     OwnKernel("attention_merge", MERGE),
     OwnKernel("attention_backward", BACKWARD),
     OwnKernel("attention_backward.plain", BACKWARD, _PLAIN),

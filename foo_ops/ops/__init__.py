@@ -3,6 +3,7 @@
 from foo_ops.ops import scaled_dot_product_attention  # noqa: F401
 from foo_ops.ops.abs import abs
 from foo_ops.ops.attention import attention
+from foo_ops.ops.attention_int8_cache import attention_int8_cache, quantize_cache
 from foo_ops.ops.attention_varlen import attention_varlen
 from foo_ops.ops.cache_append import cache_append
 from foo_ops.ops.linear import linear
@@ -20,6 +21,7 @@ __all__ = [
     "abs",
     "add_rms_norm",
     "attention",
+    "attention_int8_cache",
     "attention_varlen",
     "cache_append",
     "dequantize_weight",

@@ -12,6 +12,7 @@ from typing import Any
 
 from numba import njit
 
+from foo_ops.kernels.attention.int8_cache import make_int8_rows, make_no_scaler, make_tile_scaler
 from foo_ops.kernels.attention.key_tiles import lie_together, make_key_row
 from foo_ops.kernels.attention.output import make_finish, make_row_writer
 from foo_ops.kernels.attention.parameters import (
@@ -264,13 +265,23 @@ def make_scratch(dtype: str) -> Scratch:
     return Scratch(compute, sizes_of_block, describe)
 
 
-def make_decode_kernel(dtype: str, has_options: bool = True) -> Kernel:
-    """Make the kernel for few queries. ``has_options``: bias, soft cap, ALiBi and dropout."""
+def make_decode_kernel(
+    dtype: str, has_options: bool = True, cache_dtype: str | None = None
+) -> Kernel:
+    """Make the kernel for few queries. ``has_options``: bias, soft cap, ALiBi and dropout.
+
+    ``cache_dtype`` is int8 for keys and values with scales, and None for those of the dtype.
+    """
     compute = compute_dtype(dtype)
     LANES = lanes_of(compute)
     fill, weighted_sums = make_fill(compute), _make_weighted_sums(dtype)
     load_block, fill_row_facts = make_block_loader(dtype, "query"), make_row_facts_filler(dtype)
-    key_rows, value_rows = _make_rows(dtype, "key"), _make_rows(dtype, "value")
+    make_rows = _make_rows if cache_dtype is None else make_int8_rows
+    key_rows, value_rows = make_rows(dtype, "key"), make_rows(dtype, "value")
+    scale_scores, scale_weights = (
+        make_no_scaler() if cache_dtype is None else make_tile_scaler(dtype, operand)
+        for operand in ("key", "value")
+    )
     products, apply_score_mod, hide = _make_products(dtype), make_score_mod(dtype), make_mask(dtype)
     load_dropout_mask, step = make_dropout_mask(dtype), step_of(vector_product_dtype(dtype))
     as_queries = _make_query_matrix(dtype)
@@ -325,6 +336,7 @@ def make_decode_kernel(dtype: str, has_options: bool = True) -> Kernel:
                 scores, as_keys(address_of(keys)), key_stride // step,
                 queries, head_width // step, rows, count,
             )  # fmt: skip
+            scale_scores(parameters, piece, scores, key_start, columns, count)
             if has_options and parameters.modifies:
                 apply_score_mod(
                     parameters,
@@ -346,6 +358,7 @@ def make_decode_kernel(dtype: str, has_options: bool = True) -> Kernel:
             online_softmax(
                 parameters, scores, dropout_mask, scores, largest, total, correction, columns, count
             )
+            scale_weights(parameters, piece, scores, key_start, columns, count)
             fill(sums, (1 if rows == 1 else round_up(rows, GROUP)) * value_width, 0.0)
             weighted_sums(sums, value_width, scores, values, value_stride, rows, count)
             add_tile(accumulator, sums, correction, rows, value_width)
@@ -356,4 +369,4 @@ def make_decode_kernel(dtype: str, has_options: bool = True) -> Kernel:
             row, factor = shift(accumulator, block_row * value_width), load(correction, block_row)
             write(parameters, piece, row, factor, block_row, 0, parameters.value_dim, is_key_split)
 
-    return make_kernel_with_scratch(decode, layout, argument_types(dtype))
+    return make_kernel_with_scratch(decode, layout, argument_types(dtype, cache_dtype))

@@ -37,17 +37,20 @@ SIZES = (
     *("modifies", "bias_kind", "bias_rows", "bias_columns", "bias_gradient"),
     *("has_alibi_slopes", "has_sinks", "dropout_threshold", "seed"),
     *("page_size", "block_table_stride", "query_length", "key_length", "chunks"),
+    "has_int8_cache",
 )
 
 OPERANDS = (
     *("query", "key", "value", "attn_bias", "alibi_slopes", "sinks", "output", "logsumexp"),
     *("grad_output", "grad_logsumexp", "grad_query", "grad_key", "grad_value", "grad_attn_bias"),
     *("grad_alibi_slopes", "grad_sinks", "partial_output", "partial_largest", "partial_total"),
+    *("key_scale", "value_scale"),
 )
 
 IN_COMPUTE_TYPE = (
     *("alibi_slopes", "sinks", "logsumexp", "grad_logsumexp", "grad_key", "grad_value"),
     *("grad_alibi_slopes", "grad_sinks", "partial_output", "partial_largest", "partial_total"),
+    *("key_scale", "value_scale"),
 )
 
 PIECE_FIELDS = (
@@ -71,20 +74,20 @@ def lowest_score(dtype: str) -> float:
     return 0.69 * float(np.finfo(compute_dtype(dtype)).min)
 
 
-def argument_types(dtype: str) -> tuple[Any, ...]:
+def argument_types(dtype: str, cache_dtype: str | None = None) -> tuple[Any, ...]:
     """Parameters, the piece of work, scratch memory, and where to write how much of it is
-    needed.
+    needed. Key and value are of ``cache_dtype``, if it is not ``dtype``.
     """
-    return (_parameters(dtype), PIECE, Pointer(compute_dtype(dtype)), Pointer("int64"))
+    return (_parameters(dtype, cache_dtype or dtype), PIECE, Pointer(compute_dtype(dtype)), Pointer("int64"))
 
 
-def _parameters(dtype: str) -> Struct:
+def _parameters(dtype: str, cache_dtype: str) -> Struct:
     """The struct Parameters of foo_ops/csrc/ops/attention/parameters.h.
 
     An operand is a pointer with its strides, in elements, for batch, head, row and column. grad_key
     and grad_value are sums in the compute dtype, which a last kernel rounds.
     """
-    dtypes = dict.fromkeys(OPERANDS, dtype)
+    dtypes = dict.fromkeys(OPERANDS, dtype) | dict.fromkeys(("key", "value"), cache_dtype)
     dtypes |= dict.fromkeys(IN_COMPUTE_TYPE, compute_dtype(dtype))
     # The dtype of the bias is known at run time only, by bias_kind.
     dtypes |= dict.fromkeys(("attn_bias", "grad_attn_bias"), "uint8")

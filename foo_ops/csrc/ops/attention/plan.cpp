@@ -251,8 +251,10 @@ std::vector<Piece> cut_into_blocks(const Parameters& parameters,
 ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequence>& sequences,
                          const AttentionOptions& options) {
   ForwardPlan plan;
-  std::vector<Piece> blocks =
-      cut_into_blocks_of(parameters, sequences, options, forward_block(parameters, sequences));
+  // Only the kernel for few queries reads a cache of integers.
+  const int64_t most =
+      parameters.has_int8_cache ? kFewQueries : forward_block(parameters, sequences);
+  std::vector<Piece> blocks = cut_into_blocks_of(parameters, sequences, options, most);
   if (blocks.empty()) {
     return plan;
   }

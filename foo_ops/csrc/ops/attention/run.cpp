@@ -26,6 +26,8 @@ Kernel& forward_kernel(const Parameters& parameters) {
 Kernel& decode_kernel(const Parameters& parameters) {
   static auto* kernel = new Kernel("attention_decode");
   static auto* plain = new Kernel("attention_decode.plain");
+  static auto* int8_cache = new Kernel("attention_decode.int8_cache");
+  if (parameters.has_int8_cache) return *int8_cache;
   return is_plain(parameters) ? *plain : *kernel;
 }
 

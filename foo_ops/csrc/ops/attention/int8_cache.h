@@ -1,0 +1,20 @@
+// foo::attention_int8_cache: the checks, which the fake kernel shares.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace foo {
+
+// It raises for arguments that the operator does not take, and reads only metadata.
+void check_attention_int8_cache(const at::Tensor& query, const at::Tensor& key,
+                                const at::Tensor& value, const at::Tensor& key_scale,
+                                const at::Tensor& value_scale,
+                                const std::optional<at::Tensor>& sinks,
+                                const std::optional<at::Tensor>& seqused_k,
+                                const std::optional<at::Tensor>& block_table, int64_t window_left,
+                                int64_t window_right, double softcap);
+
+}  // namespace foo

@@ -1,0 +1,155 @@
+"""foo::attention_int8_cache attends to keys and values of 8 bits, for decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops import _C, library
+from foo_ops.ops.arguments import compute_type
+from foo_ops.ops.attention import product_flops
+
+NAME = "attention_int8_cache"
+library.define(
+    f"foo::{NAME}",
+    "(Tensor query, Tensor key, Tensor value, Tensor key_scale, Tensor value_scale, "
+    "Tensor? sinks=None, Tensor? seqused_k=None, Tensor? block_table=None, *, float? scale=None, "
+    "int window_left=-1, int window_right=-1, float softcap=0.0) "
+    "-> (Tensor output, Tensor logsumexp)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+LARGEST = 127
+
+
+def attention_int8_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
+    sinks: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Compute `foo_ops.attention` with ``key * key_scale`` and ``value * value_scale``.
+
+    Keys and values are read as they are, half the bytes of bfloat16, and become numbers in the
+    caches; the integers are exact there, and scales are factors of scores and weights in float32
+    (float64 for float64). It is fastest for up to eight queries of a key head, as in decoding.
+    `quantize_cache` makes integers and scales. Without gradients.
+
+    Args:
+        query: (B, Hq, Sq, D), float16, bfloat16, float32 or float64, any strides.
+        key, value: int8 (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), Hq a multiple of Hkv, any strides;
+            with block_table pages, (num_blocks, block_size, Hkv, D) and the same with Dv.
+        key_scale, value_scale: (B, Hkv, Sk), or with block_table (num_blocks, block_size, Hkv);
+            float32, or float64 as query is.
+        sinks: (Hq,), one extra logit for each head in the denominator only.
+        seqused_k: (B,), int32, the keys in use of each sequence, if it is not all.
+        block_table: (B, max_blocks), int32, the pages of each sequence.
+        scale: factor of the scores, 1 / sqrt(D) if it is None.
+        window_left, window_right: a query i sees the keys from ``i + used - Sq - window_left`` to
+            ``i + used - Sq + window_right``, -1 is no bound; window_right=0 is causal.
+        softcap: where it is positive, scores are softcap * tanh(score / softcap).
+
+    Returns:
+        The output (B, Hq, Sq, Dv) in query's dtype, and the logsumexp (B, Hq, Sq), float32 (float64
+        for float64).
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes, lengths and pages that do not fit.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 1, 2, 5, 8).unbind()
+        >>> cache = foo_ops.quantize_cache(key), foo_ops.quantize_cache(value)
+        >>> (keys, key_scale), (values, value_scale) = cache
+        >>> last = query[:, :, -1:]
+        >>> foo_ops.attention_int8_cache(last, keys, values, key_scale, value_scale)[0].shape
+        torch.Size([1, 2, 1, 8])
+    """
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    options |= {"window_left": window_left, "window_right": window_right}
+    return torch.ops.foo.attention_int8_cache.default(  # type: ignore[no-any-return]
+        query, key, value, key_scale, value_scale, sinks, seqused_k, block_table, **options
+    )
+
+
+def quantize_cache(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Round keys or values to integers of 8 bits, with a scale for each row.
+
+    Args:
+        input: (..., D), floating-point, finite.
+
+    Returns:
+        The integers, int8 (..., D), and the scales (...), float32 (float64 for float64), which are
+        the largest magnitude of a row / 127; that of a row of zeros is 1. `foo_ops.cache_append`
+        writes both into a cache, the scales as (..., 1).
+
+    Example:
+        >>> foo_ops.quantize_cache(torch.tensor([[254.0, -127.0, 3.0]]))
+        (tensor([[127, -64,   2]], dtype=torch.int8), tensor([2.]))
+    """
+    wide = input.to(compute_type(input.dtype))
+    scale = wide.abs().amax(-1) / LARGEST
+    scale = scale.masked_fill(scale == 0, 1.0)
+    integers = (wide / scale.unsqueeze(-1)).round().clamp(-LARGEST, LARGEST)
+    return integers.to(torch.int8), scale
+
+
+# ------------------------------------------------------------------------------------------- fake
+
+
+@library.register_fake(f"foo::{NAME}")
+def fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
+    sinks: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    tensors = (query, key, value, key_scale, value_scale, sinks, seqused_k, block_table)
+    _C.check_attention_int8_cache(*tensors, window_left, window_right, softcap)
+    output = query.new_empty(*query.shape[:3], value.shape[3])
+    return output, query.new_empty(query.shape[:3], dtype=compute_type(query.dtype))
+
+
+# ---------------------------------------------------------------------- sharding, vmap, FLOPs
+
+
+@library.register_sharding(f"foo::{NAME}")
+def sharding(*inputs: Any, **_: Any) -> str:
+    sinks, seqused_k, block_table = (*inputs, None, None, None)[5:8]
+    optional = f"{'.' if sinks is None else 'h'}, {'.' if seqused_k is None else 'b'}"
+    if block_table is None:
+        return f"b h . ., b h . ., b h . ., b h ., b h ., {optional}, . -> b h . ., b h ."
+    optional = optional.replace("b", ".")
+    return f". h . ., . . h ., . . h ., . . h, . . h, {optional}, . . -> . h . ., . h ."
+
+
+library.register_vmap_loop(f"foo::{NAME}")
+
+
+@library.register_flops(f"foo::{NAME}", takes_tensors=True)
+def flops(query: Tensor, key: Tensor, value: Tensor, *others: Any, **_: Any) -> int:
+    """Count the products of `foo_ops.attention` with as many keys as the cache has room for."""
+    block_table = (*others, None, None, None, None, None)[4]
+    if block_table is None:
+        return sum(product_flops(query.shape, key.shape, value.shape))
+    length = block_table.shape[1] * key.shape[1]
+    shapes = [torch.Size((*it.shape[:1], it.shape[2], length, it.shape[3])) for it in (key, value)]
+    return sum(product_flops(query.shape, *shapes))
