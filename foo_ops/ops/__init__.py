@@ -30,6 +30,7 @@ __all__ = [
     "linear_int4",
     "linear_int8",
     "linear_silu_mul",
+    "quantize_cache",
     "quantize_weight",
     "rms_norm",
     "rotary_embedding",

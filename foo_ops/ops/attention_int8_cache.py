@@ -76,7 +76,7 @@ def attention_int8_cache(
     """
     options: dict[str, Any] = {"scale": scale, "softcap": softcap}
     options |= {"window_left": window_left, "window_right": window_right}
-    return torch.ops.foo.attention_int8_cache.default(  # type: ignore[no-any-return]
+    return torch.ops.foo.attention_int8_cache.default(
         query, key, value, key_scale, value_scale, sinks, seqused_k, block_table, **options
     )
 
@@ -126,6 +126,18 @@ def fake(
     _C.check_attention_int8_cache(*tensors, window_left, window_right, softcap)
     output = query.new_empty(*query.shape[:3], value.shape[3])
     return output, query.new_empty(query.shape[:3], dtype=compute_type(query.dtype))
+
+
+# --------------------------------------------------------------------------------------- autograd
+
+
+def backward(ctx: Any, *gradients: Tensor) -> None:
+    raise NotImplementedError(
+        f"{NAME}: gradients are not supported, since integers have none: use foo_ops.attention"
+    )
+
+
+library.register_autograd(f"foo::{NAME}", backward)
 
 
 # ---------------------------------------------------------------------- sharding, vmap, FLOPs

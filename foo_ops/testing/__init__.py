@@ -22,6 +22,7 @@ from foo_ops.testing.spec import (
 )
 from foo_ops.testing.specs.abs import ABS, ABS_IN_PLACE, ABS_OUT
 from foo_ops.testing.specs.attention import ATTENTION
+from foo_ops.testing.specs.attention_int8_cache import ATTENTION_INT8_CACHE
 from foo_ops.testing.specs.attention_varlen import ATTENTION_VARLEN
 from foo_ops.testing.specs.cache_append import CACHE_APPEND
 from foo_ops.testing.specs.linear import LINEAR
@@ -37,6 +38,7 @@ __all__ = [
     "ABS",
     "ADD_RMS_NORM",
     "ATTENTION",
+    "ATTENTION_INT8_CACHE",
     "ATTENTION_VARLEN",
     "CACHE_APPEND",
     "CHECKS",
@@ -67,7 +69,7 @@ __all__ = [
 
 OPERATORS = (
     *(ABS, ABS_IN_PLACE, ABS_OUT),
-    *(ATTENTION, ATTENTION_VARLEN),
+    *(ATTENTION, ATTENTION_VARLEN, ATTENTION_INT8_CACHE),
     CACHE_APPEND,
     *(LINEAR, LINEAR_ACTIVATION, LINEAR_SILU_MUL, LINEAR_INT8, LINEAR_INT4),
     LINEAR_CROSS_ENTROPY,

@@ -268,6 +268,11 @@ def for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.repeat_interleave(heads // max(key_heads, 1), dim=1)
 
 
+def in_order(pages: Tensor, blocks: Tensor) -> Tensor:
+    """Return the pages (num_blocks, block_size, heads, ...) of a sequence as (heads, rows, ...)."""
+    return pages[blocks].flatten(0, 1).transpose(0, 1)
+
+
 def attention_varlen(
     query: Tensor,
     key: Tensor,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from numba import njit
 
-from foo_ops.kernels.attention.key_tiles import make_key_row
+from foo_ops.kernels.attention.key_tiles import lie_together, make_key_row
 from foo_ops.kernels.attention.parameters import TILE_STRIDE, dim_name_of
 from foo_ops.kernels.products.operands import step_of, vector_product_dtype
 from foo_ops.kernels.vectors.arithmetic import splat
@@ -42,8 +42,8 @@ def make_int8_rows(dtype: str, operand: str) -> Callable:
     LANES = lanes_of(compute_dtype(dtype))
     width_multiple = LANES * step_of(vector_product_dtype(dtype))
     as_stored, key_row = pointer_to(dtype), make_key_row(operand)
-    column_stride_name, dim_name = f"{operand}_column_stride", dim_name_of(operand)
-    number = ELEMENTS[dtype].compute
+    row_stride_name, column_stride_name = f"{operand}_row_stride", f"{operand}_column_stride"
+    dim_name, number = dim_name_of(operand), ELEMENTS[dtype].compute
 
     @njit
     def rows(parameters, piece, scratch, key_start, count):
@@ -51,13 +51,17 @@ def make_int8_rows(dtype: str, operand: str) -> Callable:
         column_stride = field(parameters, column_stride_name)
         width = round_up(columns, width_multiple)
         whole = columns // LANES * LANES if column_stride == 1 else 0
-        start = as_stored(address_of(scratch))
+        start, row_stride = as_stored(address_of(scratch)), field(parameters, row_stride_name)
+        # A row in its page is found by divisions, which take longer than to unpack it.
+        together = lie_together(parameters, key_start, count)
+        first = key_row(parameters, piece, key_start)
         for row in range(count):
-            source = key_row(parameters, piece, key_start + row)
-            if row + AHEAD < count:
-                ahead = key_row(parameters, piece, key_start + row + AHEAD)
+            if together:
+                source = shift(first, row * row_stride)
                 for column in range(0, whole, LINE):
-                    prefetch(ahead, column)
+                    prefetch(source, AHEAD * row_stride + column)
+            else:
+                source = key_row(parameters, piece, key_start + row)
             target = shift(start, row * width)
             for column in range(0, whole, LANES):
                 unpack_int8(shift(target, column), shift(source, column), LANES)
@@ -73,12 +77,17 @@ def make_int8_rows(dtype: str, operand: str) -> Callable:
 def make_tile_scaler(dtype: str, operand: str) -> Callable:
     """Make ``scale(parameters, piece, tile, key_start, columns, count)`` for scores or weights."""
     LANES, scale_row = lanes_of(compute_dtype(dtype)), make_key_row(f"{operand}_scale")
-    scalar = ELEMENTS[dtype].compute
+    scalar, row_stride_name = ELEMENTS[dtype].compute, f"{operand}_scale_row_stride"
 
     @njit
     def scale(parameters, piece, tile, key_start, columns, count):
+        together = lie_together(parameters, key_start, count)
+        first, stride = scale_row(parameters, piece, key_start), field(parameters, row_stride_name)
         for key in range(count):
-            factor = load(scale_row(parameters, piece, key_start + key), 0)
+            place = shift(first, key * stride)
+            if not together:
+                place = scale_row(parameters, piece, key_start + key)
+            factor = load(place, 0)
             row = shift(tile, key * TILE_STRIDE)
             for column in range(0, columns, LANES):
                 store(row, column, load_vector(row, column, LANES) * splat(scalar(factor), LANES))

@@ -78,7 +78,12 @@ def argument_types(dtype: str, cache_dtype: str | None = None) -> tuple[Any, ...
     """Parameters, the piece of work, scratch memory, and where to write how much of it is
     needed. Key and value are of ``cache_dtype``, if it is not ``dtype``.
     """
-    return (_parameters(dtype, cache_dtype or dtype), PIECE, Pointer(compute_dtype(dtype)), Pointer("int64"))
+    return (
+        _parameters(dtype, cache_dtype or dtype),
+        PIECE,
+        Pointer(compute_dtype(dtype)),
+        Pointer("int64"),
+    )
 
 
 def _parameters(dtype: str, cache_dtype: str) -> Struct:

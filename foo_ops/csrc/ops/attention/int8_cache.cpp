@@ -39,8 +39,8 @@ void check_query(const Tensor& query) {
   TORCH_CHECK_TYPE(
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16,
       kName, ": query must be float16, bfloat16, float32 or float64, got ", dtype_name(dtype));
-  TORCH_CHECK_VALUE(query.dim() == 4, kName,
-                    ": query must have 4 dimensions (B, Hq, Sq, D), got ", query.dim());
+  TORCH_CHECK_VALUE(query.dim() == 4, kName, ": query must have 4 dimensions (B, Hq, Sq, D), got ",
+                    query.dim());
   TORCH_CHECK_VALUE(query.sym_size(3) >= 1, kName,
                     ": query must have a head dimension of at least 1, got ", query.sym_size(3));
 }

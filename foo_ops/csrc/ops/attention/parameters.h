@@ -82,9 +82,9 @@ struct Layout<Parameters> {
       scale, factor, softcap, dropout_scale, head_dim, value_dim, query_heads, group, key_heads,
       batch, modifies, bias_kind, bias_rows, bias_columns, bias_gradient, has_alibi_slopes,
       has_sinks, dropout_threshold, seed, page_size, block_table_stride, query_length, key_length,
-      chunks, has_int8_cache, block_table, query, key, value, attn_bias, alibi_slopes, sinks, output, logsumexp,
-      grad_output, grad_logsumexp, grad_query, grad_key, grad_value, grad_attn_bias,
-      grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total,
+      chunks, has_int8_cache, block_table, query, key, value, attn_bias, alibi_slopes, sinks,
+      output, logsumexp, grad_output, grad_logsumexp, grad_query, grad_key, grad_value,
+      grad_attn_bias, grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total,
       key_scale, value_scale);
 };
 static_assert(is_whole<Parameters>());
