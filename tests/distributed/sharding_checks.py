@@ -155,7 +155,19 @@ def heads():
             max_seqlen_q=4, max_seqlen_k=5, return_logsumexp=True,
         )  # fmt: skip
 
+    cache = [torch.randint(-127, 128, (4, 4, 7, 4), dtype=torch.int8) for _ in range(2)]
+    used = torch.tensor([7, 3, 1, 0], dtype=torch.int32)
+
+    def cached(query, key, value, used):
+        scale = torch.ones_like(key[..., 0], dtype=query.dtype)
+        output, _ = foo_ops.attention_int8_cache(
+            query.detach(), key, value, scale, scale, None, used
+        )
+        # It has no gradients, which this file compares, too.
+        return output + 0 * query
+
     return {
+        "attention_int8_cache": (cached, [randn(4, 8, 1, 4), *cache, used]),
         "attention": (attention, inputs(4, 8, 8)),
         "attention, shared heads": (attention, inputs(2, 8, 4)),
         "attention, one head of key": (attention, inputs(1, 8, 1)),
