@@ -9,9 +9,9 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.first_call import REPOSITORY
-from benchmarks.measure import OURS, Result
+from benchmarks.measure import Result
 from benchmarks.plots import save_plots
-from benchmarks.targets import against_peer, best_peer, ratios
+from benchmarks.targets import against_peer, best_peer, speedups
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 README = REPOSITORY / "README.md"
@@ -25,6 +25,10 @@ KINDS = {
     "attention with a bias, dropout, a window, packed sequences": "attention options",
     "attention of one new token": "attention decoding",
     "norms, rotary embedding, SwiGLU, loss": "operators",
+    "linear layers": "linear",
+    "linear layers of 1 and 4 rows": "linear of few rows",
+    "linear layers of 8 and 4 bits": "quantized linear",
+    "linear layers of 8 and 4 bits, 1 and 4 rows": "quantized linear of one row",
     "the kit's tutorial": "kit",
     "examples of the kit": "examples",
 }
@@ -108,7 +112,7 @@ def is_compared(content: report.Content, result: Result) -> bool:
 def times_the_best_peer(result: Result) -> float:
     peer = best_peer(result)
     assert peer is not None
-    return statistics.median(ratios(result.rates(OURS), result.rates(peer)))
+    return statistics.median(speedups(result, peer))
 
 
 def in_short(results: Sequence[Result]) -> str:

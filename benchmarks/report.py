@@ -31,6 +31,7 @@ from benchmarks.targets import (
     peak_of,
     quartiles,
     ratios,
+    speedups,
     target,
     verdict,
 )
@@ -202,7 +203,7 @@ def operator_table(content: Content, results: Sequence[Result], unit: str) -> li
                 median([figure(it, result.work, unit) for it in result.seconds[OURS]]),
                 median(fractions(result, peaks.READ)) if result.references else NONE,
                 *(peer_cell(result, name, unit) for name in peers),
-                spread(ratios(result.rates(OURS), result.rates(peer))) if peer else NONE,
+                spread(speedups(result, peer)) if peer else NONE,
                 judgement(content, result, against_peer(result) or "reached"),
             ]
         )
@@ -226,7 +227,7 @@ def linear_table(
                 NONE if one_thread else f"{linear_target(result):.2f}",
                 scaling(result, one_thread) if one_thread else NONE,
                 *(peer_cell(result, name, unit) for name in peers),
-                spread(ratios(result.rates(OURS), result.rates("torch"))),
+                spread(speedups(result, "torch")),
                 judgement(content, result, linear_verdict(result, one_thread)),
             ]
         )
@@ -260,7 +261,7 @@ def attention_table(content: Content, results: Sequence[Result], unit: str) -> l
                 f"{least:.2f}" if least is not None else NONE,
                 scaling(result, one_thread) if one_thread else NONE,
                 *(peer_cell(result, name, unit) for name in peers),
-                spread(ratios(result.rates(OURS), result.rates(peer))) if peer else NONE,
+                spread(speedups(result, peer)) if peer else NONE,
                 judgement(content, result, verdict(result, one_thread)),
             ]
         )
@@ -281,7 +282,7 @@ def digest_table(content: Content, results: Sequence[Result], unit: str) -> list
                 f"{least:.2f}" if least is not None else NONE,
                 scaling(two_threads, result) if two_threads else NONE,
                 f"{peer} {peer_cell(result, peer, unit)}" if peer else NONE,
-                spread(ratios(result.rates(OURS), result.rates(peer))) if peer else NONE,
+                spread(speedups(result, peer)) if peer else NONE,
             ]
         )
     return rows

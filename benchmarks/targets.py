@@ -105,7 +105,7 @@ def one_thread_requirements(result: Result) -> list[Requirement]:
         found.append(Requirement(FLOAT32, FLOAT16_FRACTION, measured))
     short = (workload.query_length, workload.head_dim) == (SHORT_LENGTH, 64)
     if short and not workload.is_backward and workload.dtype != "float16":
-        measured = ratios(result.rates(OURS), result.rates("flash"))
+        measured = speedups(result, "flash")
         found.append(Requirement("flash", SHORT_SPEEDUP, measured))
     return found
 
@@ -137,6 +137,14 @@ def ratios(ours: Sequence[float], others: Sequence[float]) -> list[float]:
     return [mine / other for mine, other in zip(ours, others)]
 
 
+def speedups(result: Result, peer: str) -> list[float]:
+    """Return how many times as fast as the peer ours is, round by round.
+
+    The work is the same for both, and rows that are only timed have none.
+    """
+    return ratios(result.seconds[peer], result.seconds[OURS])
+
+
 def best_peer(result: Result) -> str | None:
     """Return the peer that is fastest by its median."""
     return min(
@@ -152,7 +160,7 @@ def against_peer(result: Result) -> str:
     peer = best_peer(result)
     if peer is None:
         return ""
-    _, middle, high = quartiles(ratios(result.rates(OURS), result.rates(peer)))
+    _, middle, high = quartiles(speedups(result, peer))
     if middle >= 1:
         return ""
     if high >= 1:
