@@ -36,7 +36,8 @@ class Tiles:
 
     Attributes:
         left: the dtype in which rows of the left matrix are copied.
-        multiple: zeros fill up each of these rows to so many elements.
+        row_size: ``row_size(depth)`` is how many elements each of these rows has.
+        copy_row: ``copy_row(target, source, stride, depth, row_size)`` fills it.
         arguments: the types of the kernel's.
         make_tile: ``make_tile(ROWS, COLUMNS)`` makes ``tile(product, right, memory, sums, width,
             left, depth, column, distance)``, which stores the sums of columns of ``right`` that are
@@ -47,7 +48,8 @@ class Tiles:
     """
 
     left: str
-    multiple: int
+    row_size: Callable[[Any], Any]
+    copy_row: Callable
     arguments: tuple[Any, ...]
     make_tile: Callable[[int, int], Callable]
     regions: Callable[[Any], dict[str, Any]]
@@ -106,7 +108,11 @@ def make_element_tiles(
     def regions(depth: Any) -> dict[str, Any]:
         return {"edges": VECTOR * LANES}
 
-    return Tiles(left, VECTOR, arguments, make_tile, regions, scale_sums)
+    @njit
+    def row_size(depth):
+        return round_up(depth, VECTOR)
+
+    return Tiles(left, row_size, copy_row, arguments, make_tile, regions, scale_sums)
 
 
 def make_few_rows_kernel(
@@ -116,8 +122,8 @@ def make_few_rows_kernel(
     rows. The weights of a gate must be the right matrices.
     """
     compute, tiles = compute_dtype(dtype), make_tiles(dtype)
-    LANES, VECTOR = lanes_of(compute), tiles.multiple
-    as_left, copy_row = pointer_to(tiles.left), make_copy_row(compute)
+    LANES, row_size = lanes_of(compute), tiles.row_size
+    as_left, copy_row = pointer_to(tiles.left), tiles.copy_row
     write, PARTS = make_writer(dtype, finish), parts_of(finish)
     scale_sums, are_apart = tiles.scale_sums, tiles.are_apart
     # As many sums as a vector has lanes, which is what adding them up takes.
@@ -128,7 +134,7 @@ def make_few_rows_kernel(
     def sizes_of_block(product, block):
         columns = round_up(block.column_stop - block.column_start, LANES)
         rows = round_up(block.row_stop - block.row_start, GROUP)
-        return rows, columns, round_up(product.depth, VECTOR)
+        return rows, columns, row_size(product.depth)
 
     def describe(rows: Any, columns: Any, depth: Any) -> dict[str, Any]:
         return {

@@ -8,12 +8,12 @@ registers where rows are few, else on the way to a panel, for all rows of a bloc
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.linear.few_rows import Tiles, make_element_tiles, make_few_rows_kernel
+from foo_ops.kernels.linear.int4_tiles import make_int4_tiles
 from foo_ops.kernels.linear.output import leave_sums
 from foo_ops.kernels.linear.packing import (
     in_pairs,
@@ -24,9 +24,8 @@ from foo_ops.kernels.linear.packing import (
 from foo_ops.kernels.linear.parameters import quantized_argument_types
 from foo_ops.kernels.linear.product import Panels, make_product_kernel
 from foo_ops.kernels.products.on_amx import GROUP
-from foo_ops.kernels.vectors.arithmetic import splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.integers import tile_dot_int4, unpack_int4, unpack_int8
+from foo_ops.kernels.vectors.integers import unpack_int4, unpack_int8
 from foo_ops.kernels.vectors.memory import (
     address_of,
     load,
@@ -35,7 +34,6 @@ from foo_ops.kernels.vectors.memory import (
     shift,
     store,
 )
-from foo_ops.kernels.vectors.register_tiles import tile_store_sums, tile_zero
 from foo_ops.kernels.vectors.rows import make_copy_row
 
 # Sections of the depth are whole groups, of any size.
@@ -49,7 +47,7 @@ def make_int8_few_rows_kernel(dtype: str) -> Kernel:
 
 def make_int4_few_rows_kernel(dtype: str, group_size: int) -> Kernel:
     """Make the kernel for few rows and integers of 4 bits."""
-    return make_few_rows_kernel(dtype, lambda dtype: _make_int4_tiles(dtype, group_size))
+    return make_few_rows_kernel(dtype, lambda dtype: make_int4_tiles(dtype, group_size))
 
 
 def make_int8_product_kernel(dtype: str) -> Kernel:
@@ -78,74 +76,6 @@ def make_int4_product_kernel(dtype: str) -> Kernel:
 def _make_int8_tiles(dtype: str) -> Tiles:
     arguments, scale_sums = quantized_argument_types(dtype, "int8"), _make_sums_scaler(dtype)
     return make_element_tiles(compute_dtype(dtype), "int8", "int8", arguments, scale_sums)
-
-
-def _make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
-    """Make tiles whose columns are apart.
-
-    A column of 4096 integers is half a page of memory. What brings lines to the caches on its own
-    follows 8 columns that are apart, each with its next ones, but not 8 that share pages: 11.2 GB/s
-    of 15.4, and 10.1 with the lines of the next tile prefetched.
-    """
-    compute, HALF = compute_dtype(dtype), GROUP_SIZE // 2
-    LANES, load_factors = lanes_of(compute), _make_factors_loader(compute)
-
-    def make_tile(ROWS: int, COLUMNS: int) -> Callable:
-        @njit
-        def tile(product, right, memory, sums, width, left, depth, column, distance):
-            groups, stride = product.depth // GROUP_SIZE, distance * product.right_column_stride
-            scales, offsets = memory.factors, shift(memory.factors, COLUMNS * groups)
-            for other in range(COLUMNS):
-                load_factors(
-                    product, column + other * distance, groups, shift(scales, other * groups),
-                    shift(offsets, other * groups),
-                )  # fmt: skip
-            right = shift(right, column * product.right_column_stride)
-            total = tile_zero(sums, ROWS, COLUMNS, LANES)
-            for group in range(groups):
-                factors, integers = shift(left, group * GROUP_SIZE), shift(right, group * HALF)
-                for step in range(0, HALF, LANES):
-                    total = tile_dot_int4(
-                        total, shift(factors, step), depth, HALF, shift(integers, step), stride,
-                        shift(scales, group), shift(offsets, group), groups,
-                    )  # fmt: skip
-            tile_store_sums(total, memory.tile, COLUMNS)
-            for row in range(ROWS):
-                for other in range(COLUMNS):
-                    value = load(memory.tile, row * COLUMNS + other)
-                    store(sums, row * width + other * distance, value)
-
-        return tile
-
-    def regions(depth: Any) -> dict[str, Any]:
-        # A scale and an offset for each group of 32 steps or more, of at most 16 columns.
-        return {"factors": depth, "tile": LANES}
-
-    arguments = quantized_argument_types(dtype, "uint8")
-    return Tiles(compute, GROUP_SIZE, arguments, make_tile, regions, leave_sums, are_apart=True)
-
-
-def _make_factors_loader(compute: str) -> Callable:
-    """Make ``load_factors(product, column, groups, scales, offsets)`` of a column's groups.
-
-    A weight is (integer - zero) * scale = integer * scale + offset.
-    """
-    LANES, copy_row, none = lanes_of(compute), make_copy_row(compute), ELEMENTS[compute].compute(0)
-
-    @njit
-    def load_factors(product, column, groups, scales, offsets):
-        scale = shift(product.scale, column * product.scale_column_stride)
-        zero = shift(product.zero, column * product.zero_column_stride)
-        copy_row(scales, scale, product.scale_group_stride, groups, groups)
-        copy_row(offsets, zero, product.zero_group_stride, groups, groups)
-        whole = groups // LANES * LANES
-        for group in range(0, whole, LANES):
-            negative = splat(none, LANES) - load_vector(offsets, group, LANES)
-            store(offsets, group, negative * load_vector(scales, group, LANES))
-        for group in range(whole, groups):
-            store(offsets, group, -load(offsets, group) * load(scales, group))
-
-    return load_factors
 
 
 # ----------------------------------------------------------------------------------------- panels

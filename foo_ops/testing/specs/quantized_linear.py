@@ -69,7 +69,7 @@ def special(make: Maker, dtype: torch.dtype) -> Sample:
     sample = make(dtype)
     input, _, scale, *_ = sample.inputs
     input[0, 3], input[2, 20], input[5, 0] = torch.nan, torch.inf, -torch.inf
-    input[8] = 0
+    input[-1] = 0
     scale[4], scale[6] = torch.inf, torch.nan
     scale[2] = 0
     return sample
@@ -168,6 +168,7 @@ LINEAR_INT8 = OpSpec(
         "few rows": int8_sample("few rows", (5,), 515, 70),
         "several sections": int8_sample("several sections", (61,), 1101, 75),
         "special values": partial(special, int8_sample("special", (9,), 21, 20)),
+        "special values of few rows": partial(special, int8_sample("few", (7,), 21, 20)),
     },
     essential=("size1", "size7", "no bias"),
     in_layouts=("size7", "no bias", "few rows"),
@@ -191,6 +192,7 @@ LINEAR_INT4 = OpSpec(
         "few rows, groups of 128": int4_sample("128", (5,), 5, 70, group_size=128),
         "several sections": int4_sample("several sections", (61,), 9, 75, group_size=128),
         "special values": partial(special, int4_sample("special", (9,), 2, 20)),
+        "special values of few rows": partial(special, int4_sample("few", (7,), 2, 20)),
     },
     essential=("size1", "size7", "no bias"),
     in_layouts=("size7", "no bias", "few rows, groups of 128"),

@@ -42,9 +42,9 @@ void check_of_groups(const char* name, const char* argument, const at::Tensor& t
               "input has groups");
 }
 
-// Kernels read rows of adjacent weights.
-at::Tensor with_adjacent_steps(const at::Tensor& weight) {
-  return weight.size(1) <= 1 || weight.stride(1) == 1 ? weight : weight.contiguous();
+// Kernels read rows of adjacent weights, and those of few rows such rows of the input.
+at::Tensor with_adjacent_steps(const at::Tensor& matrix) {
+  return matrix.size(-1) <= 1 || matrix.stride(-1) == 1 ? matrix : matrix.contiguous();
 }
 
 at::Tensor multiply_quantized(const at::Tensor& input, const at::Tensor& weight,
@@ -53,7 +53,9 @@ at::Tensor multiply_quantized(const at::Tensor& input, const at::Tensor& weight,
                               Kernel& many_rows) {
   const at::Tensor output = make_rows(input, weight.size(0));
   if (output.numel() == 0) return output;
-  const Matrix left(input), right(with_adjacent_steps(weight));
+  const bool is_few = output.numel() <= kFewRows * weight.size(0);
+  const Matrix left(is_few ? with_adjacent_steps(input) : input);
+  const Matrix right(with_adjacent_steps(weight));
   const QuantizedProduct product{.product = make_product(output, left, right, bias),
                                  .scale = scale.const_data_ptr(),
                                  .scale_column_stride = scale.stride(0),
@@ -62,7 +64,6 @@ at::Tensor multiply_quantized(const at::Tensor& input, const at::Tensor& weight,
                                  .zero_column_stride = zero.has_value() ? zero->stride(0) : 0,
                                  .zero_group_stride = zero.has_value() ? zero->stride(1) : 0,
                                  .group_size = group_size};
-  const bool is_few = product.product.rows <= kFewRows;
   Kernel& kernel_of_size = is_few ? few_rows : many_rows;
   auto* const kernel = kernel_of_size.get<QuantizedFunction>(output.scalar_type());
   const Cut cut = is_few ? cut_of_few_rows(product.product)
