@@ -51,6 +51,8 @@ def test_each_of_foo_s_own_operators_counts():
     starts = torch.tensor([0, 5], dtype=torch.int32, device="foo")
     bias = torch.zeros(5, 5, device="foo", requires_grad=True)
     lengths = {"max_seqlen_q": 5, "max_seqlen_k": 5}
+    cache = torch.ones(1, 2, 5, 8, dtype=torch.int8, device="foo")
+    scales = torch.ones(1, 2, 5, device="foo")
     torch.foo.reset_operator_counts()
 
     input.requires_grad_()
@@ -61,6 +63,7 @@ def test_each_of_foo_s_own_operators_counts():
     torch.ops.foo.abs.out(input, out=out)
     with torch.no_grad():
         torch.ops.foo.attention(heads, heads, heads)
+        torch.ops.foo.attention_int8_cache(heads, cache, cache, scales, scales)
         torch.ops.foo.attention_varlen(packed, packed, packed, starts, starts, **lengths)
     output, _ = torch.ops.foo.attention(heads, heads, heads, bias, dropout_p=0.5)
     (first,) = torch.autograd.grad(output.square().sum(), heads, create_graph=True)
@@ -71,7 +74,7 @@ def test_each_of_foo_s_own_operators_counts():
     counts = {name: count for name, count in torch.foo.operator_counts().items() if "foo::" in name}
     assert counts.keys() == own_operators()
     # With a gradient, the operator that is given its seed runs in place of the one that draws it.
-    once = {"abs", "abs_", "abs.out"}
+    once = {"abs", "abs_", "abs.out", "attention_int8_cache"}
     once |= {f"attention{form}{seeded}" for form in ("", "_varlen") for seeded in ("", "_seeded")}
     for name in once:
         assert counts[f"foo::{name}"] == (1, 0)

@@ -191,8 +191,9 @@ def changed_shape(draw, value):
     dims = value.dim()
     choices = [value.new_ones(()), value.unsqueeze(0), value.new_ones(3, 1), value.new_ones(0)]
     if dims > 0:
-        choices += [value[0], value[:1], value[..., :-1], value.repeat(2, *[1] * (dims - 1))]
+        choices += [value[:1], value[..., :-1], value.repeat(2, *[1] * (dims - 1))]
         choices += [torch.cat([value, value], -1), value.new_ones((2, *value.shape))]
+        choices += [value[0]] if value.shape[0] else []
     return draw(strategies.sampled_from(choices)).contiguous()
 
 
