@@ -29,6 +29,7 @@ from foo_ops.kernels.vectors.memory import (
     load,
     load_vector,
     pointer_to,
+    prefetch,
     shift,
     store,
 )
@@ -43,11 +44,12 @@ LANE_BYTES = 4
 
 
 def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
-    """Make tiles whose columns are apart.
+    """Make tiles whose columns are apart, and which bring the next of each to the caches.
 
-    A column of 4096 integers is half a page of memory. What brings lines to the caches on its own
-    follows 8 columns that are apart, each with its next ones, but not 8 that share pages: 11.2 GB/s
-    of 15.4, and 10.1 with the lines of the next tile prefetched.
+    A column of 4096 integers is half a page of memory, and what brings lines to the caches on its
+    own stops at pages. A bfloat16 row reads 12 GB/s for groups of 32 and 13 for 128 if the next
+    columns are not brought, 10 and 18 if their scales and zeros are not, 19 and 21 with all; and 20
+    and 17 with columns that are adjacent.
     """
     compute, HALF = compute_dtype(dtype), GROUP_SIZE // 2
     LANES, BYTES = lanes_of(compute), LANE_BYTES * lanes_of(compute)
@@ -77,8 +79,10 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
                     total, shift(of_groups, group), depth // STEP, shift(offsets, group), padded
                 )
             right, count = shift(right, column * product.right_column_stride), product.depth // 2
-            whole = count // BYTES * BYTES
+            whole, following = count // BYTES * BYTES, shift(right, product.right_column_stride)
             for byte in range(0, whole, BYTES):
+                for other in range(COLUMNS):
+                    prefetch(following, other * stride + byte)
                 total = tile_dot_int4(
                     total, shift(factors, byte * 2 // STEP), depth // STEP, shift(right, byte),
                     stride, shift(scales, byte // HALF), padded, GROUPS,
@@ -180,7 +184,8 @@ def _make_rows(dtype: str, GROUP_SIZE: int) -> _Rows:
 
 def _make_factors_loader(compute: str) -> Callable:
     """Make ``load_factors(product, column, groups, scales, offsets)`` of a column's groups, with
-    zeros behind them: scale, and scale * (8 - zero).
+    zeros behind them: scale, and scale * (8 - zero). Those of the next column it brings to the
+    caches.
     """
     LANES, copy_row = lanes_of(compute), make_copy_row(compute)
     middle = ELEMENTS[compute].compute(INT4_MIDDLE)
@@ -190,9 +195,13 @@ def _make_factors_loader(compute: str) -> Callable:
         scale = shift(product.scale, column * product.scale_column_stride)
         zero = shift(product.zero, column * product.zero_column_stride)
         padded = round_up(groups, LANES)
+        next_scale = shift(scale, product.scale_column_stride)
+        next_zero = shift(zero, product.zero_column_stride)
         copy_row(scales, scale, product.scale_group_stride, groups, padded)
         copy_row(offsets, zero, product.zero_group_stride, groups, padded)
         for group in range(0, padded, LANES):
+            prefetch(next_scale, group * product.scale_group_stride)
+            prefetch(next_zero, group * product.zero_group_stride)
             above = splat(middle, LANES) - load_vector(offsets, group, LANES)
             store(offsets, group, above * load_vector(scales, group, LANES))
 
