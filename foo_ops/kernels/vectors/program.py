@@ -1,0 +1,125 @@
+"""Programs: what a user's function computes for one score, as text. Light: no Numba, no LLVM.
+
+A line is a node, and nodes are numbered from 0 on::
+
+    float32 input score
+    int32 input query
+    int32 input key
+    int32 sub 1 2
+    float32 load 0 3
+    float32 add 0 4
+    output 5
+
+First comes the dtype of the result, as torch names it, then the operation, then its operands, which
+are numbers of nodes before it. An operand of these is something else:
+
+    input NAME          one of `INPUTS`
+    number I            the I-th of the call's floating-point numbers
+    integer I           the I-th of its integers
+    load C ...          of the captured tensor C, the element at the indices behind: one for each
+                        dimension, negative ones counted from the end
+
+The last lines say what comes of it: ``output NODE``, and in a program of gradients besides
+``gradient C VALUE INDEX ...``, which adds the node VALUE to an element of the gradient of C.
+
+Both operands of arithmetic have the dtype of the result, those of a comparison are of one dtype.
+Numbers of 16 bits are computed in float32. Nothing of a call is in the text, no number and no size,
+so that a program is compiled once for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+# The score; what it belongs to, all int32; and, in a program of gradients, the gradient of what the
+# function returned.
+INPUTS = ("score", "batch", "head", "query", "key", "grad")
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
+DTYPES = ("bool", *INTEGERS, *FLOATS)
+
+# Functions of one floating-point number.
+FUNCTIONS = (
+    *("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "tanh", "sin", "cos", "erf"),
+    *("floor", "ceil", "trunc", "round"),
+)
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+# Of any number; of floats, or integers whose quotient is rounded; of integers and bools.
+# ``minimum`` and ``maximum`` are NaN where one operand is. ``floor_divide`` and ``remainder`` round
+# down, as Python does, ``trunc_divide`` and ``fmod`` towards zero; integers divided by zero give 0.
+ARITHMETIC = (
+    *("add", "sub", "mul", "minimum", "maximum"),
+    *("div", "pow", "floor_divide", "trunc_divide", "remainder", "fmod"),
+    *("and", "or", "xor", "shift_left", "shift_right"),
+)
+# ``not`` is that of bits, and of a bool the other one. ``where`` takes a bool and two numbers,
+# ``cast`` converts to the node's dtype, as torch does; to a bool it asks whether it is not zero.
+OTHERS = ("neg", "abs", "sign", "not", "where", "cast")
+OPERATIONS = (
+    *("input", "number", "integer", "load"),
+    *(*FUNCTIONS, *COMPARISONS, *ARITHMETIC, *OTHERS),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A value: ``operands`` are nodes, but for the first of number, integer and load."""
+
+    dtype: str
+    operation: str
+    operands: tuple[int, ...] = ()
+    name: str = ""
+
+    def __str__(self) -> str:
+        return " ".join((self.dtype, self.operation, *map(str, self.operands or (self.name,))))
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """Return the operands that are nodes."""
+        if self.operation in ("input", "number", "integer"):
+            return ()
+        return self.operands[1:] if self.operation == "load" else self.operands
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """What is added to an element of a captured tensor's gradient."""
+
+    captured: int
+    value: int
+    indices: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return " ".join(map(str, ("gradient", self.captured, self.value, *self.indices)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Nodes, each behind its operands, and what comes of them."""
+
+    nodes: tuple[Node, ...]
+    output: int
+    gradients: tuple[Gradient, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (*self.nodes, f"output {self.output}", *self.gradients)))
+
+    @classmethod
+    @functools.cache
+    def parse(cls, text: str) -> Program:
+        """Read a program from its text."""
+        nodes, gradients, output = [], [], -1
+        for line in text.splitlines():
+            first, *words = line.split()
+            if first == "output":
+                output = int(words[0])
+            elif first == "gradient":
+                captured, value, *indices = map(int, words)
+                gradients.append(Gradient(captured, value, tuple(indices)))
+            elif words[0] == "input":
+                nodes.append(Node(first, "input", name=words[1]))
+            else:
+                nodes.append(Node(first, words[0], tuple(map(int, words[1:]))))
+        return cls(tuple(nodes), output, tuple(gradients))
