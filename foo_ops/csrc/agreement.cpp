@@ -3,6 +3,7 @@
 #include "launch/kernel_table.h"
 #include "launch/layout.h"
 #include "ops/attention/parameters.h"
+#include "ops/attention/programs.h"
 #include "ops/elementwise.h"
 #include "ops/linear/cross_entropy.h"
 #include "ops/linear/product.h"
@@ -28,6 +29,8 @@ Agreement agreement() {
   add_struct<Operand>(result);
   add_struct<Parameters>(result);
   add_struct<Piece>(result);
+  add_struct<CapturedTensor>(result);
+  add_struct<ProgramArguments>(result);
   add_struct<Product>(result);
   add_struct<ProductBlock>(result);
   add_struct<QuantizedProduct>(result);
@@ -53,7 +56,9 @@ Agreement agreement() {
       FOO_CONSTANT(kFinishTiles), FOO_CONSTANT(kAbsentCode),   FOO_CONSTANT(kGivenCode),
       FOO_CONSTANT(kCheckedCode), FOO_CONSTANT(kElement),      FOO_CONSTANT(kRow),
       FOO_CONSTANT(kFlat),        FOO_CONSTANT(kInRow),        FOO_CONSTANT(kShape),
-      FOO_CONSTANT(kProduct),     FOO_CONSTANT(kList),         FOO_CONSTANT(kMostIndices)};
+      FOO_CONSTANT(kProduct),     FOO_CONSTANT(kList),         FOO_CONSTANT(kMostIndices),
+      FOO_CONSTANT(kHidden),      FOO_CONSTANT(kMasked),       FOO_CONSTANT(kSeen),
+      FOO_CONSTANT(kMixed)};
 #undef FOO_CONSTANT
   return result;
 }

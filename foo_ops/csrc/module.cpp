@@ -26,6 +26,7 @@
 #include "launch/parameter.h"
 #include "launch/registration.h"
 #include "ops/attention/checks.h"
+#include "ops/attention/flex.h"
 #include "ops/attention/int8_cache.h"
 #include "ops/bounds.h"
 #include "ops/elementwise.h"
@@ -110,6 +111,7 @@ void bind_attention_checks(py::module_& module) {
   module.def("check_attention_results", torch::wrap_pybind_function(foo::check_attention_results));
   module.def("check_attention_int8_cache",
              torch::wrap_pybind_function(foo::check_attention_int8_cache));
+  module.def("check_flex_attention", torch::wrap_pybind_function(foo::check_flex_attention));
   module.def("check_attention_bias", torch::wrap_pybind_function(foo::check_attention_bias));
   module.def("check_attention_seed", torch::wrap_pybind_function(foo::check_attention_seed));
 }

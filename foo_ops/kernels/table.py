@@ -31,17 +31,20 @@ DROPOUT_MASK = Maker("foo_ops.kernels.attention.dropout_mask", "make_dropout_mas
 # A plain kernel leaves out the options that most calls do without: bias, soft cap, ALiBi and
 # dropout. It is compiled in half the time.
 _PLAIN = {"has_options": False}
+_PROGRAMS = {"has_options": False, "has_programs": True}
 # What becomes of the sums of linear layers.
 _FINISHES = ("relu", "silu", "gelu", "gelu_tanh", "silu_mul")
 _OWN = (
     OwnKernel("attention_forward", FORWARD),
     OwnKernel("attention_forward.plain", FORWARD, _PLAIN),
+    OwnKernel("attention_forward.programs", FORWARD, _PROGRAMS),
     OwnKernel("attention_decode", DECODE),
     OwnKernel("attention_decode.plain", DECODE, _PLAIN),
     OwnKernel("attention_decode.int8_cache", DECODE, {"cache_dtype": "int8"}),
     OwnKernel("attention_merge", MERGE),
     OwnKernel("attention_backward", BACKWARD),
     OwnKernel("attention_backward.plain", BACKWARD, _PLAIN),
+    OwnKernel("attention_backward.programs", BACKWARD, _PROGRAMS),
     OwnKernel("attention_sum_chunks", SUM_CHUNKS),
     OwnKernel("attention_dropout_mask", DROPOUT_MASK),
     OwnKernel("linear_product", PRODUCT),
@@ -61,3 +64,6 @@ _OWN = (
     *(OwnKernel(f"linear_few_rows.{it}", FEW_ROWS, {"finish": it}) for it in _FINISHES),
 )
 KERNELS.update({kernel.name: kernel for kernel in _OWN})
+KERNELS.families["attention_program"] = Maker(
+    "foo_ops.kernels.attention.programs", "make_program_kernel"
+)

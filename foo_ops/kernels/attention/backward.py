@@ -35,6 +35,7 @@ from foo_ops.kernels.attention.parameters import (
     TILE_STRIDE,
     argument_types,
 )
+from foo_ops.kernels.attention.programs import make_program_steps, sees_window
 from foo_ops.kernels.attention.row_sums import (
     SUM_ROWS,
     make_row_sums,
@@ -118,8 +119,11 @@ def make_scratch(dtype: str) -> Scratch:
     return Scratch(compute_dtype(dtype), sizes_of_block, describe)
 
 
-def make_backward_kernel(dtype: str, has_options: bool = True) -> Kernel:
+def make_backward_kernel(
+    dtype: str, has_options: bool = True, has_programs: bool = False
+) -> Kernel:
     """Make the backward kernel. ``has_options``: bias, soft cap, ALiBi and dropout.
+    ``has_programs``: users' programs modify the scores, and a mask of blocks hides some.
 
     grad_key and grad_value are sums in the compute dtype, in the piece's slot, which a block adds
     to. Which blocks share a slot, and in which order, does not depend on the threads.
@@ -150,7 +154,8 @@ def make_backward_kernel(dtype: str, has_options: bool = True) -> Kernel:
     key_tile, value_tile = make_key_tile(dtype, "key"), make_key_tile(dtype, "value")
     transposed_tile = make_transposed_tile(dtype)
     fill_row_facts, load_statistics = make_row_facts_filler(dtype), make_statistics_loader(dtype)
-    weights_tile = make_weights(dtype, has_options)
+    weights_tile = make_weights(dtype, has_options, has_programs)
+    _, differentiate = make_program_steps(dtype)
     (start_row_sums, _), write_row_sums = make_row_sums(dtype), make_row_sums_writer(dtype)
     multiply, write_bias = (
         make_tile_operation(compute, operator.mul),
@@ -237,12 +242,14 @@ def make_backward_kernel(dtype: str, has_options: bool = True) -> Kernel:
             grads, grad_stride, value_dim, value_tile_width, columns,
         )  # fmt: skip
         small = small and small_grads and are_small(delta, columns)
-        if piece.key_start == piece.key_stop:
-            fill(grad_queries, key_width * TILE_STRIDE, 0.0)
         start_row_sums(row_sums)
+        # With the first tile there are no sums yet, but zeros where it is not seen.
+        has_sums = False
 
         begin_products()
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
+            if has_programs and not sees_window(parameters, piece, key_start):
+                continue
             count = min(KEY_BLOCK, piece.key_stop - key_start)
             keys, small_keys = key_tile(parameters, piece, memory.keys, key_start, count)
             values, small_values = value_tile(parameters, piece, memory.values, key_start, count)
@@ -255,8 +262,6 @@ def make_backward_kernel(dtype: str, has_options: bool = True) -> Kernel:
                 stop += some
                 seen = seen_rows(piece, start, some, key_start, count)
                 sums = shift(grad_queries, start * key_width)
-                # With the first tile there are no sums yet, but zeros where it is not seen.
-                has_sums = key_start > piece.key_start
                 if not has_sums:
                     start_sums(sums, stride, head_dim if seen > 0 else 0, key_width)
                 if seen == 0:
@@ -273,6 +278,12 @@ def make_backward_kernel(dtype: str, has_options: bool = True) -> Kernel:
                     write_bias(parameters, piece, grad_scores, dropout_mask, key_start, seen)
                 if has_options and parameters.softcap > 0.0:
                     multiply(panel, shift(slopes, start), some, seen)
+                if has_programs and parameters.gradient_function != 0:
+                    first_query, query_count = queries_of(piece, start, some)
+                    differentiate(
+                        parameters, piece, shift(slopes, start), panel, first_query, query_count,
+                        key_start, some, seen,
+                    )  # fmt: skip
                 fill(shift(panel, seen * TILE_STRIDE), some, 0.0)
                 split(weight_limbs, weights, start, some, seen)
                 split(score_limbs, grad_scores, start, some, seen)
@@ -292,7 +303,10 @@ def make_backward_kernel(dtype: str, has_options: bool = True) -> Kernel:
                 factors, query_rows, rows, small_tile, key_start, count,
             )  # fmt: skip
 
+            has_sums = True
         end_products()
+        if not has_sums:
+            fill(grad_queries, key_width * TILE_STRIDE, 0.0)
         fill(scales, columns, parameters.scale)
         write_grad_query(parameters, piece, grad_queries, scales, key_width, columns, block)
         if needs_row_sums(parameters):

@@ -16,6 +16,7 @@ from numba import njit
 
 from foo_ops.kernels.attention.parameters import GRADIENT_STORED, TILE_STRIDE
 from foo_ops.kernels.attention.row_sums import adds_row_sums
+from foo_ops.kernels.attention.rows import second
 from foo_ops.kernels.vectors.arithmetic import splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
@@ -63,12 +64,7 @@ def _make_tile_writers(dtype: str) -> tuple[Callable, Callable]:
 
         return write_tile
 
-    return make_writer(store_square, _second), make_writer(add_square, operator.add)
-
-
-@njit
-def _second(first, second):
-    return second
+    return make_writer(store_square, second), make_writer(add_square, operator.add)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from foo_ops.kernels.attention.parameters import (
     TILE_STRIDE,
     argument_types,
 )
+from foo_ops.kernels.attention.programs import hides_window, sees_window
 from foo_ops.kernels.attention.queries import make_query_packer
 from foo_ops.kernels.attention.rows import make_sums_starter, queries_of, seen_keys
 from foo_ops.kernels.attention.scores import (
@@ -82,8 +83,10 @@ def make_scratch(dtype: str) -> Scratch:
     return Scratch(compute_dtype(dtype), sizes_of_block, describe)
 
 
-def make_forward_kernel(dtype: str, has_options: bool = True) -> Kernel:
-    """Make the forward kernel. ``has_options``: bias, soft cap, ALiBi and dropout."""
+def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool = False) -> Kernel:
+    """Make the forward kernel. ``has_options``: bias, soft cap, ALiBi and dropout.
+    ``has_programs``: users' programs modify the scores, and a mask of blocks hides some.
+    """
     compute, matrix_dtype = compute_dtype(dtype), product_dtype(dtype)
     LANES = lanes_of(compute)
     next_panel, (matmul, begin_products, end_products) = (
@@ -100,7 +103,10 @@ def make_forward_kernel(dtype: str, has_options: bool = True) -> Kernel:
     pack_queries, fill_row_facts = make_query_packer(dtype), make_row_facts_filler(dtype)
     key_tile, value_tile = make_key_tile(dtype, "key"), make_key_tile(dtype, "value")
     transposed_tile = make_transposed_tile(dtype)
-    scores_tile, load_dropout_mask = make_scores(dtype, has_options), make_dropout_mask(dtype)
+    scores_tile, load_dropout_mask = (
+        make_scores(dtype, has_options, has_programs),
+        make_dropout_mask(dtype),
+    )
     start_softmax, online_softmax = (
         make_softmax_start(dtype),
         make_online_softmax(dtype, matrix_dtype, has_options),
@@ -132,11 +138,13 @@ def make_forward_kernel(dtype: str, has_options: bool = True) -> Kernel:
             head_width, columns,
         )  # fmt: skip
         start_softmax(parameters, piece, largest, total, columns)
-        if piece.key_start == piece.key_stop:
-            fill(accumulator, value_width * rows, 0.0)
+        # With the first tile there are no sums yet, but zeros where it is not seen.
+        has_sums = False
 
         begin_products()
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
+            if has_programs and not sees_window(parameters, piece, key_start):
+                continue
             count = min(KEY_BLOCK, piece.key_stop - key_start)
             keys, small_keys = key_tile(parameters, piece, memory.keys, key_start, count)
             values, small_values = value_tile(parameters, piece, memory.values, key_start, count)
@@ -152,9 +160,9 @@ def make_forward_kernel(dtype: str, has_options: bool = True) -> Kernel:
                 stop += some
                 first_query, query_count = queries_of(piece, start, some)
                 seen = seen_keys(piece, first_query, query_count, key_start, count)
+                if has_programs and hides_window(parameters, piece, first_query, key_start):
+                    seen = 0
                 sums, factors = shift(accumulator, start * value_width), shift(correction, start)
-                # With the first tile there are no sums yet, but zeros where it is not seen.
-                has_sums = key_start > piece.key_start
                 if not has_sums:
                     start_sums(sums, stride, parameters.value_dim if seen > 0 else 0, value_width)
                 if seen == 0:
@@ -180,7 +188,10 @@ def make_forward_kernel(dtype: str, has_options: bool = True) -> Kernel:
                     (as_matrix(address_of(weights)), TILE_STRIDE, WEIGHTS_LIMB_STRIDE),
                     round_up(parameters.value_dim, ROWS), some, steps(seen), has_sums, small_values,
                 )  # fmt: skip
+            has_sums = True
         end_products()
+        if not has_sums:
+            fill(accumulator, value_width * rows, 0.0)
 
         finish(parameters, piece, largest, total, correction, piece.slot >= 0)
         write(parameters, piece, accumulator, correction, value_width, columns, memory.block)

@@ -38,7 +38,13 @@ SIZES = (
     *("has_alibi_slopes", "has_sinks", "dropout_threshold", "seed"),
     *("page_size", "block_table_stride", "query_length", "key_length", "chunks"),
     "has_int8_cache",
+    *("score_function", "masked_score_function", "gradient_function"),
+    *("windows", "mask_batch_stride", "mask_head_stride", "mask_columns"),
+    *("mask_query_block", "mask_key_block"),
 )
+
+# What programs are given, and what a mask of blocks says of windows and blocks: see programs.py.
+PROGRAM_POINTERS = {"programs": "int64", "window_states": "int8", "block_states": "int8"}
 
 OPERANDS = (
     *("query", "key", "value", "attn_bias", "alibi_slopes", "sinks", "output", "logsumexp"),
@@ -57,6 +63,7 @@ PIECE_FIELDS = (
     *("batch", "head", "heads", "query_start", "query_count", "query_offset", "key_offset"),
     *("key_start", "key_stop", "first_visible", "last_visible", "alignment"),
     *("slot", "key_split", "key_splits", "block", "bias", "begins_sums", "statistics"),
+    "chunk",
 )
 
 PIECE = Struct("AttentionPiece", tuple((name, types.int64) for name in PIECE_FIELDS))
@@ -99,6 +106,7 @@ def _parameters(dtype: str, cache_dtype: str) -> Struct:
     fields: list[tuple[str, types.Type]] = [(number, types.float64) for number in NUMBERS]
     fields += [(size, types.int64) for size in SIZES]
     fields.append(("block_table", Pointer("int32")))
+    fields += [(name, Pointer(of)) for name, of in PROGRAM_POINTERS.items()]
     for operand, operand_dtype in dtypes.items():
         fields.append((operand, Pointer(operand_dtype)))
         fields += [

@@ -50,6 +50,12 @@ def make_tile_operation(dtype: str, operation: Callable) -> Callable:
     return apply
 
 
+@njit
+def second(first, second):
+    """The operation that copies."""
+    return second
+
+
 @functools.cache
 def make_operand_row(operand: str) -> Callable:
     """Make ``operand_row(parameters, piece, block_row)``: the address of a row of a block.

@@ -23,6 +23,8 @@ from foo_ops.kernels.attention.parameters import (
     TILE_STRIDE,
     lowest_score,
 )
+from foo_ops.kernels.attention.programs import make_program_steps
+from foo_ops.kernels.attention.rows import make_tile_operation, second
 from foo_ops.kernels.products.operands import make_products, make_step_counter, sizes_of
 from foo_ops.kernels.vectors.arithmetic import absolute, less, maximum, select, splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
@@ -271,19 +273,23 @@ def make_mask(dtype: str) -> Callable:
 
 
 @functools.cache
-def make_scores(dtype: str, has_options: bool, differentiates: bool = False) -> Callable:
+def make_scores(
+    dtype: str, has_options: bool, has_programs: bool, differentiates: bool = False
+) -> Callable:
     """Make the function that computes a tile of scores.
 
     ``scores(parameters, piece, row_facts, target, scratch, slopes, keys, queries, are_small,
     first_query, query_count, key_start, columns, count)``: target[key, query] is the score before
     it is multiplied by parameters.factor (which is log2(e) and, without a score_mod, the scale),
     and -infinity where the query does not see the key. ``scratch`` has room for a tile, and so has
-    ``slopes``: see `make_score_mod`. The rows up to a multiple of what a product takes are
-    undefined.
+    ``slopes``: see `make_score_mod`. If programs modify the scores and have gradients, ``slopes``
+    gets the products. The rows up to a multiple of what a product takes are undefined.
     """
     matmul, _, _ = make_products(dtype)
     steps, ROWS = make_step_counter(dtype), sizes_of(dtype).rows
     apply_score_mod, hide = make_score_mod(dtype, differentiates), make_mask(dtype)
+    modify, _ = make_program_steps(dtype)
+    copy = make_tile_operation(compute_dtype(dtype), second)
 
     @njit
     def scores(
@@ -298,7 +304,12 @@ def make_scores(dtype: str, has_options: bool, differentiates: bool = False) -> 
             apply_score_mod(
                 parameters, piece, row_facts, target, scratch, slopes, key_start, columns, count
             )
-        hide(piece, row_facts, target, first_query, query_count, key_start, columns, count)
+        if has_programs:
+            if differentiates and parameters.gradient_function != 0:
+                copy(slopes, target, columns, count)
+            modify(parameters, piece, target, first_query, query_count, key_start, columns, count)
+        else:
+            hide(piece, row_facts, target, first_query, query_count, key_start, columns, count)
 
     return scores
 

@@ -10,7 +10,7 @@ from numba import njit
 
 from foo_ops.kernels.attention.parameters import LOG2, TILE_STRIDE
 from foo_ops.kernels.attention.row_sums import make_row_sums, needs_row_sums
-from foo_ops.kernels.attention.rows import queries_of
+from foo_ops.kernels.attention.rows import make_tile_operation, queries_of, second
 from foo_ops.kernels.attention.scores import make_dropout_mask, make_scores
 from foo_ops.kernels.products.operands import make_products, make_step_counter, sizes_of
 from foo_ops.kernels.vectors.arithmetic import fma, less, select, splat
@@ -98,7 +98,7 @@ def make_statistics_loader(dtype: str) -> Callable:
 
 
 @functools.cache
-def make_weights(dtype: str, has_options: bool) -> Callable:
+def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
     """Make the function that recomputes a panel of a tile, from ``first_column`` on.
 
     ``weights_tile(parameters, piece, row_facts, weights, grad_scores, dropout_mask, slopes, keys,
@@ -112,9 +112,11 @@ def make_weights(dtype: str, has_options: bool) -> Callable:
     """
     scalar = ELEMENTS[dtype].compute
     LANES = lanes_of(compute_dtype(dtype))
-    (matmul, _, _), scores_tile = make_products(dtype), make_scores(dtype, has_options, True)
+    (matmul, _, _) = make_products(dtype)
+    scores_tile = make_scores(dtype, has_options, has_programs, differentiates=True)
     load_dropout_mask, (_, add_row_sums) = make_dropout_mask(dtype), make_row_sums(dtype)
     steps, ROWS = make_step_counter(dtype), sizes_of(dtype).rows
+    copy = make_tile_operation(compute_dtype(dtype), second)
 
     @njit
     def drop(parameters, weights, grad_scores, dropout_mask, columns, count):
@@ -164,13 +166,6 @@ def make_weights(dtype: str, has_options: bool) -> Callable:
                 store(grad_scores, index, load_vector(weights, index, LANES) * grad)
 
     @njit
-    def copy_tile(target, source, columns, count):
-        for key in range(count):
-            for column in range(0, columns, LANES):
-                index = key * TILE_STRIDE + column
-                store(target, index, load_vector(source, index, LANES))
-
-    @njit
     def weights_tile(
         parameters, piece, row_facts, weights, grad_scores, dropout_mask, slopes, keys, values,
         queries, grad_outputs, are_small, base, shares, delta, row_sums, key_start, first_column,
@@ -204,6 +199,6 @@ def make_weights(dtype: str, has_options: bool) -> Callable:
                 shift(row_sums, first_column), key_start, columns, count,
             )  # fmt: skip
         if has_options and parameters.dropout_threshold > 0:
-            copy_tile(weights, dropout_mask, columns, count)
+            copy(weights, dropout_mask, columns, count)
 
     return weights_tile

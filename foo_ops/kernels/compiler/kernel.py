@@ -64,10 +64,6 @@ class Source(Protocol):
         """Return what is raised in place of the compiler's error, or None to raise that one."""
 
 
-# By the name that launchers ask for. Threads may add to it while others read.
-KERNELS: dict[str, Source] = {}
-
-
 @dataclasses.dataclass(frozen=True)
 class Maker:
     """A function that makes kernels, in a module that is imported when it is called."""
@@ -107,6 +103,52 @@ class OwnKernel(Source):
 
     def explain(self, signature: str, error: Exception) -> None:
         """The package's own kernels compile; whoever writes one wants to see all of it."""
+
+
+class KernelTable(dict[str, Source]):
+    """Kernels by the name that launchers ask for. Threads may add to it while others read.
+
+    A name may also be that of a family and, after a space, the text that its kernel is made of.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.families: dict[str, Maker] = {}
+
+    def __missing__(self, name: str) -> Source:
+        family, _, text = name.partition(" ")
+        return TextKernel(family, text, self.families[family])
+
+
+@dataclasses.dataclass(frozen=True)
+class TextKernel(Source):
+    """A kernel that is made of a text, which is all that its code depends on."""
+
+    family: str
+    text: str
+    maker: Maker
+
+    @property
+    def title(self) -> str:
+        return self.family
+
+    def fingerprint(self, signature: str) -> bytes:
+        return f"{self.family} {self.text}".encode()
+
+    def build(self, signature: str) -> Kernel:
+        return self.maker(signature, self.text)
+
+    def interpret(self, signature: str) -> None:
+        """It is made of vectors."""
+
+    def settle(self) -> None:
+        """Texts do not change."""
+
+    def explain(self, signature: str, error: Exception) -> None:
+        """Who writes the text wants to see all of the error."""
+
+
+KERNELS = KernelTable()
 
 
 def size_name(position: int) -> str:

@@ -34,10 +34,12 @@ def call_intrinsic(
 
 
 def suffix(type_: ir.Type) -> str:
-    """Return the ending of an overloaded LLVM intrinsic: f32, v8f32 ..."""
+    """Return the ending of an overloaded LLVM intrinsic: f32, v8i32 ..."""
     if isinstance(type_, ir.VectorType):
         return f"v{type_.count}{suffix(type_.element)}"
-    return {FLOAT: "f32", DOUBLE: "f64"}[type_]
+    if isinstance(type_, ir.IntType):
+        return f"i{type_.width}"
+    return {HALF: "f16", FLOAT: "f32", DOUBLE: "f64"}[type_]
 
 
 def emit_shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[int]) -> ir.Value:

@@ -24,6 +24,8 @@ constexpr int64_t kRowsOfRange = 256;
 Kernel& backward_kernel(const Parameters& parameters) {
   static auto* kernel = new Kernel("attention_backward");
   static auto* plain = new Kernel("attention_backward.plain");
+  static auto* programs = new Kernel("attention_backward.programs");
+  if (parameters.programs != nullptr) return *programs;
   return is_plain(parameters) ? *plain : *kernel;
 }
 
@@ -124,6 +126,7 @@ std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
     last_key_head = key_head;
     const int64_t chunk = (is_shared ? block.block : index) % parameters.chunks;
     block.slot = key_head * parameters.chunks + chunk;
+    block.chunk = chunk;
     block.bias = bias.has_value() ? bias->place_of(block) : 0;
     const int64_t family = is_shared ? bias->family(block) : key_head;
     auto& job = jobs[family * parameters.chunks + chunk];
@@ -182,13 +185,14 @@ class SumsOfKeys {
 
 // Calls call(piece) for each block of a chunk, which adds to the sums in a slot of so many rows.
 // The last block goes first: under a causal mask it sees the most keys. Their sums begin with it,
-// so that the slot is cleared only where it sees none.
+// so that the slot is cleared only where it sees none. A mask of blocks may hide any of them.
 template <class Call>
-void run_chunk(const Chunk& chunk, const SumsOfKeys& sums, int64_t slot, int64_t rows, Call call) {
+void run_chunk(const Chunk& chunk, const SumsOfKeys& sums, int64_t slot, int64_t rows,
+               bool has_mask, Call call) {
   const Piece& first = chunk.blocks.back();
-  sums.clear(slot, 0, first.key_start);
-  sums.clear(slot, first.key_stop, rows);
-  bool begins = true;
+  sums.clear(slot, 0, has_mask ? rows : first.key_start);
+  sums.clear(slot, has_mask ? rows : first.key_stop, rows);
+  bool begins = !has_mask;
   for (auto block = chunk.blocks.rbegin(); block != chunk.blocks.rend(); ++block) {
     Piece piece = *block;
     piece.slot = slot;
@@ -268,7 +272,7 @@ void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
                const int64_t slot = has_chunks ? chunk.blocks[0].slot
                                     : in_place ? key_head.head
                                                : thread;
-               run_chunk(chunk, sums, slot, key_head.rows, call);
+               run_chunk(chunk, sums, slot, key_head.rows, parameters.programs != nullptr, call);
                if (!has_chunks) {
                  sums.write(key_head, 0, key_head.rows, slot, 1);
                }
@@ -290,7 +294,7 @@ at::Tensor sum_blocks(const at::Tensor& of_blocks, const at::Tensor& like) {
 AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& inputs,
                                 const std::vector<Sequence>& sequences,
                                 const AttentionOptions& options, bool attn_bias_requires_grad,
-                                bool is_packed) {
+                                bool is_packed, const std::function<void()>& prepare) {
   const at::Tensor& query = inputs.query;
   const auto type = compute_type(query);
   std::vector<Piece> blocks = cut_into_blocks(parameters, sequences, options);
@@ -317,6 +321,7 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
   const int64_t most_chunks = is_shared ? most_blocks : most_blocks * parameters.group;
   parameters.chunks =
       std::max<int64_t>(1, std::min(most_chunks, ceil_divide(kBackwardPieces, families)));
+  if (prepare) prepare();
   if (bias.has_value()) {
     const bool all_keys_are_seen =
         std::all_of(blocks.begin(), blocks.end(), [&](const Piece& block) {

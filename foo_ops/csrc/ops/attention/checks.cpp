@@ -191,8 +191,8 @@ void check_sequences(const Checker& checker, const AttentionInputs& inputs) {
 
 }  // namespace
 
-void check_attention(const AttentionInputs& inputs, const AttentionOptions& options) {
-  const Checker checker{"attention", inputs.query};
+void check_dense(const char* name, const AttentionInputs& inputs) {
+  const Checker checker{name, inputs.query};
   constexpr auto kShape = "(batch, heads, length, head_dim)";
   checker.check_query();
   checker.check_kind("query", inputs.query, 4, kShape);
@@ -209,6 +209,12 @@ void check_attention(const AttentionInputs& inputs, const AttentionOptions& opti
   checker.check_count("value", "heads", v[1], k[1], "key");
   checker.check_same("value", "length", v[2], k[2], "key");
   checker.check_groups(q[1], k[1]);
+}
+
+void check_attention(const AttentionInputs& inputs, const AttentionOptions& options) {
+  const Checker checker{"attention", inputs.query};
+  check_dense(checker.name, inputs);
+  const auto q = inputs.query.sym_sizes();
   if (inputs.attn_bias.has_value()) {
     check_bias(checker, *inputs.attn_bias, inputs.query, inputs.key);
   }

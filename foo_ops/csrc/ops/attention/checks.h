@@ -13,6 +13,7 @@ namespace foo {
 // The checks raise for arguments that the operators do not take. ``name`` is the operator's, where
 // several have a check in common. They read only metadata, so that they serve eager tensors and
 // fake ones with symbolic sizes alike.
+void check_dense(const char* name, const AttentionInputs& inputs);
 void check_attention(const AttentionInputs& inputs, const AttentionOptions& options);
 void check_attention_varlen(const AttentionInputs& inputs, const AttentionOptions& options);
 

@@ -1,3 +1,5 @@
+#include "ops/attention/dense.h"
+
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -36,6 +38,8 @@ void set_bias(Parameters& parameters, const at::Tensor& bias, at::ScalarType que
       {parameters.batch, parameters.query_heads, parameters.query_length, parameters.key_length}));
 }
 
+}  // namespace
+
 Parameters make_parameters(const AttentionInputs& inputs) {
   Parameters parameters{};
   parameters.batch = inputs.query.size(0);
@@ -63,10 +67,6 @@ std::vector<Sequence> sequences_of(const Parameters& parameters) {
   return sequences;
 }
 
-using Outputs = std::tuple<at::Tensor, at::Tensor>;
-
-// Heads and rows lie in memory as query's do, so that a model which transposed them for attention
-// can transpose them back and view the result.
 at::Tensor make_output(const at::Tensor& query, int64_t value_dim) {
   const auto batch = query.size(0), heads = query.size(1), rows = query.size(2);
   if (query.stride(1) < query.stride(2)) {
@@ -75,12 +75,20 @@ at::Tensor make_output(const at::Tensor& query, int64_t value_dim) {
   return at::empty({batch, heads, rows, value_dim}, query.options());
 }
 
+at::Tensor make_logsumexp(const at::Tensor& query) {
+  return at::empty({query.size(0), query.size(1), query.size(2)},
+                   query.options().dtype(compute_type(query)));
+}
+
+namespace {
+
+using Outputs = std::tuple<at::Tensor, at::Tensor>;
+
 Outputs attend(const AttentionInputs& inputs, const AttentionOptions& options,
                const std::optional<at::Tensor>& seed) {
   const auto& query = inputs.query;
   const at::Tensor output = make_output(query, inputs.value.size(3));
-  const at::Tensor logsumexp = at::empty({query.size(0), query.size(1), query.size(2)},
-                                         query.options().dtype(compute_type(query)));
+  const at::Tensor logsumexp = make_logsumexp(query);
   Extras extras;
   auto parameters = make_parameters(inputs);
   set_options(parameters, extras, inputs, options, seed);

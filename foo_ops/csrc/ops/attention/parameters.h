@@ -67,7 +67,13 @@ struct Parameters {
   int64_t modifies, bias_kind, bias_rows, bias_columns, bias_gradient;
   int64_t has_alibi_slopes, has_sinks, dropout_threshold, seed;
   int64_t page_size, block_table_stride, query_length, key_length, chunks, has_int8_cache;
+  // Addresses of programs' kernels, or 0, and the mask of blocks: see programs.h.
+  int64_t score_function, masked_score_function, gradient_function;
+  int64_t windows, mask_batch_stride, mask_head_stride, mask_columns;
+  int64_t mask_query_block, mask_key_block;
   const int32_t* block_table;
+  const int64_t* programs;
+  const uint8_t *window_states, *block_states;
   Operand query, key, value, attn_bias, alibi_slopes, sinks, output, logsumexp;
   Operand grad_output, grad_logsumexp, grad_query, grad_key, grad_value, grad_attn_bias;
   Operand grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total;
@@ -82,7 +88,9 @@ struct Layout<Parameters> {
       scale, factor, softcap, dropout_scale, head_dim, value_dim, query_heads, group, key_heads,
       batch, modifies, bias_kind, bias_rows, bias_columns, bias_gradient, has_alibi_slopes,
       has_sinks, dropout_threshold, seed, page_size, block_table_stride, query_length, key_length,
-      chunks, has_int8_cache, block_table, query, key, value, attn_bias, alibi_slopes, sinks,
+      chunks, has_int8_cache, score_function, masked_score_function, gradient_function, windows,
+      mask_batch_stride, mask_head_stride, mask_columns, mask_query_block, mask_key_block,
+      block_table, programs, window_states, block_states, query, key, value, attn_bias, alibi_slopes, sinks,
       output, logsumexp, grad_output, grad_logsumexp, grad_query, grad_key, grad_value,
       grad_attn_bias, grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total,
       key_scale, value_scale);
@@ -113,6 +121,8 @@ struct Piece {
   // The slot of partial_largest and partial_total that a block's weights in the backward pass are
   // computed with, or -1: with the logsumexp.
   int64_t statistics;
+  // The chunk of the blocks of a key head that it belongs to in the backward pass.
+  int64_t chunk;
 };
 
 template <>
@@ -122,7 +132,7 @@ struct Layout<Piece> {
   static constexpr Field fields[] =
       FOO_FIELDS(batch, head, heads, query_start, query_count, query_offset, key_offset, key_start,
                  key_stop, first_visible, last_visible, alignment, slot, key_split, key_splits,
-                 block, bias, begins_sums, statistics);
+                 block, bias, begins_sums, statistics, chunk);
 };
 static_assert(is_whole<Piece>());
 

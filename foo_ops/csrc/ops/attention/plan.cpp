@@ -42,6 +42,8 @@ int64_t usual_block() {
 
 // How many heads that share a key head are in a block of up to ``most`` queries.
 int64_t heads_of_block(const Parameters& parameters, const Sequence& sequence, int64_t most) {
+  // Programs take queries of one head.
+  if (parameters.programs != nullptr) return 1;
   return std::clamp<int64_t>(most / sequence.query_length, 1, parameters.group);
 }
 
@@ -81,7 +83,19 @@ void set_visible(Piece& piece, const Sequence& sequence, const AttentionOptions&
   }
 }
 
-void set_keys(Piece& piece, const Sequence& sequence) {
+// Where the keys end that a mask of blocks does not hide from all queries of a piece, which belong
+// to one of its rows. Others that it hides are left out by the kernel.
+int64_t last_key(const Piece& piece, const Parameters& parameters, int64_t key_length) {
+  const int64_t row = piece.batch * parameters.mask_batch_stride +
+                      piece.head * parameters.mask_head_stride +
+                      piece.query_start / parameters.mask_query_block;
+  const uint8_t* const states = parameters.window_states + row * parameters.windows;
+  int64_t window = parameters.windows;
+  while (window > 0 && states[window - 1] == 0) --window;
+  return std::min(key_length, window * kKeyBlock);
+}
+
+void set_keys(Piece& piece, const Parameters& parameters, const Sequence& sequence) {
   const int64_t last_query = piece.query_start + piece.query_count - 1;
   const int64_t first = std::max<int64_t>(0, piece.query_start + piece.first_visible);
   const int64_t stop = std::min(sequence.key_length, last_query + piece.last_visible + 1);
@@ -90,6 +104,14 @@ void set_keys(Piece& piece, const Sequence& sequence) {
   const bool sees_any = stop > first && piece.first_visible <= piece.last_visible;
   piece.key_start = first / kKeyMultiple * kKeyMultiple;
   piece.key_stop = sees_any ? stop : piece.key_start;
+  if (parameters.programs != nullptr) {
+    piece.key_stop = last_key(piece, parameters, piece.key_stop);
+  }
+}
+
+// So many queries are cut alike, from each multiple of it on: those of a row of a mask of blocks.
+int64_t length_of_row(const Parameters& parameters, const Sequence& sequence) {
+  return parameters.programs == nullptr ? sequence.query_length : parameters.mask_query_block;
 }
 
 void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const Sequence& sequence,
@@ -99,8 +121,9 @@ void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const 
     return;
   }
   const int64_t heads = heads_of_block(parameters, sequence, most);
-  const int64_t count = ceil_divide(length, most);
-  const int64_t rows = count == 1 ? length : ceil_divide(ceil_divide(length, count), 8) * 8;
+  const int64_t row = std::min(length, length_of_row(parameters, sequence));
+  const int64_t count = ceil_divide(row, most);
+  const int64_t rows = count == 1 ? row : ceil_divide(ceil_divide(row, count), 8) * 8;
   Piece piece{};
   piece.batch = sequence.batch;
   piece.query_offset = sequence.query_offset;
@@ -113,12 +136,15 @@ void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const 
     for (int64_t index = 0; index < parameters.group; index += heads) {
       piece.head = key_head * parameters.group + index;
       piece.heads = std::min(heads, parameters.group - index);
-      for (int64_t start = 0; start < length; start += rows) {
+      piece.block = 0;
+      for (int64_t start = 0; start < length;) {
+        const int64_t stop = std::min(length, (start / row + 1) * row);
         piece.query_start = start;
-        piece.query_count = std::min(rows, length - start);
-        piece.block = start / rows;
-        set_keys(piece, sequence);
+        piece.query_count = std::min(rows, stop - start);
+        set_keys(piece, parameters, sequence);
         blocks.push_back(piece);
+        start += piece.query_count;
+        ++piece.block;
       }
     }
   }
@@ -268,8 +294,11 @@ ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequenc
   if (!parameters.modifies && !has_16_registers()) {
     plan.pieces = merge_neighbours(parameters, std::move(plan.pieces), plan.rows);
   }
-  plan.few_queries =
-      take_if(plan.pieces, [](const Piece& piece) { return rows_of(piece) <= kFewQueries; });
+  // The kernel for few queries has no score tiles, which programs take.
+  if (parameters.programs == nullptr) {
+    plan.few_queries =
+        take_if(plan.pieces, [](const Piece& piece) { return rows_of(piece) <= kFewQueries; });
+  }
   return plan;
 }
 

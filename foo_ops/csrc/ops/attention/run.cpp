@@ -20,6 +20,8 @@ constexpr double kLargeLogsumexp = 256.0;
 Kernel& forward_kernel(const Parameters& parameters) {
   static auto* kernel = new Kernel("attention_forward");
   static auto* plain = new Kernel("attention_forward.plain");
+  static auto* programs = new Kernel("attention_forward.programs");
+  if (parameters.programs != nullptr) return *programs;
   return is_plain(parameters) ? *plain : *kernel;
 }
 

@@ -1,0 +1,171 @@
+#include "ops/attention/flex.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/SymInt.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <tuple>
+#include <utility>
+
+#include "launch/kernel_table.h"
+#include "launch/operator_counts.h"
+#include "ops/attention/backward.h"
+#include "ops/attention/checks.h"
+#include "ops/attention/dense.h"
+#include "ops/attention/programs.h"
+#include "ops/attention/run.h"
+
+namespace foo {
+
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kName = "flex_attention";
+
+void check_list(const char* argument, const OptionalTensor& tensor, int64_t dimensions,
+                const Tensor& query) {
+  if (!tensor.has_value()) return;
+  TORCH_CHECK_TYPE(tensor->scalar_type() == at::kInt, kName, ": ", argument,
+                   " must be int32, got ", dtype_name(tensor->scalar_type()));
+  TORCH_CHECK_VALUE(tensor->device() == query.device(), kName, ": ", argument, " must be on ",
+                    query.device(), " as query is, got ", tensor->device());
+  TORCH_CHECK_VALUE(tensor->dim() == dimensions, kName, ": ", argument, " must have ", dimensions,
+                    " dimensions, got ", tensor->dim());
+}
+
+// The counts and the indices of partial, or of full blocks.
+void check_lists(const char* counts_name, const OptionalTensor& counts, const char* indices_name,
+                 const OptionalTensor& indices, const Tensor& query, int64_t query_block) {
+  check_list(counts_name, counts, 3, query);
+  check_list(indices_name, indices, 4, query);
+  TORCH_CHECK_VALUE(counts.has_value() == indices.has_value(), kName, ": ", counts_name, " and ",
+                    indices_name, " must be given together, got one of them");
+  if (!counts.has_value()) return;
+  const auto sizes = counts->sym_sizes();
+  for (const auto& [axis, name] : {std::pair(0, "rows of the batch"), {1, "heads"}}) {
+    TORCH_CHECK_VALUE(sizes[axis] == 1 || sizes[axis] == query.sym_size(axis), kName, ": ",
+                      counts_name, " must have 1 or ", query.sym_size(axis), " ", name,
+                      " as query has, got ", sizes[axis]);
+  }
+  TORCH_CHECK_VALUE(sizes[2] * query_block >= query.sym_size(2), kName, ": ", counts_name,
+                    " must have rows of blocks of ", query_block, " for all ", query.sym_size(2),
+                    " queries, got ", sizes[2]);
+  TORCH_CHECK_VALUE(indices->sym_sizes().slice(0, 3) == sizes, kName, ": ", indices_name,
+                    " must have the leading dimensions ", sizes, " as ", counts_name,
+                    " has, got ", indices->sym_sizes());
+}
+
+using Outputs = std::tuple<Tensor, Tensor>;
+
+Outputs flex_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                       at::TensorList captured, const OptionalTensor& kv_num_blocks,
+                       const OptionalTensor& kv_indices, const OptionalTensor& full_kv_num_blocks,
+                       const OptionalTensor& full_kv_indices, std::string_view score_mod,
+                       std::string_view mask_mod, std::string_view backward,
+                       c10::ArrayRef<double> numbers, c10::IntArrayRef integers,
+                       std::optional<double> scale, int64_t query_block, int64_t key_block) {
+  check_flex_attention(query, key, value, captured.vec(), kv_num_blocks, kv_indices,
+                       full_kv_num_blocks, full_kv_indices, query_block, key_block);
+  const AttentionInputs inputs{
+      .query = query, .key = key, .value = value, .alibi_slopes = kNotGiven, .sinks = kNotGiven};
+  const AttentionOptions options{.scale = scale};
+  const Tensor output = make_output(query, value.size(3));
+  const Tensor logsumexp = make_logsumexp(query);
+  Extras extras;
+  auto parameters = make_parameters(inputs);
+  set_options(parameters, extras, inputs, options, std::nullopt);
+  parameters.output = Operand(output);
+  parameters.logsumexp = Operand(logsumexp);
+  const Programs programs{score_mod, mask_mod, {}, captured, numbers, integers};
+  const ProgramCall call(parameters, programs,
+                         {kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+                          query_block, key_block},
+                         compute_type(query));
+  run_forward(parameters, query, sequences_of(parameters), options);
+  call.check_indices(kName);
+  return {output, logsumexp};
+}
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>>;
+
+Gradients flex_attention_backward(
+    const Tensor& grad_output, const Tensor& grad_logsumexp, const Tensor& query, const Tensor& key,
+    const Tensor& value, at::TensorList captured, const Tensor& output, const Tensor& logsumexp,
+    const OptionalTensor& kv_num_blocks, const OptionalTensor& kv_indices,
+    const OptionalTensor& full_kv_num_blocks, const OptionalTensor& full_kv_indices,
+    const c10::List<bool>& requires_grad, std::string_view score_mod, std::string_view mask_mod,
+    std::string_view backward, c10::ArrayRef<double> numbers, c10::IntArrayRef integers,
+    std::optional<double> scale, int64_t query_block, int64_t key_block) {
+  check_flex_attention(query, key, value, captured.vec(), kv_num_blocks, kv_indices,
+                       full_kv_num_blocks, full_kv_indices, query_block, key_block);
+  check_attention_results("flex_attention_backward", grad_output, grad_logsumexp, query, value,
+                          output, logsumexp);
+  TORCH_CHECK_VALUE(requires_grad.size() == captured.size(),
+                    "flex_attention_backward: captured_requires_grad must have ", captured.size(),
+                    " elements as captured has, got ", requires_grad.size());
+  const AttentionInputs inputs{
+      .query = query, .key = key, .value = value, .alibi_slopes = kNotGiven, .sinks = kNotGiven};
+  const AttentionOptions options{.scale = scale};
+  Extras extras;
+  auto parameters = make_parameters(inputs);
+  set_options(parameters, extras, inputs, options, std::nullopt);
+  parameters.output = Operand(output);
+  parameters.logsumexp = Operand(logsumexp);
+  parameters.grad_output = Operand(grad_output);
+  parameters.grad_logsumexp = Operand(grad_logsumexp);
+  const Programs programs{score_mod, mask_mod, backward, captured, numbers, integers};
+  ProgramCall call(parameters, programs,
+                   {kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, query_block,
+                    key_block},
+                   compute_type(query));
+  const auto allocate = [&] { call.allocate_gradients(requires_grad.vec(), parameters.chunks); };
+  auto [grad_query, grad_key, grad_value, none, no_slopes, no_sinks] = run_backward(
+      parameters, inputs, sequences_of(parameters), options, false, false, allocate);
+  call.check_indices("flex_attention_backward");
+  return {grad_query, grad_key, grad_value, call.gradients()};
+}
+
+}  // namespace
+
+void check_flex_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                          const std::vector<Tensor>& captured, const OptionalTensor& kv_num_blocks,
+                          const OptionalTensor& kv_indices,
+                          const OptionalTensor& full_kv_num_blocks,
+                          const OptionalTensor& full_kv_indices, int64_t query_block,
+                          int64_t key_block) {
+  check_dense(kName, {.query = query,
+                      .key = key,
+                      .value = value,
+                      .alibi_slopes = kNotGiven,
+                      .sinks = kNotGiven});
+  for (size_t i = 0; i < captured.size(); ++i) {
+    const Tensor& tensor = captured[i];
+    TORCH_CHECK_VALUE(tensor.dim() <= CapturedTensor::kMostDimensions, kName,
+                      ": captured tensor ", i, " must have at most ",
+                      CapturedTensor::kMostDimensions, " dimensions, got ", tensor.dim());
+    TORCH_CHECK_VALUE(tensor.device() == query.device(), kName, ": captured tensor ", i,
+                      " must be on ", query.device(), " as query is, got ", tensor.device());
+    TORCH_CHECK_VALUE(tensor.sym_numel() > 0, kName, ": captured tensor ", i,
+                      " must have elements, got shape ", tensor.sym_sizes());
+  }
+  TORCH_CHECK_VALUE(query_block >= 1, kName, ": query_block must be at least 1, got ", query_block);
+  TORCH_CHECK_VALUE(key_block >= 1, kName, ": key_block must be at least 1, got ", key_block);
+  check_lists("kv_num_blocks", kv_num_blocks, "kv_indices", kv_indices, query, query_block);
+  check_lists("full_kv_num_blocks", full_kv_num_blocks, "full_kv_indices", full_kv_indices, query,
+              query_block);
+  TORCH_CHECK_VALUE(kv_num_blocks.has_value() || !full_kv_num_blocks.has_value(), kName,
+                    ": kv_num_blocks must be given where full_kv_num_blocks is, got None");
+  TORCH_CHECK_VALUE(!full_kv_num_blocks.has_value() ||
+                        full_kv_num_blocks->sym_sizes() == kv_num_blocks->sym_sizes(),
+                    kName, ": full_kv_num_blocks must have the shape of kv_num_blocks");
+}
+
+TORCH_LIBRARY_FRAGMENT(foo, library) {
+  register_shared_kernel<"foo::flex_attention", &flex_attention>(library);
+  register_shared_kernel<"foo::flex_attention_backward", &flex_attention_backward>(library);
+}
+
+}  // namespace foo

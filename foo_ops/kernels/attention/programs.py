@@ -1,0 +1,196 @@
+"""Apply users' programs to score tiles: kernels of their own, which those of attention call.
+
+So a new function of a user compiles a small kernel alone. A tile is a *window* of keys, from a
+multiple of KEY_BLOCK on, and a mask of blocks says for each row of blocks what is in a window:
+nothing that a query sees, keys for ``mask_mod`` to decide on, keys that all see, or both, in blocks
+that do not fill a window.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+from llvmlite import ir
+from numba import njit
+from numba.core import types
+from numba.extending import intrinsic
+
+from foo_ops.kernels.attention.parameters import KEY_BLOCK, TILE_STRIDE, lowest_score
+from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.vectors.elements import compute_dtype
+from foo_ops.kernels.vectors.emit_program import PLACES, TilePrograms, emit_tile_programs
+from foo_ops.kernels.vectors.memory import load, shift
+from foo_ops.kernels.vectors.program import Program
+from foo_ops.kernels.vectors.rows import make_fill
+from foo_ops.kernels.vectors.values import Pointer
+
+# What a window, or a block of keys, holds for the queries of a row.
+HIDDEN, MASKED, SEEN, MIXED = range(4)
+
+
+def make_program_kernel(dtype: str, text: str) -> Kernel:
+    """Make the kernel of ``text``: the program of score_mod, that of mask_mod and that of the
+    gradients, which are empty where there is none, with an empty line between them.
+
+    It works on a tile of the compute type ``dtype``, as
+    `foo_ops.kernels.vectors.emit_program.emit_tile_programs` says.
+    """
+    given = [Program.parse(part) if part else None for part in split_programs(text)]
+    programs = TilePrograms(dtype, TILE_STRIDE, lowest_score(dtype), *given)
+    names = ("arguments", "scores", "gradients", *PLACES)
+    pointers = (Pointer("int64"), Pointer(dtype), Pointer(dtype))
+    argument_types = (*pointers, *(types.int64 for _ in PLACES))
+
+    @intrinsic
+    def run(typing_context, arguments, scores, gradients, *places):
+        def generate(context, builder, signature, args):
+            (*first, rest) = args
+            values = [builder.extract_value(rest, position) for position in range(len(PLACES))]
+            emit_tile_programs(builder, programs, dict(zip(names, (*first, *values))))
+            return context.get_dummy_value()
+
+        return types.void(arguments, scores, gradients, types.StarArgTuple(places)), generate
+
+    def kernel(
+        arguments, scores, gradients, queries, keys, first_query, first_key, batch, head, key_head,
+        chunk,
+    ):  # fmt: skip
+        run(
+            arguments, scores, gradients, queries, keys, first_query, first_key, batch, head,
+            key_head, chunk,
+        )  # fmt: skip
+
+    return Kernel(kernel, argument_types)
+
+
+def split_programs(text: str) -> list[str]:
+    """Return the three parts of a kernel's text."""
+    return [part.strip("\n") for part in text.split("\n\n")]
+
+
+@functools.cache
+def _make_caller(dtype: str) -> Callable:
+    """Make ``call(address, arguments, scores, gradients, *places)``, which calls such a kernel."""
+    pointers = (Pointer("int64"), Pointer(dtype), Pointer(dtype))
+
+    @intrinsic
+    def call(
+        typing_context, address, arguments, scores, gradients, queries, keys, first_query,
+        first_key, batch, head, key_head, chunk,
+    ):  # fmt: skip
+        def generate(context, builder, signature, args):
+            operands = list(args[1:])
+            function = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
+            builder.call(builder.inttoptr(args[0], function.as_pointer()), operands)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, *pointers, *(types.int64 for _ in PLACES)), generate
+
+    return call
+
+
+@njit
+def row_of_blocks(parameters, piece, first_query):
+    """The row of the mask of blocks that some queries belong to."""
+    row = piece.batch * parameters.mask_batch_stride + piece.head * parameters.mask_head_stride
+    return row + first_query // parameters.mask_query_block
+
+
+@njit
+def state_of_window(parameters, piece, first_query, key_start):
+    row = row_of_blocks(parameters, piece, first_query)
+    return load(parameters.window_states, row * parameters.windows + key_start // KEY_BLOCK)
+
+
+@njit
+def hides_window(parameters, piece, first_query, key_start):
+    return state_of_window(parameters, piece, first_query, key_start) == HIDDEN
+
+
+@njit
+def sees_window(parameters, piece, key_start):
+    """Whether a query of the piece sees keys of a window."""
+    query, stop = piece.query_start, piece.query_start + piece.query_count
+    while query < stop:
+        if not hides_window(parameters, piece, query, key_start):
+            return True
+        query = (query // parameters.mask_query_block + 1) * parameters.mask_query_block
+    return False
+
+
+@functools.cache
+def make_program_steps(dtype: str) -> tuple[Callable, Callable]:
+    """Make the functions that apply programs to panels.
+
+    ``modify(parameters, piece, scores, first_query, queries, key_start, columns, count)`` turns
+    products into scores, -infinity where a query does not see a key. ``differentiate(parameters,
+    piece, products, gradients, first_query, queries, key_start, columns, count)`` turns the
+    gradients of these scores into those of the products, but for their factor, and adds to the
+    gradients of captured tensors.
+    """
+    compute = compute_dtype(dtype)
+    call, fill = _make_caller(compute), make_fill(compute)
+
+    @njit
+    def apply(
+        parameters, piece, function, masked, hides, scores, gradients, first_query, queries,
+        key_start, columns, count, state,
+    ):  # fmt: skip
+        """Apply a function, or the one that masks, to keys that are all alike."""
+        if state == HIDDEN:
+            if hides:
+                for key in range(count):
+                    fill(shift(scores, key * TILE_STRIDE), columns, -math.inf)
+            return
+        address = function if state == SEEN else masked
+        if address != 0:
+            call(
+                address, parameters.programs, scores, gradients, queries, count, first_query,
+                key_start, piece.batch, piece.head, piece.head // parameters.group, piece.chunk,
+            )  # fmt: skip
+
+    @njit
+    def apply_to_window(
+        parameters, piece, function, masked, hides, scores, gradients, first_query, queries,
+        key_start, columns, count,
+    ):  # fmt: skip
+        state = state_of_window(parameters, piece, first_query, key_start)
+        if state != MIXED:
+            apply(
+                parameters, piece, function, masked, hides, scores, gradients, first_query,
+                queries, key_start, columns, count, state,
+            )  # fmt: skip
+            return
+        row = row_of_blocks(parameters, piece, first_query) * parameters.mask_columns
+        start, stop = key_start, key_start + count
+        while start < stop:
+            block = start // parameters.mask_key_block
+            end = min(stop, (block + 1) * parameters.mask_key_block)
+            place = (start - key_start) * TILE_STRIDE
+            apply(
+                parameters, piece, function, masked, hides, shift(scores, place),
+                shift(gradients, place), first_query, queries, start, columns, end - start,
+                load(parameters.block_states, row + block),
+            )  # fmt: skip
+            start = end
+
+    @njit
+    def modify(parameters, piece, scores, first_query, queries, key_start, columns, count):
+        apply_to_window(
+            parameters, piece, parameters.score_function, parameters.masked_score_function, True,
+            scores, scores, first_query, queries, key_start, columns, count,
+        )  # fmt: skip
+
+    @njit
+    def differentiate(
+        parameters, piece, products, gradients, first_query, queries, key_start, columns, count
+    ):
+        function = parameters.gradient_function
+        apply_to_window(
+            parameters, piece, function, function, False, products, gradients, first_query,
+            queries, key_start, columns, count,
+        )  # fmt: skip
+
+    return modify, differentiate
