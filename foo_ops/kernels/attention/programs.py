@@ -30,14 +30,23 @@ from foo_ops.kernels.vectors.values import Pointer
 HIDDEN, MASKED, SEEN, MIXED = range(4)
 
 
-def make_program_kernel(dtype: str, text: str) -> Kernel:
-    """Make the kernel of ``text``: the program of score_mod, that of mask_mod and that of the
-    gradients, which are empty where there is none, with an empty line between them.
+def make_program_kernel(signature: str, text: str) -> Kernel:
+    """Make the kernel of ``text``: a line with the counts of numbers and integers of a call, then
+    the program of score_mod, that of mask_mod and that of the gradients, with an empty line before
+    each, and nothing more where there is none.
 
-    It works on a tile of the compute type ``dtype``, as
-    `foo_ops.kernels.vectors.emit_program.emit_tile_programs` says.
+    It works on a tile, as `foo_ops.kernels.vectors.emit_program.emit_tile_programs` says. The
+    signature is the compute type and dtype and dimensions of each captured tensor:
+    "float32,int64-1d,float32". A text that does not fit is refused with a ValueError.
     """
-    given = [Program.parse(part) if part else None for part in split_programs(text)]
+    dtype, *tensors = signature.split(",")
+    counts, *parts = text.split("\n\n")
+    given = [Program.parse(part) if part else None for part in parts]
+    numbers, integers = map(int, counts.split())
+    captured = [_dtype_and_dimensions(tensor) for tensor in tensors]
+    for program in given:
+        if program is not None:
+            program.check(captured, numbers, integers)
     programs = TilePrograms(dtype, TILE_STRIDE, lowest_score(dtype), *given)
     names = ("arguments", "scores", "gradients", *PLACES)
     pointers = (Pointer("int64"), Pointer(dtype), Pointer(dtype))
@@ -65,9 +74,9 @@ def make_program_kernel(dtype: str, text: str) -> Kernel:
     return Kernel(kernel, argument_types)
 
 
-def split_programs(text: str) -> list[str]:
-    """Return the three parts of a kernel's text."""
-    return [part.strip("\n") for part in text.split("\n\n")]
+def _dtype_and_dimensions(tensor: str) -> tuple[str, int]:
+    dtype, _, dimensions = tensor.partition("-")
+    return dtype, int(dimensions.removesuffix("d") or 0)
 
 
 @functools.cache

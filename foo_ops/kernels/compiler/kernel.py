@@ -144,8 +144,9 @@ class TextKernel(Source):
     def settle(self) -> None:
         """Texts do not change."""
 
-    def explain(self, signature: str, error: Exception) -> None:
-        """Who writes the text wants to see all of the error."""
+    def explain(self, signature: str, error: Exception) -> KernelError | None:
+        """Tell what is wrong with the text; of other errors who writes one wants to see all."""
+        return KernelError(f"{self.family}: {error}") if isinstance(error, ValueError) else None
 
 
 KERNELS = KernelTable()

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 # The score; what it belongs to, all int32; and, in a program of gradients, the gradient of what the
 # function returned.
@@ -123,3 +124,50 @@ class Program:
             else:
                 nodes.append(Node(first, words[0], tuple(map(int, words[1:]))))
         return cls(tuple(nodes), output, tuple(gradients))
+
+    def check(self, captured: Sequence[tuple[str, int]], numbers: int, integers: int) -> None:
+        """Raise a ValueError where the program reads what a call does not give it.
+
+        Args:
+            captured: dtype and number of dimensions of each captured tensor.
+            numbers, integers: how many of them there are.
+        """
+        for place, node in enumerate(self.nodes):
+            line = f"line {place} of a program, '{node}',"
+            if node.operation not in OPERATIONS or node.dtype not in DTYPES:
+                raise ValueError(f"{line} must have an operation and a dtype that programs have")
+            if any(not 0 <= operand < place for operand in node.arguments):
+                raise ValueError(f"{line} must have operands that are lines before it")
+            if node.operation == "number" and not 0 <= node.operands[0] < numbers:
+                raise ValueError(f"{line} must read one of {numbers} numbers")
+            if node.operation == "integer" and not 0 <= node.operands[0] < integers:
+                raise ValueError(f"{line} must read one of {integers} integers")
+            if node.operation == "load":
+                self._check_element(line, node.operands[0], node.operands[1:], captured)
+                dtype = captured[node.operands[0]][0]
+                if dtype != node.dtype:
+                    raise ValueError(f"{line} must read a tensor of {node.dtype}, got {dtype}")
+        if not 0 <= self.output < len(self.nodes):
+            raise ValueError(f"a program must have an output among its lines, got {self.output}")
+        for gradient in self.gradients:
+            line = f"'{gradient}' of a program"
+            self._check_element(line, gradient.captured, gradient.indices, captured)
+            if any(not 0 <= it < len(self.nodes) for it in (gradient.value, *gradient.indices)):
+                raise ValueError(f"{line} must have operands that are lines")
+
+    def _check_element(
+        self,
+        line: str,
+        number: int,
+        indices: tuple[int, ...],
+        captured: Sequence[tuple[str, int]],
+    ) -> None:
+        if not 0 <= number < len(captured):
+            raise ValueError(f"{line} must name one of {len(captured)} captured tensors")
+        dimensions = captured[number][1]
+        if len(indices) != dimensions:
+            raise ValueError(
+                f"{line} must have an index for each of {dimensions} dimensions, got {len(indices)}"
+            )
+        if any(self.nodes[index].dtype not in INTEGERS for index in indices):
+            raise ValueError(f"{line} must have indices that are integers")

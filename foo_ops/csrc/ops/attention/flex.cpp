@@ -103,9 +103,7 @@ Gradients flex_attention_backward(
                        full_kv_num_blocks, full_kv_indices, query_block, key_block);
   check_attention_results("flex_attention_backward", grad_output, grad_logsumexp, query, value,
                           output, logsumexp);
-  TORCH_CHECK_VALUE(requires_grad.size() == captured.size(),
-                    "flex_attention_backward: captured_requires_grad must have ", captured.size(),
-                    " elements as captured has, got ", requires_grad.size());
+  check_flex_requirements(captured.vec(), requires_grad.vec());
   const AttentionInputs inputs{
       .query = query, .key = key, .value = value, .alibi_slopes = kNotGiven, .sinks = kNotGiven};
   const AttentionOptions options{.scale = scale};
@@ -161,6 +159,19 @@ void check_flex_attention(const Tensor& query, const Tensor& key, const Tensor& 
   TORCH_CHECK_VALUE(!full_kv_num_blocks.has_value() ||
                         full_kv_num_blocks->sym_sizes() == kv_num_blocks->sym_sizes(),
                     kName, ": full_kv_num_blocks must have the shape of kv_num_blocks");
+}
+
+void check_flex_requirements(const std::vector<Tensor>& captured,
+                             const std::vector<bool>& requires_grad) {
+  TORCH_CHECK_VALUE(requires_grad.size() == captured.size(),
+                    "flex_attention_backward: captured_requires_grad must have ", captured.size(),
+                    " elements as captured has, got ", requires_grad.size());
+  for (size_t i = 0; i < captured.size(); ++i) {
+    TORCH_CHECK_TYPE(!requires_grad[i] || captured[i].is_floating_point(),
+                     "flex_attention_backward: captured tensor ", i,
+                     " must be floating-point to have a gradient, got ",
+                     dtype_name(captured[i].scalar_type()));
+  }
 }
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {

@@ -17,4 +17,8 @@ void check_flex_attention(const at::Tensor& query, const at::Tensor& key, const 
                           const std::optional<at::Tensor>& full_kv_indices, int64_t query_block,
                           int64_t key_block);
 
+// For each captured tensor whether a gradient is asked for.
+void check_flex_requirements(const std::vector<at::Tensor>& captured,
+                             const std::vector<bool>& requires_grad);
+
 }  // namespace foo

@@ -18,21 +18,34 @@ namespace foo {
 
 namespace {
 
+// What a kernel is compiled for: the compute type, dtype and dimensions of each captured tensor.
+Signature signature_of(at::ScalarType type, at::TensorList captured) {
+  Signature signature{static_cast<int16_t>(type)};
+  for (const at::Tensor& tensor : captured) {
+    signature.push_back(static_cast<int16_t>(tensor.scalar_type()));
+    if (tensor.dim() > 0) signature.push_back(static_cast<int16_t>(kRankZero - tensor.dim()));
+  }
+  return signature;
+}
+
 // The address of the kernel that these programs become, or 0 where there is none.
-int64_t function_of(at::ScalarType type, std::string_view score_mod, std::string_view mask_mod,
-                    std::string_view backward) {
+int64_t function_of(at::ScalarType type, const Programs& given, std::string_view score_mod,
+                    std::string_view mask_mod, std::string_view backward) {
   if (score_mod.empty() && mask_mod.empty() && backward.empty()) return 0;
   // Kernels live as long as the process: they are never destroyed.
   static auto* kernels = new std::map<std::string, Kernel, std::less<>>();
   static auto* mutex = new std::mutex();
-  std::string name = "attention_program ";
-  name.append(score_mod).append("\n\n").append(mask_mod).append("\n\n").append(backward);
+  std::string name = "attention_program " + std::to_string(given.numbers.size()) + ' ' +
+                     std::to_string(given.integers.size());
+  for (const std::string_view program : {score_mod, mask_mod, backward}) {
+    name.append("\n\n").append(program);
+  }
   Kernel* kernel = nullptr;
   {
     const std::lock_guard<std::mutex> lock(*mutex);
     kernel = &kernels->try_emplace(name, name).first->second;
   }
-  return reinterpret_cast<int64_t>(kernel->get<void()>(type));
+  return reinterpret_cast<int64_t>(kernel->get<void()>(signature_of(type, given.captured)));
 }
 
 }  // namespace
@@ -125,9 +138,9 @@ ProgramCall::ProgramCall(Parameters& parameters, const Programs& programs, const
   std::string score_mod(programs.score_mod);
   if (score_mod.empty() && !is_plain) score_mod = dtype_name(type_) + " input score\noutput 0";
   parameters.programs = reinterpret_cast<const int64_t*>(&arguments_);
-  parameters.score_function = function_of(type_, score_mod, {}, {});
-  parameters.masked_score_function = function_of(type_, score_mod, programs.mask_mod, {});
-  parameters.gradient_function = function_of(type_, {}, {}, programs.backward);
+  parameters.score_function = function_of(type_, programs, score_mod, {}, {});
+  parameters.masked_score_function = function_of(type_, programs, score_mod, programs.mask_mod, {});
+  parameters.gradient_function = function_of(type_, programs, {}, {}, programs.backward);
 }
 
 void ProgramCall::allocate_gradients(const std::vector<bool>& requires_grad, int64_t chunks) {
