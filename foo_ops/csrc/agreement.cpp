@@ -39,6 +39,7 @@ Agreement agreement() {
   add_struct<ViewList>(result);
   add_struct<Outside>(result);
   result.functions = {{"AttentionFunction", Arguments<AttentionFunction>::names()},
+                      {"ProgramFunction", Arguments<ProgramFunction>::names()},
                       {"SumFunction", Arguments<SumFunction>::names()},
                       {"ProductFunction", Arguments<ProductFunction>::names()},
                       {"QuantizedFunction", Arguments<QuantizedFunction>::names()},

@@ -116,19 +116,19 @@ struct Chunk {
 // must be in the order of cut_into_blocks.
 std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
                                               const std::vector<Piece>& blocks,
-                                              const std::optional<BiasGradient>& bias) {
-  const bool is_shared = bias.has_value() && bias->is_shared();
+                                              const std::optional<BiasGradient>& bias,
+                                              const SharedSums& shared) {
   std::vector<std::vector<Chunk>> jobs(parameters.batch * parameters.key_heads * parameters.chunks);
   int64_t last_key_head = -1, index = 0;
   for (Piece block : blocks) {
     const int64_t key_head = block.batch * parameters.key_heads + block.head / parameters.group;
     index = key_head == last_key_head ? index + 1 : 0;
     last_key_head = key_head;
-    const int64_t chunk = (is_shared ? block.block : index) % parameters.chunks;
+    const int64_t chunk = (shared.any() ? block.block : index) % parameters.chunks;
     block.slot = key_head * parameters.chunks + chunk;
     block.chunk = chunk;
     block.bias = bias.has_value() ? bias->place_of(block) : 0;
-    const int64_t family = is_shared ? bias->family(block) : key_head;
+    const int64_t family = shared.family(parameters, block);
     auto& job = jobs[family * parameters.chunks + chunk];
     if (job.empty() || job.back().key_head != key_head) {
       job.push_back({key_head, {}});
@@ -294,7 +294,7 @@ at::Tensor sum_blocks(const at::Tensor& of_blocks, const at::Tensor& like) {
 AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& inputs,
                                 const std::vector<Sequence>& sequences,
                                 const AttentionOptions& options, bool attn_bias_requires_grad,
-                                bool is_packed, const std::function<void()>& prepare) {
+                                bool is_packed, ProgramCall* programs) {
   const at::Tensor& query = inputs.query;
   const auto type = compute_type(query);
   std::vector<Piece> blocks = cut_into_blocks(parameters, sequences, options);
@@ -315,13 +315,14 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
   if (attn_bias_requires_grad) {
     bias.emplace(parameters, *inputs.attn_bias, type);
   }
-  const bool is_shared = bias.has_value() && bias->is_shared();
-  const int64_t families =
-      std::max<int64_t>(1, is_shared ? bias->families() : parameters.batch * parameters.key_heads);
-  const int64_t most_chunks = is_shared ? most_blocks : most_blocks * parameters.group;
+  const SharedSums shared = bias.has_value()       ? bias->sharing()
+                            : programs != nullptr ? programs->sharing()
+                                                  : SharedSums{};
+  const int64_t families = std::max<int64_t>(1, shared.families(parameters));
+  const int64_t most_chunks = shared.any() ? most_blocks : most_blocks * parameters.group;
   parameters.chunks =
       std::max<int64_t>(1, std::min(most_chunks, ceil_divide(kBackwardPieces, families)));
-  if (prepare) prepare();
+  if (programs != nullptr) programs->allocate_gradients(parameters.chunks);
   if (bias.has_value()) {
     const bool all_keys_are_seen =
         std::all_of(blocks.begin(), blocks.end(), [&](const Piece& block) {
@@ -357,7 +358,7 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
                           can_hold_sums(grad_value, type) && begin_with_whole_products(blocks);
     run_jobs_of_keys(parameters,
                      backward_kernel(parameters).get<AttentionFunction>(query.scalar_type()),
-                     cut_into_jobs(parameters, blocks, bias), key_heads, grad_key, grad_value, type,
+                     cut_into_jobs(parameters, blocks, bias, shared), key_heads, grad_key, grad_value, type,
                      in_place, largest_of(blocks));
   }
   const auto total = [&](const std::optional<at::Tensor>& tensor, const at::Tensor& sums) {

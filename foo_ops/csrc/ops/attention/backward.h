@@ -4,13 +4,13 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "ops/attention/parameters.h"
 #include "ops/attention/plan.h"
+#include "ops/attention/programs.h"
 
 namespace foo {
 
@@ -19,12 +19,12 @@ namespace foo {
 using AttentionGradients =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// Runs the backward kernel on the blocks of all sequences, once ``prepare`` has been called, with
-// parameters that tell the number of chunks. Tensors are (total, heads, dim) if they
+// Runs the backward kernel on the blocks of all sequences; where programs change the scores, also
+// for the tensors that these have captured. Tensors are (total, heads, dim) if they
 // are packed, else (batch, heads, length, dim).
 AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& inputs,
                                 const std::vector<Sequence>& sequences,
                                 const AttentionOptions& options, bool attn_bias_requires_grad,
-                                bool is_packed, const std::function<void()>& prepare = {});
+                                bool is_packed, ProgramCall* programs = nullptr);
 
 }  // namespace foo

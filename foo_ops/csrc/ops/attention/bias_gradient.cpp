@@ -26,14 +26,8 @@ BiasGradient::BiasGradient(Parameters& parameters, const at::Tensor& bias,
   is_shared_ = !has_all_heads && sizes_[2] != 1 && sizes_[3] != 1;
 }
 
-int64_t BiasGradient::families() const {
-  return (sizes_[0] == 1 ? 1 : parameters_.batch) * (sizes_[1] == 1 ? 1 : parameters_.key_heads);
-}
-
-int64_t BiasGradient::family(const Piece& block) const {
-  const int64_t batch = sizes_[0] == 1 ? 0 : block.batch;
-  const int64_t head = block.head / parameters_.group;
-  return sizes_[1] == 1 ? batch : batch * parameters_.key_heads + head;
+SharedSums BiasGradient::sharing() const {
+  return {.batch = is_shared_ && sizes_[0] == 1, .heads = is_shared_ && sizes_[1] == 1};
 }
 
 void BiasGradient::allocate(int64_t slots, bool all_keys_are_seen) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ops/attention/parameters.h"
+#include "ops/attention/plan.h"
 
 namespace foo {
 
@@ -19,11 +20,8 @@ class BiasGradient {
   // Tells the kernel what to write. The parameters must outlive this.
   BiasGradient(Parameters& parameters, const at::Tensor& bias, at::ScalarType compute_type);
 
-  // Whether blocks of several heads, or rows of the batch, add to one tile. Then the blocks of a
-  // family that have one number must run one after the other.
-  bool is_shared() const { return is_shared_; }
-  int64_t families() const;
-  int64_t family(const Piece& block) const;
+  // Which blocks add to one tile.
+  SharedSums sharing() const;
 
   // Makes room for the sums: ``slots`` for each key head.
   void allocate(int64_t slots, bool all_keys_are_seen);

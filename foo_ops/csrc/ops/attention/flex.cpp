@@ -118,10 +118,9 @@ Gradients flex_attention_backward(
   ProgramCall call(parameters, programs,
                    {kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, query_block,
                     key_block},
-                   compute_type(query));
-  const auto allocate = [&] { call.allocate_gradients(requires_grad.vec(), parameters.chunks); };
-  auto [grad_query, grad_key, grad_value, none, no_slopes, no_sinks] = run_backward(
-      parameters, inputs, sequences_of(parameters), options, false, false, allocate);
+                   compute_type(query), requires_grad.vec());
+  auto [grad_query, grad_key, grad_value, none, no_slopes, no_sinks] =
+      run_backward(parameters, inputs, sequences_of(parameters), options, false, false, &call);
   call.check_indices("flex_attention_backward");
   return {grad_query, grad_key, grad_value, call.gradients()};
 }

@@ -50,6 +50,22 @@ struct ForwardPlan {
 ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequence>& sequences,
                          const AttentionOptions& options);
 
+// Which blocks add to the same sums, beside those of the same keys: of all rows of the batch, of all
+// heads. They are a family, and those that have one number run one after the other.
+struct SharedSums {
+  bool batch = false;
+  bool heads = false;
+
+  bool any() const { return batch || heads; }
+  int64_t families(const Parameters& parameters) const {
+    return (batch ? 1 : parameters.batch) * (heads ? 1 : parameters.key_heads);
+  }
+  int64_t family(const Parameters& parameters, const Piece& block) const {
+    const int64_t row = batch ? 0 : block.batch;
+    return heads ? row : row * parameters.key_heads + block.head / parameters.group;
+  }
+};
+
 // Puts the largest piece of each thread's share first, so that at the end none has long to wait for
 // another.
 void sort_by_work(std::vector<Piece>& pieces);

@@ -1,5 +1,6 @@
 #include "ops/attention/programs.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -9,6 +10,7 @@
 #include <map>
 #include <mutex>
 
+#include "launch/jobs.h"
 #include "launch/kernel_table.h"
 #include "launch/read_once.h"
 #include "ops/attention/bias_gradient.h"
@@ -48,6 +50,63 @@ int64_t function_of(at::ScalarType type, const Programs& given, std::string_view
   return reinterpret_cast<int64_t>(kernel->get<void()>(signature_of(type, given.captured)));
 }
 
+// Elements of gradients of captured tensors, up to which all rows of the batch and all heads have
+// sums of their own: 64 MiB of float32.
+constexpr int64_t kMostSums = int64_t{1} << 24;
+
+std::vector<std::string_view> split(std::string_view text, char end) {
+  std::vector<std::string_view> parts;
+  while (!text.empty()) {
+    const size_t length = std::min(text.find(end), text.size());
+    parts.push_back(text.substr(0, length));
+    text.remove_prefix(std::min(length + 1, text.size()));
+  }
+  return parts;
+}
+
+// Whether a program adds to the gradient of a captured tensor at indices of which one is the row of
+// the batch, or the head: then no two of these add to the same elements.
+SharedSums indexed_by(std::string_view backward, size_t number) {
+  const auto lines = split(backward, '\n');
+  const std::string beginning = "gradient " + std::to_string(number) + ' ';
+  SharedSums found{.batch = true, .heads = true};
+  for (const std::string_view line : lines) {
+    if (line.substr(0, beginning.size()) != beginning) continue;
+    const auto words = split(line.substr(beginning.size()), ' ');
+    const auto has = [&](std::string_view input) {
+      return std::any_of(words.begin() + 1, words.end(), [&](std::string_view word) {
+        return lines.at(std::stoul(std::string(word))) == input;
+      });
+    };
+    found.batch = found.batch && has("int32 input batch");
+    found.heads = found.heads && has("int32 input head");
+  }
+  return found;
+}
+
+constexpr int64_t kTileBytes = kKeyBlock * kTileStride * int64_t{sizeof(double)};
+
+// A window and the queries that look at it.
+struct Place {
+  int64_t queries, keys, query, key, batch, head;
+};
+
+// Finds whether a program hides all scores of a tile, none, or some.
+template <class Number>
+BlockState state_of_tile(ProgramFunction* hides, const ProgramArguments& arguments, void* memory,
+                         const Place& place) {
+  auto* const tile = static_cast<Number*>(memory);
+  std::fill_n(tile, place.keys * kTileStride, Number{0});
+  hides(&arguments, tile, tile, place.queries, place.keys, place.query, place.key, place.batch,
+        place.head, 0, 0);
+  int64_t seen = 0;
+  for (int64_t key = 0; key < place.keys; ++key) {
+    const Number* const row = tile + key * kTileStride;
+    seen += std::count(row, row + place.queries, Number{0});
+  }
+  return seen == 0 ? kHidden : seen == place.keys * place.queries ? kSeen : kMasked;
+}
+
 }  // namespace
 
 BlockStates::BlockStates(Parameters& parameters, const BlockMask& mask, bool has_mask_mod)
@@ -70,6 +129,10 @@ BlockStates::BlockStates(Parameters& parameters, const BlockMask& mask, bool has
   } else {
     blocks_.assign(1, has_mask_mod ? kMasked : kSeen);
   }
+  set(parameters, query_block);
+}
+
+void BlockStates::set(Parameters& parameters, int64_t query_block) {
   set_windows(parameters.key_length);
   parameters.mask_query_block = query_block;
   parameters.mask_key_block = key_block_;
@@ -114,11 +177,42 @@ void BlockStates::set_windows(int64_t key_length) {
   }
 }
 
+void BlockStates::ask(Parameters& parameters, ProgramFunction* hides,
+                      const ProgramArguments& arguments, at::ScalarType type, bool of_batch,
+                      bool of_head) {
+  const int64_t rows = ceil_divide(parameters.query_length, kKeyBlock);
+  const int64_t batch = of_batch ? parameters.batch : 1;
+  const int64_t heads = of_head ? parameters.query_heads : 1;
+  key_block_ = kKeyBlock;
+  columns_ = ceil_divide(parameters.key_length, kKeyBlock);
+  rows_ = batch * heads * rows;
+  blocks_.assign(rows_ * columns_, kHidden);
+  parameters.mask_batch_stride = of_batch ? heads * rows : 0;
+  parameters.mask_head_stride = of_head ? rows : 0;
+  const auto state = type == at::kDouble ? &state_of_tile<double> : &state_of_tile<float>;
+  at::parallel_for(0, rows_ * columns_, 1, [&](int64_t begin, int64_t end) {
+    const ScratchMemory tile(scratch_pool(), at::get_thread_num(), kTileBytes);
+    for (int64_t place = begin; place < end; ++place) {
+      const int64_t column = place % columns_, row = place / columns_;
+      const int64_t query = row % rows * kKeyBlock, key = column * kKeyBlock;
+      blocks_[place] = state(hides, arguments, tile.get(),
+                             {.queries = std::min(kKeyBlock, parameters.query_length - query),
+                              .keys = std::min(kKeyBlock, parameters.key_length - key),
+                              .query = query,
+                              .key = key,
+                              .batch = row / rows / heads,
+                              .head = row / rows % heads});
+    }
+  });
+  set(parameters, kKeyBlock);
+}
+
 ProgramCall::ProgramCall(Parameters& parameters, const Programs& programs, const BlockMask& mask,
-                         at::ScalarType compute_type)
+                         at::ScalarType compute_type, std::vector<bool> requires_grad)
     : parameters_(parameters),
       programs_(programs),
       type_(compute_type),
+      requires_grad_(std::move(requires_grad)),
       states_(parameters, mask, !programs.mask_mod.empty()) {
   for (const at::Tensor& tensor : programs.captured) {
     CapturedTensor& captured = captured_.emplace_back();
@@ -141,21 +235,48 @@ ProgramCall::ProgramCall(Parameters& parameters, const Programs& programs, const
   parameters.score_function = function_of(type_, programs, score_mod, {}, {});
   parameters.masked_score_function = function_of(type_, programs, score_mod, programs.mask_mod, {});
   parameters.gradient_function = function_of(type_, programs, {}, {}, programs.backward);
+  if (!programs.mask_mod.empty() && !mask.kv_num_blocks.has_value()) {
+    const auto depends_on = [&](const char* input) {
+      return programs.mask_mod.find(input) != std::string_view::npos;
+    };
+    const int64_t hides = function_of(type_, programs, {}, programs.mask_mod, {});
+    const ProgramArguments unscaled{1.0, arguments_.numbers, arguments_.integers,
+                                    arguments_.captured, arguments_.outside};
+    states_.ask(parameters, reinterpret_cast<ProgramFunction*>(hides), unscaled, type_,
+                depends_on("input batch"), depends_on("input head"));
+  }
 }
 
-void ProgramCall::allocate_gradients(const std::vector<bool>& requires_grad, int64_t chunks) {
+SharedSums ProgramCall::sharing() const {
+  SharedSums apart{.batch = true, .heads = true};
+  int64_t elements = 0;
+  for (size_t i = 0; i < captured_.size(); ++i) {
+    if (!requires_grad_[i]) continue;
+    const SharedSums own = indexed_by(programs_.backward, i);
+    elements += programs_.captured[i].numel() * (own.batch ? 1 : parameters_.batch) *
+                (own.heads ? 1 : parameters_.key_heads);
+    apart.batch = apart.batch && own.batch;
+    apart.heads = apart.heads && own.heads;
+  }
+  if (elements <= kMostSums) return {};
+  return {.batch = !apart.batch, .heads = !apart.heads};
+}
+
+void ProgramCall::allocate_gradients(int64_t chunks) {
+  const SharedSums shared = sharing();
   for (size_t i = 0; i < captured_.size(); ++i) {
     at::Tensor& sums = sums_.emplace_back();
-    if (!requires_grad[i]) continue;
-    const int64_t count = programs_.captured[i].numel();
-    const auto batch = std::max<int64_t>(1, parameters_.batch);
-    const auto key_heads = std::max<int64_t>(1, parameters_.key_heads);
-    sums = at::zeros({batch, key_heads, chunks, count},
+    if (!requires_grad_[i]) continue;
+    const SharedSums own = indexed_by(programs_.backward, i);
+    const int64_t batch = own.batch || shared.batch ? 1 : std::max<int64_t>(1, parameters_.batch);
+    const int64_t heads =
+        own.heads || shared.heads ? 1 : std::max<int64_t>(1, parameters_.key_heads);
+    sums = at::zeros({batch, heads, chunks, programs_.captured[i].numel()},
                      at::TensorOptions().dtype(type_).device(at::kCPU));
     CapturedTensor& captured = captured_[i];
     captured.gradient = sums.data_ptr();
-    captured.of_batch = sums.stride(0);
-    captured.of_head = sums.stride(1);
+    captured.of_batch = batch == 1 ? 0 : sums.stride(0);
+    captured.of_head = heads == 1 ? 0 : sums.stride(1);
     captured.of_chunk = sums.stride(2);
     int64_t stride = 1;
     for (int64_t axis = programs_.captured[i].dim() - 1; axis >= 0; --axis) {

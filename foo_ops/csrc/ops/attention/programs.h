@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "ops/attention/parameters.h"
+#include "ops/attention/plan.h"
 
 namespace foo {
 
@@ -55,6 +56,12 @@ struct Layout<ProgramArguments> {
 };
 static_assert(is_whole<ProgramArguments>());
 
+// Applies programs to so many queries and keys of a score tile, which ones these are. Gradients of
+// captured tensors are summed for the chunk of a key head.
+using ProgramFunction = void(const ProgramArguments* arguments, void* scores, void* gradients,
+                             int64_t queries, int64_t keys, int64_t first_query, int64_t first_key,
+                             int64_t batch, int64_t head, int64_t key_head, int64_t chunk);
+
 // Which keys the queries of a row of blocks see: the lists of torch's BlockMask.
 struct BlockMask {
   const std::optional<at::Tensor>& kv_num_blocks;
@@ -72,12 +79,19 @@ struct Programs {
   c10::IntArrayRef integers;
 };
 
-// The states of all blocks of a call.
+// The states of all blocks of a call. Parameters point to them.
 class BlockStates {
  public:
+  // What a mask of blocks says.
   BlockStates(Parameters& parameters, const BlockMask& mask, bool has_mask_mod);
 
+  // Where there is none, asks a program that hides scores, for each window and as many queries. It
+  // may depend on the row of the batch, or on the head.
+  void ask(Parameters& parameters, ProgramFunction* hides, const ProgramArguments& arguments,
+           at::ScalarType type, bool of_batch, bool of_head);
+
  private:
+  void set(Parameters& parameters, int64_t query_block);
   void read(const at::Tensor& counts, const at::Tensor& indices, const char* name,
             BlockState state);
   void set_windows(int64_t key_length);
@@ -89,14 +103,17 @@ class BlockStates {
 // What a call's programs need as long as it runs. The parameters point to it.
 class ProgramCall {
  public:
-  // Parameters have everything but programs.
+  // Parameters have everything but programs. For a backward pass it is told which captured tensors
+  // require a gradient.
   ProgramCall(Parameters& parameters, const Programs& programs, const BlockMask& mask,
-              at::ScalarType compute_type);
+              at::ScalarType compute_type, std::vector<bool> requires_grad = {});
   ProgramCall(const ProgramCall&) = delete;
 
-  // For a backward pass in so many chunks: lets gradients be summed for the captured tensors that
-  // require one.
-  void allocate_gradients(const std::vector<bool>& requires_grad, int64_t chunks);
+  // Which blocks add to the same gradients of captured tensors, because those are too large for all
+  // to have sums of their own.
+  SharedSums sharing() const;
+  // Makes room for the sums of a backward pass in so many chunks.
+  void allocate_gradients(int64_t chunks);
   // The gradients, without elements where none is required.
   std::vector<at::Tensor> gradients() const;
 
@@ -107,6 +124,7 @@ class ProgramCall {
   Parameters& parameters_;
   const Programs& programs_;
   at::ScalarType type_;
+  std::vector<bool> requires_grad_;
   std::vector<CapturedTensor> captured_;
   std::vector<at::Tensor> sums_;
   ProgramArguments arguments_;
