@@ -112,7 +112,14 @@ void bind_attention_checks(py::module_& module) {
   module.def("check_attention_int8_cache",
              torch::wrap_pybind_function(foo::check_attention_int8_cache));
   module.def("check_flex_attention", torch::wrap_pybind_function(foo::check_flex_attention));
-  module.def("check_flex_requirements", torch::wrap_pybind_function(foo::check_flex_requirements));
+  module.def("check_flex_attention_varlen",
+             torch::wrap_pybind_function(foo::check_flex_attention_varlen));
+  module.def("check_captured_requirements",
+             torch::wrap_pybind_function([](const std::string& name,
+                                            const std::vector<at::Tensor>& captured,
+                                            const std::vector<bool>& requires_grad) {
+               foo::check_captured_requirements(name.c_str(), captured, requires_grad);
+             }));
   module.def("check_attention_bias", torch::wrap_pybind_function(foo::check_attention_bias));
   module.def("check_attention_seed", torch::wrap_pybind_function(foo::check_attention_seed));
 }

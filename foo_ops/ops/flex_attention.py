@@ -17,10 +17,11 @@ MASK = (
     "Tensor? full_kv_indices=None"
 )
 # The programs' texts are in the language of foo_ops/kernels/vectors/program.py.
-OPTIONS = (
+PROGRAMS = (
     'str score_mod="", str mask_mod="", str backward="", float[] numbers=[], int[] integers=[], '
-    "float? scale=None, int query_block=128, int key_block=128"
+    "float? scale=None"
 )
+OPTIONS = f"{PROGRAMS}, int query_block=128, int key_block=128"
 
 library.define(
     "foo::flex_attention",
@@ -83,13 +84,18 @@ def fake_backward(
     _C.check_attention_results(
         "flex_attention_backward", grad_output, grad_logsumexp, query, value, output, logsumexp
     )
-    _C.check_flex_requirements(captured, captured_requires_grad)
-    of_captured = [
-        tensor.new_empty(tensor.shape) if is_needed else tensor.new_empty(0)
-        for tensor, is_needed in zip(captured, captured_requires_grad)
-    ]
     gradients = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
+    of_captured = empty_captured("flex_attention_backward", captured, captured_requires_grad)
     return (*gradients, of_captured)
+
+
+def empty_captured(name: str, captured: list[Tensor], requires_grad: list[bool]) -> list[Tensor]:
+    """Make the gradients of captured tensors as launchers do."""
+    _C.check_captured_requirements(name, captured, requires_grad)
+    return [
+        tensor.new_empty(tensor.shape if is_needed else (0,))
+        for tensor, is_needed in zip(captured, requires_grad)
+    ]
 
 
 # ---------------------------------------------------------------------------------------- autograd

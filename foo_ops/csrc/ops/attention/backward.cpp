@@ -315,7 +315,7 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
   if (attn_bias_requires_grad) {
     bias.emplace(parameters, *inputs.attn_bias, type);
   }
-  const SharedSums shared = bias.has_value()       ? bias->sharing()
+  const SharedSums shared = bias.has_value()      ? bias->sharing()
                             : programs != nullptr ? programs->sharing()
                                                   : SharedSums{};
   const int64_t families = std::max<int64_t>(1, shared.families(parameters));
@@ -358,8 +358,8 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
                           can_hold_sums(grad_value, type) && begin_with_whole_products(blocks);
     run_jobs_of_keys(parameters,
                      backward_kernel(parameters).get<AttentionFunction>(query.scalar_type()),
-                     cut_into_jobs(parameters, blocks, bias, shared), key_heads, grad_key, grad_value, type,
-                     in_place, largest_of(blocks));
+                     cut_into_jobs(parameters, blocks, bias, shared), key_heads, grad_key,
+                     grad_value, type, in_place, largest_of(blocks));
   }
   const auto total = [&](const std::optional<at::Tensor>& tensor, const at::Tensor& sums) {
     return tensor.has_value() ? sum_blocks(sums, *tensor) : at::empty({0}, query.options());

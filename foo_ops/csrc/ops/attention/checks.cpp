@@ -223,8 +223,8 @@ void check_attention(const AttentionInputs& inputs, const AttentionOptions& opti
   checker.check_options(options);
 }
 
-void check_attention_varlen(const AttentionInputs& inputs, const AttentionOptions& options) {
-  const Checker checker{"attention_varlen", inputs.query};
+void check_packed(const char* name, const AttentionInputs& inputs) {
+  const Checker checker{name, inputs.query};
   const bool paged = inputs.block_table.has_value();
   const int64_t dimensions = paged ? 4 : 3;
   const char* const shape =
@@ -235,6 +235,11 @@ void check_attention_varlen(const AttentionInputs& inputs, const AttentionOption
   checker.check_kind("value", inputs.value, dimensions, shape);
   check_packed_sizes(checker, inputs);
   check_sequences(checker, inputs);
+}
+
+void check_attention_varlen(const AttentionInputs& inputs, const AttentionOptions& options) {
+  const Checker checker{"attention_varlen", inputs.query};
+  check_packed(checker.name, inputs);
   const auto heads = inputs.query.sym_size(1);
   checker.check_slopes(inputs.alibi_slopes, inputs.cu_seqlens_q.sym_size(0) - 1, heads);
   checker.check_sinks(inputs.sinks, heads);

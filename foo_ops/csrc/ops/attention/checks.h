@@ -15,6 +15,7 @@ namespace foo {
 // fake ones with symbolic sizes alike.
 void check_dense(const char* name, const AttentionInputs& inputs);
 void check_attention(const AttentionInputs& inputs, const AttentionOptions& options);
+void check_packed(const char* name, const AttentionInputs& inputs);
 void check_attention_varlen(const AttentionInputs& inputs, const AttentionOptions& options);
 
 // Raises for sequences and blocks that are not inside the tensors. It reads the elements of the

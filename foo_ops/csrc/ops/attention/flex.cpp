@@ -28,8 +28,8 @@ constexpr const char* kName = "flex_attention";
 void check_list(const char* argument, const OptionalTensor& tensor, int64_t dimensions,
                 const Tensor& query) {
   if (!tensor.has_value()) return;
-  TORCH_CHECK_TYPE(tensor->scalar_type() == at::kInt, kName, ": ", argument,
-                   " must be int32, got ", dtype_name(tensor->scalar_type()));
+  TORCH_CHECK_TYPE(tensor->scalar_type() == at::kInt, kName, ": ", argument, " must be int32, got ",
+                   dtype_name(tensor->scalar_type()));
   TORCH_CHECK_VALUE(tensor->device() == query.device(), kName, ": ", argument, " must be on ",
                     query.device(), " as query is, got ", tensor->device());
   TORCH_CHECK_VALUE(tensor->dim() == dimensions, kName, ": ", argument, " must have ", dimensions,
@@ -54,8 +54,8 @@ void check_lists(const char* counts_name, const OptionalTensor& counts, const ch
                     " must have rows of blocks of ", query_block, " for all ", query.sym_size(2),
                     " queries, got ", sizes[2]);
   TORCH_CHECK_VALUE(indices->sym_sizes().slice(0, 3) == sizes, kName, ": ", indices_name,
-                    " must have the leading dimensions ", sizes, " as ", counts_name,
-                    " has, got ", indices->sym_sizes());
+                    " must have the leading dimensions ", sizes, " as ", counts_name, " has, got ",
+                    indices->sym_sizes());
 }
 
 using Outputs = std::tuple<Tensor, Tensor>;
@@ -80,11 +80,12 @@ Outputs flex_attention(const Tensor& query, const Tensor& key, const Tensor& val
   parameters.output = Operand(output);
   parameters.logsumexp = Operand(logsumexp);
   const Programs programs{score_mod, mask_mod, {}, captured, numbers, integers};
-  const ProgramCall call(parameters, programs,
-                         {kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
-                          query_block, key_block},
-                         compute_type(query));
-  run_forward(parameters, query, sequences_of(parameters), options);
+  const auto sequences = sequences_of(parameters);
+  const ProgramCall call(
+      parameters, sequences, programs,
+      {kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, query_block, key_block},
+      compute_type(query));
+  run_forward(parameters, query, sequences, options);
   call.check_indices(kName);
   return {output, logsumexp};
 }
@@ -103,7 +104,7 @@ Gradients flex_attention_backward(
                        full_kv_num_blocks, full_kv_indices, query_block, key_block);
   check_attention_results("flex_attention_backward", grad_output, grad_logsumexp, query, value,
                           output, logsumexp);
-  check_flex_requirements(captured.vec(), requires_grad.vec());
+  check_captured_requirements("flex_attention_backward", captured.vec(), requires_grad.vec());
   const AttentionInputs inputs{
       .query = query, .key = key, .value = value, .alibi_slopes = kNotGiven, .sinks = kNotGiven};
   const AttentionOptions options{.scale = scale};
@@ -115,12 +116,13 @@ Gradients flex_attention_backward(
   parameters.grad_output = Operand(grad_output);
   parameters.grad_logsumexp = Operand(grad_logsumexp);
   const Programs programs{score_mod, mask_mod, backward, captured, numbers, integers};
-  ProgramCall call(parameters, programs,
-                   {kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, query_block,
-                    key_block},
-                   compute_type(query), requires_grad.vec());
+  const auto sequences = sequences_of(parameters);
+  ProgramCall call(
+      parameters, sequences, programs,
+      {kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, query_block, key_block},
+      compute_type(query), requires_grad.vec());
   auto [grad_query, grad_key, grad_value, none, no_slopes, no_sinks] =
-      run_backward(parameters, inputs, sequences_of(parameters), options, false, false, &call);
+      run_backward(parameters, inputs, sequences, options, false, false, &call);
   call.check_indices("flex_attention_backward");
   return {grad_query, grad_key, grad_value, call.gradients()};
 }
@@ -133,21 +135,10 @@ void check_flex_attention(const Tensor& query, const Tensor& key, const Tensor& 
                           const OptionalTensor& full_kv_num_blocks,
                           const OptionalTensor& full_kv_indices, int64_t query_block,
                           int64_t key_block) {
-  check_dense(kName, {.query = query,
-                      .key = key,
-                      .value = value,
-                      .alibi_slopes = kNotGiven,
-                      .sinks = kNotGiven});
-  for (size_t i = 0; i < captured.size(); ++i) {
-    const Tensor& tensor = captured[i];
-    TORCH_CHECK_VALUE(tensor.dim() <= CapturedTensor::kMostDimensions, kName,
-                      ": captured tensor ", i, " must have at most ",
-                      CapturedTensor::kMostDimensions, " dimensions, got ", tensor.dim());
-    TORCH_CHECK_VALUE(tensor.device() == query.device(), kName, ": captured tensor ", i,
-                      " must be on ", query.device(), " as query is, got ", tensor.device());
-    TORCH_CHECK_VALUE(tensor.sym_numel() > 0, kName, ": captured tensor ", i,
-                      " must have elements, got shape ", tensor.sym_sizes());
-  }
+  check_dense(
+      kName,
+      {.query = query, .key = key, .value = value, .alibi_slopes = kNotGiven, .sinks = kNotGiven});
+  check_captured(kName, captured, query);
   TORCH_CHECK_VALUE(query_block >= 1, kName, ": query_block must be at least 1, got ", query_block);
   TORCH_CHECK_VALUE(key_block >= 1, kName, ": key_block must be at least 1, got ", key_block);
   check_lists("kv_num_blocks", kv_num_blocks, "kv_indices", kv_indices, query, query_block);
@@ -160,15 +151,27 @@ void check_flex_attention(const Tensor& query, const Tensor& key, const Tensor& 
                     kName, ": full_kv_num_blocks must have the shape of kv_num_blocks");
 }
 
-void check_flex_requirements(const std::vector<Tensor>& captured,
-                             const std::vector<bool>& requires_grad) {
-  TORCH_CHECK_VALUE(requires_grad.size() == captured.size(),
-                    "flex_attention_backward: captured_requires_grad must have ", captured.size(),
+void check_captured(const char* name, const std::vector<Tensor>& captured, const Tensor& query) {
+  for (size_t i = 0; i < captured.size(); ++i) {
+    const Tensor& tensor = captured[i];
+    TORCH_CHECK_VALUE(tensor.dim() <= CapturedTensor::kMostDimensions, name, ": captured tensor ",
+                      i, " must have at most ", CapturedTensor::kMostDimensions,
+                      " dimensions, got ", tensor.dim());
+    TORCH_CHECK_VALUE(tensor.device() == query.device(), name, ": captured tensor ", i,
+                      " must be on ", query.device(), " as query is, got ", tensor.device());
+    TORCH_CHECK_VALUE(tensor.sym_numel() > 0, name, ": captured tensor ", i,
+                      " must have elements, got shape ", tensor.sym_sizes());
+  }
+}
+
+void check_captured_requirements(const char* name, const std::vector<Tensor>& captured,
+                                 const std::vector<bool>& requires_grad) {
+  TORCH_CHECK_VALUE(requires_grad.size() == captured.size(), name,
+                    ": captured_requires_grad must have ", captured.size(),
                     " elements as captured has, got ", requires_grad.size());
   for (size_t i = 0; i < captured.size(); ++i) {
-    TORCH_CHECK_TYPE(!requires_grad[i] || captured[i].is_floating_point(),
-                     "flex_attention_backward: captured tensor ", i,
-                     " must be floating-point to have a gradient, got ",
+    TORCH_CHECK_TYPE(!requires_grad[i] || captured[i].is_floating_point(), name,
+                     ": captured tensor ", i, " must be floating-point to have a gradient, got ",
                      dtype_name(captured[i].scalar_type()));
   }
 }

@@ -1,4 +1,5 @@
-// foo::flex_attention and its gradients: the checks, which fake kernels share.
+// foo::flex_attention, foo::flex_attention_varlen and their gradients: the checks, which fake
+// kernels share.
 
 #pragma once
 
@@ -17,8 +18,17 @@ void check_flex_attention(const at::Tensor& query, const at::Tensor& key, const 
                           const std::optional<at::Tensor>& full_kv_indices, int64_t query_block,
                           int64_t key_block);
 
-// For each captured tensor whether a gradient is asked for.
-void check_flex_requirements(const std::vector<at::Tensor>& captured,
-                             const std::vector<bool>& requires_grad);
+void check_captured(const char* name, const std::vector<at::Tensor>& captured,
+                    const at::Tensor& query);
+
+// Which of the captured tensors' gradients are asked for.
+void check_captured_requirements(const char* name, const std::vector<at::Tensor>& captured,
+                                 const std::vector<bool>& requires_grad);
+
+void check_flex_attention_varlen(const at::Tensor& query, const at::Tensor& key,
+                                 const at::Tensor& value, const std::vector<at::Tensor>& captured,
+                                 const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
+                                 const std::optional<at::Tensor>& seqused_k,
+                                 const std::optional<at::Tensor>& block_table);
 
 }  // namespace foo

@@ -90,10 +90,10 @@ struct Layout<Parameters> {
       has_sinks, dropout_threshold, seed, page_size, block_table_stride, query_length, key_length,
       chunks, has_int8_cache, score_function, masked_score_function, gradient_function, windows,
       mask_batch_stride, mask_head_stride, mask_columns, mask_query_block, mask_key_block,
-      block_table, programs, window_states, block_states, query, key, value, attn_bias, alibi_slopes, sinks,
-      output, logsumexp, grad_output, grad_logsumexp, grad_query, grad_key, grad_value,
-      grad_attn_bias, grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total,
-      key_scale, value_scale);
+      block_table, programs, window_states, block_states, query, key, value, attn_bias,
+      alibi_slopes, sinks, output, logsumexp, grad_output, grad_logsumexp, grad_query, grad_key,
+      grad_value, grad_attn_bias, grad_alibi_slopes, grad_sinks, partial_output, partial_largest,
+      partial_total, key_scale, value_scale);
 };
 static_assert(is_whole<Parameters>());
 

@@ -50,8 +50,8 @@ struct ForwardPlan {
 ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequence>& sequences,
                          const AttentionOptions& options);
 
-// Which blocks add to the same sums, beside those of the same keys: of all rows of the batch, of all
-// heads. They are a family, and those that have one number run one after the other.
+// Which blocks add to the same sums, beside those of the same keys: of all rows of the batch, of
+// all heads. They are a family, and those that have one number run one after the other.
 struct SharedSums {
   bool batch = false;
   bool heads = false;

@@ -177,37 +177,38 @@ void BlockStates::set_windows(int64_t key_length) {
   }
 }
 
-void BlockStates::ask(Parameters& parameters, ProgramFunction* hides,
-                      const ProgramArguments& arguments, at::ScalarType type, bool of_batch,
-                      bool of_head) {
+void BlockStates::ask(Parameters& parameters, const std::vector<Sequence>& sequences,
+                      ProgramFunction* hides, const ProgramArguments& arguments,
+                      at::ScalarType type, bool of_sequence, bool of_head) {
   const int64_t rows = ceil_divide(parameters.query_length, kKeyBlock);
-  const int64_t batch = of_batch ? parameters.batch : 1;
+  const int64_t count = of_sequence ? static_cast<int64_t>(sequences.size()) : 1;
   const int64_t heads = of_head ? parameters.query_heads : 1;
   key_block_ = kKeyBlock;
   columns_ = ceil_divide(parameters.key_length, kKeyBlock);
-  rows_ = batch * heads * rows;
+  rows_ = count * heads * rows;
   blocks_.assign(rows_ * columns_, kHidden);
-  parameters.mask_batch_stride = of_batch ? heads * rows : 0;
+  parameters.mask_batch_stride = of_sequence ? heads * rows : 0;
   parameters.mask_head_stride = of_head ? rows : 0;
   const auto state = type == at::kDouble ? &state_of_tile<double> : &state_of_tile<float>;
-  at::parallel_for(0, rows_ * columns_, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, sequences.empty() ? 0 : rows_ * columns_, 1, [&](int64_t begin, int64_t end) {
     const ScratchMemory tile(scratch_pool(), at::get_thread_num(), kTileBytes);
     for (int64_t place = begin; place < end; ++place) {
-      const int64_t column = place % columns_, row = place / columns_;
-      const int64_t query = row % rows * kKeyBlock, key = column * kKeyBlock;
-      blocks_[place] = state(hides, arguments, tile.get(),
-                             {.queries = std::min(kKeyBlock, parameters.query_length - query),
-                              .keys = std::min(kKeyBlock, parameters.key_length - key),
-                              .query = query,
-                              .key = key,
-                              .batch = row / rows / heads,
-                              .head = row / rows % heads});
+      const int64_t row = place / columns_, batch = row / rows / heads;
+      const Sequence& sequence = sequences[batch];
+      const int64_t query = row % rows * kKeyBlock, key = place % columns_ * kKeyBlock;
+      const int64_t queries = std::min(kKeyBlock, sequence.query_length - query);
+      const int64_t keys = std::min(kKeyBlock, sequence.key_length - key);
+      if (queries > 0 && keys > 0) {
+        blocks_[place] = state(hides, arguments, tile.get(),
+                               {queries, keys, query, key, batch, row / rows % heads});
+      }
     }
   });
   set(parameters, kKeyBlock);
 }
 
-ProgramCall::ProgramCall(Parameters& parameters, const Programs& programs, const BlockMask& mask,
+ProgramCall::ProgramCall(Parameters& parameters, const std::vector<Sequence>& sequences,
+                         const Programs& programs, const BlockMask& mask,
                          at::ScalarType compute_type, std::vector<bool> requires_grad)
     : parameters_(parameters),
       programs_(programs),
@@ -225,8 +226,8 @@ ProgramCall::ProgramCall(Parameters& parameters, const Programs& programs, const
   arguments_.captured = captured_.data();
   arguments_.outside = &outside_;
   // A factor that is not positive would turn the largest product into the smallest score.
-  const bool is_plain = programs.score_mod.empty() && parameters.scale > 0.0 &&
-                        std::isfinite(parameters.scale);
+  const bool is_plain =
+      programs.score_mod.empty() && parameters.scale > 0.0 && std::isfinite(parameters.scale);
   parameters.factor = is_plain ? kLog2E * parameters.scale : kLog2E;
   arguments_.scale = is_plain ? 1.0 : parameters.scale;
   std::string score_mod(programs.score_mod);
@@ -242,8 +243,13 @@ ProgramCall::ProgramCall(Parameters& parameters, const Programs& programs, const
     const int64_t hides = function_of(type_, programs, {}, programs.mask_mod, {});
     const ProgramArguments unscaled{1.0, arguments_.numbers, arguments_.integers,
                                     arguments_.captured, arguments_.outside};
-    states_.ask(parameters, reinterpret_cast<ProgramFunction*>(hides), unscaled, type_,
-                depends_on("input batch"), depends_on("input head"));
+    const bool are_alike =
+        std::all_of(sequences.begin(), sequences.end(), [&](const Sequence& sequence) {
+          return sequence.query_length == parameters.query_length &&
+                 sequence.key_length == parameters.key_length;
+        });
+    states_.ask(parameters, sequences, reinterpret_cast<ProgramFunction*>(hides), unscaled, type_,
+                !are_alike || depends_on("input batch"), depends_on("input head"));
   }
 }
 

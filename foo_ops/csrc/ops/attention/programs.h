@@ -85,10 +85,11 @@ class BlockStates {
   // What a mask of blocks says.
   BlockStates(Parameters& parameters, const BlockMask& mask, bool has_mask_mod);
 
-  // Where there is none, asks a program that hides scores, for each window and as many queries. It
-  // may depend on the row of the batch, or on the head.
-  void ask(Parameters& parameters, ProgramFunction* hides, const ProgramArguments& arguments,
-           at::ScalarType type, bool of_batch, bool of_head);
+  // Where there is none, asks a program that hides scores, for each window and as many queries of a
+  // sequence. The answers are for each sequence, or for the first one for all of them, and for
+  // heads alike.
+  void ask(Parameters& parameters, const std::vector<Sequence>& sequences, ProgramFunction* hides,
+           const ProgramArguments& arguments, at::ScalarType type, bool of_sequence, bool of_head);
 
  private:
   void set(Parameters& parameters, int64_t query_block);
@@ -105,8 +106,9 @@ class ProgramCall {
  public:
   // Parameters have everything but programs. For a backward pass it is told which captured tensors
   // require a gradient.
-  ProgramCall(Parameters& parameters, const Programs& programs, const BlockMask& mask,
-              at::ScalarType compute_type, std::vector<bool> requires_grad = {});
+  ProgramCall(Parameters& parameters, const std::vector<Sequence>& sequences,
+              const Programs& programs, const BlockMask& mask, at::ScalarType compute_type,
+              std::vector<bool> requires_grad = {});
   ProgramCall(const ProgramCall&) = delete;
 
   // Which blocks add to the same gradients of captured tensors, because those are too large for all

@@ -1,180 +1,25 @@
 #include <ATen/ops/empty.h>
-#include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <unordered_map>
-#include <vector>
+#include <tuple>
 
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
-#include "launch/read_once.h"
 #include "ops/attention/backward.h"
 #include "ops/attention/checks.h"
+#include "ops/attention/packed.h"
 #include "ops/attention/run.h"
 
 namespace foo {
 
 namespace {
 
-// The checked numbers of the tensors of integers, which are read once, since another thread may
-// write to them at any time.
-struct Lengths {
-  std::vector<int64_t> query_offsets, key_offsets, query_lengths, key_lengths;
-  // A row for each sequence with the numbers of the blocks in use.
-  std::vector<int32_t> pages;
-  // The length of such a row.
-  int64_t columns = 0;
-};
-
-void check_offsets(const char* argument, const int32_t* offsets, int64_t count) {
-  TORCH_CHECK_VALUE(offsets[0] == 0, "attention_varlen: ", argument, " must start at 0, got ",
-                    offsets[0]);
-  for (int64_t i = 1; i < count; ++i) {
-    TORCH_CHECK_VALUE(offsets[i] >= offsets[i - 1], "attention_varlen: ", argument,
-                      " must not decrease, got ", offsets[i], " after ", offsets[i - 1]);
-  }
-}
-
-void check_end(const char* argument, const char* tensor, int64_t end, int64_t length) {
-  TORCH_CHECK_VALUE(end == length, "attention_varlen: ", argument, " must end at ", length, " as ",
-                    tensor, " has, got ", end);
-}
-
-void check_used(const Lengths& lengths, const int32_t* used, bool is_paged, int64_t page_room) {
-  for (size_t i = 0; i < lengths.key_lengths.size(); ++i) {
-    const int64_t room = is_paged ? page_room : lengths.key_lengths[i];
-    TORCH_CHECK_VALUE(used[i] >= 0 && used[i] <= room, "attention_varlen: seqused_k must be from 0",
-                      " to ", room, " for sequence ", i, ", got ", used[i]);
-  }
-}
-
-// Copies only the blocks in use, of a table that may be large.
-void read_pages(Lengths& lengths, const at::Tensor& table, int64_t page_size, int64_t pages) {
-  const int64_t room = table.size(1) * page_size;
-  for (size_t i = 0; i < lengths.key_lengths.size(); ++i) {
-    const int64_t length = lengths.key_lengths[i];
-    TORCH_CHECK_VALUE(length <= room, "attention_varlen: cu_seqlens_k must give sequence ", i,
-                      " at most ", room, " keys as block_table holds, got ", length);
-    lengths.columns = std::max(lengths.columns, ceil_divide(length, page_size));
-  }
-  lengths.pages.resize(lengths.key_lengths.size() * lengths.columns);
-  const auto* const numbers = table.const_data_ptr<int32_t>();
-  for (size_t i = 0; i < lengths.key_lengths.size(); ++i) {
-    const auto* const row = numbers + static_cast<int64_t>(i) * table.stride(0);
-    int32_t* const own = lengths.pages.data() + static_cast<int64_t>(i) * lengths.columns;
-    for (int64_t page = 0; page < ceil_divide(lengths.key_lengths[i], page_size); ++page) {
-      const int32_t number = __atomic_load_n(row + page * table.stride(1), __ATOMIC_RELAXED);
-      TORCH_CHECK_VALUE(number >= 0 && number < pages,
-                        "attention_varlen: block_table must have block numbers from 0 to ",
-                        pages - 1, ", got ", number, " for sequence ", i);
-      own[page] = number;
-    }
-  }
-}
-
-void check_longest(const char* argument, const std::vector<int64_t>& lengths, int64_t given) {
-  int64_t longest = 0;
-  for (const int64_t length : lengths) {
-    longest = std::max(longest, length);
-  }
-  TORCH_CHECK_VALUE(given >= longest, "attention_varlen: ", argument, " must be at least ", longest,
-                    " as the longest sequence has, got ", given);
-}
-
-Lengths lengths_of(const AttentionInputs& inputs, const AttentionOptions& options) {
-  const int64_t count = inputs.cu_seqlens_q.numel();
-  const bool is_paged = inputs.block_table.has_value();
-  const at::Tensor query_starts = read_once(inputs.cu_seqlens_q);
-  const at::Tensor key_starts = read_once(inputs.cu_seqlens_k);
-  const auto* query_offsets = query_starts.const_data_ptr<int32_t>();
-  const auto* key_offsets = key_starts.const_data_ptr<int32_t>();
-  check_offsets("cu_seqlens_q", query_offsets, count);
-  check_end("cu_seqlens_q", "query", query_offsets[count - 1], inputs.query.size(0));
-  check_offsets("cu_seqlens_k", key_offsets, count);
-  if (!is_paged) {
-    check_end("cu_seqlens_k", "key", key_offsets[count - 1], inputs.key.size(0));
-  }
-  Lengths lengths;
-  for (int64_t i = 0; i + 1 < count; ++i) {
-    lengths.query_offsets.push_back(query_offsets[i]);
-    lengths.query_lengths.push_back(query_offsets[i + 1] - query_offsets[i]);
-    lengths.key_offsets.push_back(is_paged ? 0 : key_offsets[i]);
-    lengths.key_lengths.push_back(key_offsets[i + 1] - key_offsets[i]);
-  }
-  const int64_t page_size = is_paged ? inputs.key.size(1) : 0;
-  if (inputs.seqused_k.has_value()) {
-    const at::Tensor used = read_once(*inputs.seqused_k);
-    const auto* values = used.const_data_ptr<int32_t>();
-    check_used(lengths, values, is_paged, is_paged ? inputs.block_table->size(1) * page_size : 0);
-    lengths.key_lengths.assign(values, values + count - 1);
-  }
-  if (is_paged) {
-    read_pages(lengths, *inputs.block_table, page_size, inputs.key.size(0));
-  }
-  check_longest("max_seqlen_q", lengths.query_lengths, options.max_seqlen_q.expect_int());
-  check_longest("max_seqlen_k", lengths.key_lengths, options.max_seqlen_k.expect_int());
-  return lengths;
-}
-
-// (total, heads, dim) as (1, heads, total, dim) with no step from a batch row to the next.
-Operand packed(const at::Tensor& tensor) {
-  Operand operand(tensor.transpose(0, 1).unsqueeze(0));
-  operand.strides[0] = 0;
-  return operand;
-}
-
-// (heads, total) as (1, heads, total, 1).
-Operand packed_rows(const at::Tensor& tensor) {
-  Operand operand(tensor.unsqueeze(0));
-  operand.strides[0] = 0;
-  return operand;
-}
-
-// (pages, page size, heads, dim) as (pages, heads, page size, dim).
-Operand paged(const at::Tensor& tensor) {
-  return Operand(tensor.transpose(1, 2));
-}
-
-struct Call {
-  Parameters parameters{};
-  Extras extras;
-  std::vector<Sequence> sequences;
-
-  // ``lengths`` must outlive the call.
-  Call(const AttentionInputs& inputs, const Lengths& lengths, const AttentionOptions& options,
-       const std::optional<at::Tensor>& seed) {
-    const bool is_paged = inputs.block_table.has_value();
-    if (is_paged) {
-      parameters.block_table = lengths.pages.data();
-      parameters.block_table_stride = lengths.columns;
-      parameters.page_size = inputs.key.size(1);
-    }
-    parameters.batch = static_cast<int64_t>(lengths.query_lengths.size());
-    parameters.query_heads = inputs.query.size(1);
-    parameters.key_heads = inputs.key.size(is_paged ? 2 : 1);
-    parameters.group =
-        parameters.key_heads == 0 ? 1 : parameters.query_heads / parameters.key_heads;
-    parameters.head_dim = inputs.query.size(2);
-    parameters.value_dim = inputs.value.size(-1);
-    parameters.query = packed(inputs.query);
-    parameters.key = is_paged ? paged(inputs.key) : packed(inputs.key);
-    parameters.value = is_paged ? paged(inputs.value) : packed(inputs.value);
-    set_options(parameters, extras, inputs, options, seed);
-    for (int64_t i = 0; i < parameters.batch; ++i) {
-      sequences.push_back({i, lengths.query_offsets[i], lengths.query_lengths[i],
-                           lengths.key_offsets[i], lengths.key_lengths[i]});
-    }
-  }
-};
-
 using Outputs = std::tuple<at::Tensor, at::Tensor>;
 
 Outputs attend(const AttentionInputs& inputs, const Lengths& lengths,
                const AttentionOptions& options, const std::optional<at::Tensor>& seed) {
   const auto& query = inputs.query;
-  Call call(inputs, lengths, options, seed);
+  PackedCall call(inputs, lengths, options, seed);
   const at::Tensor output =
       at::empty({query.size(0), query.size(1), inputs.value.size(-1)}, query.options());
   const at::Tensor logsumexp =
@@ -206,7 +51,7 @@ Outputs attention_varlen(const at::Tensor& query, const at::Tensor& key, const a
   const AttentionOptions options{false,        scale,   dropout_p,    window_left,
                                  window_right, softcap, max_seqlen_q, max_seqlen_k};
   check_attention_varlen(inputs, options);
-  const auto lengths = lengths_of(inputs, options);
+  const auto lengths = lengths_of("attention_varlen", inputs, options);
   return attend(inputs, lengths, options, draw_seed(query, dropout_p));
 }
 
@@ -215,7 +60,7 @@ Outputs attention_varlen_seeded(const AttentionArguments& arguments) {
   const auto options = arguments.options();
   check_attention_varlen(inputs, options);
   check_attention_seed("attention_varlen", inputs.query, arguments.seed(), options.dropout_p);
-  return attend(inputs, lengths_of(inputs, options), options, arguments.seed());
+  return attend(inputs, lengths_of("attention_varlen", inputs, options), options, arguments.seed());
 }
 
 // The gradients for query, key, value, alibi_slopes and sinks; of size 0 for what was not given.
@@ -224,7 +69,7 @@ using PackedGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tenso
 PackedGradients packed_backward(const AttentionInputs& inputs, const Lengths& lengths,
                                 const AttentionOptions& options, const AttentionResults& results,
                                 const std::optional<at::Tensor>& seed) {
-  Call call(inputs, lengths, options, seed);
+  PackedCall call(inputs, lengths, options, seed);
   auto& parameters = call.parameters;
   parameters.output = packed(results.output);
   parameters.logsumexp = packed_rows(results.logsumexp);
@@ -234,54 +79,6 @@ PackedGradients packed_backward(const AttentionInputs& inputs, const Lengths& le
       run_backward(parameters, inputs, call.sequences, options, false, true);
   return {grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks};
 }
-
-// The blocks that hold keys in use, one sequence after the other.
-class UsedBlocks {
- public:
-  // Lets ``lengths`` say where the sequences begin among the rows of these blocks.
-  UsedBlocks(Lengths& lengths, const at::Tensor& key) {
-    const int64_t page_size = key.size(1);
-    std::vector<int64_t> numbers, distinct, places;
-    std::unordered_map<int64_t, int64_t> place_of;
-    for (size_t i = 0; i < lengths.key_lengths.size(); ++i) {
-      lengths.key_offsets[i] = static_cast<int64_t>(numbers.size()) * page_size;
-      const int32_t* const row = lengths.pages.data() + static_cast<int64_t>(i) * lengths.columns;
-      for (int64_t page = 0; page < ceil_divide(lengths.key_lengths[i], page_size); ++page) {
-        const auto [place, is_new] = place_of.try_emplace(row[page], distinct.size());
-        if (is_new) {
-          distinct.push_back(row[page]);
-        }
-        numbers.push_back(row[page]);
-        places.push_back(place->second);
-      }
-    }
-    const auto options = key.options().dtype(at::kLong);
-    numbers_ = at::tensor(numbers, options);
-    distinct_ = at::tensor(distinct, options);
-    places_ = at::tensor(places, options);
-  }
-
-  // (num_blocks, block_size, heads, dim) as (rows, heads, dim).
-  at::Tensor gather(const at::Tensor& pages, at::ScalarType type) const {
-    return pages.index_select(0, numbers_).flatten(0, 1).to(type);
-  }
-
-  // The gradient of gather: rounded to the dtype of ``pages`` once it is summed over the sequences
-  // that share a block.
-  at::Tensor scatter(const at::Tensor& gradient, const at::Tensor& pages) const {
-    auto sizes = pages.sizes().vec();
-    sizes[0] = places_.size(0);
-    const at::Tensor blocks = gradient.view(sizes);
-    sizes[0] = distinct_.size(0);
-    const at::Tensor sums = at::zeros(sizes, gradient.options()).index_add_(0, places_, blocks);
-    return at::zeros(pages.sizes(), pages.options())
-        .index_copy_(0, distinct_, sums.to(pages.scalar_type()));
-  }
-
- private:
-  // The numbers of all blocks, each number once, and for each block its place among the latter.
-  at::Tensor numbers_, distinct_, places_;
-};
 
 // The sum is in the compute type, so that nothing is rounded before it.
 PackedGradients paged_backward(const AttentionInputs& inputs, const Lengths& given,
@@ -325,13 +122,14 @@ PackedGradients attention_varlen_backward(const AttentionArguments& arguments) {
   check_attention_seed("attention_varlen_backward", inputs.query, arguments.seed(),
                        options.dropout_p);
   const auto backward = inputs.block_table.has_value() ? &paged_backward : &packed_backward;
-  return backward(inputs, lengths_of(inputs, options), options, results, arguments.seed());
+  return backward(inputs, lengths_of("attention_varlen", inputs, options), options, results,
+                  arguments.seed());
 }
 
 }  // namespace
 
 void check_attention_sequences(const AttentionInputs& inputs, const AttentionOptions& options) {
-  lengths_of(inputs, options);
+  lengths_of("attention_varlen", inputs, options);
 }
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
