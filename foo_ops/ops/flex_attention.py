@@ -79,7 +79,7 @@ def fake_backward(
     *mask: Any,
     captured_requires_grad: list[bool],
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+) -> tuple[Any, ...]:
     _check(query, key, value, captured, *mask, **options)
     _C.check_attention_results(
         "flex_attention_backward", grad_output, grad_logsumexp, query, value, output, logsumexp

@@ -44,7 +44,7 @@ def _check(*tensors: Any) -> None:
 
 
 @library.register_fake("foo::flex_attention_varlen")
-def fake(query: Tensor, key: Tensor, value: Tensor, *others: Any, **_: Any) -> Any:
+def fake(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Any:
     _check(query, key, value, *others)
     total, heads, _ = query.shape
     output = query.new_empty(total, heads, value.shape[-1])
@@ -100,8 +100,8 @@ library.register_autograd("foo::flex_attention_varlen", backward, setup_context=
 
 
 @library.register_flops("foo::flex_attention_varlen", takes_tensors=True)
-def flops(query: Any, key: Any, value: Any, captured: Any, *sequences: Any, **options: Any) -> int:
-    return packed_flops(query, key, value, *sequences, **options)
+def flops(query: Any, key: Any, value: Any, captured: Any, *sequences: Any, **given: Any) -> int:
+    return packed_flops(query, key, value, *sequences, **given)
 
 
 @library.register_flops("foo::flex_attention_varlen_backward", takes_tensors=True)

@@ -11,6 +11,7 @@ from foo_ops.kernels.attention import (
     decode,
     operands,
     parameters,
+    programs,
 )
 from foo_ops.kernels.compiler import kernel, processor
 from foo_ops.kernels.compiler.kernel import KERNELS
@@ -18,7 +19,7 @@ from foo_ops.kernels.linear import cross_entropy_parameters as cross_entropy
 from foo_ops.kernels.linear import parameters as linear
 from foo_ops.kernels.products import on_amx, on_vectors
 from foo_ops.kernels.user import codes, elementwise, tile
-from foo_ops.kernels.vectors import bounds, lists, philox
+from foo_ops.kernels.vectors import bounds, captured, emit_program, lists, philox
 from foo_ops.kernels.vectors.elements import ELEMENTS
 from foo_ops.kernels.vectors.struct import Struct
 from foo_ops.kernels.vectors.values import Pointer
@@ -159,7 +160,32 @@ def test_accesses_outside():
     ]
 
 
+def test_programs():
+    assert _C.agreement()["structs"]["ProgramArguments"] == [
+        ("scale", "float64", 8 * emit_program.SCALE),
+        ("numbers", "float64*", 8 * emit_program.NUMBERS),
+        ("integers", "int64*", 8 * emit_program.INTEGERS),
+        ("captured", "CapturedTensor*", 8 * emit_program.CAPTURED),
+        ("outside", "int64*", 8 * emit_program.OUTSIDE),
+    ]
+    dimensions = f"int64[{captured.MOST_DIMENSIONS}]"
+    assert _C.agreement()["structs"]["CapturedTensor"] == [
+        ("data", "void*", 8 * captured.DATA),
+        ("gradient", "void*", 8 * captured.GRADIENT),
+        ("of_batch", "int64", 8 * captured.OF_BATCH),
+        ("of_head", "int64", 8 * captured.OF_HEAD),
+        ("of_chunk", "int64", 8 * captured.OF_CHUNK),
+        ("sizes", dimensions, 8 * captured.SIZES),
+        ("strides", dimensions, 8 * captured.STRIDES),
+        ("gradient_strides", dimensions, 8 * captured.GRADIENT_STRIDES),
+    ]
+    assert 8 * captured.WORDS == 8 * captured.GRADIENT_STRIDES + 8 * captured.MOST_DIMENSIONS
+
+
 def functions():
+    for dtype in ("float32", "float64"):
+        text = f"0 0\n\n{dtype} input score\noutput 0\n\n\n\n"
+        yield "ProgramFunction", programs.make_program_kernel(dtype, text).argument_types
     for name, source in KERNELS.items():
         if name.startswith("attention_"):
             function = "SumFunction" if name == "attention_sum_chunks" else "AttentionFunction"
@@ -185,7 +211,9 @@ def test_arguments_of_kernels():
     for name, of_python in functions():
         assert len(of_cpp[name]) == len(of_python)
         for cpp, python in zip(of_cpp[name], map(named, of_python)):
-            assert agree(cpp, python) or (cpp, python) == ("int8**", "int64**"), (name, cpp, python)
+            # Words of 8 bytes are structs to C++.
+            are_words = (cpp, python) in (("int8**", "int64**"), ("ProgramArguments*", "int64*"))
+            assert agree(cpp, python) or are_words, (name, cpp, python)
         compared.add(name)
     assert compared == set(of_cpp)
 
@@ -224,6 +252,10 @@ def test_constants():
         "kProduct": bounds.OF_PRODUCT,
         "kList": bounds.OF_LIST,
         "kMostIndices": bounds.MOST_INDICES,
+        "kHidden": programs.HIDDEN,
+        "kMasked": programs.MASKED,
+        "kSeen": programs.SEEN,
+        "kMixed": programs.MIXED,
     }
 
 

@@ -12,19 +12,20 @@ import functools
 import math
 from collections.abc import Callable
 
-from llvmlite import ir
 from numba import njit
-from numba.core import types
-from numba.extending import intrinsic
 
 from foo_ops.kernels.attention.parameters import KEY_BLOCK, TILE_STRIDE, lowest_score
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.vectors.elements import compute_dtype
-from foo_ops.kernels.vectors.emit_program import PLACES, TilePrograms, emit_tile_programs
+from foo_ops.kernels.vectors.emit_program import TilePrograms
 from foo_ops.kernels.vectors.memory import load, shift
 from foo_ops.kernels.vectors.program import Program
+from foo_ops.kernels.vectors.program_calls import (
+    argument_types,
+    make_program_caller,
+    make_program_runner,
+)
 from foo_ops.kernels.vectors.rows import make_fill
-from foo_ops.kernels.vectors.values import Pointer
 
 # What a window, or a block of keys, holds for the queries of a row.
 HIDDEN, MASKED, SEEN, MIXED = range(4)
@@ -48,19 +49,7 @@ def make_program_kernel(signature: str, text: str) -> Kernel:
         if program is not None:
             program.check(captured, numbers, integers)
     programs = TilePrograms(dtype, TILE_STRIDE, lowest_score(dtype), *given)
-    names = ("arguments", "scores", "gradients", *PLACES)
-    pointers = (Pointer("int64"), Pointer(dtype), Pointer(dtype))
-    argument_types = (*pointers, *(types.int64 for _ in PLACES))
-
-    @intrinsic
-    def run(typing_context, arguments, scores, gradients, *places):
-        def generate(context, builder, signature, args):
-            (*first, rest) = args
-            values = [builder.extract_value(rest, position) for position in range(len(PLACES))]
-            emit_tile_programs(builder, programs, dict(zip(names, (*first, *values))))
-            return context.get_dummy_value()
-
-        return types.void(arguments, scores, gradients, types.StarArgTuple(places)), generate
+    run = make_program_runner(programs)
 
     def kernel(
         arguments, scores, gradients, queries, keys, first_query, first_key, batch, head, key_head,
@@ -71,33 +60,12 @@ def make_program_kernel(signature: str, text: str) -> Kernel:
             key_head, chunk,
         )  # fmt: skip
 
-    return Kernel(kernel, argument_types)
+    return Kernel(kernel, argument_types(dtype))
 
 
 def _dtype_and_dimensions(tensor: str) -> tuple[str, int]:
     dtype, _, dimensions = tensor.partition("-")
     return dtype, int(dimensions.removesuffix("d") or 0)
-
-
-@functools.cache
-def _make_caller(dtype: str) -> Callable:
-    """Make ``call(address, arguments, scores, gradients, *places)``, which calls such a kernel."""
-    pointers = (Pointer("int64"), Pointer(dtype), Pointer(dtype))
-
-    @intrinsic
-    def call(
-        typing_context, address, arguments, scores, gradients, queries, keys, first_query,
-        first_key, batch, head, key_head, chunk,
-    ):  # fmt: skip
-        def generate(context, builder, signature, args):
-            operands = list(args[1:])
-            function = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
-            builder.call(builder.inttoptr(args[0], function.as_pointer()), operands)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, *pointers, *(types.int64 for _ in PLACES)), generate
-
-    return call
 
 
 @njit
@@ -140,7 +108,7 @@ def make_program_steps(dtype: str) -> tuple[Callable, Callable]:
     gradients of captured tensors.
     """
     compute = compute_dtype(dtype)
-    call, fill = _make_caller(compute), make_fill(compute)
+    call, fill = make_program_caller(compute), make_fill(compute)
 
     @njit
     def apply(

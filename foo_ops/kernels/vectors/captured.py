@@ -106,7 +106,12 @@ class Captured:
         return _as_value(builder, dtype, value)
 
     def add(
-        self, dtype: str, value: ir.Value, indices: Sequence[Index], lanes: Lanes, place: Place
+        self,
+        dtype: str,
+        value: ir.Value,
+        indices: Sequence[Index],
+        lanes: Lanes | None,
+        place: Place,
     ) -> None:
         """Add a vector, or for the same element in all lanes a number, to the gradient.
 
@@ -118,7 +123,7 @@ class Captured:
             (OF_BATCH, OF_HEAD, OF_CHUNK), (place.batch, place.key_head, place.chunk)
         ):
             base = builder.gep(base, [builder.mul(self._word(position), count)])
-        if not isinstance(value.type, ir.VectorType):
+        if lanes is None or not isinstance(value.type, ir.VectorType):
             self._add_one(builder.gep(base, [self._offset(indices, GRADIENT_STRIDES, None)]), value)
             return
 

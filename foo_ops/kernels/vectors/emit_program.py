@@ -261,9 +261,10 @@ class _Values:
             return 0
         if node.operation == "input":
             return 1 if node.name == "query" else None
-        steps = [self.steps[operand] for operand in node.arguments]
+        steps = [step for operand in node.arguments if (step := self.steps[operand]) is not None]
         dtypes = [self.program.nodes[operand].dtype for operand in node.arguments]
-        if None in steps or any(dtype not in ("int32", "int64") for dtype in (*dtypes, node.dtype)):
+        are_exact = all(dtype in ("int32", "int64") for dtype in (*dtypes, node.dtype))
+        if not are_exact or len(steps) < len(node.arguments):
             return None
         if node.operation == "cast":
             return steps[0]

@@ -5,6 +5,7 @@ A value is known by its torch dtype and LLVM's value. Numbers of 16 bits are flo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -179,7 +180,7 @@ def _sign(x: Number) -> Number:
     return (x > 0.0).choose(x.constant(1.0), below)
 
 
-_FORMULAS = {
+_FORMULAS: dict[str, Callable[..., Number]] = {
     "div": lambda x, y: x / y,
     "neg": lambda x: -x,
     "abs": abs,
