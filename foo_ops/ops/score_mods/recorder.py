@@ -77,6 +77,10 @@ class Number(Tensor):
         """Refuse what happens outside of the trace."""
         raise RuntimeError(f"{func} was called on a number that only a trace can compute with")
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Tell a function that prints what it is given."""
+        return f"<number without a value, {self.dtype}>"
+
 
 @dataclasses.dataclass(frozen=True)
 class Load:

@@ -94,7 +94,10 @@ class _Tracer:
         """Return the outputs of the function's program, and of that of its gradients."""
         score = self.recorder.input("score", self._dtype, torch.is_grad_enabled())
         unchanged = self.recorder.operand(score, self._dtype)
-        result = self._run("score_mod", function, (score, *self._indices()), self._dtype)
+        with self.recorder:
+            # No leaf, so that autograd leaves it to us to refuse what writes in place.
+            given = score.clone()
+        result = self._run("score_mod", function, (given, *self._indices()), self._dtype)
         node = self.recorder.operand(result, self._dtype)
         outputs: dict[str, Output] = {} if node == unchanged else {"score_mod": (node, [])}
         if torch.is_grad_enabled():
@@ -164,11 +167,12 @@ class _Tracer:
 @contextlib.contextmanager
 def _nothing_around() -> Iterator[None]:
     """Trace alike within autocast, checkpoints and transforms."""
-    with (
-        torch._C._DisableFuncTorch(),
-        torch._C._DisableAutocast(),
-        torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C._DisableFuncTorch())
+        stack.enter_context(torch._C._DisableAutocast())
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it)
+            stack.enter_context(hooks)
         yield
 
 
