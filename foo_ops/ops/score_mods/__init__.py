@@ -1,0 +1,1 @@
+"""What users write for one score of attention, as programs: traced, kept and evaluated."""

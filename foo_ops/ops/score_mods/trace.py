@@ -1,0 +1,214 @@
+"""Trace the functions that a user gives flex_attention: from Python to the texts of programs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops.kernels.vectors.program import Gradient
+from foo_ops.ops.score_mods.builder import Builder, Texts
+from foo_ops.ops.score_mods.recorder import Indexing, Load, Recorder, RefusalError, Step, wide
+
+Function = Callable[..., Any]
+Output = tuple[int, list[Gradient]]
+_OURS = (
+    *(str(Path(torch.__file__).parent), str(Path(__file__).parent)),
+    *(contextlib.__file__, inspect.__file__),
+)
+INDICES = ("batch", "head", "query", "key")
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """Programs of one call, and what they read.
+
+    Attributes:
+        score_mod: the program of the score, or "" where it stays as it is.
+        mask_mod: the program of the mask, or "" where all take part.
+        backward: the program of the score's gradient and of those of captured tensors, or "" where
+            the gradient goes through as it is.
+        captured: the tensors that the programs load from.
+        numbers: the floating-point numbers in the functions.
+        integers: the integers in the functions.
+    """
+
+    score_mod: str = ""
+    mask_mod: str = ""
+    backward: str = ""
+    captured: list[Tensor] = dataclasses.field(default_factory=list)
+    numbers: list[float] = dataclasses.field(default_factory=list)
+    integers: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What was traced, and how its captured tensors were made."""
+
+    traced: Traced
+    steps: list[Step]
+    reads_values: bool
+
+
+def trace(score_mod: Function | None, mask_mod: Function | None, query: Tensor) -> Traced:
+    """Return the programs of a score_mod and a mask_mod for scores of a query's kind."""
+    return record(score_mod, mask_mod, query).traced
+
+
+def record(score_mod: Function | None, mask_mod: Function | None, query: Tensor) -> Trace:
+    """Trace, and say how what was captured came about."""
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    tracer = _Tracer(dtype, query.device)
+    outputs: dict[str, Output] = {}
+    with _nothing_around():
+        if score_mod is not None:
+            outputs |= tracer.score_mod(score_mod)
+        if mask_mod is not None:
+            outputs |= tracer.mask_mod(mask_mod)
+    texts = Texts(tracer.builder)
+    programs = {name: texts.write(*output) for name, output in outputs.items()}
+    captured = [tracer.recorder.captured[it] for it in texts.captured]
+    traced = Traced(**programs, captured=captured, numbers=texts.numbers, integers=texts.integers)
+    return Trace(traced, tracer.recorder.steps, tracer.recorder.reads_values)
+
+
+class _Tracer:
+    """Run functions on numbers without values."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.builder = Builder()
+        self.recorder = Recorder(self.builder, device)
+        self._dtype = dtype
+
+    def _indices(self) -> list[Tensor]:
+        return [self.recorder.input(name, torch.int32) for name in INDICES]
+
+    def score_mod(self, function: Function) -> dict[str, Output]:
+        """Return the outputs of the function's program, and of that of its gradients."""
+        score = self.recorder.input("score", self._dtype, torch.is_grad_enabled())
+        unchanged = self.recorder.operand(score, self._dtype)
+        with self.recorder:
+            # No leaf, so that autograd leaves it to us to refuse what writes in place.
+            given = score.clone()
+        result = self._run("score_mod", function, (given, *self._indices()), self._dtype)
+        node = self.recorder.operand(result, self._dtype)
+        outputs: dict[str, Output] = {} if node == unchanged else {"score_mod": (node, [])}
+        if torch.is_grad_enabled():
+            with _refusals("score_mod", function):
+                outputs |= self._backward(result, score)
+        return outputs
+
+    def mask_mod(self, function: Function) -> dict[str, Output]:
+        """Return the output of the function's program."""
+        result = self._run("mask_mod", function, tuple(self._indices()), torch.bool)
+        node = self.recorder.operand(result, torch.bool)
+        return {} if self.builder.value_of(node) == 1 else {"mask_mod": (node, [])}
+
+    def _run(
+        self, kind: str, function: Function, inputs: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """Return the number that the function returns."""
+        names = INDICES if kind == "mask_mod" else ("score", *INDICES)
+        with _refusals(kind, function):
+            _check_parameters(function, names)
+            with self.recorder, Indexing(self.recorder):
+                result = function(*inputs)
+            if not isinstance(result, Tensor):
+                raise RefusalError("must return a tensor", type(result).__name__, TypeError)
+            if result.numel() != 1:
+                got = f"shape {list(result.shape)}"
+                raise RefusalError("must return one number", got, ValueError)
+            with self.recorder:
+                return result.to(dtype).reshape(())
+
+    def _backward(self, result: Tensor, score: Tensor) -> dict[str, Output]:
+        """Return the score's gradient and those of what was loaded, unless it goes through."""
+        zero = self.builder.constant(0, self._dtype)
+        if not result.requires_grad:
+            return {"backward": (zero, [])}
+        loads = [it for it in self.recorder.loads if it.tensor.requires_grad]
+        grad = self.recorder.input("grad", self._dtype)
+        unchanged = self.recorder.operand(grad, self._dtype)
+        self.recorder.may_write = True
+        inputs = [score, *(it.tensor for it in loads)]
+        with self.recorder:
+            # With grad as an argument of its own, autograd would import sympy, for 0.3 s.
+            grads = torch.autograd.grad(result * grad, inputs, allow_unused=True)
+        first, *rest = grads
+        output = zero if first is None else self.recorder.operand(first, self._dtype)
+        gradients = self._gradients(zip(loads, rest, strict=True))
+        self.recorder.may_write = False
+        return {} if output == unchanged and not gradients else {"backward": (output, gradients)}
+
+    def _gradients(self, pairs: Iterable[tuple[Load, Tensor | None]]) -> list[Gradient]:
+        """Return one gradient for each element that was loaded, however often."""
+        sums: dict[int, int] = {}
+        for load, grad in pairs:
+            if grad is not None:
+                dtype = wide(load.tensor.dtype)
+                value = self.recorder.operand(grad, dtype)
+                known = sums.get(load.node)
+                both = value if known is None else self.builder.add(dtype, "add", known, value)
+                sums[load.node] = both
+        nodes = self.builder.nodes
+        return [
+            Gradient(nodes[load].operands[0], value, nodes[load].arguments)
+            for load, value in sums.items()
+        ]
+
+
+@contextlib.contextmanager
+def _nothing_around() -> Iterator[None]:
+    """Trace alike within autocast, checkpoints and transforms."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C._DisableFuncTorch())
+        stack.enter_context(torch._C._DisableAutocast())
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it)
+            stack.enter_context(hooks)
+        yield
+
+
+@contextlib.contextmanager
+def _refusals(kind: str, function: Function) -> Iterator[None]:
+    """Name the function, and the line that could not be compiled, in a refusal."""
+    try:
+        yield
+    except RefusalError as error:
+        where = f"{kind} {_name(function)!r} ({_place(function, error.__traceback__)})"
+        raise error.kind(f"flex_attention: {where} {error.must}, got {error.got}") from None
+
+
+def _check_parameters(function: Function, names: tuple[str, ...]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return
+    try:
+        signature.bind(*names)
+    except TypeError:
+        must = f"must take {len(names)} arguments ({', '.join(names)})"
+        raise RefusalError(must, str(signature), TypeError) from None
+
+
+def _name(function: Function) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _place(function: Function, traceback: TracebackType | None) -> str:
+    """Return the last line that is the user's, or else the function's first one."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    place = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "no file"
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not file.startswith(_OURS):
+            place = f"{file}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
