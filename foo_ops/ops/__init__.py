@@ -6,6 +6,8 @@ from foo_ops.ops.attention import attention
 from foo_ops.ops.attention_int8_cache import attention_int8_cache, quantize_cache
 from foo_ops.ops.attention_varlen import attention_varlen
 from foo_ops.ops.cache_append import cache_append
+from foo_ops.ops.flex_attention import flex_attention
+from foo_ops.ops.flex_attention_varlen import flex_attention_varlen
 from foo_ops.ops.linear import linear
 from foo_ops.ops.linear_cross_entropy import linear_cross_entropy
 from foo_ops.ops.linear_int4 import linear_int4
@@ -25,6 +27,8 @@ __all__ = [
     "attention_varlen",
     "cache_append",
     "dequantize_weight",
+    "flex_attention",
+    "flex_attention_varlen",
     "linear",
     "linear_cross_entropy",
     "linear_int4",

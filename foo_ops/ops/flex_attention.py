@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from foo_ops import _C, library
 from foo_ops.ops.attention import empty_results, product_flops
+from foo_ops.ops.flex_attention_derivatives import composite, make_composite_backward
+from foo_ops.ops.score_mods.trace import trace
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 TAGS = (torch.Tag.pt2_compliant_tag,)
 
@@ -39,6 +45,116 @@ library.define(
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_captured)",
     tags=TAGS,
 )
+
+
+Function = Callable[..., Tensor]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Function | None = None,
+    block_mask: BlockMask | Function | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute attention whose scores a function changes and whose keys another one hides.
+
+    It takes what torch.nn.attention.flex_attention.flex_attention takes, on CPU and on foo, forward
+    and backward. The functions are compiled into the vectors of our own kernels, once for each
+    function: other lengths, other numbers and other tensors that it captures compile nothing.
+
+    Args:
+        query: (B, Hq, Sq, D), float16, bfloat16, float32 or float64, any strides, D up to 256.
+        key: (B, Hkv, Sk, D), or with a batch of 1 for all rows of query's.
+        value: (B, Hkv, Sk, Dv), Dv up to 256.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns what a score becomes, before
+            the softmax; all are tensors of one number, the score in float32 (float64 for float64).
+            It is made of operations on single numbers and of elements of tensors that it captures,
+            which have gradients where they require some, summed in the score's dtype.
+        block_mask: a BlockMask of torch's create_block_mask, of any block size, whose blocks that
+            see nothing cost nothing; or ``mask_mod(b, h, q_idx, kv_idx)`` itself, which is asked
+            for blocks of 128 first.
+        scale: factor of the products of query and key, by default 1 / sqrt(D).
+        enable_gqa: each head of key and value serves Hq / Hkv heads of query in a row.
+        return_lse: return the logarithm of the softmax's denominator, too.
+        kernel_options: not looked at, since they tune kernels of Triton.
+
+    Returns:
+        The output, (B, Hq, Sq, Dv) in query's dtype, and if asked for the natural logsumexp,
+        (B, Hq, Sq) in float32 (float64 for float64). A query that sees no key has output 0 and
+        logsumexp -inf. Both can be differentiated, twice; the second time in O(Sq * Sk) memory.
+
+    Raises:
+        ValueError: for shapes that do not fit together, and functions that do not fit scores.
+        NotImplementedError: for what a function does beyond operations on single numbers, with its
+            line.
+        TypeError: for dtypes.
+        IndexError: where a function indexes a captured tensor outside of its shape.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 1, 8, 100, 64).unbind()
+        >>> slopes = torch.rand(8)
+        >>> def alibi(score, b, h, q_idx, kv_idx):
+        ...     return score + slopes[h] * (kv_idx - q_idx)
+        >>> def causal(b, h, q_idx, kv_idx):
+        ...     return q_idx >= kv_idx
+        >>> foo_ops.flex_attention(query, key, value, alibi, causal).shape
+        torch.Size([1, 8, 100, 64])
+    """
+    query, key, value = cast(query, key, value)
+    if key.dim() == value.dim() == 4 and key.shape[0] == value.shape[0] == 1:
+        key, value = (it.expand(query.shape[0], -1, -1, -1) for it in (key, value))
+    if not enable_gqa and query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"flex_attention: key must have {query.shape[1]} heads as query has, or enable_gqa "
+            f"must be True, got {key.shape[1]}"
+        )
+    mask_mod, lists, blocks = _parts(block_mask, query, key)
+    traced = trace(score_mod, mask_mod, query)
+    output, logsumexp = torch.ops.foo.flex_attention.default(
+        query, key, value, traced.captured, *lists,
+        score_mod=traced.score_mod, mask_mod=traced.mask_mod, backward=traced.backward,
+        numbers=traced.numbers, integers=traced.integers, scale=scale, **blocks,
+    )  # fmt: skip
+    return (output, logsumexp) if return_lse else output
+
+
+def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Convert floats to the dtype of autocast, where it is on; what functions capture stays."""
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(it if it.dtype == torch.float64 else it.to(dtype) for it in tensors)
+
+
+def _parts(
+    block_mask: BlockMask | Function | None, query: Tensor, key: Tensor
+) -> tuple[Function | None, tuple[Tensor | None, ...], dict[str, int]]:
+    """Return the mask_mod, the lists of blocks, and the sizes of a block, of any kind of mask."""
+    from torch.nn.attention.flex_attention import _LARGE_SPARSE_BLOCK_SIZE, BlockMask
+
+    if not isinstance(block_mask, BlockMask):
+        return block_mask, (), {}
+    query_block, key_block = block_mask.BLOCK_SIZE
+    lengths, own = (query.shape[2], key.shape[2]), block_mask.shape[-2:]
+    # torch's own mask for none is one block of this size.
+    is_none = query_block == key_block == _LARGE_SPARSE_BLOCK_SIZE
+    if not is_none and tuple(own) != lengths:
+        raise ValueError(
+            f"flex_attention: block_mask must be of {lengths[0]} queries and {lengths[1]} keys as "
+            f"query and key have, got {own[0]} and {own[1]}"
+        )
+    lists = (
+        *(block_mask.kv_num_blocks, block_mask.kv_indices),
+        *(block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+    )
+    sizes = {"query_block": query_block, "key_block": key_block}
+    return block_mask.mask_mod, lists, sizes
 
 
 # ------------------------------------------------------------------------------------ fake kernels
@@ -119,7 +235,12 @@ def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Any
     return (*gradients, of_captured, None, None, None, None)
 
 
-library.register_autograd("foo::flex_attention", backward, setup_context=setup_context)
+library.register_autograd(
+    "foo::flex_attention", backward, setup_context=setup_context, composite=composite
+)
+library.register_autograd(
+    "foo::flex_attention_backward", composite=make_composite_backward(composite)
+)
 
 
 # ------------------------------------------------------------------------------------------- FLOPs

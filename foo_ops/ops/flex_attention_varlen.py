@@ -11,7 +11,9 @@ from foo_ops import _C, library
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention_varlen import backward_flops as packed_backward_flops
 from foo_ops.ops.attention_varlen import flops as packed_flops
-from foo_ops.ops.flex_attention import PROGRAMS, TAGS, empty_captured
+from foo_ops.ops.flex_attention import PROGRAMS, TAGS, Function, cast, empty_captured
+from foo_ops.ops.flex_attention_derivatives import composite_varlen, make_composite_backward
+from foo_ops.ops.score_mods.trace import trace
 
 SEQUENCES = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k=None, Tensor? block_table=None"
@@ -34,6 +36,66 @@ library.define(
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_captured)",
     tags=TAGS,
 )
+
+
+def flex_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    score_mod: Function | None = None,
+    mask_mod: Function | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute `foo_ops.flex_attention` of packed sequences, or with keys in pages.
+
+    Args:
+        query: (total_q, Hq, D), float16, bfloat16, float32 or float64, D up to 256.
+        key: (total_k, Hkv, D); Hq must be a multiple of Hkv. With block_table
+            (num_blocks, block_size, Hkv, D).
+        value: (total_k, Hkv, Dv), or (num_blocks, block_size, Hkv, Dv).
+        cu_seqlens_q, cu_seqlens_k, seqused_k, block_table: as in `foo_ops.attention_varlen`.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, as in `foo_ops.flex_attention`: b is
+            the number of the sequence, q_idx and kv_idx are the positions within it.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, likewise. Blocks of 128 that it hides cost
+            nothing.
+        max_seqlen_q, max_seqlen_k: no sequence may be longer.
+        scale: factor of the products of query and key, by default 1 / sqrt(D).
+        return_lse: return the logarithm of the softmax's denominator, too.
+
+    Returns:
+        The output, (total_q, Hq, Dv), and if asked for the logsumexp, (Hq, total_q). Both can be
+        differentiated, as those of `foo_ops.flex_attention`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, IndexError: as `foo_ops.flex_attention`, and for
+            sequences and blocks that are not inside the tensors.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 12, 8, 64).unbind()
+        >>> starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+        >>> foo_ops.flex_attention_varlen(
+        ...     query, key, value, starts, starts, mask_mod=lambda b, h, q, k: q - k < 3,
+        ...     max_seqlen_q=7, max_seqlen_k=7,
+        ... ).shape
+        torch.Size([12, 8, 64])
+    """
+    query, key, value = cast(query, key, value)
+    traced = trace(score_mod, mask_mod, query)
+    output, logsumexp = torch.ops.foo.flex_attention_varlen.default(
+        query, key, value, traced.captured, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, score_mod=traced.score_mod,
+        mask_mod=traced.mask_mod, backward=traced.backward, numbers=traced.numbers,
+        integers=traced.integers, scale=scale,
+    )  # fmt: skip
+    return (output, logsumexp) if return_lse else output
 
 
 # ------------------------------------------------------------------------------------ fake kernels
@@ -93,7 +155,12 @@ def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Any
     return (*gradients, of_captured, None, None, None, None)
 
 
-library.register_autograd("foo::flex_attention_varlen", backward, setup_context=setup_context)
+library.register_autograd(
+    "foo::flex_attention_varlen", backward, setup_context=setup_context, composite=composite_varlen
+)
+library.register_autograd(
+    "foo::flex_attention_varlen_backward", composite=make_composite_backward(composite_varlen)
+)
 
 
 # ------------------------------------------------------------------------------------------- FLOPs

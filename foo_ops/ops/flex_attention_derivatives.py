@@ -1,0 +1,148 @@
+"""Compute flex attention with torch's own operators, in O(Sq * Sk) memory: what is differentiated
+where kernels have no derivatives, or torch.func transforms the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foo_ops.ops.arguments import compute_type
+from foo_ops.ops.attention_varlen import as_packed, sequences_of
+from foo_ops.ops.score_mods.evaluate import evaluate
+
+
+def composite(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captured: list[Tensor],
+    kv_num_blocks: Tensor | None = None,
+    kv_indices: Tensor | None = None,
+    full_kv_num_blocks: Tensor | None = None,
+    full_kv_indices: Tensor | None = None,
+    *,
+    score_mod: str = "",
+    mask_mod: str = "",
+    backward: str = "",
+    numbers: Any = (),
+    integers: Any = (),
+    scale: float | None = None,
+    query_block: int = 128,
+    key_block: int = 128,
+    first_batch: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Compute foo::flex_attention, of which this has the arguments.
+
+    Programs see the rows of the batch counted from ``first_batch`` on.
+    """
+    compute = compute_type(query.dtype)
+    group = query.shape[1] // max(1, key.shape[1])
+    keys, values = (it.to(compute).repeat_interleave(group, dim=1) for it in (key, value))
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = query.to(compute) @ keys.mT * factor
+    batch, *others = _places(scores)
+    places = (batch + first_batch, *others)
+    given = {"captured": captured, "numbers": numbers, "integers": integers}
+    if score_mod:
+        scores = evaluate(score_mod, scores, *places, **given).output.expand(scores.shape)
+    sees = torch.ones((), dtype=torch.bool, device=query.device)
+    if mask_mod:
+        sees = evaluate(mask_mod, scores, *places, **given).output
+    if kv_num_blocks is not None and kv_indices is not None:
+        sizes = (query_block, key_block, *scores.shape[2:])
+        sees = sees & _covered(kv_num_blocks, kv_indices, *sizes)
+        if full_kv_num_blocks is not None and full_kv_indices is not None:
+            sees = sees | _covered(full_kv_num_blocks, full_kv_indices, *sizes)
+    scores = scores.masked_fill(~sees, -math.inf)
+    # A query that sees nothing has no softmax: zeros stand in its place and count for nothing.
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    logsumexp = torch.logsumexp(scores.masked_fill(blind, 0.0), -1, keepdim=True)
+    weights = torch.exp(scores - logsumexp).masked_fill(blind, 0.0)
+    output = (weights @ values).to(query.dtype)
+    return output, logsumexp.masked_fill(blind, -math.inf).squeeze(-1)
+
+
+def composite_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captured: list[Tensor],
+    *sequences: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute foo::flex_attention_varlen, of which this has the arguments, by its sequences."""
+    inputs = [query, key, value, *sequences]
+    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    outputs = [query.new_zeros((0, query.shape[1], value.shape[-1]))]
+    sums = [query.new_zeros((query.shape[1], 0), dtype=compute_type(query.dtype))]
+    for number, sequence in enumerate(sequences_of(inputs, None, **lengths)):
+        tensors = sequence.arguments[:3]
+        output, logsumexp = composite(*tensors, captured, first_batch=number, **options)
+        outputs.append(as_packed(output))
+        sums.append(logsumexp.squeeze(0))
+    return torch.cat(outputs), torch.cat(sums, dim=-1)
+
+
+def make_composite_backward(forward: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """Make the composite of the operator that computes the gradients of another composite."""
+
+    def composite_backward(
+        grad_output: Tensor,
+        grad_logsumexp: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        captured: list[Tensor],
+        output: Tensor,
+        logsumexp: Tensor,
+        *others: Tensor | None,
+        captured_requires_grad: list[bool],
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        needed = [it for it, is_needed in zip(captured, captured_requires_grad) if is_needed]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *given: Tensor) -> Any:
+            rest = iter(given)
+            flags = zip(captured, captured_requires_grad)
+            tensors = [next(rest) if is_needed else it for it, is_needed in flags]
+            return forward(query, key, value, tensors, *others, **options)
+
+        _, pull_back = torch.func.vjp(attend, query, key, value, *needed)
+        compute = compute_type(query.dtype)
+        of_query, of_key, of_value, *rest = pull_back((grad_output, grad_logsumexp.to(compute)))
+        found, flags = iter(rest), zip(captured, captured_requires_grad)
+        of_captured = [next(found) if is_needed else it.new_empty(0) for it, is_needed in flags]
+        return of_query, of_key, of_value, of_captured
+
+    return composite_backward
+
+
+def _places(scores: Tensor) -> tuple[Tensor, ...]:
+    """Return what programs know of each score: row of the batch, head, query and key."""
+    places = []
+    for axis in range(4):
+        shape = [1, 1, 1, 1]
+        shape[axis] = scores.shape[axis]
+        numbers = torch.arange(scores.shape[axis], dtype=torch.int32, device=scores.device)
+        places.append(numbers.view(shape))
+    return tuple(places)
+
+
+def _covered(
+    counts: Tensor, indices: Tensor, query_block: int, key_block: int, queries: int, keys: int
+) -> Tensor:
+    """Return which scores the blocks of a list cover, (B, H, Sq, Sk) or with sizes of 1 before."""
+    columns = -(-keys // key_block)
+    is_block = torch.arange(indices.shape[3], device=indices.device) < counts.unsqueeze(-1)
+    places = torch.where(is_block & (indices < columns), indices, columns).long()
+    covered = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
+    covered = covered.scatter(-1, places, True)[..., :columns]
+    rows = covered.repeat_interleave(query_block, 2)[:, :, :queries]
+    return rows.repeat_interleave(key_block, 3)[..., :keys]
