@@ -47,7 +47,7 @@ def composite(
     scores = query.to(compute) @ keys.mT * factor
     batch, *others = _places(scores)
     places = (batch + first_batch, *others)
-    given = {"captured": captured, "numbers": numbers, "integers": integers}
+    given: dict[str, Any] = {"captured": captured, "numbers": numbers, "integers": integers}
     if score_mod:
         scores = evaluate(score_mod, scores, *places, **given).output.expand(scores.shape)
     sees = torch.ones((), dtype=torch.bool, device=query.device)
@@ -78,7 +78,7 @@ def composite_varlen(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute foo::flex_attention_varlen, of which this has the arguments, by its sequences."""
-    inputs = [query, key, value, *sequences]
+    inputs: list[Any] = [query, key, value, *sequences]
     lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     outputs = [query.new_zeros((0, query.shape[1], value.shape[-1]))]
     sums = [query.new_zeros((query.shape[1], 0), dtype=compute_type(query.dtype))]

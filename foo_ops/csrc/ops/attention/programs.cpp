@@ -64,17 +64,44 @@ std::vector<std::string_view> split(std::string_view text, char end) {
   return parts;
 }
 
+// The captured tensor to whose gradient a line of a program adds, or -1.
+int64_t gradient_of(std::string_view line) {
+  constexpr std::string_view kBeginning = "gradient ";
+  if (line.substr(0, kBeginning.size()) != kBeginning) return -1;
+  return std::stol(std::string(line.substr(kBeginning.size())));
+}
+
+// A program of gradients without those that are not required, and no program where nothing is left
+// but a gradient that stays as it is.
+std::string only_required(std::string_view backward, const std::vector<bool>& requires_grad) {
+  std::string text;
+  const auto lines = split(backward, '\n');
+  bool changes = false;
+  for (const std::string_view line : lines) {
+    constexpr std::string_view kOutput = "output ";
+    const int64_t captured = gradient_of(line);
+    if (captured >= 0 && !requires_grad.at(captured)) continue;
+    if (line.substr(0, kOutput.size()) == kOutput) {
+      const auto output = lines.at(std::stoul(std::string(line.substr(kOutput.size()))));
+      changes = changes || output.find(" input grad") == std::string_view::npos;
+    }
+    changes = changes || captured >= 0;
+    text.append(text.empty() ? "" : "\n").append(line);
+  }
+  return changes ? text : "";
+}
+
 // Whether a program adds to the gradient of a captured tensor at indices of which one is the row of
 // the batch, or the head: then no two of these add to the same elements.
 SharedSums indexed_by(std::string_view backward, size_t number) {
   const auto lines = split(backward, '\n');
-  const std::string beginning = "gradient " + std::to_string(number) + ' ';
   SharedSums found{.batch = true, .heads = true};
   for (const std::string_view line : lines) {
-    if (line.substr(0, beginning.size()) != beginning) continue;
-    const auto words = split(line.substr(beginning.size()), ' ');
+    if (gradient_of(line) != static_cast<int64_t>(number)) continue;
+    // Behind the captured tensor and the value there are the indices.
+    const auto words = split(line, ' ');
     const auto has = [&](std::string_view input) {
-      return std::any_of(words.begin() + 1, words.end(), [&](std::string_view word) {
+      return std::any_of(words.begin() + 3, words.end(), [&](std::string_view word) {
         return lines.at(std::stoul(std::string(word))) == input;
       });
     };
@@ -214,6 +241,7 @@ ProgramCall::ProgramCall(Parameters& parameters, const std::vector<Sequence>& se
       programs_(programs),
       type_(compute_type),
       requires_grad_(std::move(requires_grad)),
+      backward_(only_required(programs.backward, requires_grad_)),
       states_(parameters, mask, !programs.mask_mod.empty()) {
   for (const at::Tensor& tensor : programs.captured) {
     CapturedTensor& captured = captured_.emplace_back();
@@ -235,7 +263,7 @@ ProgramCall::ProgramCall(Parameters& parameters, const std::vector<Sequence>& se
   parameters.programs = reinterpret_cast<const int64_t*>(&arguments_);
   parameters.score_function = function_of(type_, programs, score_mod, {}, {});
   parameters.masked_score_function = function_of(type_, programs, score_mod, programs.mask_mod, {});
-  parameters.gradient_function = function_of(type_, programs, {}, {}, programs.backward);
+  parameters.gradient_function = function_of(type_, programs, {}, {}, backward_);
   if (!programs.mask_mod.empty() && !mask.kv_num_blocks.has_value()) {
     const auto depends_on = [&](const char* input) {
       return programs.mask_mod.find(input) != std::string_view::npos;
@@ -258,7 +286,7 @@ SharedSums ProgramCall::sharing() const {
   int64_t elements = 0;
   for (size_t i = 0; i < captured_.size(); ++i) {
     if (!requires_grad_[i]) continue;
-    const SharedSums own = indexed_by(programs_.backward, i);
+    const SharedSums own = indexed_by(backward_, i);
     elements += programs_.captured[i].numel() * (own.batch ? 1 : parameters_.batch) *
                 (own.heads ? 1 : parameters_.key_heads);
     apart.batch = apart.batch && own.batch;
@@ -273,7 +301,7 @@ void ProgramCall::allocate_gradients(int64_t chunks) {
   for (size_t i = 0; i < captured_.size(); ++i) {
     at::Tensor& sums = sums_.emplace_back();
     if (!requires_grad_[i]) continue;
-    const SharedSums own = indexed_by(programs_.backward, i);
+    const SharedSums own = indexed_by(backward_, i);
     const int64_t batch = own.batch || shared.batch ? 1 : std::max<int64_t>(1, parameters_.batch);
     const int64_t heads =
         own.heads || shared.heads ? 1 : std::max<int64_t>(1, parameters_.key_heads);

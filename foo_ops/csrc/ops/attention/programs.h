@@ -127,6 +127,7 @@ class ProgramCall {
   const Programs& programs_;
   at::ScalarType type_;
   std::vector<bool> requires_grad_;
+  std::string backward_;
   std::vector<CapturedTensor> captured_;
   std::vector<at::Tensor> sums_;
   ProgramArguments arguments_;
