@@ -16,7 +16,7 @@ from foo_ops.ops.score_mods.trace import trace
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-TAGS = (torch.Tag.pt2_compliant_tag,)
+TAGS: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,)
 
 MASK = (
     "Tensor? kv_num_blocks=None, Tensor? kv_indices=None, Tensor? full_kv_num_blocks=None, "

@@ -45,8 +45,8 @@ def composite(
     keys, values = (it.to(compute).repeat_interleave(group, dim=1) for it in (key, value))
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = query.to(compute) @ keys.mT * factor
-    batch, *others = _places(scores)
-    places = (batch + first_batch, *others)
+    batch, head, rows, columns = _places(scores)
+    places = (batch + first_batch, head, rows, columns)
     given: dict[str, Any] = {"captured": captured, "numbers": numbers, "integers": integers}
     if score_mod:
         scores = evaluate(score_mod, scores, *places, **given).output.expand(scores.shape)
@@ -83,8 +83,10 @@ def composite_varlen(
     outputs = [query.new_zeros((0, query.shape[1], value.shape[-1]))]
     sums = [query.new_zeros((query.shape[1], 0), dtype=compute_type(query.dtype))]
     for number, sequence in enumerate(sequences_of(inputs, None, **lengths)):
-        tensors = sequence.arguments[:3]
-        output, logsumexp = composite(*tensors, captured, first_batch=number, **options)
+        own_query, own_key, own_value, *_ = sequence.arguments
+        output, logsumexp = composite(
+            own_query, own_key, own_value, captured, first_batch=number, **options
+        )
         outputs.append(as_packed(output))
         sums.append(logsumexp.squeeze(0))
     return torch.cat(outputs), torch.cat(sums, dim=-1)
@@ -116,15 +118,15 @@ def make_composite_backward(forward: Callable[..., Any]) -> Callable[..., tuple[
 
         _, pull_back = torch.func.vjp(attend, query, key, value, *needed)
         compute = compute_type(query.dtype)
-        of_query, of_key, of_value, *rest = pull_back((grad_output, grad_logsumexp.to(compute)))
-        found, flags = iter(rest), zip(captured, captured_requires_grad)
+        gradients = list(pull_back((grad_output, grad_logsumexp.to(compute))))
+        found, flags = iter(gradients[3:]), zip(captured, captured_requires_grad)
         of_captured = [next(found) if is_needed else it.new_empty(0) for it, is_needed in flags]
-        return of_query, of_key, of_value, of_captured
+        return (*gradients[:3], of_captured)
 
     return composite_backward
 
 
-def _places(scores: Tensor) -> tuple[Tensor, ...]:
+def _places(scores: Tensor) -> list[Tensor]:
     """Return what programs know of each score: row of the batch, head, query and key."""
     places = []
     for axis in range(4):
@@ -132,7 +134,7 @@ def _places(scores: Tensor) -> tuple[Tensor, ...]:
         shape[axis] = scores.shape[axis]
         numbers = torch.arange(scores.shape[axis], dtype=torch.int32, device=scores.device)
         places.append(numbers.view(shape))
-    return tuple(places)
+    return places
 
 
 def _covered(
