@@ -116,7 +116,7 @@ def make_composite_backward(forward: Callable[..., Any]) -> Callable[..., tuple[
             tensors = [next(rest) if is_needed else it for it, is_needed in flags]
             return forward(query, key, value, tensors, *others, **options)
 
-        _, pull_back = torch.func.vjp(attend, query, key, value, *needed)
+        pull_back = torch.func.vjp(attend, query, key, value, *needed)[1]
         compute = compute_type(query.dtype)
         gradients = list(pull_back((grad_output, grad_logsumexp.to(compute))))
         found, flags = iter(gradients[3:]), zip(captured, captured_requires_grad)
