@@ -77,7 +77,7 @@ class Number(Tensor):
         """Refuse what happens outside of the trace."""
         raise RuntimeError(f"{func} was called on a number that only a trace can compute with")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         """Tell a function that prints what it is given."""
         return f"<number without a value, {self.dtype}>"
 
@@ -95,8 +95,13 @@ class Step:
     """An operation on captured tensors alone, and what it made: all tensors by their numbers."""
 
     function: Callable[..., Any]
-    arguments: tuple[Any, dict[str, Any]]
-    results: list[Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    results: tuple[int, ...]
+
+
+class Place(int):
+    """The number of a tensor among a step's arguments."""
 
 
 class Recorder(TorchDispatchMode):
@@ -116,7 +121,8 @@ class Recorder(TorchDispatchMode):
         self.reads_values = False
         # Formulas of gradients, and what operations are made of, write in what they made.
         self.may_write = False
-        self._created: dict[int, int | None] = {}
+        self.created: dict[int, Tensor] = {}
+        self._nodes: dict[int, int] = {}
         self._places: dict[int, int] = {}
         self._loaded: dict[int, int] = {}
         self._kept: list[Tensor] = []
@@ -149,11 +155,11 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         results = pytree.tree_leaves(result)
         self._kept.extend(it for it in (*tensors, *results) if isinstance(it, Tensor))
-        if func.overloadpacket in CREATED or all(id(it) in self._created for it in tensors):
-            self._created |= {id(it): None for it in results if isinstance(it, Tensor)}
+        if func.overloadpacket in CREATED or all(id(it) in self.created for it in tensors):
+            self.created |= {id(it): it for it in results if isinstance(it, Tensor)}
         elif all(isinstance(it, Tensor) for it in results):
-            places = pytree.tree_map_only(Tensor, id, (args, kwargs))
-            self.steps.append(Step(func, places, [id(it) for it in results]))
+            args, kwargs = pytree.tree_map_only(Tensor, lambda it: Place(id(it)), (args, kwargs))
+            self.steps.append(Step(func, args, kwargs, tuple(map(id, results))))
         else:
             self.reads_values = True
         return result
@@ -238,7 +244,7 @@ class Recorder(TorchDispatchMode):
     def _node_of(self, tensor: Tensor) -> int:
         if isinstance(tensor, Number) and isinstance(tensor.value, int):
             return tensor.value
-        if id(tensor) in self._created and tensor.dim() == 0:
+        if id(tensor) in self.created and tensor.dim() == 0:
             return self._number_of(tensor)
         if id(tensor) not in self._loaded:
             self._kept.append(tensor)
@@ -257,10 +263,9 @@ class Recorder(TorchDispatchMode):
 
     def _number_of(self, tensor: Tensor) -> int:
         """Return the node for a number that the function has made a tensor."""
-        node = self._created[id(tensor)]
-        if node is None:
-            node = self._created[id(tensor)] = self.operand(tensor.item(), tensor.dtype)
-        return node
+        if id(tensor) not in self._nodes:
+            self._nodes[id(tensor)] = self.operand(tensor.item(), tensor.dtype)
+        return self._nodes[id(tensor)]
 
     def _capture(self, tensor: Tensor) -> int:
         if name_of(tensor.dtype) not in DTYPES:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foo_ops.kernels.vectors.program import Gradient
 from foo_ops.ops.score_mods.builder import Builder, Texts
-from foo_ops.ops.score_mods.recorder import Indexing, Load, Recorder, RefusalError, Step, wide
+from foo_ops.ops.score_mods.recorder import Indexing, Load, Recorder, RefusalError, wide
 
 Function = Callable[..., Any]
 Output = tuple[int, list[Gradient]]
@@ -48,43 +48,37 @@ class Traced:
     integers: list[int] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True)
-class Trace:
-    """What was traced, and how its captured tensors were made."""
-
-    traced: Traced
-    steps: list[Step]
-    reads_values: bool
-
-
 def trace(score_mod: Function | None, mask_mod: Function | None, query: Tensor) -> Traced:
     """Return the programs of a score_mod and a mask_mod for scores of a query's kind."""
-    return record(score_mod, mask_mod, query).traced
+    return record(score_mod, mask_mod, query)[0]
 
 
-def record(score_mod: Function | None, mask_mod: Function | None, query: Tensor) -> Trace:
-    """Trace, and say how what was captured came about."""
+def record(
+    score_mod: Function | None, mask_mod: Function | None, query: Tensor
+) -> tuple[Traced, Recorder]:
+    """Trace, and return besides what was recorded."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    tracer = _Tracer(dtype, query.device)
+    recorder = Recorder(Builder(), query.device)
+    tracer = _Tracer(recorder, dtype)
     outputs: dict[str, Output] = {}
     with _nothing_around():
         if score_mod is not None:
             outputs |= tracer.score_mod(score_mod)
         if mask_mod is not None:
             outputs |= tracer.mask_mod(mask_mod)
-    texts = Texts(tracer.builder)
+    texts = Texts(recorder.builder)
     programs = {name: texts.write(*output) for name, output in outputs.items()}
-    captured = [tracer.recorder.captured[it] for it in texts.captured]
-    traced = Traced(**programs, captured=captured, numbers=texts.numbers, integers=texts.integers)
-    return Trace(traced, tracer.recorder.steps, tracer.recorder.reads_values)
+    captured = [recorder.captured[it] for it in texts.captured]
+    return Traced(
+        **programs, captured=captured, numbers=texts.numbers, integers=texts.integers
+    ), recorder
 
 
 class _Tracer:
     """Run functions on numbers without values."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.builder = Builder()
-        self.recorder = Recorder(self.builder, device)
+    def __init__(self, recorder: Recorder, dtype: torch.dtype) -> None:
+        self.recorder, self.builder = recorder, recorder.builder
         self._dtype = dtype
 
     def _indices(self) -> list[Tensor]:

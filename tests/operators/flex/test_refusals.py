@@ -102,7 +102,7 @@ COMPLEX = torch.ones(4, dtype=torch.complex64)
             "got bool, int, float or item of a tensor",
         ),
         (in_place, NotImplementedError, 1, "must not write in place, got torch.Tensor.add_"),
-        (item_write, NotImplementedError, 1, "must not write in place, got torch.Tensor.fill_"),
+        (item_write, NotImplementedError, 1, "must not write in place, got torch.Tensor.copy_"),
         (captured_write, NotImplementedError, 1, "must not write in place, got torch.Tensor.mul_"),
         (random, NotImplementedError, 1, "must not draw random numbers, got torch.rand"),
         (
