@@ -11,7 +11,7 @@ from torch import Tensor
 from foo_ops import _C, library
 from foo_ops.ops.attention import empty_results, product_flops
 from foo_ops.ops.flex_attention_derivatives import composite, make_composite_backward
-from foo_ops.ops.score_mods.trace import trace
+from foo_ops.ops.score_mods.cache import traced
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -114,11 +114,11 @@ def flex_attention(
             f"must be True, got {key.shape[1]}"
         )
     mask_mod, lists, blocks = _parts(block_mask, query, key)
-    traced = trace(score_mod, mask_mod, query)
+    programs = traced(score_mod, mask_mod, query)
     output, logsumexp = torch.ops.foo.flex_attention.default(
-        query, key, value, traced.captured, *lists,
-        score_mod=traced.score_mod, mask_mod=traced.mask_mod, backward=traced.backward,
-        numbers=traced.numbers, integers=traced.integers, scale=scale, **blocks,
+        query, key, value, programs.captured, *lists,
+        score_mod=programs.score_mod, mask_mod=programs.mask_mod, backward=programs.backward,
+        numbers=programs.numbers, integers=programs.integers, scale=scale, **blocks,
     )  # fmt: skip
     return (output, logsumexp) if return_lse else output
 

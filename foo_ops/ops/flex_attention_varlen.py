@@ -13,7 +13,7 @@ from foo_ops.ops.attention_varlen import backward_flops as packed_backward_flops
 from foo_ops.ops.attention_varlen import flops as packed_flops
 from foo_ops.ops.flex_attention import PROGRAMS, TAGS, Function, cast, empty_captured
 from foo_ops.ops.flex_attention_derivatives import composite_varlen, make_composite_backward
-from foo_ops.ops.score_mods.trace import trace
+from foo_ops.ops.score_mods.cache import traced
 
 SEQUENCES = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k=None, Tensor? block_table=None"
@@ -88,12 +88,12 @@ def flex_attention_varlen(
         torch.Size([12, 8, 64])
     """
     query, key, value = cast(query, key, value)
-    traced = trace(score_mod, mask_mod, query)
+    programs = traced(score_mod, mask_mod, query)
     output, logsumexp = torch.ops.foo.flex_attention_varlen.default(
-        query, key, value, traced.captured, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, score_mod=traced.score_mod,
-        mask_mod=traced.mask_mod, backward=traced.backward, numbers=traced.numbers,
-        integers=traced.integers, scale=scale,
+        query, key, value, programs.captured, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, score_mod=programs.score_mod,
+        mask_mod=programs.mask_mod, backward=programs.backward, numbers=programs.numbers,
+        integers=programs.integers, scale=scale,
     )  # fmt: skip
     return (output, logsumexp) if return_lse else output
 
