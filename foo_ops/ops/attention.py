@@ -93,8 +93,8 @@ def attention(
             of query's dtype. Or bool: True where the query may see the key.
         alibi_slopes: (Hq,) or (B, Hq), float32 or of query's dtype. slope * |i' - j| is subtracted
             from the score of query i and key j (Press et al. 2022), where i' = i + Sk - Sq.
-        sinks: (Hq,), float32 or of query's dtype: one more score for each head, in the denominator
-            of the softmax only (Xiao et al. 2024; OpenAI 2025, gpt-oss).
+        sinks: (Hq,) or (B, Hq), float32 or of query's dtype: one more score for each head, in the
+            denominator of the softmax only (Xiao et al. 2024; OpenAI 2025, gpt-oss).
         is_causal: query i sees the keys j <= i only (aligned to the upper left).
         scale: factor of the scores, by default 1 / sqrt(D).
         dropout_p: probability with which a weight of the softmax is dropped, at least 0 and less

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 HEADS = "b h . ., b h . ., b h . ."
-ADDED = "b h . ., b h, h"
+ADDED = "b h . ., b h, b h"
 PACKED = "h ., h ., h ., ., ., ., ., h, h"
 
 SHARDINGS = {

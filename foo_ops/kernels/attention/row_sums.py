@@ -150,7 +150,7 @@ def make_row_sums_writer(dtype: str) -> Callable:
                 grads, weights = load(sums, GRADS + block_row), load(sums, WEIGHTS + block_row)
                 of_sink = compute(0.0)
                 if parameters.has_sinks:
-                    sink = sink_score(parameters, head)
+                    sink = sink_score(parameters, piece.batch, head)
                     of_sink = exp2(sink - load(base, block_row)) * load(shares, block_row)
                 if weights + of_sink == compute(0.0):
                     # A query that sees nothing.

@@ -80,27 +80,18 @@ struct Checker {
     check_device(argument, tensor);
   }
 
-  void check_slopes(const std::optional<at::Tensor>& slopes, const c10::SymInt& batch,
-                    const c10::SymInt& heads) const {
-    if (!slopes.has_value()) {
+  // A number for each head, the same in all of the batch or not.
+  void check_of_heads(const char* argument, const std::optional<at::Tensor>& tensor,
+                      const c10::SymInt& batch, const c10::SymInt& heads) const {
+    if (!tensor.has_value()) {
       return;
     }
-    check_number("alibi_slopes", *slopes, "");
-    const auto sizes = slopes->sym_sizes();
+    check_number(argument, *tensor, "");
+    const auto sizes = tensor->sym_sizes();
     const bool fits = (sizes.size() == 1 && sizes[0] == heads) ||
                       (sizes.size() == 2 && sizes[0] == batch && sizes[1] == heads);
-    TORCH_CHECK_VALUE(fits, name, ": alibi_slopes must have shape [Hq] = [", heads,
+    TORCH_CHECK_VALUE(fits, name, ": ", argument, " must have shape [Hq] = [", heads,
                       "] or [B, Hq] = [", batch, ", ", heads, "], got ", sizes);
-  }
-
-  void check_sinks(const std::optional<at::Tensor>& sinks, const c10::SymInt& heads) const {
-    if (!sinks.has_value()) {
-      return;
-    }
-    check_number("sinks", *sinks, "");
-    const auto sizes = sinks->sym_sizes();
-    TORCH_CHECK_VALUE(sizes.size() == 1 && sizes[0] == heads, name,
-                      ": sinks must have shape [Hq] = [", heads, "], got ", sizes);
   }
 
   void check_options(const AttentionOptions& options) const {
@@ -212,8 +203,8 @@ void check_attention(const AttentionInputs& inputs, const AttentionOptions& opti
   if (inputs.attn_bias.has_value()) {
     check_bias(checker, *inputs.attn_bias, inputs.query, inputs.key);
   }
-  checker.check_slopes(inputs.alibi_slopes, q[0], q[1]);
-  checker.check_sinks(inputs.sinks, q[1]);
+  checker.check_of_heads("alibi_slopes", inputs.alibi_slopes, q[0], q[1]);
+  checker.check_of_heads("sinks", inputs.sinks, q[0], q[1]);
   checker.check_options(options);
 }
 
@@ -229,9 +220,10 @@ void check_attention_varlen(const AttentionInputs& inputs, const AttentionOption
   checker.check_kind("value", inputs.value, dimensions, shape);
   check_packed_sizes(checker, inputs);
   check_sequences(checker, inputs);
+  const auto sequences = inputs.cu_seqlens_q.sym_size(0) - 1;
   const auto heads = inputs.query.sym_size(1);
-  checker.check_slopes(inputs.alibi_slopes, inputs.cu_seqlens_q.sym_size(0) - 1, heads);
-  checker.check_sinks(inputs.sinks, heads);
+  checker.check_of_heads("alibi_slopes", inputs.alibi_slopes, sequences, heads);
+  checker.check_of_heads("sinks", inputs.sinks, sequences, heads);
   checker.check_options(options);
 }
 
