@@ -12,7 +12,6 @@ from foo_ops.library.dtypes import dtype_name
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention_derivatives import composite, composite_gradients, make_dropout_mask
 from foo_ops.ops.attention_options import DEFAULTS, AttentionOptions, given_options, schema
-from foo_ops.ops.attention_sharding import make_sharding
 from foo_ops.ops.attention_vmap import (
     FUSED,
     make_forward_rule,
@@ -279,11 +278,9 @@ library.register_autograd(
 library.register_autograd("foo::attention_backward", composite=composite_backward)
 
 
-# ---------------------------------------------------------------- sharding, vmap, autocast, FLOPs
+# --------------------------------------------------------------------------- vmap, autocast, FLOPs
 
 
-for name in ("attention", "attention_seeded", "attention_backward"):
-    library.register_sharding(f"foo::{name}", make_sharding(name))
 library.register_sharding("foo::attention_dropout_mask", ". -> .")
 library.register_autocast("foo::attention")
 library.register_autocast("foo::attention_seeded")

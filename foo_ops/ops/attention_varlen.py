@@ -19,7 +19,6 @@ from foo_ops.ops.attention_options import (
     given_options,
     schema,
 )
-from foo_ops.ops.attention_sharding import make_sharding
 from foo_ops.ops.attention_varlen_vmap import make_packed_forward_rule, vmap_packed_backward
 
 OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {schema(*PACKED)}"
@@ -306,10 +305,8 @@ library.register_autograd(
 library.register_autograd("foo::attention_varlen_backward", composite=composite_backward)
 
 
-# ---------------------------------------------------------------- sharding, vmap, autocast, FLOPs
+# --------------------------------------------------------------------------- vmap, autocast, FLOPs
 
-for name in ("attention_varlen", "attention_varlen_seeded", "attention_varlen_backward"):
-    library.register_sharding(f"foo::{name}", make_sharding(name))
 library.register_autocast("foo::attention_varlen")
 library.register_autocast("foo::attention_varlen_seeded")
 for name in ("foo::attention_varlen", "foo::attention_varlen_seeded"):

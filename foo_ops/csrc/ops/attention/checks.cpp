@@ -284,4 +284,21 @@ void check_attention_seed(const char* name, const at::Tensor& query,
   }
 }
 
+void check_attention_dropout_heads(const char* name, const at::Tensor& query,
+                                   const std::optional<at::Tensor>& dropout_heads,
+                                   const c10::SymInt& batch) {
+  if (!dropout_heads.has_value()) {
+    return;
+  }
+  const auto sizes = dropout_heads->sym_sizes();
+  const auto heads = query.sym_size(1);
+  TORCH_CHECK_VALUE(dropout_heads->device() == query.device(), name, ": dropout_heads must be on ",
+                    query.device(), " as query is, got ", dropout_heads->device());
+  TORCH_CHECK_TYPE(dropout_heads->scalar_type() == at::kLong, name,
+                   ": dropout_heads must be int64, got ", dtype_name(dropout_heads->scalar_type()));
+  TORCH_CHECK_VALUE(sizes.size() == 2 && sizes[0] == batch && sizes[1] == heads, name,
+                    ": dropout_heads must have shape [B, Hq] = [", batch, ", ", heads, "], got ",
+                    sizes);
+}
+
 }  // namespace foo

@@ -28,6 +28,7 @@ void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& 
   parameters.scale =
       options.scale.value_or(1.0 / std::sqrt(static_cast<double>(parameters.head_dim)));
   parameters.softcap = options.softcap;
+  parameters.is_part = options.part_offset.has_value();
   if (inputs.alibi_slopes.has_value()) {
     extras.alibi_slopes = inputs.alibi_slopes->to(type);
     parameters.has_alibi_slopes = true;
@@ -50,6 +51,10 @@ void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& 
     parameters.dropout_threshold =
         std::clamp<int64_t>(static_cast<int64_t>(threshold), 1, (int64_t{1} << 32) - 1);
     parameters.seed = *seed->const_data_ptr<int64_t>();
+    if (inputs.dropout_heads.has_value()) {
+      parameters.has_dropout_heads = true;
+      parameters.dropout_heads = Operand(*inputs.dropout_heads);
+    }
   }
 }
 

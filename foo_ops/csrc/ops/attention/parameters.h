@@ -65,13 +65,13 @@ struct Parameters {
   double scale, factor, softcap, dropout_scale;
   int64_t head_dim, value_dim, query_heads, group, key_heads, batch;
   int64_t modifies, bias_kind, bias_rows, bias_columns, bias_gradient;
-  int64_t has_alibi_slopes, has_sinks, dropout_threshold, seed;
+  int64_t has_alibi_slopes, has_sinks, dropout_threshold, seed, has_dropout_heads, is_part;
   int64_t page_size, block_table_stride, query_length, key_length, chunks, has_int8_cache;
   const int32_t* block_table;
   Operand query, key, value, attn_bias, alibi_slopes, sinks, output, logsumexp;
   Operand grad_output, grad_logsumexp, grad_query, grad_key, grad_value, grad_attn_bias;
   Operand grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total;
-  Operand key_scale, value_scale;
+  Operand key_scale, value_scale, dropout_heads;
 };
 
 template <>
@@ -81,11 +81,11 @@ struct Layout<Parameters> {
   static constexpr Field fields[] = FOO_FIELDS(
       scale, factor, softcap, dropout_scale, head_dim, value_dim, query_heads, group, key_heads,
       batch, modifies, bias_kind, bias_rows, bias_columns, bias_gradient, has_alibi_slopes,
-      has_sinks, dropout_threshold, seed, page_size, block_table_stride, query_length, key_length,
-      chunks, has_int8_cache, block_table, query, key, value, attn_bias, alibi_slopes, sinks,
-      output, logsumexp, grad_output, grad_logsumexp, grad_query, grad_key, grad_value,
-      grad_attn_bias, grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total,
-      key_scale, value_scale);
+      has_sinks, dropout_threshold, seed, has_dropout_heads, is_part, page_size, block_table_stride,
+      query_length, key_length, chunks, has_int8_cache, block_table, query, key, value, attn_bias,
+      alibi_slopes, sinks, output, logsumexp, grad_output, grad_logsumexp, grad_query, grad_key,
+      grad_value, grad_attn_bias, grad_alibi_slopes, grad_sinks, partial_output, partial_largest,
+      partial_total, key_scale, value_scale, dropout_heads);
 };
 static_assert(is_whole<Parameters>());
 
