@@ -122,6 +122,8 @@ void bind_attention_checks(py::module_& module) {
              }));
   module.def("check_attention_bias", torch::wrap_pybind_function(foo::check_attention_bias));
   module.def("check_attention_seed", torch::wrap_pybind_function(foo::check_attention_seed));
+  module.def("check_attention_dropout_heads",
+             torch::wrap_pybind_function(foo::check_attention_dropout_heads));
 }
 
 // Fake kernels of operators with arguments `out` call these.

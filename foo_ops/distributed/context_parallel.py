@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 ATTENTION = (torch.ops.foo.attention, torch.ops.foo.attention.default)
 VARLEN = (torch.ops.foo.attention_varlen, torch.ops.foo.attention_varlen.default)
-TAKEN = ("is_causal", "scale")
 OPTIONAL = ("attn_bias", "alibi_slopes", "sinks")
+# A bias has rows and columns, of which the context may have cut some, and dropout draws by places.
+REFUSED = ("attn_bias", "dropout_p")
 
 
 class ContextParallelMode(TorchFunctionMode):
@@ -57,16 +58,17 @@ class ContextParallelMode(TorchFunctionMode):
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, *added: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        given = dict(zip(OPTIONAL, added)) | options
-        taken: dict[str, Any] = {name: given.pop(name, DEFAULTS[name]) for name in TAKEN}
-        for name, argument in given.items():
+        given = dict.fromkeys(OPTIONAL) | DEFAULTS | dict(zip(OPTIONAL, added)) | options
+        for name in REFUSED:
+            argument = given.pop(name)
             if argument is not None and argument != DEFAULTS.get(name):
                 raise NotImplementedError(
                     f"attention: {name} must not be given within context_parallel, where "
-                    "foo_ops.distributed.ring_attention is called, which takes "
-                    f"{' and '.join(TAKEN)}"
+                    "foo_ops.distributed.ring_attention is called, which takes the other arguments"
                 )
-        return attend(query, key, value, group=self._group, is_balanced=self._is_balanced, **taken)
+        return attend(
+            query, key, value, None, group=self._group, is_balanced=self._is_balanced, **given
+        )
 
 
 _modes: list[ContextParallelMode] = []

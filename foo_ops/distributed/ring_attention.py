@@ -12,6 +12,7 @@ The gradients go the same way: those of keys and values travel with them, and ar
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from foo_ops import _C
-from foo_ops.distributed.ring import LENGTH, Ring, gather_objects
-from foo_ops.distributed.sequence import Part, part_of
-from foo_ops.library.dtypes import dtype_name
+from foo_ops.distributed.ring import Ring
+from foo_ops.distributed.ring_checks import exchange_lengths
+from foo_ops.distributed.sequence import Layout, Part
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.attention_options import AttentionOptions
+from foo_ops.ops.attention_options import given_options
 
 KEYS, GRADIENTS = 0, 2
 """Tags of what goes round at the same time, keys with values and their gradients."""
@@ -34,10 +34,16 @@ def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
     is_balanced: bool = False,
     return_logsumexp: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -45,18 +51,23 @@ def ring_attention(
 
     All processes of the group call it, each with its part. Keys and values of one other process are
     in memory at a time, and the next ones on their way. The backward pass goes round again, on all
-    processes.
+    processes. Dropout is not among the options.
 
     Args:
         query: (B, Hq, S, D), this process's queries, as `foo_ops.attention` takes them.
         key: (B, Hkv, Sk, D), its keys. Hq must be a multiple of Hkv.
         value: (B, Hkv, Sk, Dv). Lengths may differ from process to process; what else the tensors
             are may not.
+        attn_bias: of any shape that broadcasts to (B, Hq, S, keys), for this process's queries and
+            the keys of all, in the order of the whole sequence.
+        alibi_slopes, sinks: as for `foo_ops.attention`, the same on all processes.
         group: the processes, whose parts follow each other in the order of their ranks; by default
             all, and without torch.distributed this one alone.
         is_causal: queries see the keys up to their own place in the whole sequence. Then there are
             as many keys as queries on each process.
         scale: factor of the scores, by default 1 / sqrt(D).
+        window_left, window_right, softcap: as for `foo_ops.attention` of the whole sequence. What
+            no query of a process sees it does not compute.
         is_balanced: the parts are those of `shard_sequence` with is_balanced. Causal attention then
             takes half of the time, since no process waits for another.
         return_logsumexp: return the logarithm of the softmax's denominator, too.
@@ -64,7 +75,8 @@ def ring_attention(
     Returns:
         The output, (B, Hq, S, Dv) in query's dtype, and if asked for the logsumexp, (B, Hq, S) in
         float32 (float64 for float64), of this process's queries and all keys. Both can be
-        differentiated once, for query, key and value. Half precision is merged in float32.
+        differentiated once, for all tensors; the gradients of bias, slopes and sinks are those of
+        this process's queries, which sum up to the whole. Half precision is merged in float32.
 
     Raises:
         ValueError, TypeError: for shapes and dtypes that do not fit together, on this process or
@@ -77,7 +89,19 @@ def ring_attention(
         torch.Size([1, 8, 100, 64])
     """
     output, logsumexp = attend(
-        query, key, value, group=group, is_causal=is_causal, scale=scale, is_balanced=is_balanced
+        query,
+        key,
+        value,
+        attn_bias,
+        alibi_slopes,
+        sinks,
+        group=group,
+        is_causal=is_causal,
+        scale=scale,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        is_balanced=is_balanced,
     )
     return (output, logsumexp) if return_logsumexp else output
 
@@ -86,88 +110,32 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     *,
     group: dist.ProcessGroup | None,
-    is_causal: bool,
-    scale: float | None,
-    is_balanced: bool,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     ring = Ring(group)
-    options = {"is_causal": is_causal, "scale": scale, "is_balanced": is_balanced}
-    lengths = exchange_lengths(ring, query, key, value, options)
-    call = Call(ring, lengths, is_causal, is_balanced, scale)
-    outputs: tuple[Tensor, Tensor] = RingAttention.apply(query, key, value, call)
+    added = {"attn_bias": attn_bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    tensors = {"query": query, "key": key, "value": value, **added}
+    queries, keys = exchange_lengths(ring, tensors, options)
+    is_causal, is_balanced = options.pop("is_causal"), options.pop("is_balanced")
+    if is_causal:
+        # There are as many keys as queries, and both alignments are the same.
+        options["window_right"] = 0
+    window = options["window_left"], options["window_right"]
+    has_places = window != (-1, -1) or attn_bias is not None or alibi_slopes is not None
+    layout = Layout(queries, keys, is_balanced, has_places, *window)
+    call = Call(ring, layout, given_options(**options))
+    if attn_bias is not None:
+        # Each part has columns of its own.
+        attn_bias = attn_bias.expand(*attn_bias.shape[:-1], sum(keys))
+    outputs: tuple[Tensor, Tensor] = RingAttention.apply(
+        query, key, value, attn_bias, alibi_slopes, sinks, call
+    )
     return outputs
-
-
-# ----------------------------------------------------------------------------------------- checks
-
-
-def exchange_lengths(
-    ring: Ring, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-) -> list[int]:
-    """Return how many keys each process has; where something is wrong, all raise it."""
-    error = error_of(ring, query, key, value, options)
-    if error is not None:
-        mine: Any = error
-    else:
-        shapes = [list(it.shape) for it in (query, key, value)]
-        mine = (shapes, dtype_name(query.dtype), options)
-    all_ = gather_objects(mine, ring.group)
-    for rank, its in enumerate(all_):
-        if isinstance(its, Exception):
-            raise type(its)(f"{its} (on rank {rank})")
-    for rank, its in enumerate(all_):
-        require_agreement(rank, its, all_[0])
-    return [shapes[1][LENGTH] for shapes, _, _ in all_]
-
-
-def error_of(
-    ring: Ring, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-) -> ValueError | TypeError | None:
-    """Return what is wrong with the arguments of this process."""
-    checked = AttentionOptions(scale=options["scale"]).checked()
-    try:
-        _C.check_attention(query, key, value, None, None, None, *checked)
-    except (ValueError, TypeError) as error:
-        return type(error)(f"ring_{error}")
-    queries, keys = query.shape[LENGTH], key.shape[LENGTH]
-    if options["is_causal"] and queries != keys:
-        return ValueError(
-            f"ring_attention: key must have length {queries} as query has if is_causal, got {keys}"
-        )
-    if options["is_balanced"] and queries % 2 != 0:
-        return ValueError(
-            f"ring_attention: query must have an even length if is_balanced, got {queries}"
-        )
-    return None
-
-
-def require_agreement(rank: int, its: Any, first: Any) -> None:
-    names = ("query", "key", "value")
-    (shapes, dtype, options), (first_shapes, first_dtype, first_options) = its, first
-    is_balanced = options["is_causal"] and options["is_balanced"]
-    for name, shape, first_shape in zip(names, shapes, first_shapes):
-        expected = list(first_shape)
-        if not is_balanced:
-            expected[LENGTH] = shape[LENGTH]
-        if shape != expected:
-            lengths = "" if is_balanced else " but for its length"
-            raise ValueError(
-                f"ring_attention: {name} must have the same shape on all processes{lengths}, got "
-                f"{first_shape} on rank 0 and {shape} on rank {rank}"
-            )
-    if dtype != first_dtype:
-        raise TypeError(
-            f"ring_attention: query must have the same dtype on all processes, got {first_dtype} "
-            f"on rank 0 and {dtype} on rank {rank}"
-        )
-    for name, value in options.items():
-        if value != first_options[name]:
-            raise ValueError(
-                f"ring_attention: {name} must be the same on all processes, got "
-                f"{first_options[name]} on rank 0 and {value} on rank {rank}"
-            )
 
 
 # ---------------------------------------------------------------------------------------- autograd
@@ -175,133 +143,186 @@ def require_agreement(rank: int, its: Any, first: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a call is given beside its tensors.
-
-    Attributes:
-        lengths: how many keys each process has.
-    """
+    """What a call is given beside its tensors."""
 
     ring: Ring
-    lengths: list[int]
-    is_causal: bool
-    is_balanced: bool
-    scale: float | None
-
-    def part(self, source: int, queries: int) -> Part | None:
-        lengths = (queries, self.lengths[source])
-        return part_of(
-            self.ring.rank,
-            source,
-            lengths,
-            is_causal=self.is_causal,
-            is_balanced=self.is_balanced,
-        )
+    layout: Layout
+    options: dict[str, Any]
 
 
 class Step(NamedTuple):
-    """One step round the ring: whose keys and values are here, and what to do with them."""
+    """One step round the ring: whose keys and values are here."""
 
     source: int
-    part: Part | None
     key: Tensor
     value: Tensor
 
 
-def steps(call: Call, queries: int, key: Tensor, value: Tensor) -> Any:
+def steps(call: Call, key: Tensor, value: Tensor) -> Iterator[Step]:
     """Yield all keys and values; while one step is worked on, the next ones are on their way."""
     tensors = [key.contiguous(), value.contiguous()]
     for step in range(call.ring.size):
-        source = call.ring.source(step)
         passing = None
         if step < call.ring.size - 1:
-            length = call.lengths[call.ring.source(step + 1)]
+            length = call.layout.keys[call.ring.source(step + 1)]
             passing = call.ring.pass_on(tensors, length, KEYS)
-        yield Step(source, call.part(source, queries), *tensors)
+        yield Step(call.ring.source(step), *tensors)
         if passing is not None:
             tensors = passing.wait()
+
+
+def bias_of(attn_bias: Tensor | None, part: Part) -> Tensor | None:
+    """Return the bias of a part, which may be the same for all queries."""
+    if attn_bias is None:
+        return None
+    if attn_bias.dim() > 1 and attn_bias.shape[-2] != 1:
+        attn_bias = attn_bias[..., part.queries, :]
+    return attn_bias[..., part.columns]
 
 
 class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: Call
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_bias: Tensor | None,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
+        call: Call,
     ) -> tuple[Tensor, Tensor]:
-        merged = Merged(query, value.shape[-1])
-        for step in steps(call, query.shape[LENGTH], key, value):
-            if step.part is not None:
-                queries, keys, is_causal = step.part
+        merged = Merged(query, value.shape[-1], sinks)
+        for step in steps(call, key, value):
+            for part in call.layout.parts(call.ring.rank, step.source):
                 merged.add(
-                    queries,
-                    *torch.ops.foo.attention(
-                        query[:, :, queries],
-                        step.key[:, :, keys],
-                        step.value[:, :, keys],
-                        is_causal=is_causal,
-                        scale=call.scale,
+                    part.queries,
+                    *torch.ops.foo.attention_part(
+                        query[:, :, part.queries],
+                        step.key[:, :, part.keys],
+                        step.value[:, :, part.keys],
+                        bias_of(attn_bias, part),
+                        alibi_slopes,
+                        part_offset=part.offset,
+                        **call.options,
                     ),
                 )
         output = merged.output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, merged.logsumexp)
+        added = (attn_bias, alibi_slopes, sinks)
+        ctx.save_for_backward(query, key, value, *added, output, merged.logsumexp)
         ctx.call = call
         return output, merged.logsumexp
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> Any:
-        query, key, value, output, logsumexp = ctx.saved_tensors
+        query, key, value, attn_bias, slopes, sinks, output, logsumexp = ctx.saved_tensors
         call: Call = ctx.call
-        rows = (grad_output, grad_logsumexp, query, output, logsumexp)
+        rows = Rows(grad_output, grad_logsumexp, query, output, logsumexp)
         compute = compute_type(query.dtype)
         grad_query = torch.zeros_like(query, dtype=compute)
+        wants_bias = ctx.needs_input_grad[3]
+        grad_bias = torch.zeros(attn_bias.shape, **as_sums(query)) if wants_bias else None
+        grad_slopes = None if slopes is None else torch.zeros(slopes.shape, **as_sums(query))
         passing = None
-        for step in steps(call, query.shape[LENGTH], key, value):
+        for step in steps(call, key, value):
             if passing is None:
                 gradients = [torch.zeros_like(it, dtype=compute) for it in (step.key, step.value)]
             else:
                 gradients = passing.wait()
-            if step.part is not None:
-                queries, keys, is_causal = step.part
+            for part in call.layout.parts(call.ring.rank, step.source):
                 added = differentiate(
-                    [it[:, :, queries] for it in rows],
-                    step.key[:, :, keys],
-                    step.value[:, :, keys],
-                    is_causal=is_causal,
-                    scale=call.scale,
+                    rows.part(part.queries),
+                    step.key[:, :, part.keys],
+                    step.value[:, :, part.keys],
+                    bias_of(attn_bias, part),
+                    slopes,
+                    attn_bias_requires_grad=wants_bias,
+                    part_offset=part.offset,
+                    **call.options,
                 )
-                grad_query[:, :, queries] += added[0]
-                for gradient, more in zip(gradients, added[1:]):
-                    gradient[:, :, keys] += more
+                grad_query[:, :, part.queries] += added[0]
+                for gradient, more in zip(gradients, added[1:3]):
+                    gradient[:, :, part.keys] += more
+                of_bias = bias_of(grad_bias, part)
+                if of_bias is not None:
+                    of_bias += added[3]
+                if grad_slopes is not None:
+                    grad_slopes += added[4]
             # With them to the process that has the same keys in its next step; at last, home.
-            length = call.lengths[(step.source - 1) % call.ring.size]
+            length = call.layout.keys[(step.source - 1) % call.ring.size]
             passing = call.ring.pass_on(gradients, length, GRADIENTS)
         assert passing is not None
         grad_key, grad_value = passing.wait()
-        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None
+        of_added = (grad_bias, grad_slopes, None if sinks is None else rows.of_sinks(sinks))
+        return (
+            grad_query.to(query.dtype),
+            grad_key.to(key.dtype),
+            grad_value.to(value.dtype),
+            *(
+                None if it is None else it.to(its.dtype)
+                for it, its in zip(of_added, (attn_bias, slopes, sinks))
+            ),
+            None,
+        )
+
+
+def as_sums(query: Tensor) -> dict[str, Any]:
+    return {"dtype": compute_type(query.dtype), "device": query.device}
+
+
+class Rows(NamedTuple):
+    """What the backward pass has of each query; the logsumexp is over all keys."""
+
+    grad_output: Tensor
+    grad_logsumexp: Tensor
+    query: Tensor
+    output: Tensor
+    logsumexp: Tensor
+
+    def part(self, queries: slice) -> Rows:
+        return Rows(*(it[:, :, queries] for it in self))
+
+    def of_sinks(self, sinks: Tensor) -> Tensor:
+        """Return the gradient of sinks, in the compute type: as of scores with values of zero."""
+        compute = self.logsumexp.dtype
+        delta = (self.grad_output.to(compute) * self.output).sum(-1) - self.grad_logsumexp
+        weights = torch.exp(sinks.to(compute).unsqueeze(-1) - self.logsumexp)
+        # Nothing is seen, and the sink is -infinity.
+        weights = weights.masked_fill(self.logsumexp == -torch.inf, 0.0)
+        return -(weights * delta).sum(-1).sum_to_size(sinks.shape)
 
 
 def differentiate(
-    rows: list[Tensor], key: Tensor, value: Tensor, **options: Any
+    rows: Rows,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    slopes: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value for a part of the keys.
-
-    Those of the scores follow from the output and the logsumexp over all keys.
-    """
+    """Return the gradients for a part of the keys."""
     grad_output, grad_logsumexp, query, output, logsumexp = rows
-    none = (None, None, None)
-    gradients: tuple[Tensor, ...] = torch.ops.foo.attention_backward(
-        grad_output, grad_logsumexp, query, key, value, *none, output, logsumexp, None, **options
-    )
-    return gradients[:3]
+    gradients: tuple[Tensor, ...] = torch.ops.foo.attention_part_backward(
+        grad_output, grad_logsumexp, query, key, value, attn_bias, slopes, None, output, logsumexp,
+        None, **options,
+    )  # fmt: skip
+    return gradients
 
 
 class Merged:
-    """Attention over all keys seen so far, in the compute type."""
+    """Attention over all keys seen so far, in the compute type.
 
-    def __init__(self, query: Tensor, value_dim: int) -> None:
+    A sink is a score that has been seen already, with a value of zero.
+    """
+
+    def __init__(self, query: Tensor, value_dim: int, sinks: Tensor | None) -> None:
         compute = compute_type(query.dtype)
         shape = query.shape[:-1]
         self.output = query.new_zeros((*shape, value_dim), dtype=compute)
         self.logsumexp = query.new_full(shape, -torch.inf, dtype=compute)
+        if sinks is not None:
+            self.logsumexp.copy_(sinks.unsqueeze(-1))
 
     def add(self, queries: slice, output: Tensor, logsumexp: Tensor) -> None:
         """Merge what some of the queries see in other keys."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,33 +13,84 @@ from torch import Tensor
 from foo_ops.distributed.ring import gather_objects, rank_and_size
 
 
+class Piece(NamedTuple):
+    """Rows of a process that follow each other, and where they begin in the whole sequence."""
+
+    rows: slice
+    start: int
+
+
 class Part(NamedTuple):
-    """Which of a process's queries see which of a process's keys."""
+    """Which of a process's queries see which of a process's keys.
+
+    Attributes:
+        columns: the keys in the whole sequence.
+        offset: query i of these stands at the key i + offset of these.
+    """
 
     queries: slice
     keys: slice
-    is_causal: bool
+    columns: slice
+    offset: int
 
 
-def part_of(
-    rank: int, source: int, lengths: tuple[int, int], *, is_causal: bool, is_balanced: bool
-) -> Part | None:
-    """Return the part of attention between one process's queries and another's keys.
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How sequences of queries and keys are cut among processes, and who sees whom.
 
-    Args:
-        rank, source: who has the queries and the keys.
-        lengths: of the queries and the keys.
+    Attributes:
+        queries, keys: how many each process has.
+        has_places: whether it matters where queries and keys stand.
+        window_left, window_right: as those of attention.
     """
-    everything = slice(None)
-    if not is_causal or source == rank:
-        return Part(everything, everything, is_causal)
-    if is_balanced:
-        # The pieces are rank and 2 n - 1 - rank: of another process's one is before both of ours,
-        # or both are between ours.
-        if source < rank:
-            return Part(everything, slice(lengths[1] // 2), False)
-        return Part(slice(lengths[0] // 2, None), everything, False)
-    return Part(everything, everything, False) if source < rank else None
+
+    queries: list[int]
+    keys: list[int]
+    is_balanced: bool
+    has_places: bool
+    window_left: int
+    window_right: int
+
+    def parts(self, rank: int, source: int) -> Iterator[Part]:
+        """Yield the parts of attention between one process's queries and another's keys."""
+        if not self.has_places:
+            if self.queries[rank] > 0 and self.keys[source] > 0:
+                yield Part(slice(None), slice(None), slice(None), 0)
+            return
+        # Windows are aligned to the last query and the last key.
+        alignment = sum(self.keys) - sum(self.queries)
+        for queries in pieces(self.queries, rank, is_balanced=self.is_balanced):
+            for keys in pieces(self.keys, source, is_balanced=self.is_balanced):
+                offset = queries.start + alignment - keys.start
+                if self._is_seen(length_of(queries.rows), length_of(keys.rows), offset):
+                    columns = slice(keys.start, keys.start + length_of(keys.rows))
+                    yield Part(queries.rows, keys.rows, columns, offset)
+
+    def _is_seen(self, queries: int, keys: int, offset: int) -> bool:
+        first_key, last_key = offset - self.window_left, queries - 1 + offset + self.window_right
+        return (
+            queries > 0
+            and keys > 0
+            and (self.window_left < 0 or first_key < keys)
+            and (self.window_right < 0 or last_key >= 0)
+        )
+
+
+def length_of(rows: slice) -> int:
+    length: int = rows.stop - rows.start
+    return length
+
+
+def pieces(lengths: list[int], rank: int, *, is_balanced: bool) -> list[Piece]:
+    """Return where the rows of a process are, in the order of `shard_sequence`."""
+    own = lengths[rank]
+    if not is_balanced:
+        return [Piece(slice(0, own), sum(lengths[:rank]))]
+    first, last = [-(-length // 2) for length in lengths], [length // 2 for length in lengths]
+    return [
+        Piece(slice(0, first[rank]), sum(first[:rank])),
+        Piece(slice(first[rank], own), sum(first) + sum(last[rank + 1 :])),
+    ]
 
 
 def shard_sequence(

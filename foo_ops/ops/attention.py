@@ -12,7 +12,6 @@ from foo_ops.library.dtypes import dtype_name
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention_derivatives import composite, composite_gradients, make_dropout_mask
 from foo_ops.ops.attention_options import DEFAULTS, AttentionOptions, given_options, schema
-from foo_ops.ops.attention_sharding import make_sharding
 from foo_ops.ops.attention_vmap import (
     FUSED,
     make_forward_rule,
@@ -93,8 +92,8 @@ def attention(
             of query's dtype. Or bool: True where the query may see the key.
         alibi_slopes: (Hq,) or (B, Hq), float32 or of query's dtype. slope * |i' - j| is subtracted
             from the score of query i and key j (Press et al. 2022), where i' = i + Sk - Sq.
-        sinks: (Hq,), float32 or of query's dtype: one more score for each head, in the denominator
-            of the softmax only (Xiao et al. 2024; OpenAI 2025, gpt-oss).
+        sinks: (Hq,) or (B, Hq), float32 or of query's dtype: one more score for each head, in the
+            denominator of the softmax only (Xiao et al. 2024; OpenAI 2025, gpt-oss).
         is_causal: query i sees the keys j <= i only (aligned to the upper left).
         scale: factor of the scores, by default 1 / sqrt(D).
         dropout_p: probability with which a weight of the softmax is dropped, at least 0 and less
@@ -284,11 +283,9 @@ library.register_autograd(
 library.register_autograd("foo::attention_backward", composite=composite_backward)
 
 
-# ---------------------------------------------------------------- sharding, vmap, autocast, FLOPs
+# --------------------------------------------------------------------------- vmap, autocast, FLOPs
 
 
-for name in ("attention", "attention_seeded", "attention_backward"):
-    library.register_sharding(f"foo::{name}", make_sharding(name))
 library.register_sharding("foo::attention_dropout_mask", ". -> .")
 library.register_autocast("foo::attention")
 library.register_autocast("foo::attention_seeded")

@@ -107,7 +107,7 @@ def attend(
     scores = scores.masked_fill(~sees, -math.inf)
     extended = scores
     if sinks is not None:
-        column = sinks.to(compute).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        column = sinks.to(compute).unsqueeze(-1).unsqueeze(-1).expand(*scores.shape[:3], 1)
         extended = torch.cat([scores, column], dim=-1)
     # A query that sees nothing has no softmax: zeros stand in its place and count for nothing.
     blind = (extended == -math.inf).all(-1, keepdim=True)
@@ -180,7 +180,8 @@ def composite_gradients(
         grad_slopes = each.sum_to_size(alibi_slopes.shape).to(alibi_slopes.dtype)
     if sinks is not None:
         assert attended.sink_weights is not None
-        grad_sinks = (attended.sink_weights * slope).sum((0, 2, 3)).to(sinks.dtype)
+        each = (attended.sink_weights * slope).sum((-2, -1))
+        grad_sinks = each.sum_to_size(sinks.shape).to(sinks.dtype)
     return Gradients(
         (grad_products @ attended.keys).to(query.dtype),
         sum_of_groups(grad_products.mT @ query.to(compute), key),

@@ -13,7 +13,8 @@ _SCHEMA_TYPES = {"bool": "bool", "int": "int", "float": "float", "float | None":
 class AttentionOptions:
     """The keyword arguments of attention, and their defaults.
 
-    csrc/ops/attention has the same as a struct; `foo_ops.attention` says what each means.
+    csrc/ops/attention has the same as a struct; `foo_ops.attention` says what each means, and
+    foo_ops/ops/attention_part.py what part_offset does, which is not public.
     """
 
     is_causal: bool = False
@@ -22,6 +23,7 @@ class AttentionOptions:
     window_left: int = -1
     window_right: int = -1
     softcap: float = 0.0
+    part_offset: int | None = None
 
     def checked(self) -> tuple[float, int, int, float]:
         """Return the options that a check can refuse, in the order of the C++ functions."""
@@ -29,16 +31,15 @@ class AttentionOptions:
 
 
 DEFAULTS = dataclasses.asdict(AttentionOptions())
+del DEFAULTS["part_offset"]
 # Packed sequences are causal by ``window_right=0``.
 PACKED = tuple(name for name in DEFAULTS if name != "is_causal")
 
 
 def schema(*names: str) -> str:
     """Write options as a schema does: ``float? scale=None, float dropout_p=0.0``."""
-    types = {
-        field.name: _SCHEMA_TYPES[str(field.type)] for field in dataclasses.fields(AttentionOptions)
-    }
-    return ", ".join(f"{types[name]} {name}={DEFAULTS[name]}" for name in names)
+    types = {field.name: str(field.type) for field in dataclasses.fields(AttentionOptions)}
+    return ", ".join(f"{_SCHEMA_TYPES[types[name]]} {name}={DEFAULTS[name]}" for name in names)
 
 
 def given_options(**options: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from foo_ops.ops.attention_options import (
     given_options,
     schema,
 )
-from foo_ops.ops.attention_sharding import make_sharding
+from foo_ops.ops.attention_varlen_vmap import make_packed_forward_rule, vmap_packed_backward
 
 OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {schema(*PACKED)}"
 INPUTS = (
@@ -78,8 +78,7 @@ def attention_varlen(
         block_table: (B, max_blocks) int32: key j of sequence b lies in block
             block_table[b, j // block_size], in its row j % block_size. How many keys there are is
             told by seqused_k, or else by cu_seqlens_k.
-        alibi_slopes: (Hq,) or (B, Hq).
-        sinks: (Hq,).
+        alibi_slopes, sinks: (Hq,) or (B, Hq).
         max_seqlen_q, max_seqlen_k: no sequence may be longer.
         scale, dropout_p, window_left, window_right, softcap, return_logsumexp: as in
             foo_ops.attention; windows and ALiBi are aligned to each sequence's last keys.
@@ -206,16 +205,16 @@ def sequences_of(inputs: list[Any], seed: Tensor | None, **options: Any) -> Iter
             key_rows(key, block_table).index_select(0, keys),
             key_rows(value, block_table).index_select(0, keys),
         )
-        slopes = alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[index]
+        of_heads = [
+            it[index] if it is not None and it.dim() == 2 else it for it in (alibi_slopes, sinks)
+        ]
         mask = dropout_mask
         if mask is not None:
             mask = mask[index : index + 1, :, : end - first, :count]
         yield Sequence(
             slice(first, end),
             keys,
-            [*map(as_batch, tensors), None, slopes, sinks],
+            [*map(as_batch, tensors), None, *of_heads],
             {"dropout_mask": mask, "options": given},
         )
 
@@ -244,6 +243,13 @@ def rows_in_blocks(blocks: Tensor, block_size: int, count: int) -> Tensor:
 def zeros_of(tensor: Tensor) -> Tensor:
     """Return zeros that are part of a graph, also where no sequence adds to them."""
     return torch.cat((torch.zeros_like(tensor), tensor[:0]))
+
+
+def with_part(gradient: Tensor, part: Tensor | None, index: int) -> Tensor:
+    """Add a sequence's gradient of slopes or sinks, which may be the sequence's own."""
+    if part is None:
+        return gradient
+    return gradient.select_scatter(part, 0, index) if gradient.dim() == 2 else gradient + part
 
 
 def composite_seeded(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -280,12 +286,8 @@ def composite_backward(
         grad_query.append(as_packed(found.query))
         grad_key = grad_key.index_add(0, sequence.keys, as_packed(found.key))
         grad_value = grad_value.index_add(0, sequence.keys, as_packed(found.value))
-        if found.alibi_slopes is not None and alibi_slopes.dim() == 2:
-            grad_slopes = grad_slopes.select_scatter(found.alibi_slopes, 0, index)
-        elif found.alibi_slopes is not None:
-            grad_slopes = grad_slopes + found.alibi_slopes
-        if found.sinks is not None:
-            grad_sinks = grad_sinks + found.sinks
+        grad_slopes = with_part(grad_slopes, found.alibi_slopes, index)
+        grad_sinks = with_part(grad_sinks, found.sinks, index)
     return (
         torch.cat(grad_query),
         grad_key.view_as(key),
@@ -303,15 +305,13 @@ library.register_autograd(
 library.register_autograd("foo::attention_varlen_backward", composite=composite_backward)
 
 
-# ---------------------------------------------------------------- sharding, vmap, autocast, FLOPs
+# --------------------------------------------------------------------------- vmap, autocast, FLOPs
 
-for name in ("attention_varlen", "attention_varlen_seeded", "attention_varlen_backward"):
-    library.register_sharding(f"foo::{name}", make_sharding(name))
 library.register_autocast("foo::attention_varlen")
 library.register_autocast("foo::attention_varlen_seeded")
-library.register_vmap_loop("foo::attention_varlen")
-library.register_vmap_loop("foo::attention_varlen_seeded")
-library.register_vmap_loop("foo::attention_varlen_backward")
+for name in ("foo::attention_varlen", "foo::attention_varlen_seeded"):
+    library.register_vmap(name, make_packed_forward_rule(name))
+library.register_vmap("foo::attention_varlen_backward", vmap_packed_backward)
 
 
 def _scores(starts_q: Tensor, starts_k: Tensor, used: Tensor | None, **options: Any) -> int:

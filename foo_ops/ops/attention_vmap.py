@@ -21,7 +21,7 @@ FUSED_DEFAULTS: tuple[Any, ...] = (None, None, None, None, 0.0, False, False)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fold:
+class Fold:
     """Mapped calls, and the batch of each."""
 
     calls: int
@@ -43,16 +43,19 @@ class _Fold:
             return bias
         return bias.expand(self.calls, self.batch, *bias.shape[-3:]).flatten(0, 1)
 
-    def slopes(self, slopes: Tensor, in_dim: int | None) -> Tensor:
-        slopes = _with_dimensions(slopes, in_dim, 2)
-        return slopes.expand(self.calls, self.batch, -1).flatten(0, 1)
+    def of_heads(self, tensor: Tensor | None, in_dim: int | None) -> Tensor | None:
+        """Fold slopes or sinks, which may have no dimension of the batch."""
+        if tensor is None:
+            return None
+        tensor = _with_dimensions(tensor, in_dim, 2)
+        return tensor.expand(self.calls, self.batch, -1).flatten(0, 1)
 
     def unfold(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (self.calls, self.batch))
 
     def gradient(self, gradient: Tensor, of: Tensor, in_dim: int | None) -> Tensor:
         """Sum a gradient over the batch, where what it belongs to is broadcast along that."""
-        shape, gradient = _shape(of, in_dim), self.unfold(gradient)
+        shape, gradient = shape_of(of, in_dim), self.unfold(gradient)
         if len(shape) < gradient.dim() - 1 or shape[0] != self.batch:
             gradient = gradient.sum(1)
         return gradient.reshape(self.calls, *shape)
@@ -68,11 +71,11 @@ def _with_dimensions(tensor: Tensor, in_dim: int | None, dimensions: int) -> Ten
     return tensor
 
 
-def _fold(info: Any, query: Tensor, in_dim: int | None) -> _Fold:
-    return _Fold(info.batch_size, _shape(query, in_dim)[0])
+def _fold(info: Any, query: Tensor, in_dim: int | None) -> Fold:
+    return Fold(info.batch_size, shape_of(query, in_dim)[0])
 
 
-def _shape(tensor: Tensor, in_dim: int | None) -> list[int]:
+def shape_of(tensor: Tensor, in_dim: int | None) -> list[int]:
     """Return the shape that each call sees."""
     shape = list(tensor.shape)
     if in_dim is not None:
@@ -80,31 +83,29 @@ def _shape(tensor: Tensor, in_dim: int | None) -> list[int]:
     return shape
 
 
-def _padded(arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+def padded(arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
     return (*arguments, *(None,) * (count - len(arguments)))
 
 
 def make_forward_rule(name: str) -> Callable[..., Any]:
     """Make the rule of foo::attention or foo::attention_seeded.
 
-    Sinks that are mapped, and a seed, make it a loop: heads of one call have the same sinks in all
-    of the batch, and what dropout keeps depends on the place in the batch. foo::attention with
-    dropout does not come here: csrc/ops/attention/autograd.cpp draws a seed for it first.
+    A seed makes it a loop, as what dropout keeps depends on the place in the batch. foo::attention
+    with dropout does not come here: csrc/ops/attention/autograd.cpp draws a seed for it first.
     """
 
     def vmap(info: Any, in_dims: Dims, *inputs: Tensor | None, **options: Any) -> Any:
-        dims, tensors = _padded(in_dims, 7), _padded(inputs, 7)
+        dims, tensors = padded(in_dims, 7), padded(inputs, 7)
         query, key, value, attn_bias, alibi_slopes, sinks, seed = tensors
         operator = find(name)
-        if dims[5] is not None or seed is not None:
+        if seed is not None:
             return library.vmap_by_loop(operator, info, in_dims, *inputs, **options)
         fold = _fold(info, query, dims[0])
         if attn_bias is not None:
             attn_bias = fold.bias(attn_bias, dims[3])
-        if alibi_slopes is not None:
-            alibi_slopes = fold.slopes(alibi_slopes, dims[4])
         folded = map(fold.tensor, (query, key, value), dims)
-        outputs = operator(*folded, attn_bias, alibi_slopes, sinks, **options)
+        of_heads = map(fold.of_heads, (alibi_slopes, sinks), dims[4:])
+        outputs = operator(*folded, attn_bias, *of_heads, **options)
         return tuple(map(fold.unfold, outputs)), (0, 0)
 
     return vmap
@@ -117,24 +118,24 @@ def vmap_backward(
     *first, attn_bias, alibi_slopes, sinks, output, logsumexp, seed = inputs
     options["attn_bias_requires_grad"] = attn_bias_requires_grad
     operator = torch.ops.foo.attention_backward.default
-    if sinks is not None or seed is not None:
+    if seed is not None:
         return library.vmap_by_loop(operator, info, in_dims, *inputs, **options)
     fold = _fold(info, first[2], in_dims[2])
-    bias, slopes = attn_bias, alibi_slopes
+    bias = attn_bias
     if bias is not None:
         bias = fold.bias(bias, in_dims[5], attn_bias_requires_grad)
-    if slopes is not None:
-        slopes = fold.slopes(slopes, in_dims[6])
     folded = map(fold.tensor, first, in_dims)
+    of_heads = map(fold.of_heads, (alibi_slopes, sinks), in_dims[6:])
     results = map(fold.tensor, (output, logsumexp), in_dims[8:])
-    gradients = operator(*folded, bias, slopes, None, *results, None, **options)
+    gradients = operator(*folded, bias, *of_heads, *results, None, **options)
     found = [*map(fold.unfold, gradients[:3]), *gradients[3:]]
     has_bias_gradient = attn_bias is not None and attn_bias_requires_grad
     if has_bias_gradient:
         found[3] = fold.gradient(gradients[3], attn_bias, in_dims[5])
-    if alibi_slopes is not None:
-        found[4] = fold.gradient(gradients[4], alibi_slopes, in_dims[6])
-    are_mapped = (True, True, True, has_bias_gradient, alibi_slopes is not None, False)
+    for place, tensor, in_dim in ((4, alibi_slopes, in_dims[6]), (5, sinks, in_dims[7])):
+        if tensor is not None:
+            found[place] = fold.gradient(gradients[place], tensor, in_dim)
+    are_mapped = (*(True,) * 3, has_bias_gradient, alibi_slopes is not None, sinks is not None)
     return tuple(found), tuple(0 if is_mapped else None for is_mapped in are_mapped)
 
 
@@ -142,7 +143,7 @@ def vmap_fused(info: Any, in_dims: Dims, *inputs: Any, **options: Any) -> Any:
     """Map torch's scaled_dot_product_attention on foo."""
     given = inputs + FUSED_DEFAULTS[len(inputs) :]
     query, key, value, attn_bias, dropout_p, *rest = given
-    dims = _padded(in_dims, 4)[:4]
+    dims = padded(in_dims, 4)[:4]
     if dropout_p > 0.0:
         options |= {"dropout_p": dropout_p, "is_causal": rest[0]}
         return _fused_with_dropout(info, dims, query, key, value, attn_bias, **options)
@@ -169,7 +170,7 @@ def _fused_with_dropout(info: Any, in_dims: Dims, *inputs: Any, **options: Any) 
     (output, logsumexp), _ = library.vmap_by_loop(
         operator, info, dims, *inputs, None, None, seed, **options
     )
-    lengths = _shape(query, in_dims[0])[2], _shape(key, in_dims[1])[2]
+    lengths = shape_of(query, in_dims[0])[2], shape_of(key, in_dims[1])[2]
     seed = seed.squeeze(-1)
     results = (output, logsumexp, None, None, *lengths, seed, seed.new_empty(()), None)
     return results, (0, 0, None, None, None, None, seed_dim, None, None)

@@ -186,7 +186,8 @@ def attention(
         value: (batch, key_heads, keys, value_dim)
         attn_bias: broadcasts to (batch, heads, queries, keys); bool, or added to the scores.
         alibi_slopes: (heads,) or (batch, heads); times the distance, subtracted from the scores.
-        sinks: (heads,), one more logit for each row, which counts in the denominator only.
+        sinks: (heads,) or (batch, heads), one more logit for each row, which counts in the
+            denominator only.
         dropout_mask: (batch, heads, queries, keys), True for the probabilities that dropout keeps;
             they are divided by ``1 - dropout_p``. The denominator does not feel it.
 
@@ -205,7 +206,7 @@ def attention(
         softcap=softcap,
     )
     if sinks is not None:
-        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+        scores = torch.cat((scores, sinks[..., None, None].expand(*scores.shape[:3], 1)), -1)
     # A row that sees nothing has no softmax: zeros stand in its place, and the result is replaced.
     sees = (scores > -math.inf).any(-1) | scores.isnan().any(-1)
     scores = scores.where(sees.unsqueeze(-1), 0)
@@ -299,8 +300,7 @@ def attention_varlen(
         value: as key, with value_dim.
         seqused_k: (sequences,), how many of its keys a sequence uses; all, if it is None.
         block_table: (sequences, most_blocks), the blocks that a sequence's keys lie in.
-        alibi_slopes: (heads,) or (sequences, heads)
-        sinks: (heads,)
+        alibi_slopes, sinks: (heads,) or (sequences, heads)
         max_seqlen_q: at least the length of every sequence, as max_seqlen_k for the keys in use.
         dropout_mask: (heads, total_queries, max_seqlen_k), as for attention.
         options: as for attention.
@@ -318,8 +318,8 @@ def attention_varlen(
             ].unsqueeze(0)
         output, logsumexp = attention(
             *sequence.select(query, key, value),
-            alibi_slopes=sequence.slopes(alibi_slopes),
-            sinks=sinks,
+            alibi_slopes=sequence.of_heads(alibi_slopes),
+            sinks=sequence.of_heads(sinks),
             **options,
         )
         outputs.append(output.squeeze(0).transpose(0, 1))
@@ -351,11 +351,9 @@ class Sequence:
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in parts)
         return query, key, value
 
-    def slopes(self, alibi_slopes: Tensor | None) -> Tensor | None:
-        """Return the sequence's own slopes (heads,)."""
-        if alibi_slopes is None or alibi_slopes.dim() == 1:
-            return alibi_slopes
-        return alibi_slopes[self.index]
+    def of_heads(self, tensor: Tensor | None) -> Tensor | None:
+        """Return the sequence's own slopes or sinks (heads,)."""
+        return tensor if tensor is None or tensor.dim() == 1 else tensor[self.index]
 
 
 def sequences(

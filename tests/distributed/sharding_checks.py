@@ -185,6 +185,45 @@ def heads():
     }
 
 
+def seeded(function, *tensors):
+    """Call it with a generator that differs on all processes but the first one."""
+    rank = dist.get_rank()
+    torch.manual_seed(7 if rank == 0 or not isinstance(tensors[0], DTensor) else rank)
+    return function(*tensors)
+
+
+def dropout():
+    """Attention that drops weights, which ones depends on their place in one process."""
+
+    def attention(query, key, value, *added):
+        return foo_ops.attention(
+            query, key, value, *added, dropout_p=0.4, window_right=3, return_logsumexp=True
+        )
+
+    starts, starts_k = (torch.tensor(it, dtype=torch.int32) for it in ([0, 2, 6], [0, 5, 9]))
+
+    def packed(query, key, value, starts, starts_k, sinks):
+        return foo_ops.attention_varlen(
+            query, key, value, starts, starts_k, sinks=sinks,
+            max_seqlen_q=4, max_seqlen_k=5, dropout_p=0.4, return_logsumexp=True,
+        )  # fmt: skip
+
+    def inputs(batch, heads, key_heads):
+        return [randn(batch, heads, 5, 4), *(randn(batch, key_heads, 7, 4) for _ in range(2))]
+
+    cases = {
+        "attention": (attention, inputs(4, 8, 8)),
+        "attention, shared heads": (attention, inputs(4, 8, 4)),
+        "attention, uneven": (attention, inputs(3, 6, 3)),
+        "attention, bias of heads": (attention, [*inputs(4, 4, 2), randn(4, 1, 7), randn(4)]),
+        "attention_varlen": (
+            packed,
+            [randn(6, 8, 4), randn(9, 4, 4), randn(9, 4, 3), starts, starts_k, randn(2, 8)],
+        ),
+    }
+    return {name: (functools.partial(seeded, f), tensors) for name, (f, tensors) in cases.items()}
+
+
 def check_cases(cases):
     for device in ("cpu", "foo"):
         mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
@@ -212,6 +251,24 @@ def on_products():
 
 def on_heads():
     check_cases(heads)
+
+
+def on_dropout():
+    check_cases(dropout)
+    torch.manual_seed(0)
+    query = randn(4, 8, 5, 4)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    mine = placed(query, mesh, [Shard(1)])
+    if dist.get_world_size() == 4:
+        grid = dist.init_device_mesh("cpu", (2, 2))
+        function = functools.partial(seeded, functools.partial(foo_ops.attention, dropout_p=0.4))
+        assert_as_one_process(function, [query] * 3, grid, [[Shard(0), Shard(1)]] * 3)
+    with torch.no_grad():
+        torch.manual_seed(5)
+        expected = foo_ops.attention(query, query, query, dropout_p=0.4)
+        torch.manual_seed(5)
+        actual = foo_ops.attention(mine, mine, mine, dropout_p=0.4)
+    torch.testing.assert_close(actual.full_tensor(), expected, rtol=1e-12, atol=1e-12)
 
 
 def on_operators_of_the_kit():
@@ -279,10 +336,6 @@ def refused():
         "as the operator can be cut (... ., ... -> ... .), got Shard(dim=1)",
     ):
         kit.scale_rows_(x, scale)
-    query = placed(randn(2, 4, 3, 8), mesh, [Shard(1)]).requires_grad_()
-    for tensor in (query, query.detach()):
-        with refuses(NotImplementedError, "attention: dropout_p must be 0 for DTensors, got 0.5"):
-            foo_ops.attention(tensor, tensor, tensor, dropout_p=0.5)
     target = placed(torch.zeros(4, dtype=torch.int64), mesh, [Replicate()])
     with refuses(
         TypeError, "softmax_cross_entropy: target must be a DTensor as others are, got a Tensor"

@@ -15,5 +15,10 @@ def test_on_processes(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+def test_options(ranks, tmp_path):
+    run_on_ranks(CHECKS, ranks, tmp_path, "windows", "added_to_scores", "large_scores")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_in_context_parallel(ranks, tmp_path):
     run_on_ranks(CHECKS, ranks, tmp_path, "in_context_parallel", "refused_in_context_parallel")

@@ -54,19 +54,25 @@ def on(device, *tensors):
     return [tensor.to(device) for tensor in tensors]
 
 
-def math_attention(query, key, value):
+def math_attention(query, key, value, sinks=None):
     scores = query @ key.mT / query.shape[-1] ** 0.5
-    return scores.softmax(-1) @ value
+    if sinks is not None:
+        column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), -1)
+    return scores.softmax(-1)[..., : key.shape[-2]] @ value
 
 
-def packed_attention(x):
+def packed_attention(x, sinks=(None, None)):
     pieces = [x[start:end].transpose(0, 1) for start, end in ((0, 2), (2, 5))]
-    return torch.cat([math_attention(p, p, p).transpose(0, 1) for p in pieces])
+    outputs = [math_attention(p, p, p, its).transpose(0, 1) for p, its in zip(pieces, sinks)]
+    return torch.cat(outputs)
 
 
-def ours_packed(x):
+def ours_packed(x, sinks=None):
     starts = STARTS.to(x.device)
-    return foo_ops.attention_varlen(x, x, x, starts, starts, max_seqlen_q=3, max_seqlen_k=3)
+    return foo_ops.attention_varlen(
+        x, x, x, starts, starts, sinks=sinks, max_seqlen_q=3, max_seqlen_k=3
+    )
 
 
 def rotated(x):
@@ -127,12 +133,22 @@ OPERATORS = {
         lambda x: foo_ops.attention(x, x, x),
         lambda x: math_attention(x, x, x),
     ),
+    "attention with sinks": (
+        (1, 2, 3, 2),
+        lambda x: foo_ops.attention(x, x, x, sinks=x[0, :, 0, 0]),
+        lambda x: math_attention(x, x, x, x[0, :, 0, 0]),
+    ),
     "scaled_dot_product_attention": (
         (1, 2, 3, 2),
         lambda x: F.scaled_dot_product_attention(x, x, x),
         lambda x: math_attention(x, x, x),
     ),
     "attention_varlen": ((5, 2, 2), ours_packed, packed_attention),
+    "attention_varlen with sinks": (
+        (5, 2, 2),
+        lambda x: ours_packed(x, x[:2, :, 0]),
+        lambda x: packed_attention(x, x[:2, :, 0]),
+    ),
     "square": ((3, 4), lambda x: torch.ops.foo_transforms.square(x), torch.square),
     "row_sum": ((3, 4), lambda x: torch.ops.foo_transforms.row_sum(x), lambda x: x.sum(-1)),
 }

@@ -36,6 +36,7 @@ SIZES = (
     *("head_dim", "value_dim", "query_heads", "group", "key_heads", "batch"),
     *("modifies", "bias_kind", "bias_rows", "bias_columns", "bias_gradient"),
     *("has_alibi_slopes", "has_sinks", "dropout_threshold", "seed"),
+    *("has_dropout_heads", "is_part"),
     *("page_size", "block_table_stride", "query_length", "key_length", "chunks"),
     "has_int8_cache",
     *("score_function", "masked_score_function", "gradient_function"),
@@ -50,7 +51,7 @@ OPERANDS = (
     *("query", "key", "value", "attn_bias", "alibi_slopes", "sinks", "output", "logsumexp"),
     *("grad_output", "grad_logsumexp", "grad_query", "grad_key", "grad_value", "grad_attn_bias"),
     *("grad_alibi_slopes", "grad_sinks", "partial_output", "partial_largest", "partial_total"),
-    *("key_scale", "value_scale"),
+    *("key_scale", "value_scale", "dropout_heads"),
 )
 
 IN_COMPUTE_TYPE = (
@@ -101,6 +102,7 @@ def _parameters(dtype: str, cache_dtype: str) -> Struct:
     """
     dtypes = dict.fromkeys(OPERANDS, dtype) | dict.fromkeys(("key", "value"), cache_dtype)
     dtypes |= dict.fromkeys(IN_COMPUTE_TYPE, compute_dtype(dtype))
+    dtypes["dropout_heads"] = "int64"
     # The dtype of the bias is known at run time only, by bias_kind.
     dtypes |= dict.fromkeys(("attn_bias", "grad_attn_bias"), "uint8")
     fields: list[tuple[str, types.Type]] = [(number, types.float64) for number in NUMBERS]

@@ -15,7 +15,8 @@ is what delta would be of an output that was not rounded, and so
     gradient of a sink = -w delta'
 
 where far = distance - nearest, for the nearest key that a block of queries sees. S + w is 1, but
-for the roundings of the logsumexp, by which all of P and dS are divided once more.
+for the roundings of the logsumexp, by which all of P and dS are divided once more. Of a part of the
+keys S and R are not known, and all sums are those of dS as it is.
 """
 
 from __future__ import annotations
@@ -150,16 +151,20 @@ def make_row_sums_writer(dtype: str) -> Callable:
                 grads, weights = load(sums, GRADS + block_row), load(sums, WEIGHTS + block_row)
                 of_sink = compute(0.0)
                 if parameters.has_sinks:
-                    sink = sink_score(parameters, head)
+                    sink = sink_score(parameters, piece.batch, head)
                     of_sink = exp2(sink - load(base, block_row)) * load(shares, block_row)
                 if weights + of_sink == compute(0.0):
                     # A query that sees nothing.
                     continue
-                share = compute(1.0) / (weights + of_sink)
+                share = compute(1.0)
+                if not parameters.is_part:
+                    share /= weights + of_sink
                 of_sink *= share
                 product = (grads + load(delta, block_row) * weights) * share
                 exact = product - grad_logsumexp
                 row_sum = of_sink * product + weights * share * grad_logsumexp
+                if parameters.is_part:
+                    exact, row_sum = load(delta, block_row), grads
                 far = load(sums, FAR_GRADS + block_row)
                 far += (load(delta, block_row) - exact) * load(sums, FAR_WEIGHTS + block_row)
                 slope_total -= far * share + nearest * row_sum

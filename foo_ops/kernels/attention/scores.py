@@ -60,12 +60,15 @@ def make_row_facts_filler(dtype: str) -> Callable:
             slope = 0.0
             if parameters.has_alibi_slopes:
                 slope = load(row_of(parameters, "alibi_slopes", piece.batch, head, 0), 0)
+            number = piece.batch * parameters.query_heads + head
+            if parameters.has_dropout_heads:
+                number = load(row_of(parameters, "dropout_heads", piece.batch, head, 0), 0)
             for row in range(piece.query_count):
                 block_row = index * piece.query_count + row
                 store(row_facts, POSITIONS + block_row, row)
                 store(row_facts, SLOPES + block_row, slope)
                 store(queries, block_row, piece.query_start + row)
-                store(heads, block_row, piece.batch * parameters.query_heads + head)
+                store(heads, block_row, number)
 
     return fill_row_facts
 

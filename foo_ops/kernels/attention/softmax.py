@@ -30,13 +30,15 @@ WEIGHTS_LIMB_STRIDE = KEY_BLOCK // 2 * TILE_STRIDE
 
 @functools.cache
 def make_sink_score(dtype: str) -> Callable:
-    """Make ``sink_score(parameters, head)``, in units of log 2 and rounded as other scores are."""
+    """Make ``sink_score(parameters, batch, head)``, in units of log 2 and rounded as other scores
+    are.
+    """
     compute = ELEMENTS[dtype].compute
     LOWEST, LOG2E = lowest_score(dtype), 1.0 / LOG2
 
     @njit
-    def sink_score(parameters, head):
-        sink = load(row_of(parameters, "sinks", 0, head, 0), 0)
+    def sink_score(parameters, batch, head):
+        sink = load(row_of(parameters, "sinks", batch, head, 0), 0)
         if compute(-math.inf) < sink < compute(LOWEST):
             sink = compute(LOWEST)
         elif compute(-LOWEST) < sink < compute(math.inf):
@@ -62,7 +64,7 @@ def make_softmax_start(dtype: str) -> Callable:
         fill(total, columns, 0.0)
         if parameters.has_sinks and piece.key_split == 0:
             for index in range(piece.heads):
-                sink = sink_score(parameters, piece.head + index)
+                sink = sink_score(parameters, piece.batch, piece.head + index)
                 if sink != compute(-math.inf):
                     first = index * piece.query_count
                     fill(shift(largest, first), piece.query_count, sink)

@@ -220,6 +220,10 @@ OPTION_SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
     ),
     "slopes for grouped heads": attention_sample(heads=6, key_heads=2, slopes=random_slopes(2, 6)),
     "sinks": attention_sample(sinks=random_bias(2)),
+    "sinks (B, H)": attention_sample(sinks=random_bias(2, 2)),
+    "sinks (B, H), 1 query, 2100 keys, grouped heads": attention_sample(
+        queries=1, keys=2100, heads=6, key_heads=2, sinks=random_bias(2, 6)
+    ),
     "sinks in float32": attention_sample(sinks=random_bias(2, float32=True)),
     "sinks above all scores": attention_sample(
         sinks=lambda dtype: torch.full((2,), 90, dtype=dtype)

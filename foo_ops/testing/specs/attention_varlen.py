@@ -151,6 +151,7 @@ SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
     "slopes (H)": varlen_sample(MIXED, slopes=random_slopes(2)),
     "slopes (B, H)": varlen_sample(MIXED, slopes=random_slopes(5, 2), window_right=0),
     "sinks": varlen_sample(MIXED, sinks=random_bias(2, float32=True)),
+    "sinks (B, H)": varlen_sample(MIXED, sinks=random_bias(5, 2), window_right=0),
     "all options": varlen_sample(MIXED, **ALL, slopes=random_slopes(5, 4)),
     "1 query, many keys": varlen_sample(DECODING, heads=4, key_heads=1),
     "1 query, many keys, all options": varlen_sample(
@@ -212,7 +213,8 @@ def parts(sample: Sample) -> Iterator[tuple[reference.Sequence, Sample]]:
                 :, sequence.queries, : len(sequence.keys)
             ].unsqueeze(0)
         own = sequence.select(query, key, value)
-        yield sequence, Sample((*own, None, sequence.slopes(slopes), sinks), dict(options))
+        of_heads = map(sequence.of_heads, (slopes, sinks))
+        yield sequence, Sample((*own, None, *of_heads), dict(options))
 
 
 def varlen_output_budget(sample: Sample, dtype: torch.dtype) -> Tensors:

@@ -124,7 +124,7 @@ def test_attention_bias_dtype(dtype, allowed, mode, device):
 
 PER_HEAD = {
     "alibi_slopes": "[Hq] = [4] or [B, Hq] = [2, 4]",
-    "sinks": "[Hq] = [4]",
+    "sinks": "[Hq] = [4] or [B, Hq] = [2, 4]",
 }
 
 
@@ -138,7 +138,7 @@ PER_HEAD = {
         ("alibi_slopes", (2, 4, 1), "[2, 4, 1]"),
         ("alibi_slopes", (), "[]"),
         ("sinks", (1,), "[1]"),
-        ("sinks", (2, 4), "[2, 4]"),
+        ("sinks", (3, 4), "[3, 4]"),
         ("sinks", (), "[]"),
     ],
 )

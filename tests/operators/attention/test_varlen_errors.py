@@ -123,7 +123,11 @@ def test_varlen_arguments_are_good_unchanged(mode, device):
             {"alibi_slopes": (3, 4)},
             "alibi_slopes must have shape [Hq] = [4] or [B, Hq] = [2, 4], got [3, 4]",
         ),
-        (packed, {"sinks": (2, 4)}, "sinks must have shape [Hq] = [4], got [2, 4]"),
+        (
+            packed,
+            {"sinks": (3, 4)},
+            "sinks must have shape [Hq] = [4] or [B, Hq] = [2, 4], got [3, 4]",
+        ),
         *((packed, {name: value}, f"{name} {message}") for name, value, message in OPTIONS),
     ],
 )

@@ -5,20 +5,17 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.attention_samples import ONCE, finite, for_each_once
 
 from foo_ops import testing
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN
 from foo_ops.testing.spec import random
-from foo_ops.testing.specs.attention_varlen import varlen_sample
+from foo_ops.testing.specs.attention_samples import random_bias
+from foo_ops.testing.specs.attention_varlen import Pages, varlen_sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 attention = torch.ops.foo.attention
-
-
-# ----------------------------------------------------------------------------------------- vmap
 
 
 def loop(function, in_dims, *tensors):
@@ -171,6 +168,84 @@ def test_vmap_of_packed_sequences(in_dims, device):
     check_vmap(function, in_dims, *tensors)
 
 
+# Keys in pages that two sequences share, a part of them in use, and numbers for each head.
+PAGED = varlen_sample(
+    [(3, 9), (1, 4), (0, 2), (4, 12)],
+    heads=4,
+    key_heads=2,
+    used=(5, 4, 0, 11),
+    pages=Pages(4, shared=True),
+    slopes=random_bias(4),
+    sinks=random_bias(4, 4),
+    window_right=1,
+)
+PLACES = ["query", "key", "value", "starts", "starts", "used", "blocks", "slopes", "sinks"]
+
+
+@pytest.mark.parametrize(
+    ("mapped", "calls"),
+    [
+        (["query"], 1),
+        (["query", "key", "value"], 1),
+        (["value"], 1),
+        (["query", "used"], 1),
+        (["query", "used", "blocks"], 1),
+        (["key", "blocks"], 1),
+        (["slopes"], 1),
+        (["query", "sinks"], 1),
+        (["query", "key", "value", "used", "blocks", "slopes", "sinks"], 1),
+        (["query", "starts"], 3),
+    ],
+    ids=str,
+)
+def test_vmap_of_pages(mapped, calls, device):
+    """Mapped calls are sequences of one call, but where the starts of sequences are mapped.
+
+    Keys that are not in use are NaN in the sample; in other blocks they are in use.
+    """
+    sample = PAGED(torch.float64).to(device)
+    in_dims = tuple(0 if place in mapped else None for place in PLACES)
+    tensors = [
+        (tensor.nan_to_num() if tensor.is_floating_point() else tensor)
+        if dim is None
+        else slices(place, tensor)
+        for place, tensor, dim in zip(PLACES, sample.inputs, in_dims)
+    ]
+
+    def function(*inputs):
+        return finite(torch.ops.foo.attention_varlen(*inputs, **sample.keywords))
+
+    check_vmap(function, in_dims, *tensors)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.vmap(function, in_dims)(*tensors)
+    # The call itself, and those that it becomes.
+    assert sum(it.name == "foo::attention_varlen" for it in profile.events()) == 1 + calls
+
+
+def slices(place, tensor):
+    if place == "used":
+        return torch.stack([tensor, tensor.clamp(max=1), tensor])
+    if place == "blocks":
+        return torch.stack([tensor, tensor.flip(0), tensor]).clamp(min=0)
+    if place == "starts":
+        return torch.stack([tensor] * 3)
+    return torch.stack([tensor, -tensor, tensor / 2]).nan_to_num()
+
+
+@pytest.mark.parametrize("number", [-1, 100])
+def test_vmap_of_blocks_that_do_not_exist(number, device):
+    """They do not become those of another call."""
+    sample = PAGED(torch.float64).to(device)
+    query, key, value, starts, starts_k, used, blocks, *_ = sample.inputs
+    blocks = torch.stack([blocks, blocks])
+    blocks[1, 0, 0] = number
+    function = functools.partial(torch.ops.foo.attention_varlen, **sample.keywords)
+    for keys in ((key, value), (torch.stack([key] * 2), torch.stack([value] * 2))):
+        in_dims = (None, *(None if it is key or it is value else 0 for it in keys), *(None,) * 3, 0)
+        with pytest.raises(ValueError, match="attention_varlen: block_table must have block num"):
+            torch.vmap(function, in_dims)(query, *keys, starts, starts_k, used, blocks)
+
+
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
@@ -228,118 +303,3 @@ def test_vmap_of_no_gradients(spec, make, device):
     for gradient, tensor in zip(gradients, tensors):
         assert gradient.shape == (0, *tensor.shape)
         assert (gradient.dtype, gradient.device) == (tensor.dtype, tensor.device)
-
-
-# --------------------------------------------------------------------------------- vmap and dropout
-
-UNIT = torch.eye(60)
-RANDOM = {
-    "attention": (attention, torch.zeros(1, 1, 50, 8), UNIT.expand(1, 1, -1, -1), (), {}),
-    "packed": (
-        torch.ops.foo.attention_varlen,
-        torch.zeros(50, 1, 8),
-        UNIT.unsqueeze(1),
-        (torch.tensor([0, 50], dtype=torch.int32), torch.tensor([0, 60], dtype=torch.int32)),
-        {"max_seqlen_q": 50, "max_seqlen_k": 60},
-    ),
-}
-for_each_random = pytest.mark.parametrize("name", RANDOM)
-
-
-def dropout_mask(name, randomness, device, *, count=3, in_dim=0, requires_grad=False, nested=False):
-    """Tell which weights dropout keeps for each of ``count`` equal slices of the query."""
-    operator, query, value, sequences, keywords = RANDOM[name]
-    value = value.to(device)
-    key = torch.zeros_like(value[..., :8])
-    sequences = [tensor.to(device) for tensor in sequences]
-
-    def function(query):
-        return operator(query, key, value, *sequences, **keywords, dropout_p=0.5)[0]
-
-    queries = torch.stack([query.to(device)] * count).requires_grad_(requires_grad)
-    if nested:
-        outer, inner = randomness
-        mapped = torch.vmap(torch.vmap(function, randomness=inner), randomness=outer)
-        return mapped(queries.unsqueeze(1).expand(-1, 2, *queries.shape[1:])) != 0
-    if in_dim is None:
-        # The slices are those of something else.
-        mapped = torch.vmap(lambda x: function(queries[0]) + x, randomness=randomness)
-        return mapped(torch.zeros(count, device=device)) != 0
-    output = torch.vmap(function, randomness=randomness)(queries)
-    assert output.requires_grad == requires_grad
-    return output != 0
-
-
-@for_each_random
-@pytest.mark.parametrize("in_dim", [0, None], ids=["mapped", "not mapped"])
-@pytest.mark.parametrize("requires_grad", [False, True], ids=["no gradient", "gradient"])
-def test_vmap_refuses_dropout_unless_told_how(name, in_dim, requires_grad, device):
-    """The words are those of torch."""
-    with pytest.raises(RuntimeError) as of_torch:
-        torch.vmap(F.dropout)(torch.zeros(3))
-    with pytest.raises(RuntimeError) as ours:
-        dropout_mask(name, "error", device, in_dim=in_dim, requires_grad=requires_grad)
-    assert str(ours.value) == str(of_torch.value)
-    assert "called random operation while in randomness error mode" in str(ours.value)
-
-
-@for_each_random
-@pytest.mark.parametrize("requires_grad", [False, True], ids=["no gradient", "gradient"])
-def test_vmap_with_the_same_dropout(name, requires_grad, device):
-    mask = dropout_mask(name, "same", device, requires_grad=requires_grad)
-    assert torch.equal(mask, mask[:1].expand_as(mask))
-    assert 0.4 < mask.double().mean() < 0.6
-    assert not torch.equal(dropout_mask(name, "same", device), mask)
-
-
-@for_each_random
-@pytest.mark.parametrize("in_dim", [0, None], ids=["mapped", "not mapped"])
-@pytest.mark.parametrize("requires_grad", [False, True], ids=["no gradient", "gradient"])
-def test_vmap_with_different_dropout(name, in_dim, requires_grad, device):
-    """Half of the 3000 weights of a slice agree with those of another one."""
-    requires_grad = requires_grad and in_dim is not None
-    mask = dropout_mask(name, "different", device, in_dim=in_dim, requires_grad=requires_grad)
-    for first, second in ((0, 1), (0, 2), (1, 2)):
-        assert 0.4 < (mask[first] == mask[second]).double().mean() < 0.6
-
-
-@for_each_random
-@pytest.mark.parametrize("outer", ["same", "different"])
-@pytest.mark.parametrize("inner", ["same", "different"])
-def test_vmap_within_vmap_with_dropout(name, outer, inner, device):
-    """Each vmap has its own say."""
-    mask = dropout_mask(name, (outer, inner), device, nested=True)
-    assert torch.equal(mask[0], mask[1]) == (outer == "same")
-    assert torch.equal(mask[:, 0], mask[:, 1]) == (inner == "same")
-
-
-@for_each_random
-def test_vmap_with_dropout_under_autocast(name, device):
-    operator, query, value, sequences, keywords = RANDOM[name]
-    inputs = [tensor.to(device) for tensor in (query, value[..., :8], value, *sequences)]
-
-    def function(query):
-        return operator(query, *inputs[1:], **keywords, dropout_p=0.5)
-
-    with torch.autocast(device, torch.bfloat16):
-        output, logsumexp = torch.vmap(function, randomness="same")(torch.stack([inputs[0]] * 2))
-    assert (output.dtype, logsumexp.dtype) == (torch.bfloat16, torch.float32)
-
-
-@for_each_random
-def test_gradients_of_a_vmap_with_dropout(name, device):
-    """The gradient of value is the transposed weights: 2 / 60 where dropout keeps them."""
-    operator, query, value, sequences, keywords = RANDOM[name]
-    query, value, *sequences = (tensor.to(device) for tensor in (query, value, *sequences))
-    values = torch.stack([value] * 3).requires_grad_()
-
-    def function(value):
-        key = torch.zeros_like(value[..., :8])
-        return operator(query, key, value, *sequences, **keywords, dropout_p=0.5)[0]
-
-    output = torch.vmap(function, randomness="different")(values)
-    (gradient,) = torch.autograd.grad(output.sum(), values)
-    # The query stands before the heads if it is packed, and the key where it stands.
-    by_key = (output != 0).sum(-2 if name == "attention" else -3).double() * 2 / 60
-    expected = by_key.unsqueeze(-1) if name == "attention" else by_key.mT.unsqueeze(-1)
-    torch.testing.assert_close(gradient.double(), expected.expand_as(gradient), rtol=1e-5, atol=0)

@@ -16,10 +16,10 @@ SHAPES = {"query": (3, 2, 4, 5, 8), "key": (3, 2, 2, 7, 8), "value": (3, 2, 2, 7
 close = functools.partial(torch.testing.assert_close, rtol=1e-11, atol=1e-11)
 
 
-def calls_of_backward(function):
+def calls_of_backward(function, operator=BACKWARD):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         result = function()
-    return result, sum(event.name == BACKWARD for event in profile.events())
+    return result, sum(event.name == operator for event in profile.events())
 
 
 def gradients_of(function, *places):
@@ -27,10 +27,10 @@ def gradients_of(function, *places):
     return torch.func.grad(lambda *inputs: function(*inputs).square().sum(), argnums=places)
 
 
-def check(function, of_torch, in_dims, tensors, places):
+def check(function, of_torch, in_dims, tensors, places, operator=BACKWARD):
     """Compare mapped gradients with those of a loop over torch's own operators in float64."""
     mapped = torch.vmap(gradients_of(function, *places), in_dims)
-    actual, calls = calls_of_backward(lambda: mapped(*tensors))
+    actual, calls = calls_of_backward(lambda: mapped(*tensors), operator)
     # The call itself, and the one that it becomes.
     assert calls == 2
     expected = gradients_of(of_torch, *places)
@@ -87,19 +87,61 @@ def test_gradients_of_slopes(shape, device):
     check(function, of_torch, (0,) * 4, tensors, (0, 1, 2, 3))
 
 
-def of_sinks(operator):
-    return lambda query, key, value, sinks: operator(query, key, value, None, None, sinks)
+@pytest.mark.parametrize("sinks_dim", [0, 1, None], ids=str)
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
+def test_gradients_of_sinks(shape, sinks_dim, device):
+    tensors = list(random("sinks", *SHAPES.values(), (3, *shape), dtype=DOUBLE))
+    tensors[3] = tensors[3][0] if sinks_dim is None else tensors[3].movedim(0, sinks_dim)
+    tensors = [tensor.to(device) for tensor in tensors]
+
+    def function(query, key, value, sinks):
+        return foo_ops.attention(query, key, value, None, None, sinks)
+
+    def of_torch(query, key, value, sinks):
+        return attention_of_sinks(query, key, value, sinks.expand(2, 4))
+
+    check(function, of_torch, (0, 0, 0, sinks_dim), tensors, (0, 1, 2, 3))
 
 
-def test_gradients_of_sinks_are_those_of_a_loop(device):
-    tensors = [
-        tensor.to(device) for tensor in random("sinks", *SHAPES.values(), (3, 4), dtype=DOUBLE)
-    ]
-    gradients = gradients_of(of_sinks(foo_ops.attention), 0, 3)
-    mapped = torch.vmap(gradients)(*tensors)
-    for index in range(3):
-        for found, wanted in zip(mapped, gradients(*(tensor[index] for tensor in tensors))):
-            close(found[index], wanted)
+def attention_of_sinks(query, key, value, sinks):
+    key, value = (it.repeat_interleave(2, 1) for it in (key, value))
+    scores = query @ key.mT / 8**0.5
+    column = sinks[..., None, None].expand(*scores.shape[:3], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ value
+
+
+# ------------------------------------------------------------------------------ packed sequences
+
+STARTS, KEY_STARTS = (torch.tensor(it, dtype=torch.int32) for it in ([0, 2, 2, 5], [0, 3, 4, 9]))
+PACKED = {"query": (3, 5, 4, 8), "key": (3, 9, 2, 8), "value": (3, 9, 2, 6)}
+
+
+def packed(query, key, value, sinks):
+    starts = [it.to(query.device) for it in (STARTS, KEY_STARTS)]
+    return foo_ops.attention_varlen(
+        query, key, value, *starts, sinks=sinks, max_seqlen_q=3, max_seqlen_k=5
+    )
+
+
+def packed_of_torch(query, key, value, sinks):
+    rows = [slice(*it) for it in ((0, 2), (2, 2), (2, 5))]
+    key_rows = [slice(*it) for it in ((0, 3), (3, 4), (4, 9))]
+    outputs = []
+    for own, own_keys, its in zip(rows, key_rows, sinks.expand(3, 4)):
+        parts = (query[own], key[own_keys], value[own_keys])
+        batch = (it.transpose(0, 1).unsqueeze(0) for it in parts)
+        outputs.append(attention_of_sinks(*batch, its).squeeze(0).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0, 0), (1, None, 3, 1), (None, 2, None, None)], ids=str)
+@pytest.mark.parametrize("shape", [(4,), (3, 4)], ids=str)
+def test_gradients_of_packed_sequences(shape, in_dims, device):
+    tensors = random("packed", *PACKED.values(), (3, *shape), dtype=DOUBLE)
+    tensors = [it[0] if dim is None else it.movedim(0, dim) for it, dim in zip(tensors, in_dims)]
+    tensors = [it.to(device) for it in tensors]
+    operator = "foo::attention_varlen_backward"
+    check(packed, packed_of_torch, in_dims, tensors, (0, 1, 2, 3), operator)
 
 
 # ---------------------------------------------------------------- scaled_dot_product_attention

@@ -14,9 +14,10 @@ constexpr const char* kArgumentNames[] = {"query",          "key",
                                           "dropout_p",      "window_left",
                                           "window_right",   "softcap",
                                           "max_seqlen_q",   "max_seqlen_k",
-                                          "attn_bias",      "alibi_slopes",
-                                          "sinks",          "seqused_k",
-                                          "block_table",    "seed"};
+                                          "part_offset",    "attn_bias",
+                                          "alibi_slopes",   "sinks",
+                                          "seqused_k",      "block_table",
+                                          "seed",           "dropout_heads"};
 static_assert(std::size(kArgumentNames) == ArgumentPlaces::kNames);
 
 }  // namespace
@@ -52,7 +53,8 @@ AttentionInputs AttentionArguments::inputs() const {
           .cu_seqlens_q = tensor(Places::kCuSeqlensQ),
           .cu_seqlens_k = tensor(Places::kCuSeqlensK),
           .seqused_k = optional(Places::kSequsedK),
-          .block_table = optional(Places::kBlockTable)};
+          .block_table = optional(Places::kBlockTable),
+          .dropout_heads = optional(Places::kDropoutHeads)};
 }
 
 AttentionResults AttentionArguments::results() const {
@@ -75,6 +77,9 @@ AttentionOptions AttentionArguments::options() const {
   if (places_[Places::kMaxSeqlenQ] >= 0) {
     options.max_seqlen_q = value(Places::kMaxSeqlenQ).toSymInt();
     options.max_seqlen_k = value(Places::kMaxSeqlenK).toSymInt();
+  }
+  if (places_[Places::kPartOffset] >= 0) {
+    options.part_offset = value(Places::kPartOffset).toOptional<int64_t>();
   }
   return options;
 }

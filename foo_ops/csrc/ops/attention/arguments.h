@@ -26,6 +26,9 @@ struct AttentionOptions {
   double softcap = 0.0;
   c10::SymInt max_seqlen_q = 0;
   c10::SymInt max_seqlen_k = 0;
+  // The keys are a part of all: query i stands at the key i + part_offset, and in the backward pass
+  // the logsumexp is that of all keys.
+  std::optional<int64_t> part_offset;
 };
 
 inline const at::Tensor kNoTensor;
@@ -44,6 +47,8 @@ struct AttentionInputs {
   const at::Tensor& cu_seqlens_k = kNoTensor;
   const std::optional<at::Tensor>& seqused_k = kNotGiven;
   const std::optional<at::Tensor>& block_table = kNotGiven;
+  // The numbers of heads, (B, Hq), where they are a part of all: dropout draws by them.
+  const std::optional<at::Tensor>& dropout_heads = kNotGiven;
 };
 
 // The outputs of a call, and their gradients.
@@ -76,6 +81,7 @@ class ArgumentPlaces {
     kSoftcap,
     kMaxSeqlenQ,
     kMaxSeqlenK,
+    kPartOffset,
     // The optional tensors.
     kAttnBias,
     kAlibiSlopes,
@@ -83,6 +89,7 @@ class ArgumentPlaces {
     kSequsedK,
     kBlockTable,
     kSeed,
+    kDropoutHeads,
     kNames,
   };
 

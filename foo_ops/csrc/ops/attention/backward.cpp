@@ -345,7 +345,10 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
 
   if (!blocks.empty()) {
     PartialResults results;
-    compute_statistics(parameters, results, blocks, query);
+    // Of a part of the keys the largest score and the sum would not be those of all.
+    if (!parameters.is_part) {
+      compute_statistics(parameters, results, blocks, query);
+    }
     std::vector<KeyHead> key_heads;
     for (const Sequence& sequence : sequences) {
       for (int64_t head = 0; head < parameters.key_heads; ++head) {

@@ -80,27 +80,18 @@ struct Checker {
     check_device(argument, tensor);
   }
 
-  void check_slopes(const std::optional<at::Tensor>& slopes, const c10::SymInt& batch,
-                    const c10::SymInt& heads) const {
-    if (!slopes.has_value()) {
+  // A number for each head, the same in all of the batch or not.
+  void check_of_heads(const char* argument, const std::optional<at::Tensor>& tensor,
+                      const c10::SymInt& batch, const c10::SymInt& heads) const {
+    if (!tensor.has_value()) {
       return;
     }
-    check_number("alibi_slopes", *slopes, "");
-    const auto sizes = slopes->sym_sizes();
+    check_number(argument, *tensor, "");
+    const auto sizes = tensor->sym_sizes();
     const bool fits = (sizes.size() == 1 && sizes[0] == heads) ||
                       (sizes.size() == 2 && sizes[0] == batch && sizes[1] == heads);
-    TORCH_CHECK_VALUE(fits, name, ": alibi_slopes must have shape [Hq] = [", heads,
+    TORCH_CHECK_VALUE(fits, name, ": ", argument, " must have shape [Hq] = [", heads,
                       "] or [B, Hq] = [", batch, ", ", heads, "], got ", sizes);
-  }
-
-  void check_sinks(const std::optional<at::Tensor>& sinks, const c10::SymInt& heads) const {
-    if (!sinks.has_value()) {
-      return;
-    }
-    check_number("sinks", *sinks, "");
-    const auto sizes = sinks->sym_sizes();
-    TORCH_CHECK_VALUE(sizes.size() == 1 && sizes[0] == heads, name,
-                      ": sinks must have shape [Hq] = [", heads, "], got ", sizes);
   }
 
   void check_options(const AttentionOptions& options) const {
@@ -218,8 +209,8 @@ void check_attention(const AttentionInputs& inputs, const AttentionOptions& opti
   if (inputs.attn_bias.has_value()) {
     check_bias(checker, *inputs.attn_bias, inputs.query, inputs.key);
   }
-  checker.check_slopes(inputs.alibi_slopes, q[0], q[1]);
-  checker.check_sinks(inputs.sinks, q[1]);
+  checker.check_of_heads("alibi_slopes", inputs.alibi_slopes, q[0], q[1]);
+  checker.check_of_heads("sinks", inputs.sinks, q[0], q[1]);
   checker.check_options(options);
 }
 
@@ -240,9 +231,10 @@ void check_packed(const char* name, const AttentionInputs& inputs) {
 void check_attention_varlen(const AttentionInputs& inputs, const AttentionOptions& options) {
   const Checker checker{"attention_varlen", inputs.query};
   check_packed(checker.name, inputs);
+  const auto sequences = inputs.cu_seqlens_q.sym_size(0) - 1;
   const auto heads = inputs.query.sym_size(1);
-  checker.check_slopes(inputs.alibi_slopes, inputs.cu_seqlens_q.sym_size(0) - 1, heads);
-  checker.check_sinks(inputs.sinks, heads);
+  checker.check_of_heads("alibi_slopes", inputs.alibi_slopes, sequences, heads);
+  checker.check_of_heads("sinks", inputs.sinks, sequences, heads);
   checker.check_options(options);
 }
 
@@ -301,6 +293,23 @@ void check_attention_seed(const char* name, const at::Tensor& query,
     TORCH_CHECK_VALUE(seed->sym_numel() == 1, name, ": seed must have 1 element, got ",
                       seed->sym_numel());
   }
+}
+
+void check_attention_dropout_heads(const char* name, const at::Tensor& query,
+                                   const std::optional<at::Tensor>& dropout_heads,
+                                   const c10::SymInt& batch) {
+  if (!dropout_heads.has_value()) {
+    return;
+  }
+  const auto sizes = dropout_heads->sym_sizes();
+  const auto heads = query.sym_size(1);
+  TORCH_CHECK_VALUE(dropout_heads->device() == query.device(), name, ": dropout_heads must be on ",
+                    query.device(), " as query is, got ", dropout_heads->device());
+  TORCH_CHECK_TYPE(dropout_heads->scalar_type() == at::kLong, name,
+                   ": dropout_heads must be int64, got ", dtype_name(dropout_heads->scalar_type()));
+  TORCH_CHECK_VALUE(sizes.size() == 2 && sizes[0] == batch && sizes[1] == heads, name,
+                    ": dropout_heads must have shape [B, Hq] = [", batch, ", ", heads, "], got ",
+                    sizes);
 }
 
 }  // namespace foo

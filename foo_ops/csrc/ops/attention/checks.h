@@ -35,4 +35,9 @@ void check_attention_bias(const std::optional<at::Tensor>& attn_bias, bool attn_
 void check_attention_seed(const char* name, const at::Tensor& query,
                           const std::optional<at::Tensor>& seed, double dropout_p);
 
+// The numbers of heads go with a seed.
+void check_attention_dropout_heads(const char* name, const at::Tensor& query,
+                                   const std::optional<at::Tensor>& dropout_heads,
+                                   const c10::SymInt& batch);
+
 }  // namespace foo

@@ -103,6 +103,8 @@ Outputs attention_seeded(const AttentionArguments& arguments) {
   const auto options = arguments.options();
   check_attention(inputs, options);
   check_attention_seed("attention", inputs.query, arguments.seed(), options.dropout_p);
+  check_attention_dropout_heads("attention", inputs.query, inputs.dropout_heads,
+                                inputs.query.size(0));
   return attend(inputs, options, arguments.seed());
 }
 
@@ -132,6 +134,8 @@ AttentionGradients attention_backward(const AttentionArguments& arguments) {
   check_attention_results("attention_backward", results.grad_output, results.grad_logsumexp,
                           inputs.query, inputs.value, results.output, results.logsumexp);
   check_attention_seed("attention_backward", inputs.query, arguments.seed(), options.dropout_p);
+  check_attention_dropout_heads("attention_backward", inputs.query, inputs.dropout_heads,
+                                inputs.query.size(0));
   check_attention_bias(inputs.attn_bias, arguments.attn_bias_requires_grad());
   Extras extras;
   auto parameters = make_parameters(inputs);
@@ -181,7 +185,9 @@ at::Tensor attention_dropout_mask(const at::Tensor& seed, at::IntArrayRef shape,
 TORCH_LIBRARY_FRAGMENT(foo, library) {
   register_shared_kernel<"foo::attention", &attention>(library);
   register_boxed_kernel<"foo::attention_seeded", &attention_seeded>(library);
+  register_boxed_kernel<"foo::attention_part", &attention_seeded>(library);
   register_boxed_kernel<"foo::attention_backward", &attention_backward>(library);
+  register_boxed_kernel<"foo::attention_part_backward", &attention_backward>(library);
   register_shared_kernel<"foo::attention_dropout_mask", &attention_dropout_mask>(library);
 }
 

@@ -5,8 +5,22 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 namespace foo {
+
+namespace {
+
+// Numbers of heads, (Hq,) or (B, Hq).
+Operand operand_of_heads(const at::Tensor& tensor) {
+  Operand operand(tensor);
+  if (tensor.dim() == 1) {
+    operand.strides[1] = std::exchange(operand.strides[0], 0);
+  }
+  return operand;
+}
+
+}  // namespace
 
 void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& inputs,
                  const AttentionOptions& options, const std::optional<at::Tensor>& seed) {
@@ -14,19 +28,16 @@ void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& 
   parameters.scale =
       options.scale.value_or(1.0 / std::sqrt(static_cast<double>(parameters.head_dim)));
   parameters.softcap = options.softcap;
+  parameters.is_part = options.part_offset.has_value();
   if (inputs.alibi_slopes.has_value()) {
     extras.alibi_slopes = inputs.alibi_slopes->to(type);
     parameters.has_alibi_slopes = true;
-    parameters.alibi_slopes.data = extras.alibi_slopes.data_ptr();
-    const bool has_batch = extras.alibi_slopes.dim() == 2;
-    parameters.alibi_slopes.strides[0] = has_batch ? extras.alibi_slopes.stride(0) : 0;
-    parameters.alibi_slopes.strides[1] = extras.alibi_slopes.stride(-1);
+    parameters.alibi_slopes = operand_of_heads(extras.alibi_slopes);
   }
   if (inputs.sinks.has_value()) {
     extras.sinks = inputs.sinks->to(type);
     parameters.has_sinks = true;
-    parameters.sinks.data = extras.sinks.data_ptr();
-    parameters.sinks.strides[1] = extras.sinks.stride(0);
+    parameters.sinks = operand_of_heads(extras.sinks);
   }
   // A factor that is not positive would turn the largest product into the smallest score.
   parameters.modifies = parameters.softcap > 0.0 || parameters.bias_kind != kNone ||
@@ -40,6 +51,10 @@ void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& 
     parameters.dropout_threshold =
         std::clamp<int64_t>(static_cast<int64_t>(threshold), 1, (int64_t{1} << 32) - 1);
     parameters.seed = *seed->const_data_ptr<int64_t>();
+    if (inputs.dropout_heads.has_value()) {
+      parameters.has_dropout_heads = true;
+      parameters.dropout_heads = Operand(*inputs.dropout_heads);
+    }
   }
 }
 

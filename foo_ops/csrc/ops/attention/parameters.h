@@ -65,7 +65,7 @@ struct Parameters {
   double scale, factor, softcap, dropout_scale;
   int64_t head_dim, value_dim, query_heads, group, key_heads, batch;
   int64_t modifies, bias_kind, bias_rows, bias_columns, bias_gradient;
-  int64_t has_alibi_slopes, has_sinks, dropout_threshold, seed;
+  int64_t has_alibi_slopes, has_sinks, dropout_threshold, seed, has_dropout_heads, is_part;
   int64_t page_size, block_table_stride, query_length, key_length, chunks, has_int8_cache;
   // Addresses of programs' kernels, or 0, and the mask of blocks: see programs.h.
   int64_t score_function, masked_score_function, gradient_function;
@@ -77,7 +77,7 @@ struct Parameters {
   Operand query, key, value, attn_bias, alibi_slopes, sinks, output, logsumexp;
   Operand grad_output, grad_logsumexp, grad_query, grad_key, grad_value, grad_attn_bias;
   Operand grad_alibi_slopes, grad_sinks, partial_output, partial_largest, partial_total;
-  Operand key_scale, value_scale;
+  Operand key_scale, value_scale, dropout_heads;
 };
 
 template <>
@@ -87,13 +87,13 @@ struct Layout<Parameters> {
   static constexpr Field fields[] = FOO_FIELDS(
       scale, factor, softcap, dropout_scale, head_dim, value_dim, query_heads, group, key_heads,
       batch, modifies, bias_kind, bias_rows, bias_columns, bias_gradient, has_alibi_slopes,
-      has_sinks, dropout_threshold, seed, page_size, block_table_stride, query_length, key_length,
-      chunks, has_int8_cache, score_function, masked_score_function, gradient_function, windows,
-      mask_batch_stride, mask_head_stride, mask_columns, mask_query_block, mask_key_block,
-      block_table, programs, window_states, block_states, query, key, value, attn_bias,
-      alibi_slopes, sinks, output, logsumexp, grad_output, grad_logsumexp, grad_query, grad_key,
-      grad_value, grad_attn_bias, grad_alibi_slopes, grad_sinks, partial_output, partial_largest,
-      partial_total, key_scale, value_scale);
+      has_sinks, dropout_threshold, seed, has_dropout_heads, is_part, page_size, block_table_stride,
+      query_length, key_length, chunks, has_int8_cache, score_function, masked_score_function,
+      gradient_function, windows, mask_batch_stride, mask_head_stride, mask_columns,
+      mask_query_block, mask_key_block, block_table, programs, window_states, block_states, query,
+      key, value, attn_bias, alibi_slopes, sinks, output, logsumexp, grad_output, grad_logsumexp,
+      grad_query, grad_key, grad_value, grad_attn_bias, grad_alibi_slopes, grad_sinks,
+      partial_output, partial_largest, partial_total, key_scale, value_scale, dropout_heads);
 };
 static_assert(is_whole<Parameters>());
 

@@ -69,7 +69,8 @@ int64_t forward_block(const Parameters& parameters, const std::vector<Sequence>&
 }
 
 void set_visible(Piece& piece, const Sequence& sequence, const AttentionOptions& options) {
-  piece.alignment = sequence.key_length - sequence.query_length;
+  piece.alignment = std::clamp(
+      options.part_offset.value_or(sequence.key_length - sequence.query_length), -kFar, kFar);
   piece.first_visible = -kFar;
   piece.last_visible = kFar;
   if (options.window_left >= 0) {

@@ -60,6 +60,8 @@ Outputs attention_varlen_seeded(const AttentionArguments& arguments) {
   const auto options = arguments.options();
   check_attention_varlen(inputs, options);
   check_attention_seed("attention_varlen", inputs.query, arguments.seed(), options.dropout_p);
+  check_attention_dropout_heads("attention_varlen", inputs.query, inputs.dropout_heads,
+                                inputs.cu_seqlens_q.size(0) - 1);
   return attend(inputs, lengths_of("attention_varlen", inputs, options), options, arguments.seed());
 }
 
@@ -99,7 +101,8 @@ PackedGradients paged_backward(const AttentionInputs& inputs, const Lengths& giv
                                  .sinks = inputs.sinks,
                                  .cu_seqlens_q = inputs.cu_seqlens_q,
                                  .cu_seqlens_k = inputs.cu_seqlens_k,
-                                 .seqused_k = inputs.seqused_k};
+                                 .seqused_k = inputs.seqused_k,
+                                 .dropout_heads = inputs.dropout_heads};
   auto [grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks] =
       packed_backward(gathered, lengths, options,
                       {grad_output, results.grad_logsumexp, output, results.logsumexp}, seed);
@@ -121,6 +124,8 @@ PackedGradients attention_varlen_backward(const AttentionArguments& arguments) {
                           inputs.query, inputs.value, results.output, results.logsumexp);
   check_attention_seed("attention_varlen_backward", inputs.query, arguments.seed(),
                        options.dropout_p);
+  check_attention_dropout_heads("attention_varlen_backward", inputs.query, inputs.dropout_heads,
+                                inputs.cu_seqlens_q.size(0) - 1);
   const auto backward = inputs.block_table.has_value() ? &paged_backward : &packed_backward;
   return backward(inputs, lengths_of("attention_varlen", inputs, options), options, results,
                   arguments.seed());
@@ -135,7 +140,9 @@ void check_attention_sequences(const AttentionInputs& inputs, const AttentionOpt
 TORCH_LIBRARY_FRAGMENT(foo, library) {
   register_shared_kernel<"foo::attention_varlen", &attention_varlen>(library);
   register_boxed_kernel<"foo::attention_varlen_seeded", &attention_varlen_seeded>(library);
+  register_boxed_kernel<"foo::attention_varlen_part", &attention_varlen_seeded>(library);
   register_boxed_kernel<"foo::attention_varlen_backward", &attention_varlen_backward>(library);
+  register_boxed_kernel<"foo::attention_varlen_part_backward", &attention_varlen_backward>(library);
 }
 
 }  // namespace foo
