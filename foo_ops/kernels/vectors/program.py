@@ -15,7 +15,7 @@ are numbers of nodes before it. An operand of these is something else:
 
     input NAME          one of `INPUTS`
     number I            the I-th of the call's floating-point numbers
-    integer I           the I-th of its integers
+    integer I           the I-th of its integers; of dtype bool, whether it is not zero
     load C ...          of the captured tensor C, the element at the indices behind: one for each
                         dimension, negative ones counted from the end
 
@@ -23,7 +23,8 @@ The last lines say what comes of it: ``output NODE``, and in a program of gradie
 ``gradient C VALUE INDEX ...``, which adds the node VALUE to an element of the gradient of C.
 
 Both operands of arithmetic have the dtype of the result, those of a comparison are of one dtype.
-Numbers of 16 bits are computed in float32. Nothing of a call is in the text, no number and no size,
+Numbers of 16 bits are computed in float32: only ``load`` and ``cast`` are of such a dtype, and a
+cast to float32 follows. Nothing of a call is in the text, no number and no size,
 so that a program is compiled once for all of them.
 """
 

@@ -309,7 +309,7 @@ def _indexed(tensor: Tensor, items: list[Any]) -> Tensor:
     for item in items:
         if isinstance(item, bool) or not isinstance(item, (Tensor, int, slice)):
             raise unsupported(f"an index that is {type(item).__name__}")
-        if isinstance(item, Tensor) and (item.dim() or item.dtype == torch.bool):
+        if isinstance(item, Tensor) and (item.dim() or item.dtype in (torch.bool, torch.uint8)):
             raise unsupported(f"an index of {name_of(item.dtype)} and shape {list(item.shape)}")
     slices = [it if isinstance(it, slice) else slice(None) for it in items]
     if any(it != slice(None) for it in slices):
