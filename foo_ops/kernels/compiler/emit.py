@@ -15,7 +15,7 @@ with without_garbage_collection():
 # A branch on an option, as of the forms of gelu, is taken before a loop of up to so many
 # instructions, not in it: vectorised there, both sides are computed for each element, which for the
 # gradient of gelu takes 1.3 times as long. LLVM's own limit is 50.
-llvm.set_option("", "-unswitch-threshold=400")
+llvm.set_option("", "-unswitch-threshold=150")
 
 # The C function in every object file.
 ENTRY = "foo_kernel"
