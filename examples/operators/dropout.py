@@ -5,7 +5,7 @@ number is Philox-2x32-10 (Salmon et al. 2011, section 3.3) of its place, with th
 and depends neither on threads nor on devices.
 
 Shows integers in kernels, a seed in a tensor, which torch.compile traces, and a second result for
-the backward pass: to draw the numbers again would take 4 times as long as to read a byte for each.
+the backward pass: to draw the numbers again would take 5 times as long as to read a byte for each.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
 def normal_density(x: Any) -> Any:
     """Return e^(-x^2 / 2) / sqrt(2 pi).
 
-    A power of two takes half as long as `language.exp`, whose results are right to the last digit
-    where they are nearly nothing, too.
+    With `language.exp`, which is right also where its results are nearly nothing, gradients take
+    1.25 times as long as with this power of two.
     """
     return DENSITY * language.exp2(-HALF_LOG2E * x * x)
 

@@ -71,7 +71,10 @@ def _tables() -> list[list[float]]:
 
 
 class _Tabled(WholeFunction):
-    """The error function of float32 within 0.7 units in the last place, in half the time."""
+    """The error function of float32, within 0.7 units in the last place.
+
+    gelu of bfloat16 takes 0.63 of the time that it takes with the exponential.
+    """
 
     def formula(self, x: Number) -> Number:
         magnitude = abs(x)
