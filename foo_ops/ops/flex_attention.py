@@ -11,6 +11,7 @@ from torch import Tensor
 from foo_ops import _C, library
 from foo_ops.ops.attention import empty_results, product_flops
 from foo_ops.ops.flex_attention_derivatives import composite, make_composite_backward
+from foo_ops.ops.flex_attention_vmap import vmap, vmap_backward
 from foo_ops.ops.score_mods.cache import traced
 
 if TYPE_CHECKING:
@@ -241,6 +242,12 @@ library.register_autograd(
 library.register_autograd(
     "foo::flex_attention_backward", composite=make_composite_backward(composite)
 )
+
+
+# -------------------------------------------------------------------------------------------- vmap
+
+library.register_vmap("foo::flex_attention", vmap)
+library.register_vmap("foo::flex_attention_backward", vmap_backward)
 
 
 # ------------------------------------------------------------------------------------------- FLOPs

@@ -163,6 +163,12 @@ library.register_autograd(
 )
 
 
+# -------------------------------------------------------------------------------------------- vmap
+
+library.register_vmap_loop("foo::flex_attention_varlen")
+library.register_vmap_loop("foo::flex_attention_varlen_backward")
+
+
 # ------------------------------------------------------------------------------------------- FLOPs
 
 
