@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from foo_ops.library.operators import Parameter, find, keep, own_library, tensors_in
 
@@ -172,9 +173,7 @@ def make_elementwise_rule(
 
 def _in_first_place(results: Any) -> Any:
     """Say that all results are mapped in their first dimension."""
-    if isinstance(results, Tensor):
-        return 0
-    return tuple(0 if isinstance(result, Tensor) else None for result in results)
+    return pytree.tree_map(lambda it: 0 if isinstance(it, Tensor) else None, results)
 
 
 def _common_dtype(tensors: list[tuple[Tensor, int | None]]) -> torch.dtype:
@@ -228,14 +227,12 @@ def vmap_by_loop(
     for index in range(info.batch_size):
         chosen = [_element(argument, in_dim, index) for argument, in_dim in zip(inputs, in_dims)]
         calls.append(operator(*chosen, **keywords))
-    if isinstance(calls[0], Tensor):
-        return torch.stack(calls), 0
-    are_tensors = [isinstance(result, Tensor) for result in calls[0]]
-    results = tuple(
-        torch.stack(parts) if is_tensor else parts[0]
-        for parts, is_tensor in zip(zip(*calls), are_tensors)
+    leaves, specs = zip(*map(pytree.tree_flatten, calls))
+    stacked = (
+        torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*leaves)
     )
-    return results, tuple(0 if is_tensor else None for is_tensor in are_tensors)
+    results = pytree.tree_unflatten(stacked, specs[0])
+    return results, _in_first_place(results)
 
 
 def _element(argument: Any, in_dim: Any, index: int) -> Any:
@@ -270,8 +267,5 @@ def _mapped_over_nothing(
             return result
         return torch.empty((0, *result.shape), dtype=result.dtype, device=device)
 
-    result = operator(*map(element, inputs, in_dims), **keywords)
-    if isinstance(result, Tensor):
-        return none_of(result), 0
-    dims = tuple(0 if isinstance(part, Tensor) else None for part in result)
-    return tuple(map(none_of, result)), dims
+    results = pytree.tree_map(none_of, operator(*map(element, inputs, in_dims), **keywords))
+    return results, _in_first_place(results)

@@ -11,6 +11,7 @@ from torch import Tensor
 from foo_ops import _C, library
 from foo_ops.ops.attention import empty_results, product_flops
 from foo_ops.ops.flex_attention_derivatives import composite, register_gradients
+from foo_ops.ops.flex_attention_vmap import vmap, vmap_backward
 from foo_ops.ops.score_mods.cache import traced
 
 if TYPE_CHECKING:
@@ -218,6 +219,12 @@ def empty_captured(name: str, captured: list[Tensor], requires_grad: list[bool])
 
 
 register_gradients("foo::flex_attention", composite)
+
+
+# -------------------------------------------------------------------------------------------- vmap
+
+library.register_vmap("foo::flex_attention", vmap)
+library.register_vmap("foo::flex_attention_backward", vmap_backward)
 
 
 # ------------------------------------------------------------------------------------------- FLOPs

@@ -147,14 +147,29 @@ def _make_composite_backward(forward: Callable[..., Any]) -> Callable[..., tuple
             tensors = [next(rest) if is_needed else it for it, is_needed in flags]
             return forward(query, key, value, tensors, *others, **options)
 
-        pull_back = torch.func.vjp(attend, query, key, value, *needed)[1]
-        compute = compute_type(query.dtype)
-        gradients = list(pull_back((grad_output, grad_logsumexp.to(compute))))
+        gradients = _pull_back(attend, (query, key, value, *needed), (grad_output, grad_logsumexp))
         found, flags = iter(gradients[3:]), zip(captured, captured_requires_grad)
         of_captured = [next(found) if is_needed else it.new_empty(0) for it, is_needed in flags]
         return (*gradients[:3], of_captured)
 
     return composite_backward
+
+
+def _pull_back(
+    function: Callable[..., Any], inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of a function's inputs, which can be differentiated themselves.
+
+    torch.func.vjp would open a level of its own, within one that dispatches this call already.
+    """
+    is_recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Adding a zero that requires a gradient keeps tangents, which detach would lose.
+        inputs = tuple(it + it.new_zeros((), requires_grad=True) for it in inputs)
+        outputs = function(*inputs)
+        return torch.autograd.grad(
+            outputs, inputs, grads, create_graph=is_recorded, materialize_grads=True
+        )
 
 
 def _places(scores: Tensor) -> list[Tensor]:

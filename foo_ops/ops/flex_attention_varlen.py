@@ -140,6 +140,12 @@ def fake_backward(
 register_gradients("foo::flex_attention_varlen", composite_varlen)
 
 
+# -------------------------------------------------------------------------------------------- vmap
+
+library.register_vmap_loop("foo::flex_attention_varlen")
+library.register_vmap_loop("foo::flex_attention_varlen_backward")
+
+
 # ------------------------------------------------------------------------------------------- FLOPs
 
 

@@ -125,6 +125,7 @@ class Recorder(TorchDispatchMode):
         self._nodes: dict[int, int] = {}
         self._places: dict[int, int] = {}
         self._loaded: dict[int, int] = {}
+        self._stand_ins: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []
 
     @classmethod
@@ -220,6 +221,23 @@ class Recorder(TorchDispatchMode):
         node = self.builder.add(dtype, "input", name=name)
         return Number((), dtype, self._device, node, requires_grad)
 
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """Return what a trace computes with in the place of a tensor that it captures.
+
+        The tensor itself may be wrapped by torch.func, or have a tangent, which is for the operator
+        to see. All floating-point ones have gradients, since a program is for all calls alike.
+        """
+        if isinstance(tensor, Number) or (id(tensor) in self.created and tensor.dim() == 0):
+            return tensor
+        if id(tensor) not in self._stand_ins:
+            has_gradient = torch.is_grad_enabled() and tensor.dtype.is_floating_point
+            part = self.part_of(tensor)
+            leaf = Number(tensor.shape, tensor.dtype, self._device, part, has_gradient)
+            with self:
+                # No leaf, so that autograd leaves it to us to refuse what writes in place.
+                self._stand_ins[id(tensor)] = torch.ops.aten.index(leaf, [])
+        return self._stand_ins[id(tensor)]
+
     def part_of(self, tensor: Tensor) -> Part:
         """Return the part of a captured tensor that a tensor is."""
         if not isinstance(tensor, Number):
@@ -280,42 +298,57 @@ class Recorder(TorchDispatchMode):
         return self._places[id(tensor)]
 
 
-class Indexing(TorchFunctionMode):
-    """Make ``tensor[number]`` an operation, where PyTorch would ask for the number's value."""
+class Reader(TorchFunctionMode):
+    """Tell what a function reads: the objects that it holds, before PyTorch unwraps them.
+
+    Captured tensors have stand-ins among numbers without values. ``tensor[number]`` becomes an
+    operation, where PyTorch would ask for the number's value.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
+        """Remember which keys dispatch calls outside of the trace, where torch.func is on."""
         super().__init__()
         self._recorder = recorder
+        self._excluded = torch._C._dispatch_tls_local_exclude_set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Index by numbers without values; all other functions are what they were."""
+        """Call a function with stand-ins, or, of wrapped tensors alone, outside of the trace."""
         if func in READERS:
             self._recorder.reads_values = True
         if func is torch.Tensor.__getitem__:
             tensor, index = args
             items = list(index) if isinstance(index, tuple) else [index]
             if any(isinstance(it, Tensor) for it in items):
-                return _indexed(tensor, items)
-        return func(*args, **(kwargs or {}))
+                return self._indexed(tensor, items)
+        return self._call(func, args, kwargs or {})
 
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
+        if any(isinstance(it, Number) for it in tensors):
+            args, kwargs = pytree.tree_map_only(Tensor, self._recorder.stand_in, (args, kwargs))
+        elif any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+            included = torch._C._dispatch_tls_local_include_set()
+            with torch._C._ForceDispatchKeyGuard(included, self._excluded):
+                with torch._C._DisableAutocast():
+                    return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
-def _indexed(tensor: Tensor, items: list[Any]) -> Tensor:
-    """Return an element, or a part: slices are cut first, since they hold for all scores."""
-    if Ellipsis in (it for it in items if not isinstance(it, Tensor)):
-        place = next(i for i, it in enumerate(items) if it is Ellipsis)
-        items[place : place + 1] = [slice(None)] * (tensor.dim() - len(items) + 1)
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, (Tensor, int, slice)):
-            raise unsupported(f"an index that is {type(item).__name__}")
-        if isinstance(item, Tensor) and (item.dim() or item.dtype in (torch.bool, torch.uint8)):
-            raise unsupported(f"an index of {name_of(item.dtype)} and shape {list(item.shape)}")
-    slices = [it if isinstance(it, slice) else slice(None) for it in items]
-    if any(it != slice(None) for it in slices):
-        tensor = tensor[tuple(slices)]
-    result: Tensor = torch.ops.aten.index(tensor, list(_indices(items, tensor.device)))
-    return result
+    def _indexed(self, tensor: Tensor, items: list[Any]) -> Any:
+        """Return an element, or a part: slices are cut first, since they hold for all scores."""
+        if Ellipsis in (it for it in items if not isinstance(it, Tensor)):
+            place = next(i for i, it in enumerate(items) if it is Ellipsis)
+            items[place : place + 1] = [slice(None)] * (tensor.dim() - len(items) + 1)
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, (Tensor, int, slice)):
+                raise unsupported(f"an index that is {type(item).__name__}")
+            if isinstance(item, Tensor) and (item.dim() or item.dtype in (torch.bool, torch.uint8)):
+                raise unsupported(f"an index of {name_of(item.dtype)} and shape {list(item.shape)}")
+        slices = tuple(it if isinstance(it, slice) else slice(None) for it in items)
+        if any(it != slice(None) for it in slices):
+            tensor = self._call(torch.Tensor.__getitem__, (tensor, slices), {})
+        return self._call(torch.ops.aten.index, (tensor, list(_indices(items, tensor.device))), {})
 
 
 def _indices(items: list[Any], device: torch.device) -> Iterator[Tensor | None]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foo_ops.kernels.vectors.program import Gradient
 from foo_ops.ops.score_mods.builder import Builder, Texts
-from foo_ops.ops.score_mods.recorder import Indexing, Load, Recorder, RefusalError, wide
+from foo_ops.ops.score_mods.recorder import Load, Reader, Recorder, RefusalError, wide
 
 Function = Callable[..., Any]
 Output = tuple[int, list[Gradient]]
@@ -59,7 +59,7 @@ def record(
     """Trace, and return besides what was recorded."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     recorder = Recorder(Builder(), query.device)
-    tracer = _Tracer(recorder, dtype)
+    tracer = _Tracer(recorder, Reader(recorder), dtype)
     outputs: dict[str, Output] = {}
     with _nothing_around():
         if score_mod is not None:
@@ -77,9 +77,9 @@ def record(
 class _Tracer:
     """Run functions on numbers without values."""
 
-    def __init__(self, recorder: Recorder, dtype: torch.dtype) -> None:
+    def __init__(self, recorder: Recorder, reader: Reader, dtype: torch.dtype) -> None:
         self.recorder, self.builder = recorder, recorder.builder
-        self._dtype = dtype
+        self._reader, self._dtype = reader, dtype
 
     def _indices(self) -> list[Tensor]:
         return [self.recorder.input(name, torch.int32) for name in INDICES]
@@ -112,7 +112,7 @@ class _Tracer:
         names = INDICES if kind == "mask_mod" else ("score", *INDICES)
         with _refusals(kind, function):
             _check_parameters(function, names)
-            with self.recorder, Indexing(self.recorder):
+            with self.recorder, self._reader:
                 result = function(*inputs)
             if not isinstance(result, Tensor):
                 raise RefusalError("must return a tensor", type(result).__name__, TypeError)
@@ -120,7 +120,8 @@ class _Tracer:
                 got = f"shape {list(result.shape)}"
                 raise RefusalError("must return one number", got, ValueError)
             with self.recorder:
-                return result.to(dtype).reshape(())
+                number: Tensor = self.recorder.stand_in(result).to(dtype).reshape(())
+                return number
 
     def _backward(self, result: Tensor, score: Tensor) -> dict[str, Output]:
         """Return the score's gradient and those of what was loaded, unless it goes through."""

@@ -84,12 +84,23 @@ def test_text():
 
 
 def test_what_changes_nothing_has_no_text():
-    slopes = torch.ones(4)
+    slopes = torch.arange(4)
     assert trace(None, None, torch.empty(0)) == Traced()
     assert trace(lambda score, b, h, q, k: score, noop_mask, torch.empty(0)) == Traced()
     assert texts(lambda score, b, h, q, k: score + slopes[h] * (k - q))[2] == ""
     assert texts(lambda score, b, h, q, k: score * slopes[h])[2] != ""
     assert texts(lambda score, b, h, q, k: slopes[h])[2] == "float32 number 0\noutput 0"
+
+
+def test_all_floating_point_tensors_have_gradients():
+    def score_mod(slopes):
+        return lambda score, b, h, q, k: score + slopes[h] * (k - q)
+
+    backward = texts(score_mod(torch.ones(4)))[2]
+    assert backward.splitlines()[-2:] == ["output 0", "gradient 0 5 6"]
+    assert texts(score_mod(torch.ones(4, requires_grad=True)))[2] == backward
+    with torch.no_grad():
+        assert texts(score_mod(torch.ones(4, requires_grad=True)))[2] == ""
 
 
 def test_no_gradient_where_none_is_asked_for():
