@@ -139,11 +139,10 @@ def message(number):
     )
 
 
-def test_the_last_elements_are_inside(device):
+@pytest.mark.parametrize(
+    "index", [lambda q, k: q + k, lambda q, k: -1 - q - k], ids=["from the first", "from the last"]
+)
+def test_the_last_elements_are_inside(index, device):
     table = torch.ones(HEADS, QUERIES + KEYS - 1, device=device)
     inputs = [it.detach() for it in qkv(SIZES, torch.float32, device)]
-    for index in (
-        lambda h, q, k: table[h, q + k],
-        lambda h, q, k: table[h - HEADS, -1 - q - k],
-    ):
-        foo_ops.flex_attention(*inputs, lambda score, b, h, q, k: score + index(h, q, k))
+    foo_ops.flex_attention(*inputs, lambda score, b, h, q, k: score + table[h - HEADS, index(q, k)])

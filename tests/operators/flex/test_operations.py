@@ -171,10 +171,10 @@ def test_where_takes_lanes_and_numbers_alike(device):
     writer = Writer()
     zero = writer.integer(0)
     places = {name: writer.input(name) for name in sources}
-    result, number = writer.number(0.0, "float64"), 0
+    result = writer.number(0.0, "float64")
     combinations = list(itertools.product(sources, repeat=3))
     batch = writer.input("batch")
-    for condition, first, second in combinations:
+    for number, (condition, first, second) in enumerate(combinations):
         odd = writer.add("int32", "and", places[condition], writer.integer(1))
         chosen = writer.add(
             "int32", "where", writer.add("bool", "eq", odd, zero), places[first], places[second]
@@ -182,7 +182,6 @@ def test_where_takes_lanes_and_numbers_alike(device):
         is_mine = writer.add("bool", "eq", batch, writer.integer(number))
         chosen = writer.cast(chosen, "float64")
         result = writer.add("float64", "where", is_mine, chosen, result)
-        number += 1
     sizes = (len(combinations), 3, 20, 7)
     nothing = torch.zeros(len(combinations) * 3 * 20)
     keys = torch.zeros(len(combinations) * 3 * 7)
