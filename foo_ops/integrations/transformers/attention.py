@@ -78,7 +78,7 @@ def foo_attention_forward(
         NotImplementedError: for what is in `UNSUPPORTED`.
         ValueError, TypeError: as `foo_ops.attention`.
     """
-    refuse_unsupported(others)
+    refuse_unsupported(others, NAME)
     options: Mapping[str, Any]
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -98,13 +98,13 @@ def foo_attention_forward(
     return output.transpose(1, 2).contiguous(), None
 
 
-def refuse_unsupported(options: Mapping[str, Any]) -> None:
+def refuse_unsupported(options: Mapping[str, Any], implementation: str) -> None:
     for name, requirement in UNSUPPORTED.items():
         value = options.get(name)
         if value is not None and value is not False:
             came = "True" if value is True else type(value).__name__
             raise NotImplementedError(
-                f"attention of implementation 'foo': {name} {requirement}, got {came}"
+                f"attention of implementation {implementation!r}: {name} {requirement}, got {came}"
             )
 
 
