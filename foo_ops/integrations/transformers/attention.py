@@ -79,7 +79,7 @@ def foo_attention_forward(
         NotImplementedError: for what is in `UNSUPPORTED`.
         ValueError, TypeError: as `foo_ops.attention`.
     """
-    refuse_unsupported(others)
+    refuse_unsupported(others, NAME)
     heads = query.expand(key.shape[0], -1, -1, -1)
     options: Mapping[str, Any]
     if attention_mask is None:
@@ -121,13 +121,13 @@ def dequantised(integers: Tensor, dtype: torch.dtype) -> Tensor:
     return (integers.to(scale.dtype) * scale.unsqueeze(-1)).to(dtype)
 
 
-def refuse_unsupported(options: Mapping[str, Any]) -> None:
+def refuse_unsupported(options: Mapping[str, Any], implementation: str) -> None:
     for name, requirement in UNSUPPORTED.items():
         value = options.get(name)
         if value is not None and value is not False:
             came = "True" if value is True else type(value).__name__
             raise NotImplementedError(
-                f"attention of implementation 'foo': {name} {requirement}, got {came}"
+                f"attention of implementation {implementation!r}: {name} {requirement}, got {came}"
             )
 
 
