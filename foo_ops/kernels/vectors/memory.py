@@ -155,8 +155,7 @@ def prefetch(typing_context, pointer, index):
     """
 
     def generate(context, builder, signature, args):
-        # More lines can be on their way there than to the first, which makes 4 % in products of few
-        # rows.
+        # More lines can be on their way there than to the first.
         return _emit_prefetch(context, builder, pointer, args, 2)
 
     return types.void(pointer, types.intp), generate
