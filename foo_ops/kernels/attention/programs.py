@@ -16,10 +16,10 @@ from numba import njit
 
 from foo_ops.kernels.attention.parameters import KEY_BLOCK, TILE_STRIDE, lowest_score
 from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.compiler.program import Program
 from foo_ops.kernels.vectors.elements import compute_dtype
 from foo_ops.kernels.vectors.emit_program import TilePrograms
 from foo_ops.kernels.vectors.memory import load, shift
-from foo_ops.kernels.vectors.program import Program
 from foo_ops.kernels.vectors.program_calls import (
     argument_types,
     make_program_caller,

@@ -22,6 +22,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from foo_ops.kernels.compiler.program import Gradient, Node, Program
 from foo_ops.kernels.vectors.captured import Captured, Index, Lanes, Place
 from foo_ops.kernels.vectors.elements import lanes_of
 from foo_ops.kernels.vectors.instructions import (
@@ -33,7 +34,6 @@ from foo_ops.kernels.vectors.instructions import (
     emit_splat,
 )
 from foo_ops.kernels.vectors.operations import ELEMENT_TYPES, emit_cast, emit_operation
-from foo_ops.kernels.vectors.program import Gradient, Node, Program
 
 # What a launcher gives to all calls, each as 8 bytes: the factor of products, which makes scores of
 # them, the numbers and the integers, what tells of the captured tensors, and where to write the

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foo_ops.kernels.vectors.program import DTYPES
+from foo_ops.kernels.compiler.program import DTYPES
 from foo_ops.ops.score_mods.builder import Builder, name_of
 
 # Values that leave a tensor for Python, where no operation sees them.
@@ -330,9 +330,9 @@ class Reader(TorchFunctionMode):
             args, kwargs = pytree.tree_map_only(Tensor, self._recorder.stand_in, (args, kwargs))
         elif any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
             included = torch._C._dispatch_tls_local_include_set()
-            with torch._C._ForceDispatchKeyGuard(included, self._excluded):
-                with torch._C._DisableAutocast():
-                    return func(*args, **kwargs)
+            guard = torch._C._ForceDispatchKeyGuard(included, self._excluded)
+            with guard, torch._C._DisableAutocast():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _indexed(self, tensor: Tensor, items: list[Any]) -> Any:

@@ -9,7 +9,7 @@ from support.flex_exact import Tensors, assert_results, cotangents_of, exact_of,
 from support.flex_programs import Writer, scores_of
 
 import foo_ops
-from foo_ops.kernels.vectors.program import DTYPES, INTEGERS
+from foo_ops.kernels.compiler.program import DTYPES, INTEGERS
 from foo_ops.ops.score_mods.trace import trace
 
 SIZES = BATCH, HEADS, QUERIES, KEYS = 2, 3, 37, 41
