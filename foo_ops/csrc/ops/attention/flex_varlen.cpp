@@ -28,6 +28,21 @@ constexpr const char* kBackwardName = "flex_attention_varlen_backward";
 // Packed sequences have no mask of blocks: what a mask_mod hides is found for each of them.
 const BlockMask kNoMask{kNotGiven, kNotGiven, kNotGiven, kNotGiven, 1, 1};
 
+// They refer to the tensors.
+AttentionInputs inputs_of(const Tensor& query, const Tensor& key, const Tensor& value,
+                          const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                          const OptionalTensor& seqused_k, const OptionalTensor& block_table) {
+  return {.query = query,
+          .key = key,
+          .value = value,
+          .alibi_slopes = kNotGiven,
+          .sinks = kNotGiven,
+          .cu_seqlens_q = cu_seqlens_q,
+          .cu_seqlens_k = cu_seqlens_k,
+          .seqused_k = seqused_k,
+          .block_table = block_table};
+}
+
 Outputs attend(const AttentionInputs& inputs, const AttentionOptions& options,
                const Programs& programs) {
   const Tensor& query = inputs.query;
@@ -72,14 +87,8 @@ Gradients differentiate_pages(const AttentionInputs& inputs, const Lengths& give
   const Tensor query = inputs.query.to(type);
   const Tensor key = blocks.gather(inputs.key, type), value = blocks.gather(inputs.value, type);
   const Tensor grad_output = results.grad_output.to(type), output = results.output.to(type);
-  const AttentionInputs gathered{.query = query,
-                                 .key = key,
-                                 .value = value,
-                                 .alibi_slopes = kNotGiven,
-                                 .sinks = kNotGiven,
-                                 .cu_seqlens_q = inputs.cu_seqlens_q,
-                                 .cu_seqlens_k = inputs.cu_seqlens_k,
-                                 .seqused_k = inputs.seqused_k};
+  const AttentionInputs gathered = inputs_of(query, key, value, inputs.cu_seqlens_q,
+                                             inputs.cu_seqlens_k, inputs.seqused_k, kNotGiven);
   auto [grad_query, grad_key, grad_value, grad_captured] = differentiate(
       gathered, lengths, options, {grad_output, results.grad_logsumexp, output, results.logsumexp},
       programs, requires_grad);
@@ -95,15 +104,8 @@ Outputs flex_attention_varlen(const Tensor& query, const Tensor& key, const Tens
                               std::string_view mask_mod, std::string_view backward,
                               c10::ArrayRef<double> numbers, c10::IntArrayRef integers,
                               std::optional<double> scale) {
-  const AttentionInputs inputs{.query = query,
-                               .key = key,
-                               .value = value,
-                               .alibi_slopes = kNotGiven,
-                               .sinks = kNotGiven,
-                               .cu_seqlens_q = cu_seqlens_q,
-                               .cu_seqlens_k = cu_seqlens_k,
-                               .seqused_k = seqused_k,
-                               .block_table = block_table};
+  const AttentionInputs inputs =
+      inputs_of(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table);
   check_flex_attention_varlen(query, key, value, captured.vec(), cu_seqlens_q, cu_seqlens_k,
                               seqused_k, block_table);
   return attend(inputs,
@@ -119,15 +121,8 @@ Gradients flex_attention_varlen_backward(
     c10::SymInt max_seqlen_q, c10::SymInt max_seqlen_k, std::string_view score_mod,
     std::string_view mask_mod, std::string_view backward, c10::ArrayRef<double> numbers,
     c10::IntArrayRef integers, std::optional<double> scale) {
-  const AttentionInputs inputs{.query = query,
-                               .key = key,
-                               .value = value,
-                               .alibi_slopes = kNotGiven,
-                               .sinks = kNotGiven,
-                               .cu_seqlens_q = cu_seqlens_q,
-                               .cu_seqlens_k = cu_seqlens_k,
-                               .seqused_k = seqused_k,
-                               .block_table = block_table};
+  const AttentionInputs inputs =
+      inputs_of(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table);
   const AttentionOptions options{
       .scale = scale, .max_seqlen_q = max_seqlen_q, .max_seqlen_k = max_seqlen_k};
   check_packed(kBackwardName, inputs);
@@ -147,15 +142,8 @@ void check_flex_attention_varlen(const Tensor& query, const Tensor& key, const T
                                  const std::vector<Tensor>& captured, const Tensor& cu_seqlens_q,
                                  const Tensor& cu_seqlens_k, const OptionalTensor& seqused_k,
                                  const OptionalTensor& block_table) {
-  check_packed(kName, {.query = query,
-                       .key = key,
-                       .value = value,
-                       .alibi_slopes = kNotGiven,
-                       .sinks = kNotGiven,
-                       .cu_seqlens_q = cu_seqlens_q,
-                       .cu_seqlens_k = cu_seqlens_k,
-                       .seqused_k = seqused_k,
-                       .block_table = block_table});
+  check_packed(kName,
+               inputs_of(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table));
   check_captured(kName, captured, query);
 }
 

@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 
+#include "launch/fork_mutex.h"
 #include "launch/kernel_table.h"
 #include "launch/read_once.h"
 #include "ops/attention/bias_gradient.h"
@@ -36,7 +37,7 @@ int64_t function_of(at::ScalarType type, const Programs& given, std::string_view
   if (score_mod.empty() && mask_mod.empty() && backward.empty()) return 0;
   // Kernels live as long as the process: they are never destroyed.
   static auto* kernels = new std::map<std::string, Kernel, std::less<>>();
-  static auto* mutex = new std::mutex();
+  static auto* mutex = new ForkMutex();
   std::string name = std::string(family) + ' ' + std::to_string(given.numbers.size()) + ' ' +
                      std::to_string(given.integers.size());
   for (const std::string_view program : {score_mod, mask_mod, backward}) {
@@ -44,7 +45,7 @@ int64_t function_of(at::ScalarType type, const Programs& given, std::string_view
   }
   Kernel* kernel = nullptr;
   {
-    const std::lock_guard<std::mutex> lock(*mutex);
+    const std::lock_guard<ForkMutex> lock(*mutex);
     kernel = &kernels->try_emplace(name, name).first->second;
   }
   return reinterpret_cast<int64_t>(kernel->get<void()>(signature_of(type, given.captured)));
