@@ -18,6 +18,8 @@ from foo_ops.ops.score_mods.builder import Builder, name_of
 
 # Values that leave a tensor for Python, where no operation sees them.
 READERS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+# Numbers that torch.compile leaves open, such as lengths.
+SYMBOLS = (torch.SymInt, torch.SymFloat)
 CREATED = (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy, torch.ops.aten.lift)
 
 
@@ -252,6 +254,9 @@ class Recorder(TorchDispatchMode):
         Numbers of 16 bits are computed in float32.
         """
         dtype = wide(dtype)
+        if isinstance(value, SYMBOLS):
+            # Only what is captured is a different number at each call of what was compiled.
+            value = torch.scalar_tensor(value, dtype=dtype, device=self._device)
         if isinstance(value, Tensor):
             return self.builder.add(dtype, "cast", self._node_of(value))
         if not isinstance(value, (bool, int, float)):
@@ -363,6 +368,8 @@ def example(value: Any) -> Any:
     """Return a number on the CPU for one without a value: what comes of it tells the kind."""
     if isinstance(value, Tensor):
         return torch.ones(value.shape, dtype=value.dtype)
+    if isinstance(value, SYMBOLS):
+        return 1 if isinstance(value, torch.SymInt) else 1.0
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
