@@ -181,3 +181,41 @@ def test_what_is_refused():
     message = "must be made of operations on single numbers, got torch.atan"
     with pytest.raises(Exception, match=message):
         torch.compile(attend, fullgraph=True)(torch.randn(1, 2, 8, 16))
+
+
+class Model(torch.nn.Module):
+    """Attends with a parameter, a buffer and the length, as layers of models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.tensor([0.5, 2.0]))
+        self.register_buffer("table", torch.linspace(-1, 1, 128).view(64, 2))
+
+    def forward(self, query):
+        size = query.shape[2]
+
+        def score_mod(score, b, h, q, k):
+            return score * self.slopes[h] * torch.tensor(0.5) + (self.table * 2).T[h, k] / size
+
+        def mask_mod(b, h, q, k):
+            return (q >= k) | (k > size - 3)
+
+        return foo_ops.flex_attention(query, query.sin(), query.cos(), score_mod, mask_mod)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_export(is_strict, is_dynamic):
+    torch._dynamo.reset()
+    model, query = Model(), torch.randn(1, 2, 37, 16)
+    shapes = ({2: torch.export.Dim("length", min=2, max=60)},) if is_dynamic else None
+    exported = torch.export.export(model, (query,), strict=is_strict, dynamic_shapes=shapes)
+    for module in (exported.module(), exported.run_decompositions().module()):
+        for length in (37, 50) if is_dynamic else (37,):
+            query = torch.randn(1, 2, length, 16)
+            torch.testing.assert_close(module(query), model(query))
+            actual, expected = (
+                torch.autograd.grad(it(query).square().sum(), tuple(it.parameters()))
+                for it in (module, model)
+            )
+            torch.testing.assert_close(actual, expected)
