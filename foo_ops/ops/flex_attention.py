@@ -118,8 +118,10 @@ def flex_attention(
     if torch.compiler.is_dynamo_compiling():
         from foo_ops.ops.flex_attention_compile import compiled
 
-        mask = (*lists, mask_mod)
-        output, logsumexp = compiled(query, key, value, score_mod, mask, scale, blocks)
+        inputs = (query, key, value)
+        output, logsumexp = compiled(
+            "flex_attention", inputs, score_mod, mask_mod, lists, scale, blocks
+        )
         return (output, logsumexp) if return_lse else output
     programs = traced(score_mod, mask_mod, query)
     output, logsumexp = torch.ops.foo.flex_attention.default(

@@ -20,17 +20,26 @@ from foo_ops.ops.score_mods.trace import trace
 
 
 def compiled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    name: str,
+    inputs: tuple[Tensor, Tensor, Tensor],
     score_mod: Callable[..., Tensor] | None,
-    mask: tuple[Any, ...],
+    mask_mod: Callable[..., Tensor] | None,
+    others: tuple[Tensor | None, ...],
     scale: float | None,
-    blocks: dict[str, int],
+    options: dict[str, int],
 ) -> tuple[Tensor, Tensor]:
-    """Compute `foo_ops.flex_attention` where Dynamo looks on."""
-    functions = score_mod or _unchanged, (*mask[:-1], mask[-1] or noop_mask)
-    return flex_attention_call(query, key, value, *functions, scale, blocks)
+    """Call the operator of a name where Dynamo looks on.
+
+    Args:
+        name: ``"flex_attention"`` or ``"flex_attention_varlen"``.
+        inputs: query, key and value.
+        score_mod, mask_mod: the functions of a user.
+        others: the operator's other tensors.
+        scale: factor of the products of query and key.
+        options: the operator's other options.
+    """
+    mask = (name, *others, mask_mod or noop_mask)
+    return flex_attention_call(*inputs, score_mod or _unchanged, mask, scale, options)
 
 
 def _unchanged(score: Tensor, *places: Tensor) -> Tensor:
@@ -38,7 +47,7 @@ def _unchanged(score: Tensor, *places: Tensor) -> Tensor:
 
 
 class FlexAttentionCall(HigherOrderOperator):
-    """Calls foo::flex_attention with graphs of functions."""
+    """Calls an operator of flex attention with graphs of functions."""
 
     def __init__(self) -> None:
         """Name the operator to Dynamo."""
@@ -52,29 +61,31 @@ class FlexAttentionCall(HigherOrderOperator):
         score_mod: Callable[..., Tensor],
         mask: tuple[Any, ...],
         scale: float | None,
-        blocks: dict[str, int],
+        options: dict[str, int],
         captured_by_score_mod: tuple[Tensor, ...] = (),
         captured_by_mask_mod: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor]:
         """Compute the output and its logsumexp.
 
+        Dynamo expects these arguments, which are those of torch's own operator.
+
         Args:
             query, key, value, scale: as in `foo_ops.flex_attention`.
-            score_mod: a function; of Dynamo a graph, which takes what it captures in the end.
-            mask: the lists of blocks, and the mask_mod likewise.
-            blocks: the sizes of a block.
+            score_mod: a graph, which takes what it captures in the end.
+            mask: the operator's name, its other tensors, and the graph of the mask_mod.
+            options: the operator's other options.
             captured_by_score_mod, captured_by_mask_mod: given by Dynamo.
         """
-        *lists, mask_mod = mask
+        name, *others, mask_mod = mask
         programs = trace(
             lambda *numbers: score_mod(*numbers, *captured_by_score_mod),
             lambda *numbers: mask_mod(*numbers, *captured_by_mask_mod),
             query,
         )
-        output, logsumexp = torch.ops.foo.flex_attention.default(
-            query, key, value, programs.captured, *lists,
+        output, logsumexp = getattr(torch.ops.foo, name).default(
+            query, key, value, programs.captured, *others,
             score_mod=programs.score_mod, mask_mod=programs.mask_mod, backward=programs.backward,
-            numbers=programs.numbers, integers=programs.integers, scale=scale, **blocks,
+            numbers=programs.numbers, integers=programs.integers, scale=scale, **options,
         )  # fmt: skip
         return output, logsumexp
 

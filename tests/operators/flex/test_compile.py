@@ -60,6 +60,22 @@ def two_functions(query, slopes, table):
     return foo_ops.flex_attention(first, query.sin(), query.cos(), tanh)
 
 
+def packed(query, slopes, table):
+    """Two sequences, of which the second one has the length that changes."""
+    tokens = query.squeeze(0).transpose(0, 1)
+    starts = torch.tensor([0, 5, tokens.shape[0]], dtype=torch.int32, device=query.device)
+
+    def score_mod(score, b, h, q, k):
+        return score * slopes[h] + table[q, b]
+
+    longest = tokens.shape[0]
+    return foo_ops.flex_attention_varlen(
+        *(tokens, tokens.sin(), tokens.cos(), starts, starts, score_mod, causal),
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+    )
+
+
 def inputs_of(length, device):
     generator = torch.Generator().manual_seed(length)
     shapes = ((1, 2, length, 16), (2,), (64, 2))
@@ -80,7 +96,7 @@ def check(function, compiled, inputs):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(
-    "function", [nothing, logsumexp, captured, constants, lengths, two_functions]
+    "function", [nothing, logsumexp, captured, constants, lengths, two_functions, packed]
 )
 def test_lengths_that_change(device, function, backend):
     torch._dynamo.reset()
