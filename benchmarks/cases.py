@@ -14,6 +14,7 @@ from benchmarks import (
     attention,
     device,
     examples,
+    flex,
     kit,
     linear,
     linear_cross_entropy,
@@ -57,6 +58,7 @@ class Sizes:
         shared: length with 32 heads that share 8 of key and value.
         options: length with each of `OPTIONS`.
         caches: lengths of key and value in decoding.
+        flex: length of most rows of flex attention.
         model: a whole model, and its tokens.
     """
 
@@ -71,6 +73,7 @@ class Sizes:
     shared: int = 512
     options: int = 1024
     caches: tuple[int, ...] = (512, 2048, 8192, 32768)
+    flex: int = 2048
     model: models.Size = models.DEFAULT
 
 
@@ -87,6 +90,7 @@ QUICK = Sizes(
     shared=128,
     options=256,
     caches=(1024,),
+    flex=256,
     model=models.QUICK,
 )
 
@@ -108,6 +112,7 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
         *(attention_case(workload, threads) for workload in shared_workloads(sizes)),
         *(attention_case(workload, threads) for workload in option_workloads(sizes)),
         *(decoding_case(workload, threads) for workload in decoding_workloads(sizes)),
+        *flex.cases(sizes.flex, FEW_DTYPES),
         *models.cases(sizes.model, threads[-1]),
         # Last: it computes gradients in a thread of foo's, whose workers stay. With more threads
         # than processors OpenMP lets none wait by spinning, and what takes 160 us on two threads

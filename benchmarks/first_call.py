@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import foo_ops
 from benchmarks.measure import Result
 from foo_ops.ops.abs import abs
 from foo_ops.ops.attention import attention
@@ -47,6 +48,25 @@ def attention_backward_call(dtype: torch.dtype) -> Callable[[], Any]:
     return partial(torch.autograd.grad, output, inputs, torch.randn_like(output))
 
 
+def flex_call(dtype: torch.dtype, is_backward: bool) -> Callable[[], Any]:
+    """Call flex attention with a function that is new, or its backward pass alone."""
+    query, key, value = inputs = [
+        it.requires_grad_(is_backward) for it in torch.randn(3, 1, 8, 128, 64, dtype=dtype)
+    ]
+    slopes = torch.rand(8)
+
+    def alibi(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return score - slopes[head] * (query - key)
+
+    call = partial(foo_ops.flex_attention, query, key, value, alibi)
+    if not is_backward:
+        return call
+    torch.autograd.grad(inputs[0].abs(), inputs[0], torch.ones_like(inputs[0]))
+    output = call()
+    assert isinstance(output, torch.Tensor)
+    return partial(torch.autograd.grad, output, inputs, torch.randn_like(output))
+
+
 CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "abs float32": abs_call,
     "attention forward float32": partial(attention_forward_call, torch.float32, 128),
@@ -54,6 +74,8 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "attention decoding bfloat16": partial(attention_forward_call, torch.bfloat16, 1),
     "attention backward float32": partial(attention_backward_call, torch.float32),
     "attention backward bfloat16": partial(attention_backward_call, torch.bfloat16),
+    "flex attention forward float32": partial(flex_call, torch.float32, False),
+    "flex attention backward float32": partial(flex_call, torch.float32, True),
 }
 
 

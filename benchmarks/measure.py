@@ -98,6 +98,7 @@ class Case:
         workload: what attention works on, in its rows.
         repeat: how many times the usual rounds, and no contender leaves early: for calls that fill
             a turn each, where a few percent count.
+        least: how many times as fast as its only peer ours is to be, where that is asked.
         headline: whether the README shows the rows.
     """
 
@@ -110,6 +111,7 @@ class Case:
     references: Mapping[str, Reference] = field(default_factory=dict)
     workload: Workload | None = None
     repeat: int = 1
+    least: float | None = None
     headline: bool = False
 
 
@@ -122,6 +124,7 @@ class Result:
             i-th of all contenders; a slow contender leaves after fewer rounds.
         references: the rates of the case's references, round by round.
         failures: why a contender has no seconds.
+        least: the case's.
     """
 
     section: str
@@ -133,6 +136,7 @@ class Result:
     references: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     workload: Workload | None = None
+    least: float | None = None
 
     def rates(self, name: str) -> list[float]:
         """Return the work per second of a contender, round by round."""
@@ -239,6 +243,7 @@ def measure(case: Case, limits: Limits) -> list[Result]:
             references[threads],
             failures,
             case.workload,
+            case.least,
         )
         for threads in case.threads
     ]

@@ -14,7 +14,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import code_lines, device, linear, operators, peaks, quantized_linear, tutorial
+from benchmarks import (
+    code_lines,
+    device,
+    flex,
+    linear,
+    operators,
+    peaks,
+    quantized_linear,
+    tutorial,
+)
 from benchmarks.machine import machine_facts
 from benchmarks.measure import OURS, Result
 from benchmarks.sections import SECONDS_IN_UNIT, SECTIONS
@@ -29,6 +38,7 @@ from benchmarks.targets import (
     linear_target,
     linear_verdict,
     peak_of,
+    peer_requirement,
     quartiles,
     ratios,
     speedups,
@@ -143,6 +153,8 @@ def table_of(content: Content, section: str, results: Sequence[Result]) -> list[
         return linear_table(content, results, SECTIONS[section].unit, ("torch",))
     if section in quantized_linear.SECTIONS:
         return linear_table(content, results, SECTIONS[section].unit, quantized_linear.PEERS)
+    if section == flex.SECTION:
+        return peer_table(content, results, SECTIONS[section].unit)
     if section == device.SECTION:
         return device_table(content, results, SECTIONS[section].unit)
     if results[0].workload is None:
@@ -207,6 +219,21 @@ def operator_table(content: Content, results: Sequence[Result], unit: str) -> li
                 judgement(content, result, against_peer(result) or "reached"),
             ]
         )
+    return rows
+
+
+def peer_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
+    """Write rows that have one peer each, which their names say, and a target beside it."""
+    rows = [["case", "threads", OURS, "peer", "times as fast", "target", "verdict"]]
+    for result in results:
+        row = [result.name, str(result.threads), peer_cell(result, OURS, unit)]
+        if not result.peers():
+            rows.append([*row, NONE, NONE, number(result.least or 0.0), NONE])
+            continue
+        it = peer_requirement(result)
+        verdict = judgement(content, result, it.shortfall() or "reached")
+        peer = peer_cell(result, it.reference, unit)
+        rows.append([*row, peer, spread(it.measured), number(it.least), verdict])
     return rows
 
 

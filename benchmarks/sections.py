@@ -56,6 +56,9 @@ SECTIONS = {
         "Attention of one query, heads x head dimension, GB/s of keys and values (more is better)",
         "GB/s",
     ),
+    "flex attention": Section(
+        "Flex attention, heads x head dimension, milliseconds (less is better)", "ms"
+    ),
     "models": Section(
         "A Llama as it is and with foo_ops, tokens a second (more is better)", "tokens/s"
     ),

@@ -190,6 +190,13 @@ def linear_verdict(result: Result, one_thread: Result | None) -> str:
     return "; ".join(filter(None, parts)) or "reached"
 
 
+def peer_requirement(result: Result) -> Requirement:
+    """Return what a row has to reach beside its only peer."""
+    (peer,) = result.peers()
+    assert result.least is not None
+    return Requirement(peer, result.least, speedups(result, peer))
+
+
 def device_limits(result: Result) -> list[float]:
     """Return the seconds that a call on foo may take, round by round."""
     limit = DEVICE_LIMITS.get(result.name, lambda cpu: cpu / DEVICE_SPEEDUP)

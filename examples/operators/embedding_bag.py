@@ -52,11 +52,11 @@ def embedding_bag(
 
 
 def are_bags(weight: Any, indices: Any, offsets: Any) -> bool:
-    # A loop that does not end early is vectorised.
-    wrong = 0
+    # A loop that does not end early is vectorised, and these take an instruction each.
+    least, most = 0, -1
     for i in range(indices.size):
-        wrong += not 0 <= indices[i] < weight.shape[0]
-    if wrong > 0:
+        least, most = min(least, indices[i]), max(most, indices[i])
+    if least < 0 or most >= weight.shape[0]:
         return False
     end = 0
     for bag in range(offsets.size):
@@ -90,6 +90,27 @@ def factor_of(per_sample_weights: Any, i: Any, each: Any) -> Any:
     return per_sample_weights[i]
 
 
+def add_four(sums: Any, x: Any, column: Any, factor: Any) -> Any:
+    """Add four vectors of a row, times a factor, to sums."""
+    a, b, c, d = sums
+    step = language.lanes(x)
+    return (
+        language.fma(language.load_vector(x, column, step), factor, a),
+        language.fma(language.load_vector(x, column + step, step), factor, b),
+        language.fma(language.load_vector(x, column + 2 * step, step), factor, c),
+        language.fma(language.load_vector(x, column + 3 * step, step), factor, d),
+    )
+
+
+def store_four(y: Any, column: Any, sums: Any) -> None:
+    a, b, c, d = sums
+    step = language.lanes(y)
+    language.store(y, column, a)
+    language.store(y, column + step, b)
+    language.store(y, column + 2 * step, c)
+    language.store(y, column + 3 * step, d)
+
+
 @library.register_kernel("examples::embedding_bag", ("cpu", "foo"))
 @library.tile_kernel(
     tiles=lambda offsets: offsets.size, contiguous_rows=True, check=are_bags, refuse=refuse_bags
@@ -99,41 +120,46 @@ def forward_kernel(
     bags: Any,
 ) -> None:  # fmt: skip
     size, step = weight.shape[1], language.lanes(weight)
+    zero = language.splat(language.zero(weight), step)
+    zeros, last = (zero, zero, zero, zero), indices.size - 1
     for bag in bags:
         y, start, stop = output.row(bag), offsets[bag], end_of(offsets, bag, indices)
         each = language.cast(1.0 / max(stop - start, 1) if mean else 1.0, weight)
         column = 0
-        # Four vectors are summed in registers.
-        while column + 4 * step <= size:
-            a = language.splat(language.zero(weight), step)
-            b, c, d = a, a, a
+        # Eight vectors, or four, are summed in registers.
+        while column + 8 * step <= size:
+            first = second = zeros
             for i in range(start, stop):
-                if i + AHEAD < stop:
-                    language.prefetch(weight.row(indices[i + AHEAD]), column)
+                ahead = weight.row(indices[min(i + AHEAD, last)])
+                language.prefetch(ahead, column)
+                language.prefetch(ahead, column + 4 * step)
                 x = weight.row(indices[i])
                 factor = language.splat(factor_of(per_sample_weights, i, each), step)
-                a = language.fma(language.load_vector(x, column, step), factor, a)
-                b = language.fma(language.load_vector(x, column + step, step), factor, b)
-                c = language.fma(language.load_vector(x, column + 2 * step, step), factor, c)
-                d = language.fma(language.load_vector(x, column + 3 * step, step), factor, d)
-            language.store(y, column, a)
-            language.store(y, column + step, b)
-            language.store(y, column + 2 * step, c)
-            language.store(y, column + 3 * step, d)
+                first = add_four(first, x, column, factor)
+                second = add_four(second, x, column + 4 * step, factor)
+            store_four(y, column, first)
+            store_four(y, column + 4 * step, second)
+            column += 8 * step
+        while column + 4 * step <= size:
+            first = zeros
+            for i in range(start, stop):
+                factor = language.splat(factor_of(per_sample_weights, i, each), step)
+                first = add_four(first, weight.row(indices[i]), column, factor)
+            store_four(y, column, first)
             column += 4 * step
         while column + step <= size:
-            a = language.splat(language.zero(weight), step)
+            total = zero
             for i in range(start, stop):
                 factor = language.splat(factor_of(per_sample_weights, i, each), step)
                 value = language.load_vector(weight.row(indices[i]), column, step)
-                a = language.fma(value, factor, a)
-            language.store(y, column, a)
+                total = language.fma(value, factor, total)
+            language.store(y, column, total)
             column += step
         while column < size:
-            total = language.zero(weight)
+            rest = language.zero(weight)
             for i in range(start, stop):
-                total += weight.row(indices[i])[column] * factor_of(per_sample_weights, i, each)
-            y[column] = total
+                rest += weight.row(indices[i])[column] * factor_of(per_sample_weights, i, each)
+            y[column] = rest
             column += 1
 
 

@@ -4,11 +4,13 @@
     output[t, d] = sum_n C[t, n] * h[t, d, n] + D[d] * u[t, d]
 
 Shows a recurrence: tiles are what is independent (a channel of a sequence), the state lies in a
-result, and the backward pass computes the states again instead of keeping them all.
+result, and the backward pass computes the states again instead of keeping them all, in vectors of
+scratch memory that zeros make whole.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ library.define(
     tags=TAGS,
 )
 MOST_PARTS = 8
+LOG2E, LN2 = 1 / math.log(2), math.log(2)
 
 
 def selective_scan(
@@ -99,14 +102,24 @@ def count_steps(u: Any) -> int:
 
 
 def count_states(A: Any) -> int:
-    return A.shape[1]
+    """Round the number of states up to whole vectors: zeros stay zeros."""
+    step = language.lanes(A)
+    return (A.shape[1] + step - 1) // step * step
 
 
 # A part of the channels of each sequence has its own sums for B and C; each sequence its own for A
-# and D. A thread has the states of one sequence: that which g lies in, and those before each step.
+# and D. A thread has A of a channel, B and C of a sequence, the decays and the states of a channel,
+# and the gradient of its state.
 PARTS = library.scratch(count_parts, count_steps, count_states, like="u", per_call=True)
+STATE = library.scratch(count_states, like="u")
+STATES = library.scratch(lambda u: u.shape[1], count_states, like="u")
 SCRATCH = {
-    "states": library.scratch(lambda u: u.shape[1] + 2, count_states, like="u"),
+    "rates": STATE,
+    "gradient": STATE,
+    "inputs": STATES,
+    "outputs": STATES,
+    "decays": STATES,
+    "states": library.scratch(lambda u: u.shape[1] + 1, count_states, like="u"),
     "sums_of_A": library.scratch(
         lambda u: u.shape[0], lambda A: A.shape[0], count_states, like="u", per_call=True
     ),
@@ -116,6 +129,26 @@ SCRATCH = {
         lambda u: u.shape[0], lambda grad_D: grad_D.size, like="u", per_call=True
     ),
 }
+
+
+def copy(source: Any, target: Any, size: Any, padded: Any, factor: Any) -> None:
+    """Copy a row, times a factor, and write zeros behind it."""
+    for n in range(size):
+        target[n] = factor * source[n]
+    for n in range(size, padded):
+        target[n] = 0.0
+
+
+def add_product(target: Any, n: Any, a: Any, b: Any) -> None:
+    """Add the product of two vectors to the elements from n on."""
+    language.store(
+        target, n, language.fma(a, b, language.load_vector(target, n, language.lanes(target)))
+    )
+
+
+def clear(target: Any, padded: Any) -> None:
+    for n in range(padded):
+        target[n] = 0.0
 
 
 @library.register_kernel("examples::selective_scan_backward", ("cpu", "foo"))
@@ -128,62 +161,68 @@ SCRATCH = {
 def backward_kernel(
     grad_output: Any, grad_last_state: Any, u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any,
     grad_u: Any, grad_delta: Any, grad_A: Any, grad_B: Any, grad_C: Any, grad_D: Any,
-    states: Any, sums_of_A: Any, sums_of_B: Any, sums_of_C: Any, sums_of_D: Any, tiles: Any,
+    rates: Any, gradient: Any, inputs: Any, outputs: Any, decays: Any, states: Any,
+    sums_of_A: Any, sums_of_B: Any, sums_of_C: Any, sums_of_D: Any, tiles: Any,
 ) -> None:  # fmt: skip
     """Go back through time with g = dL/dh[t]: what h[t] adds to the output, and to h[t + 1]."""
     batches, length, channels = u.shape[0], u.shape[1], u.shape[2]
-    size, parts = A.shape[1], sums_of_B.shape[0]
+    size, padded, parts = A.shape[1], states.shape[1], sums_of_B.shape[0]
+    lanes, one = language.lanes(u), language.cast(1.0, u)
+    a, g = rates.row(0), gradient.row(0)
+    clear(states.row(0), padded)
     for tile in tiles:
         batch, part = tile // parts, tile % parts
-        g, first = states.row(0), batch * length
+        first, first_sum = batch * length, (part * batches + batch) * length
         for t in range(length):
-            of_b = sums_of_B.row(part * batches * length + first + t)
-            of_c = sums_of_C.row(part * batches * length + first + t)
-            for n in range(size):
-                of_b[n] = 0.0
-                of_c[n] = 0.0
+            copy(B.row(first + t), inputs.row(t), size, padded, one)
+            copy(C.row(first + t), outputs.row(t), size, padded, one)
+            clear(sums_of_B.row(first_sum + t), padded)
+            clear(sums_of_C.row(first_sum + t), padded)
         for channel in range(part * channels // parts, (part + 1) * channels // parts):
-            a, of_a = A.row(channel), sums_of_A.row(batch * channels + channel)
-            last, before = (
-                grad_last_state.row(batch * channels + channel),
-                states.row(1),
-            )
-            for n in range(size):
-                before[n] = 0.0
-                of_a[n] = 0.0
-                g[n] = last[n]
+            row = batch * channels + channel
+            of_a, of_d = sums_of_A.row(row), language.zero(u)
+            clear(of_a, padded)
+            copy(A.row(channel), a, size, padded, language.cast(LOG2E, u))
+            copy(grad_last_state.row(row), g, size, padded, one)
             for t in range(length):
                 step, x = delta.row(first + t)[channel], u.row(first + t)[channel]
-                b, h = B.row(first + t), states.row(t + 2)
-                before = states.row(t + 1)
-                for n in range(size):
-                    h[n] = language.exp(step * a[n]) * before[n] + step * x * b[n]
-            of_d = language.zero(u)
+                b, decay = inputs.row(t), decays.row(t)
+                before, h = states.row(t), states.row(t + 1)
+                for n in range(0, padded, lanes):
+                    exponent = language.load_vector(a, n, lanes) * language.splat(step, lanes)
+                    added = language.load_vector(b, n, lanes) * language.splat(step * x, lanes)
+                    kept = language.exp2(exponent)
+                    language.store(decay, n, kept)
+                    kept = kept * language.load_vector(before, n, lanes)
+                    language.store(h, n, kept + added)
             for t in range(length - 1, -1, -1):
-                row = first + t
-                step, x, grad = delta.row(row)[channel], u.row(row)[channel], grad_output.row(row)
-                b, c, slope = B.row(row), C.row(row), grad[channel]
-                h, before = states.row(t + 2), states.row(t + 1)
-                of_b = sums_of_B.row(part * batches * length + row)
-                of_c = sums_of_C.row(part * batches * length + row)
-                of_u, of_delta = language.zero(u), language.zero(u)
-                for n in range(size):
-                    g[n] = g[n] + slope * c[n]
-                    of_c[n] = of_c[n] + slope * h[n]
-                    of_b[n] = of_b[n] + g[n] * step * x
-                for n in range(size):
-                    decay = language.exp(step * a[n])
-                    kept = g[n] * decay * before[n]
-                    of_u = language.accumulate(of_u, g[n] * b[n])
-                    of_delta = language.accumulate(of_delta, kept * a[n] + g[n] * b[n] * x)
-                    of_a[n] = of_a[n] + kept * step
-                    g[n] = g[n] * decay
-                of_u = of_u * step
+                step, x = delta.row(first + t)[channel], u.row(first + t)[channel]
+                slope, decay = grad_output.row(first + t)[channel], decays.row(t)
+                before, h = states.row(t), states.row(t + 1)
+                b, of_b = inputs.row(t), sums_of_B.row(first_sum + t)
+                c, of_c = outputs.row(t), sums_of_C.row(first_sum + t)
+                slopes, steps = language.splat(slope, lanes), language.splat(step, lanes)
+                of_u = of_delta = language.splat(language.zero(u), lanes)
+                for n in range(0, padded, lanes):
+                    now = language.fma(
+                        language.load_vector(c, n, lanes), slopes, language.load_vector(g, n, lanes)
+                    )
+                    kept = now * language.load_vector(decay, n, lanes)
+                    language.store(g, n, kept)
+                    kept = kept * language.load_vector(before, n, lanes)
+                    of_u = language.fma(now, language.load_vector(b, n, lanes), of_u)
+                    of_delta = language.fma(kept, language.load_vector(a, n, lanes), of_delta)
+                    add_product(of_a, n, kept, steps)
+                    add_product(of_b, n, now, language.splat(step * x, lanes))
+                    add_product(of_c, n, language.load_vector(h, n, lanes), slopes)
+                sum_of_u = language.reduce_add(of_u)
+                sum_of_delta = language.reduce_add(of_delta) * language.cast(LN2, u) + sum_of_u * x
+                sum_of_u = sum_of_u * step
                 if D is not None:
-                    of_u += D[channel] * slope
+                    sum_of_u += D[channel] * slope
                     of_d += slope * x
-                grad_u.row(row)[channel] = of_u
-                grad_delta.row(row)[channel] = of_delta
+                grad_u.row(first + t)[channel] = sum_of_u
+                grad_delta.row(first + t)[channel] = sum_of_delta
             if D is not None:
                 sums_of_D[batch, channel] = of_d
 

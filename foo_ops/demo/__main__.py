@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from foo_ops.demo.corpus import Batch, Corpus
-from foo_ops.demo.model import GPT, OPERATORS, GPTConfig
+from foo_ops.demo.model import ATTENTION, GPT, OPERATORS, GPTConfig
 from foo_ops.demo.training import (
     BATCH,
     DEVICES,
@@ -45,6 +45,7 @@ class Options:
 
     device: str
     operators: str
+    attention: str
     compile: bool
     steps: int
     seed: int
@@ -70,6 +71,7 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
     add = parser.add_argument
     add("--device", choices=DEVICES, default="foo", help="where to train")
     add("--operators", choices=tuple(OPERATORS), default="foo", help="what the model is made of")
+    add("--attention", choices=ATTENTION, default=ATTENTION[0], help="flex: a score_mod, learned")
     add("--compile", action="store_true", help="train through torch.compile")
     add("--steps", type=positive_number, default=DEFAULT_STEPS, help="how many training steps")
     add("--seed", type=seed_number, default=0, help="of the weights, the batches and the sample")
@@ -117,7 +119,7 @@ def run(options: Options) -> None:
     setup = Setup(options.device, options.operators, options.compile)
     corpus = Corpus.load()
     torch.manual_seed(options.seed)
-    model = GPT(GPTConfig(), OPERATORS[setup.operators])
+    model = GPT(GPTConfig(attention=options.attention), OPERATORS[setup.operators])
     console.print(introduction(setup, model, corpus))
 
     trainer = Trainer(model, setup, steps=options.steps)
@@ -143,9 +145,10 @@ def run(options: Options) -> None:
 
 def introduction(setup: Setup, model: GPT, corpus: Corpus) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    slopes = ", and slopes of ALiBi" if model.config.attention == "flex" else ""
     return (
         f"A GPT of {parameters:,} parameters learns {len(corpus.train):,} bytes of Python's "
-        f"documentation: {setup}, {torch.get_num_threads()} threads."
+        f"documentation{slopes}: {setup}, {torch.get_num_threads()} threads."
     )
 
 

@@ -28,6 +28,7 @@ class Operators:
 
     Attributes:
         attention: causal, query, key and value (B, H, S, D) to output (B, H, S, D).
+        alibi_attention: the same, with slopes (H,) by which the scores fall with the distance.
         rms_norm: of rows, with a weight.
         add_rms_norm: the norm of a sum, and the sum.
         rotary_embedding: turns the pairs (d, d + D / 2) of rows by angles.
@@ -37,6 +38,7 @@ class Operators:
     """
 
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
+    alibi_attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     rotary_embedding: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -51,6 +53,29 @@ def foo_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def sdpa_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def causal(batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
+    return query_index >= key_index
+
+
+def foo_alibi_attention(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
+    def alibi(
+        score: Tensor, batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor
+    ) -> Tensor:
+        return score - slopes[head] * (query_index - key_index)
+
+    output = foo_ops.flex_attention(query, key, value, alibi, causal)
+    assert isinstance(output, Tensor)
+    return output
+
+
+def sdpa_alibi_attention(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
+    """Write down the scores' change for all pairs, since FlexAttention has no gradients on CPUs."""
+    positions = torch.arange(query.shape[2], device=query.device)
+    distance = positions[:, None] - positions
+    bias = (-slopes[:, None, None] * distance).masked_fill(distance < 0, -math.inf)
+    return F.scaled_dot_product_attention(query, key, value, bias)
 
 
 def torch_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
@@ -84,6 +109,7 @@ def foo_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 OPERATORS = {
     "foo": Operators(
         foo_attention,
+        foo_alibi_attention,
         foo_ops.rms_norm,
         foo_ops.add_rms_norm,
         foo_ops.rotary_embedding,
@@ -92,6 +118,7 @@ OPERATORS = {
     ),
     "torch": Operators(
         sdpa_attention,
+        sdpa_alibi_attention,
         torch_rms_norm,
         torch_add_rms_norm,
         torch_rotary_embedding,
@@ -101,13 +128,23 @@ OPERATORS = {
 }
 
 
+ATTENTION = ("causal", "flex")
+
+
 @dataclass(frozen=True)
 class GPTConfig:
+    """Sizes, and what attention is.
+
+    Attributes:
+        attention: "causal", or "flex" for ALiBi with slopes that are learned, too.
+    """
+
     layers: int = 4
     width: int = 128
     heads: int = 4
     inner: int = 352
     context: int = 256
+    attention: str = "causal"
 
 
 class GPT(nn.Module):
@@ -166,6 +203,9 @@ class Block(nn.Module):
         self.mlp_norm = nn.Parameter(torch.ones(width))
         self.mlp_input = nn.Linear(width, 2 * inner, bias=False)
         self.mlp_output = nn.Linear(inner, width, bias=False)
+        # Those of ALiBi at first: powers of two.
+        powers = torch.arange(1, config.heads + 1) * (8 / config.heads)
+        self.slopes = nn.Parameter(2.0**-powers) if config.attention == "flex" else None
 
     def forward(self, hidden: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Map hidden (B, S, W) to (B, S, W)."""
@@ -181,7 +221,10 @@ class Block(nn.Module):
         turned = self.operators.rotary_embedding(query_key_value[:, :, :2], cosine, sine)
         query, key = turned.transpose(1, 3).unbind(2)
         value = query_key_value[:, :, 2].transpose(1, 2)
-        output = self.operators.attention(query, key, value)
+        if self.slopes is None:
+            output = self.operators.attention(query, key, value)
+        else:
+            output = self.operators.alibi_attention(query, key, value, self.slopes)
         return self.attention_output(output.transpose(1, 2).flatten(2))
 
 

@@ -25,6 +25,7 @@ INT4_FEW_ROWS = Maker(QUANTIZED, "make_int4_few_rows_kernel")
 STATISTICS = Maker("foo_ops.kernels.linear.cross_entropy", "make_statistics_kernel")
 LOSS = Maker("foo_ops.kernels.linear.cross_entropy", "make_loss_kernel")
 LOSS_GRADIENT = Maker("foo_ops.kernels.linear.cross_entropy_gradient", "make_gradient_kernel")
+PROGRAM = Maker("foo_ops.kernels.attention.programs", "make_program_kernel")
 SUM_CHUNKS = Maker("foo_ops.kernels.attention.sum_chunks", "make_sum_chunks_kernel")
 DROPOUT_MASK = Maker("foo_ops.kernels.attention.dropout_mask", "make_dropout_mask_kernel")
 
@@ -64,6 +65,5 @@ _OWN = (
     *(OwnKernel(f"linear_few_rows.{it}", FEW_ROWS, {"finish": it}) for it in _FINISHES),
 )
 KERNELS.update({kernel.name: kernel for kernel in _OWN})
-KERNELS.families["attention_program"] = Maker(
-    "foo_ops.kernels.attention.programs", "make_program_kernel"
-)
+KERNELS.families["attention_program"] = (PROGRAM, {})
+KERNELS.families["attention_mask"] = (PROGRAM, {"counts": True})

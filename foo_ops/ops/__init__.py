@@ -1,6 +1,10 @@
 """Operators of ``torch.ops.foo``: one file each, which registers the operator at its import."""
 
-from foo_ops.ops import attention_part, scaled_dot_product_attention  # noqa: F401
+from foo_ops.ops import (  # noqa: F401
+    attention_part,
+    scaled_dot_product_attention,
+    softmax_cross_entropy_part,
+)
 from foo_ops.ops.abs import abs
 from foo_ops.ops.attention import attention
 from foo_ops.ops.attention_int8_cache import attention_int8_cache, quantize_cache

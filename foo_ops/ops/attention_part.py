@@ -25,9 +25,11 @@ from torch import Tensor
 from foo_ops import _C, library
 from foo_ops._after_import import after_import
 from foo_ops.library.operators import find
-from foo_ops.ops.attention import fake_backward, fake_seeded
+from foo_ops.ops.attention import backward_flops, fake_backward, fake_seeded, flops
+from foo_ops.ops.attention_varlen import backward_flops as packed_backward_flops
 from foo_ops.ops.attention_varlen import fake_backward as fake_packed_backward
 from foo_ops.ops.attention_varlen import fake_seeded as fake_packed_seeded
+from foo_ops.ops.attention_varlen import flops as packed_flops
 from foo_ops.ops.attention_vmap import padded
 
 if TYPE_CHECKING:
@@ -45,13 +47,14 @@ class Part:
 
     Attributes:
         whole: the operator without dropout_heads.
-        fake: the fake kernel of that one.
+        fake, flops: the fake kernel of that one, and what counts its operations.
         query: the place of the query among its tensors, whose last one is the seed.
         sharding: names the dimensions of tensors and results.
     """
 
     whole: str
     fake: Callable[..., Any]
+    flops: Callable[..., int]
     query: int
     sharding: str
     options: str = ""
@@ -81,6 +84,7 @@ PARTS = {
     "attention_part": Part(
         "attention_seeded",
         fake_seeded,
+        flops,
         0,
         f"{HEADS}, {ADDED}, ., b h -> b h . ., b h .",
         OFFSET,
@@ -88,16 +92,22 @@ PARTS = {
     "attention_part_backward": Part(
         "attention_backward",
         fake_backward,
+        backward_flops,
         2,
         f"b h . ., b h ., {HEADS}, {ADDED}, b h . ., b h ., ., b h -> {HEADS}, {ADDED}",
         OFFSET,
     ),
     "attention_varlen_part": Part(
-        "attention_varlen_seeded", fake_packed_seeded, 0, f"{PACKED}, ., . h -> h ., h ."
+        "attention_varlen_seeded",
+        fake_packed_seeded,
+        packed_flops,
+        0,
+        f"{PACKED}, ., . h -> h ., h .",
     ),
     "attention_varlen_part_backward": Part(
         "attention_varlen_backward",
         fake_packed_backward,
+        packed_backward_flops,
         2,
         f"h ., h ., {PACKED}, h ., h ., ., . h -> h ., h ., h ., h, h",
     ),
@@ -129,6 +139,7 @@ for name, part in PARTS.items():
     define(name, part)
     library.register_fake(f"foo::{name}", make_fake(part))
     library.register_sharding(f"foo::{name}", part.sharding)
+    library.register_flops(f"foo::{name}", takes_tensors=part.is_packed)(part.flops)
 
 
 # ---------------------------------------------------------------------------------------- DTensor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foo_ops import _C, library
 from foo_ops.ops.attention import empty_results, product_flops
-from foo_ops.ops.flex_attention_derivatives import composite, make_composite_backward
+from foo_ops.ops.flex_attention_derivatives import composite, register_gradients
 from foo_ops.ops.flex_attention_vmap import vmap, vmap_backward
 from foo_ops.ops.score_mods.cache import traced
 
@@ -23,7 +23,7 @@ MASK = (
     "Tensor? kv_num_blocks=None, Tensor? kv_indices=None, Tensor? full_kv_num_blocks=None, "
     "Tensor? full_kv_indices=None"
 )
-# The programs' texts are in the language of foo_ops/kernels/vectors/program.py.
+# The programs' texts are in the language of foo_ops/kernels/compiler/program.py.
 PROGRAMS = (
     'str score_mod="", str mask_mod="", str backward="", float[] numbers=[], int[] integers=[], '
     "float? scale=None"
@@ -226,30 +226,7 @@ def empty_captured(name: str, captured: list[Tensor], requires_grad: list[bool])
 # ---------------------------------------------------------------------------------------- autograd
 
 
-def setup_context(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    query, key, value, captured, *mask = inputs
-    ctx.save_for_backward(query, key, value, *output, *mask, *captured)
-    ctx.options = keyword_only_inputs
-
-
-def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Any, ...]:
-    query, key, value, output, logsumexp, *others = ctx.saved_tensors
-    mask, captured = others[:4], others[4:]
-    needed = ctx.needs_input_grad[3]
-    *gradients, of_captured = torch.ops.foo.flex_attention_backward.default(
-        grad_output, grad_logsumexp, query, key, value, captured, output, logsumexp, *mask,
-        captured_requires_grad=needed, **ctx.options,
-    )  # fmt: skip
-    of_captured = [grad if it else None for it, grad in zip(needed, of_captured)]
-    return (*gradients, of_captured, None, None, None, None)
-
-
-library.register_autograd(
-    "foo::flex_attention", backward, setup_context=setup_context, composite=composite
-)
-library.register_autograd(
-    "foo::flex_attention_backward", composite=make_composite_backward(composite)
-)
+register_gradients("foo::flex_attention", composite)
 
 
 # -------------------------------------------------------------------------------------------- vmap

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foo_ops import library
+from foo_ops.library.operators import find
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention_varlen import as_packed, sequences_of
 from foo_ops.ops.score_mods.evaluate import evaluate
@@ -92,7 +94,36 @@ def composite_varlen(
     return torch.cat(outputs), torch.cat(sums, dim=-1)
 
 
-def make_composite_backward(forward: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+def register_gradients(name: str, forward: Callable[..., Any]) -> None:
+    """Register the gradients of an operator, which ``<name>_backward`` computes, and those of that.
+
+    Args:
+        name: the operator's.
+        forward: computes the same with torch's own operators.
+    """
+    operator = find(f"{name}_backward")
+
+    def setup_context(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+        query, key, value, captured, *others = inputs
+        ctx.save_for_backward(query, key, value, *output, *others, *captured)
+        ctx.others, ctx.options = len(others), keyword_only_inputs
+
+    def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Any, ...]:
+        query, key, value, output, logsumexp, *rest = ctx.saved_tensors
+        others, captured = rest[: ctx.others], rest[ctx.others :]
+        needed = ctx.needs_input_grad[3]
+        *gradients, found = operator(
+            grad_output, grad_logsumexp, query, key, value, captured, output, logsumexp, *others,
+            captured_requires_grad=needed, **ctx.options,
+        )  # fmt: skip
+        of_captured = [grad if it else None for it, grad in zip(needed, found)]
+        return (*gradients, of_captured, *(None,) * ctx.others)
+
+    library.register_autograd(name, backward, setup_context=setup_context, composite=forward)
+    library.register_autograd(operator, composite=_make_composite_backward(forward))
+
+
+def _make_composite_backward(forward: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     """Make the composite of the operator that computes the gradients of another composite."""
 
     def composite_backward(

@@ -12,7 +12,7 @@ from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention_varlen import backward_flops as packed_backward_flops
 from foo_ops.ops.attention_varlen import flops as packed_flops
 from foo_ops.ops.flex_attention import PROGRAMS, TAGS, Function, cast, empty_captured
-from foo_ops.ops.flex_attention_derivatives import composite_varlen, make_composite_backward
+from foo_ops.ops.flex_attention_derivatives import composite_varlen, register_gradients
 from foo_ops.ops.score_mods.cache import traced
 
 SEQUENCES = (
@@ -147,30 +147,7 @@ def fake_backward(
 # ---------------------------------------------------------------------------------------- autograd
 
 
-def setup_context(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    query, key, value, captured, *sequences = inputs
-    ctx.save_for_backward(query, key, value, *output, *sequences, *captured)
-    ctx.options = keyword_only_inputs
-
-
-def backward(ctx: Any, grad_output: Tensor, grad_logsumexp: Tensor) -> tuple[Any, ...]:
-    query, key, value, output, logsumexp, *others = ctx.saved_tensors
-    sequences, captured = others[:4], others[4:]
-    needed = ctx.needs_input_grad[3]
-    *gradients, of_captured = torch.ops.foo.flex_attention_varlen_backward.default(
-        grad_output, grad_logsumexp, query, key, value, captured, output, logsumexp, *sequences,
-        captured_requires_grad=needed, **ctx.options,
-    )  # fmt: skip
-    of_captured = [grad if it else None for it, grad in zip(needed, of_captured)]
-    return (*gradients, of_captured, None, None, None, None)
-
-
-library.register_autograd(
-    "foo::flex_attention_varlen", backward, setup_context=setup_context, composite=composite_varlen
-)
-library.register_autograd(
-    "foo::flex_attention_varlen_backward", composite=make_composite_backward(composite_varlen)
-)
+register_gradients("foo::flex_attention_varlen", composite_varlen)
 
 
 # -------------------------------------------------------------------------------------------- vmap

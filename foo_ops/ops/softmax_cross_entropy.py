@@ -195,55 +195,60 @@ def forward_kernel(
         loss.flat[row] = value
 
 
-@library.tile_kernel(
-    tiles=lambda logits: logits.rows,
-    contiguous_rows=True,
-    check=are_classes,
-    refuse=refuse("softmax_cross_entropy_backward"),
-)
-def backward_kernel(
-    grad_loss: Any,
-    grad_logsumexp: Any,
-    grad_mean: Any,
-    logits: Any,
-    target: Any,
-    logsumexp: Any,
-    label_smoothing: Any,
-    ignore_index: Any,
-    output: Any,
-    rows: Any,
-) -> None:
-    """Compute softmax(x) (grad_loss + grad_logsumexp) - grad_loss (the target, smoothed).
+def make_backward_kernel(is_part: bool) -> library.TileKernel:
+    """Make the kernel; a part of the classes does not know the sum of all probabilities."""
 
-    A loss that is not ignored has its share of the gradient of the mean, too.
-    """
-    size = logits.shape[-1]
-    share = language.zero(logits)
-    if grad_mean is not None:
-        share = language.cast(grad_mean.flat[0] / count_classes(target, ignore_index), logits)
-    for row in rows:
-        x, y = logits.row(row), output.row(row)
-        label = target.flat[row]
-        slope = language.zero(logits)
-        if label != ignore_index:
-            slope = share
-            if grad_loss is not None:
-                slope = slope + grad_loss.flat[row]
-        scale = slope
-        if grad_logsumexp is not None:
-            scale = scale + grad_logsumexp.flat[row]
-        each = language.cast(label_smoothing * slope / size, logits)
-        shift = logsumexp.flat[row]
-        if LARGE < abs(shift) < math.inf:
-            total = language.zero(logits)
+    @library.tile_kernel(
+        tiles=lambda logits: logits.rows,
+        contiguous_rows=True,
+        check=are_classes,
+        refuse=refuse("softmax_cross_entropy_backward"),
+    )
+    def backward_kernel(
+        grad_loss: Any,
+        grad_logsumexp: Any,
+        grad_mean: Any,
+        logits: Any,
+        target: Any,
+        logsumexp: Any,
+        label_smoothing: Any,
+        ignore_index: Any,
+        output: Any,
+        rows: Any,
+    ) -> None:
+        """Compute softmax(x) (grad_loss + grad_logsumexp) - grad_loss (the target, smoothed).
+
+        A loss that is not ignored has its share of the gradient of the mean, too.
+        """
+        size = logits.shape[-1]
+        share = language.zero(logits)
+        if grad_mean is not None:
+            share = language.cast(grad_mean.flat[0] / count_classes(target, ignore_index), logits)
+        for row in rows:
+            x, y = logits.row(row), output.row(row)
+            label = target.flat[row]
+            slope = language.zero(logits)
+            if label != ignore_index:
+                slope = share
+                if grad_loss is not None:
+                    slope = slope + grad_loss.flat[row]
+            scale = slope
+            if grad_logsumexp is not None:
+                scale = scale + grad_logsumexp.flat[row]
+            each = language.cast(label_smoothing * slope / size, logits)
+            shift = logsumexp.flat[row]
+            if not is_part and LARGE < abs(shift) < math.inf:
+                total = language.zero(logits)
+                for i in range(size):
+                    total = language.accumulate(total, language.exp(x[i] - shift))
+                scale = scale / total
             for i in range(size):
-                total = language.accumulate(total, language.exp(x[i] - shift))
-            scale = scale / total
-        for i in range(size):
-            y[i] = language.exp(x[i] - shift) * scale - each
-        if label != ignore_index:
-            once = language.exp(x[label] - shift) * scale - each
-            y[label] = once - language.cast(1.0 - label_smoothing, logits) * slope
+                y[i] = language.exp(x[i] - shift) * scale - each
+            if label != ignore_index:
+                once = language.exp(x[label] - shift) * scale - each
+                y[label] = once - language.cast(1.0 - label_smoothing, logits) * slope
+
+    return backward_kernel
 
 
 # ------------------------------------------------------------------------------------------- fake
@@ -302,7 +307,9 @@ def fake_backward(
 
 
 library.register_kernel("foo::softmax_cross_entropy", ("cpu", "foo"), forward_kernel)
-library.register_kernel("foo::softmax_cross_entropy_backward", ("cpu", "foo"), backward_kernel)
+library.register_kernel(
+    "foo::softmax_cross_entropy_backward", ("cpu", "foo"), make_backward_kernel(is_part=False)
+)
 
 
 # --------------------------------------------------------------------------------------- autograd

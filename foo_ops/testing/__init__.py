@@ -25,6 +25,8 @@ from foo_ops.testing.specs.attention import ATTENTION
 from foo_ops.testing.specs.attention_int8_cache import ATTENTION_INT8_CACHE
 from foo_ops.testing.specs.attention_varlen import ATTENTION_VARLEN
 from foo_ops.testing.specs.cache_append import CACHE_APPEND
+from foo_ops.testing.specs.flex_attention import FLEX_ATTENTION
+from foo_ops.testing.specs.flex_attention_varlen import FLEX_ATTENTION_VARLEN
 from foo_ops.testing.specs.linear import LINEAR
 from foo_ops.testing.specs.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from foo_ops.testing.specs.linear_fused import LINEAR_ACTIVATION, LINEAR_SILU_MUL
@@ -42,6 +44,8 @@ __all__ = [
     "ATTENTION_VARLEN",
     "CACHE_APPEND",
     "CHECKS",
+    "FLEX_ATTENTION",
+    "FLEX_ATTENTION_VARLEN",
     "LAYOUTS",
     "LINEAR",
     "LINEAR_ACTIVATION",
@@ -70,6 +74,7 @@ __all__ = [
 OPERATORS = (
     *(ABS, ABS_IN_PLACE, ABS_OUT),
     *(ATTENTION, ATTENTION_VARLEN, ATTENTION_INT8_CACHE),
+    *(FLEX_ATTENTION, FLEX_ATTENTION_VARLEN),
     CACHE_APPEND,
     *(LINEAR, LINEAR_ACTIVATION, LINEAR_SILU_MUL, LINEAR_INT8, LINEAR_INT4),
     LINEAR_CROSS_ENTROPY,

@@ -21,3 +21,9 @@ CHECKS = Path(__file__).with_name("sharding_checks.py")
 )
 def test_on_processes(ranks, checks, tmp_path):
     run_on_ranks(CHECKS, ranks, tmp_path, *checks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_classes_that_are_cut(ranks, tmp_path):
+    checks = ("on_classes", "on_rows_and_classes", "nothing_is_gathered", "refused")
+    run_on_ranks(CHECKS.with_name("vocabulary_checks.py"), ranks, tmp_path, *checks)

@@ -182,6 +182,20 @@ def test_wrong_options_of_dropout(seed, p, message):
         torch.ops.examples.dropout(f32(3), seed, p=p)
 
 
+@pytest.mark.parametrize(
+    ("grad_output", "mask", "error", "message"),
+    [(i64(3), i64(3) > 0, TypeError,
+      "dropout: grad_output must be floating-point, got torch.int64"),
+     (f32(3), i64(3), TypeError, "dropout: mask must be torch.bool, got torch.int64"),
+     (f32(3), i64(2) > 0, ValueError,
+      "dropout: mask must have shape [3] as grad_output has, got [2]")],
+)  # fmt: skip
+def test_wrong_mask_of_dropout(grad_output, mask, error, message):
+    function_of("dropout")
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        torch.ops.examples.dropout_backward(grad_output, mask, p=0.5)
+
+
 def test_histogram_of_a_matrix():
     """The public function flattens it."""
     assert function_of("histogram")(f32(2, 3), **BINS).tolist() == [0, 0, 6]

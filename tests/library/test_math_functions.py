@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from foo_ops import language, library
+from foo_ops.kernels.compiler.processor import vector_bits
 
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 # Units in the last place, as docs/kit.md has them.
@@ -232,3 +233,28 @@ def test_a_result_does_not_depend_on_its_neighbours(name, dtype):
     assert result.nan_to_num().equal(alone.nan_to_num())
     is_usual = huge == x
     assert result[is_usual].equal(operator(x)[is_usual])
+
+
+@pytest.mark.parametrize("share", [1, 2])
+def test_erf_is_the_same_in_vectors_of_all_lanes(share):
+    """A vector looks its coefficients up in a register, if it has the size for it."""
+    name, lanes = f"foo_math::erf_{share}", vector_bits() // 32 // share
+    library.define(name, "(Tensor input) -> Tensor")
+    library.register_fake(name, torch.empty_like)
+
+    @library.register_kernel(name, "cpu")
+    @library.tile_kernel(contiguous_rows=True)
+    def vectors(input, output, rows):
+        for row in rows:
+            x, y = input.row(row), output.row(row)
+            for start in range(0, input.shape[-1], lanes):
+                language.store(y, start, language.erf(language.load_vector(x, start, lanes)))
+
+    x = torch.linspace(-4.5, 4.5, 3201)[1:]
+    x[:3] = torch.tensor([torch.nan, torch.inf, 0.90234375])
+    operator = OPERATORS["erf"]
+    scalar = torch.cat([operator(it) for it in x.split(1)])
+    assert scalar[0].isnan()
+    assert scalar[1] == 1
+    for result in (getattr(torch.ops.foo_math, f"erf_{share}")(x), operator(x)):
+        assert torch.equal(result.view(torch.int32)[1:], scalar.view(torch.int32)[1:])

@@ -1,10 +1,12 @@
 """The demo prints and writes numbers that can be trusted, and refuses what it cannot do."""
 
+import dataclasses
 import io
 import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -34,6 +36,7 @@ SETUPS = [
 ROUNDING = 1e-5
 """Relative; of float32 losses after a few steps."""
 SMALL = GPTConfig(layers=1, width=32, heads=2, inner=88, context=64)
+FLEX = dataclasses.replace(SMALL, attention="flex")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def corpus():
 @pytest.fixture
 def small(monkeypatch):
     """Make a demo that takes a second: a smaller model, sample and comparison."""
-    monkeypatch.setattr(demo, "GPTConfig", lambda: SMALL)
+    monkeypatch.setattr(demo, "GPTConfig", partial(dataclasses.replace, SMALL))
     monkeypatch.setattr(demo, "SAMPLE_BYTES", 20)
     monkeypatch.setattr(demo, "COMPARISON_ROUNDS", 2)
 
@@ -112,6 +115,7 @@ def test_checkpoint_loads_as_plain_data_and_its_loss_is_the_same(finished):
         "heads": 4,
         "inner": 352,
         "context": 256,
+        "attention": "causal",
     }
     assert {tensor.device.type for tensor in checkpoint["weights"].values()} == {"cpu"}
 
@@ -195,6 +199,24 @@ def test_devices_agree_on_the_losses(corpus):
         assert losses(corpus, setup, seed=0) == pytest.approx(expected, rel=ROUNDING)
 
 
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_a_score_mod_trains(setup, corpus):
+    """The slopes that a score_mod captures are learned, as in float64 where all is dense."""
+    expected = exact_losses(corpus, seed=0, config=FLEX)
+    assert losses(corpus, setup, seed=0, config=FLEX) == pytest.approx(expected, rel=ROUNDING)
+
+
+def test_slopes_change_and_are_kept(small, tmp_path, capsys):
+    demo.main(["--attention", "flex", "--steps", "2", "--output", str(tmp_path)])
+    assert "documentation, and slopes of ALiBi: torch.ops.foo on foo" in re.sub(
+        r"\s+", " ", capsys.readouterr().out
+    )
+    model = GPT.load(tmp_path / "checkpoint.pt", OPERATORS["torch"])
+    slopes = model.blocks[0].slopes.detach()
+    difference = (slopes - torch.tensor([2.0**-4, 2.0**-8])).abs()
+    assert 1e-4 < difference.min() < difference.max() < 1e-2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -204,6 +226,7 @@ def test_devices_agree_on_the_losses(corpus):
         (["--output", __file__], f"--output: must be a folder, got {__file__} (File exists)"),
         (["--device", "gpu"], "argument --device: invalid choice: 'gpu'"),
         (["--operators", "flash"], "argument --operators: invalid choice: 'flash'"),
+        (["--attention", "no"], "argument --attention: invalid choice: 'no'"),
         (["--step", "3"], "unrecognized arguments: --step 3"),
     ],
     ids=lambda value: value[0] + value[1][:5] if isinstance(value, list) else "",
@@ -267,9 +290,10 @@ def test_validation_reaches_the_last_byte(corpus):
     assert torch.equal(targets[-1], corpus.validation[-64:].long())
 
 
-def test_model_does_not_look_ahead():
+@pytest.mark.parametrize("config", [SMALL, FLEX], ids=["causal", "flex"])
+def test_model_does_not_look_ahead(config):
     torch.manual_seed(0)
-    model = GPT(SMALL, OPERATORS["foo"])
+    model = GPT(config, OPERATORS["foo"])
     tokens = torch.randint(256, (1, 32))
     changed = tokens.clone()
     changed[0, 20] += 1

@@ -13,6 +13,9 @@ Attention alone needs no more than the import of this package, which makes ``"fo
 implementation: ``from_pretrained(path, attn_implementation="foo")``, or of a model that is there,
 
     >>> model.set_attn_implementation("foo")
+
+``"foo_flex"`` is another, by `foo_ops.flex_attention`: masks of any pattern are functions there,
+and never in memory.
 """
 
 try:
@@ -31,19 +34,32 @@ from foo_ops.integrations.transformers.attention import (
     register,
 )
 from foo_ops.integrations.transformers.cache import in_place_cache
+from foo_ops.integrations.transformers.flex import (
+    FLEX_NAME,
+    FunctionMask,
+    foo_flex_forward,
+    foo_flex_mask,
+    register_flex,
+)
 from foo_ops.integrations.transformers.models import apply, replaced, restore
 
 __all__ = [
     "BOUNDS",
+    "FLEX_NAME",
     "NAME",
     "UNSUPPORTED",
+    "FunctionMask",
     "apply",
     "foo_attention_forward",
+    "foo_flex_forward",
+    "foo_flex_mask",
     "foo_mask",
     "in_place_cache",
     "register",
+    "register_flex",
     "replaced",
     "restore",
 ]
 
 register()
+register_flex()

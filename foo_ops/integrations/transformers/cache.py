@@ -1,4 +1,4 @@
-"""Caches of transformers that are written in place, by foo::cache_append."""
+"""Caches of transformers that are written in place, by foo::cache_append, also in 8 bits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from foo_ops.integrations.transformers.attention import SCALE, dequantised
+from foo_ops.ops.attention_int8_cache import quantize_cache
+
 LEAST_ROOM = 64
 """For keys, in the first memory of a cache."""
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
 
-def in_place_cache(cache: AnyCache) -> AnyCache:
+def in_place_cache(cache: AnyCache, *, bits: int | None = None) -> AnyCache:
     """Let a cache of transformers be written in place, and give it back.
 
     What a ``DynamicCache`` holds lies at the front of memory that has room for as much again, so
@@ -23,7 +26,15 @@ def in_place_cache(cache: AnyCache) -> AnyCache:
     A ``StaticCache`` gets new keys and values from one operator. Layers of another kind, such as
     those of sliding windows, stay as they are.
 
+    With ``bits=8`` what a ``DynamicCache`` holds becomes integers with a scale for each head and
+    position (`foo_ops.quantize_cache`), half the bytes of bfloat16, for models whose attention is
+    ``"foo"``. Attention to a first prompt takes the numbers as they came. A ``StaticCache`` stays
+    as it is.
+
     `apply` does this with every cache that its model is given.
+
+    Raises:
+        ValueError: for other bits than 8.
 
     Example:
         >>> from transformers import DynamicCache
@@ -32,35 +43,58 @@ def in_place_cache(cache: AnyCache) -> AnyCache:
         >>> cache.update(key, value, 0)[0].equal(key)
         True
     """
-    if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = GrowingLayer
+    if bits not in (None, 8):
+        raise ValueError(f"in_place_cache: bits must be 8 or None, got {bits}")
+    classes = IN_PLACE if bits is None else IN_8_BITS
+    if cache.layer_class_to_replicate in classes:
+        cache.layer_class_to_replicate = classes[cache.layer_class_to_replicate]
+    layer: Any
     for layer in cache.layers:
-        if (in_place := IN_PLACE.get(type(layer))) is not None:
+        if (in_place := classes.get(type(layer))) is not None:
+            held = (layer.keys, layer.values) if layer.get_seq_length() else None
             layer.__class__ = in_place
+            if in_place is Int8Layer and held is not None:
+                layer.reset()
+                layer.update(*held)
     return cache
 
 
 def take_cache(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
     """Do `in_place_cache` with the cache that a model is called with; a hook."""
+    _take(keywords, None)
+
+
+def take_int8_cache(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+    """Do `in_place_cache` in 8 bits with the cache that a model is called with; a hook."""
+    _take(keywords, 8)
+
+
+def _take(keywords: dict[str, Any], bits: int | None) -> None:
     cache = keywords.get("past_key_values")
     if cache is not None and not torch.compiler.is_compiling():
         # A decoder that looks at an encoder has two; the other one is written once.
-        in_place_cache(getattr(cache, "self_attention_cache", cache))
+        in_place_cache(getattr(cache, "self_attention_cache", cache), bits=bits)
 
 
-def install(module: nn.Module) -> None:
+HOOKS = {None: take_cache, 8: take_int8_cache}
+
+
+def install(module: nn.Module, bits: int | None = None) -> None:
+    if bits is not None:
+        uninstall(module)
     if not is_installed(module):
-        module.register_forward_pre_hook(take_cache, with_kwargs=True)
+        module.register_forward_pre_hook(HOOKS[bits], with_kwargs=True)
 
 
 def uninstall(module: nn.Module) -> None:
-    for number in [it for it, hook in module._forward_pre_hooks.items() if hook is take_cache]:
-        del module._forward_pre_hooks[number]
+    hooks = module._forward_pre_hooks
+    for number in [it for it, hook in hooks.items() if hook in HOOKS.values()]:
+        del hooks[number]
         module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 def is_installed(module: nn.Module) -> bool:
-    return take_cache in module._forward_pre_hooks.values()
+    return any(hook in HOOKS.values() for hook in module._forward_pre_hooks.values())
 
 
 class GrowingLayer(DynamicLayer):
@@ -122,6 +156,61 @@ class GrowingLayer(DynamicLayer):
         self.memory = None
 
 
+class Int8Layer(GrowingLayer):
+    """The keys and values of one layer as integers of 8 bits, beside a layer of their scales.
+
+    What it gives to attention has its scales in the attribute `SCALE`.
+    """
+
+    scales: GrowingLayer
+    """(B, H, S, 1) of keys and of values."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.scales = GrowingLayer()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any
+    ) -> tuple[Tensor, Tensor]:
+        given = (key_states, value_states)
+        if torch.is_grad_enabled() and any(it.requires_grad for it in given):
+            raise NotImplementedError(
+                "a cache of 8 bits: key and value must need no gradients, which integers do not "
+                "have: call the model under torch.no_grad()"
+            )
+        is_first = self.get_seq_length() == 0
+        integers, scales = zip(*map(quantize_cache, given))
+        held = super().update(*integers)
+        held_scales = self.scales.update(*(it.unsqueeze(-1) for it in scales))
+        if is_first:
+            return given
+        for tensor, scale in zip(held, held_scales):
+            setattr(tensor, SCALE, scale.squeeze(-1))
+        if torch.compiler.is_compiling():
+            return dequantised(held[0], key_states.dtype), dequantised(held[1], key_states.dtype)
+        return held
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.is_initialized:
+            self.scales.crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.is_initialized:
+            self.scales.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.is_initialized:
+            self.scales.batch_select_indices(indices)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        super().reorder_cache(beam_idx)
+        if self.is_initialized:
+            self.scales.reorder_cache(beam_idx)
+
+
 class InPlaceStaticLayer(StaticLayer):
     """The keys and values of one layer, in memory that is there from the start."""
 
@@ -139,3 +228,8 @@ class InPlaceStaticLayer(StaticLayer):
 
 
 IN_PLACE: dict[type, type] = {DynamicLayer: GrowingLayer, StaticLayer: InPlaceStaticLayer}
+IN_8_BITS: dict[type, type] = {
+    DynamicLayer: Int8Layer,
+    GrowingLayer: Int8Layer,
+    StaticLayer: InPlaceStaticLayer,
+}

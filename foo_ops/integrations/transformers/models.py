@@ -55,7 +55,7 @@ def apply(
     linear: bool = True,
     loss: bool = True,
     fused_loss: bool = True,
-    cache: bool = True,
+    cache: bool | int = True,
     quantize: int | None = None,
 ) -> Model:
     """Let a model compute with foo's operators, and give it back.
@@ -80,7 +80,8 @@ def apply(
             `foo_ops.linear_cross_entropy`, and the output's ``logits`` are None, since they are
             never in memory. The head is `foo_ops.linear` otherwise. Give ``fused_loss=False`` to a
             model whose logits are read in training.
-        cache: caches that the model is called with are written in place (`in_place_cache`).
+        cache: caches that the model is called with are written in place (`in_place_cache`). With 8
+            those that grow are of 8 bits, half the bytes of bfloat16, for decoding long texts.
         quantize: 8 or 4: linear layers have a copy of their weight in so many bits
             (`foo_ops.quantize_weight`; 4 bits in groups of 64, or 32) and compute with that, but
             for training. It is for decoding, whose time is that of reading weights. The weights
@@ -89,7 +90,8 @@ def apply(
 
     Raises:
         TypeError: for what is no module.
-        ValueError: for other bits than 8 and 4.
+        ValueError: for other bits than 8 and 4, of a cache than 8, or such a cache without foo's
+            attention.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -102,6 +104,11 @@ def apply(
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: model must be a torch.nn.Module, got {type(model).__name__}")
     check_bits(quantize)
+    cache_bits = None if isinstance(cache, bool) else cache
+    if cache_bits not in (None, 8):
+        raise ValueError(f"apply: cache must be True, False or 8, got {cache}")
+    if cache_bits is not None and not attention:
+        raise ValueError("apply: attention must be True with a cache of 8 bits, got False")
     flags = {
         "rms_norm": rms_norm,
         "rotary_embedding": rotary_embedding,
@@ -122,7 +129,7 @@ def apply(
         if fused_loss:
             use_fused_loss(part)
         if cache and part.base_model is part:
-            foo_cache.install(part)
+            foo_cache.install(part, cache_bits)
     return model
 
 

@@ -16,10 +16,10 @@ from numba import njit
 
 from foo_ops.kernels.attention.parameters import KEY_BLOCK, TILE_STRIDE, lowest_score
 from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.compiler.program import Program
 from foo_ops.kernels.vectors.elements import compute_dtype
 from foo_ops.kernels.vectors.emit_program import TilePrograms
 from foo_ops.kernels.vectors.memory import load, shift
-from foo_ops.kernels.vectors.program import Program
 from foo_ops.kernels.vectors.program_calls import (
     argument_types,
     make_program_caller,
@@ -31,24 +31,27 @@ from foo_ops.kernels.vectors.rows import make_fill
 HIDDEN, MASKED, SEEN, MIXED = range(4)
 
 
-def make_program_kernel(signature: str, text: str) -> Kernel:
+def make_program_kernel(signature: str, text: str, counts: bool = False) -> Kernel:
     """Make the kernel of ``text``: a line with the counts of numbers and integers of a call, then
     the program of score_mod, that of mask_mod and that of the gradients, with an empty line before
     each, and nothing more where there is none.
 
-    It works on a tile, as `foo_ops.kernels.vectors.emit_program.emit_tile_programs` says. The
+    It works on a tile, as `foo_ops.kernels.vectors.emit_program.emit_tile_programs` says, or if it
+    ``counts``, counts how many of the scores mask_mod lets through. The
     signature is the compute type and dtype and dimensions of each captured tensor:
     "float32,int64-1d,float32". A text that does not fit is refused with a ValueError.
     """
     dtype, *tensors = signature.split(",")
-    counts, *parts = text.split("\n\n")
-    given = [Program.parse(part) if part else None for part in parts]
-    numbers, integers = map(int, counts.split())
+    sizes, *parts = text.split("\n\n")
+    score_mod, mask_mod, backward = (Program.parse(part) if part else None for part in parts)
+    numbers, integers = map(int, sizes.split())
     captured = [_dtype_and_dimensions(tensor) for tensor in tensors]
-    for program in given:
+    for program in (score_mod, mask_mod, backward):
         if program is not None:
             program.check(captured, numbers, integers)
-    programs = TilePrograms(dtype, TILE_STRIDE, lowest_score(dtype), *given)
+    programs = TilePrograms(
+        dtype, TILE_STRIDE, lowest_score(dtype), score_mod, mask_mod, backward, counts
+    )
     run = make_program_runner(programs)
 
     def kernel(

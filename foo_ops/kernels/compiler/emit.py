@@ -12,6 +12,11 @@ with without_garbage_collection():
 
     from foo_ops.kernels.compiler.processor import target
 
+# A branch on an option, as of the forms of gelu, is taken before a loop of up to so many
+# instructions, not in it: vectorised there, both sides are computed for each element, which for the
+# gradient of gelu takes 1.3 times as long. LLVM's own limit is 50.
+llvm.set_option("", "-unswitch-threshold=150")
+
 # The C function in every object file.
 ENTRY = "foo_kernel"
 # A kernel may call these, which live in the process already. memcpy and memset are LLVM's own idea.
@@ -40,7 +45,7 @@ def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
     triple, name, features = target()
     for function in module.functions:
         # What is weak is kept for loops that LLVM vectorises: see
-        # foo_ops/kernels/vectors/rare_branches.py.
+        # foo_ops/kernels/vectors/whole_functions.py.
         is_kept = function.name == ENTRY or function.linkage == llvm.Linkage.weak_odr
         if not function.is_declaration and not is_kept:
             function.linkage = "internal"

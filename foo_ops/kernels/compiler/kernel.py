@@ -113,11 +113,11 @@ class KernelTable(dict[str, Source]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.families: dict[str, Maker] = {}
+        self.families: dict[str, tuple[Maker, Mapping[str, Any]]] = {}
 
     def __missing__(self, name: str) -> Source:
         family, _, text = name.partition(" ")
-        return TextKernel(family, text, self.families[family])
+        return TextKernel(family, text, *self.families[family])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +127,7 @@ class TextKernel(Source):
     family: str
     text: str
     maker: Maker
+    options: Mapping[str, Any]
 
     @property
     def title(self) -> str:
@@ -136,7 +137,7 @@ class TextKernel(Source):
         return f"{self.family} {self.text}".encode()
 
     def build(self, signature: str) -> Kernel:
-        return self.maker(signature, self.text)
+        return self.maker(signature, self.text, **self.options)
 
     def interpret(self, signature: str) -> None:
         """It is made of vectors."""

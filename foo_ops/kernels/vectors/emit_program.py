@@ -22,6 +22,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from foo_ops.kernels.compiler.program import Gradient, Node, Program
 from foo_ops.kernels.vectors.captured import Captured, Index, Lanes, Place
 from foo_ops.kernels.vectors.elements import lanes_of
 from foo_ops.kernels.vectors.instructions import (
@@ -33,7 +34,6 @@ from foo_ops.kernels.vectors.instructions import (
     emit_splat,
 )
 from foo_ops.kernels.vectors.operations import ELEMENT_TYPES, emit_cast, emit_operation
-from foo_ops.kernels.vectors.program import Gradient, Node, Program
 
 # What a launcher gives to all calls, each as 8 bytes: the factor of products, which makes scores of
 # them, the numbers and the integers, what tells of the captured tensors, and where to write the
@@ -62,6 +62,8 @@ class TilePrograms:
         mask_mod: says whether the query sees the key, or None.
         backward: makes the gradient of the score before ``score_mod`` of that behind it, or None.
         lowest: no finite score becomes lower, and none higher than its negative.
+        counts: no scores are looked at; ``gradients`` becomes the number of those, as an int64,
+            that ``mask_mod`` lets through.
     """
 
     dtype: str
@@ -70,6 +72,7 @@ class TilePrograms:
     score_mod: Program | None = None
     mask_mod: Program | None = None
     backward: Program | None = None
+    counts: bool = False
 
 
 def emit_tile_programs(
@@ -100,6 +103,8 @@ class _TileEmitter:
             "batch": builder.trunc(self.places["batch"], INT32),
             "head": builder.trunc(self.places["head"], INT32),
         }
+        # Of scores that are seen, in each lane.
+        self.counted = ir.VectorType(INT32, self.lanes)
         given = (programs.score_mod, programs.mask_mod, programs.backward)
         self.values = [_Values(self, program) for program in given if program is not None]
 
@@ -107,11 +112,17 @@ class _TileEmitter:
         builder = self.builder
         self._emit_level(OF_HEAD)
         self._begin_sums(OF_HEAD)
+        if self.programs.counts:
+            self.count = cgutils.alloca_once(builder, self.counted)
+            builder.store(constant_of(self.counted, 0), self.count)
         stop, step = self.places["queries"], INT64(self.lanes)
         with cgutils.for_range_slice(builder, INT64(0), stop, step) as (column, _):
             self._emit_column(column)
         for sum_ in self._sums_at(OF_HEAD):
             sum_.add(self._reduced(builder.load(sum_.total)), None)
+        if self.programs.counts:
+            count = builder.zext(self._reduced(builder.load(self.count)), INT64)
+            builder.store(count, builder.bitcast(self.gradients, INT64.as_pointer()))
 
     def _emit_column(self, column: ir.Value) -> None:
         builder = self.builder
@@ -137,6 +148,10 @@ class _TileEmitter:
         builder, programs = self.builder, self.programs
         self.inputs["key"] = builder.trunc(builder.add(self.places["first_key"], key), INT32)
         self._emit_level(OF_KEY, lanes)
+        if programs.counts:
+            self._emit_level(OF_BOTH, lanes)
+            self._count(lanes)
+            return
         index = builder.add(builder.mul(key, INT64(programs.tile_stride)), column)
         scale = emit_splat(builder, self._scale, self.lanes)
         score = builder.fmul(builder.load(self._address(self.scores, index), align=4), scale)
@@ -160,6 +175,14 @@ class _TileEmitter:
             sees = values.vector(programs.mask_mod.output, "bool")
             score = builder.select(sees, score, constant_of(self.vector, -math.inf))
         builder.store(score, self._address(self.scores, index), align=4)
+
+    def _count(self, lanes: Lanes) -> None:
+        builder, mask_mod = self.builder, self.programs.mask_mod
+        assert mask_mod is not None
+        (values,) = self.values
+        sees = builder.and_(values.vector(mask_mod.output, "bool"), lanes.valid)
+        count = builder.add(builder.load(self.count), builder.zext(sees, self.counted))
+        builder.store(count, self.count)
 
     def _output(self, values: _Values, program: Program) -> ir.Value:
         return values.vector(program.output, self.programs.dtype)
@@ -228,7 +251,8 @@ class _TileEmitter:
             upper, lower = (
                 emit_shuffle(self.builder, vector, vector, lanes) for lanes in (other, range(count))
             )
-            vector = self.builder.fadd(lower, upper)
+            add = self.builder.add if vector.type.element == INT32 else self.builder.fadd
+            vector = add(lower, upper)
         return self.builder.extract_element(vector, INT32(0))
 
 

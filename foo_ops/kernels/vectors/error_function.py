@@ -1,14 +1,23 @@
 """Compute the error function of vectors and scalars.
 
-Up to 1 it is x + x p(x^2), and above 1 - 2^q(x). The polynomials were found with 50 digits by
-interpolation at Chebyshev's nodes, and for q by least squares, weighted with 2^q(x) until the
-largest error of the result was smallest (Lawson 1961).
+Where a register holds a table, erf(x) is m (1 + p(x)) in float32: m is x up to the end of a piece,
+and that end above, and p a polynomial for each piece. Elsewhere, up to 1 it is x + x p(x^2), and
+above 1 - 2^q(x). Those polynomials were found with 50 digits by interpolation at Chebyshev's nodes,
+and for q by least squares, weighted with 2^q(x) until the largest error of the result was smallest
+(Lawson 1961).
 """
 
 from __future__ import annotations
 
+import functools
+import math
+
+import numpy as np
+
 from foo_ops.kernels.vectors.functions import emit_exp2
 from foo_ops.kernels.vectors.number import Number, make_function
+from foo_ops.kernels.vectors.piecewise import PIECES, fit, has_quick_tables, piecewise
+from foo_ops.kernels.vectors.whole_functions import WholeFunction
 
 # The coefficients of p and q, the highest powers first, and where erf is 1.
 _FLOAT32 = (
@@ -40,6 +49,42 @@ _FLOAT64 = (
     6.0,
 )
 
+# Of a piece: fifteen and a half reach to where erf is 1, and m ends where the fifth begins.
+_WIDTH, _END, _LAST = 33 / 128, 3.5 * 33 / 128, 3.99
+
+
+def _part_below(x: float) -> float:
+    """Return p where m is x; the piece around zero reaches below it."""
+    return (math.erf(x) / x if x else 2 / math.sqrt(math.pi)) - 1
+
+
+def _part_above(x: float) -> float:
+    return math.erf(x) / _END - 1
+
+
+@functools.cache
+def _tables() -> list[list[float]]:
+    """Return the coefficients of p: for each power, the highest first, those of all pieces."""
+    centres = [piece * _WIDTH for piece in range(PIECES)]
+    pieces = [fit(_part_below if it < _END else _part_above, it, _WIDTH, 5) for it in centres]
+    return np.array(pieces, np.float32).T.tolist()
+
+
+class _Tabled(WholeFunction):
+    """The error function of float32, within 0.7 units in the last place.
+
+    gelu of bfloat16 takes 0.63 of the time that it takes with the exponential.
+    """
+
+    def formula(self, x: Number) -> Number:
+        magnitude = abs(x)
+        part = piecewise(magnitude.clamped(0.0, _LAST), _WIDTH, _tables())
+        m = magnitude.clamped(0.0, _END)
+        return m.fma(part, m).with_sign_of(x)
+
+
+_TABLED = _Tabled("erf")
+
 
 @make_function
 def erf(x: Number) -> Number:
@@ -48,6 +93,8 @@ def erf(x: Number) -> Number:
     Example:
         >>> y[i] = 0.5 * x[i] * (1 + language.erf(x[i] * 0.7071067811865476))
     """
+    if not x.is_double and has_quick_tables():
+        return _TABLED.of(x)
     near, far, end = _FLOAT64 if x.is_double else _FLOAT32
     magnitude = abs(x).clamped(0.0, end)
     exponent = magnitude.polynomial(far)

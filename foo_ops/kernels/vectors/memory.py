@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from foo_ops.kernels.vectors.bounds import address_in, pointer_in, shifted
 from foo_ops.kernels.vectors.elements import COMPLEX_PARTS, ELEMENTS, narrow, widen
-from foo_ops.kernels.vectors.instructions import INT8, INT32, INT64
+from foo_ops.kernels.vectors.instructions import INT8, INT32, INT64, emit_shuffle
 from foo_ops.kernels.vectors.values import Pointer, Vector
 
 
@@ -155,18 +155,33 @@ def prefetch(typing_context, pointer, index):
     """
 
     def generate(context, builder, signature, args):
-        element = pointer_in(context, builder, pointer, shifted(context, builder, pointer, *args))
-        address = builder.bitcast(element, INT8.as_pointer())
-        types_ = [address.type, INT32, INT32, INT32]
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), types_), "llvm.prefetch.p0"
-        )
-        # To be read, and to come to the second cache: more lines can be on their way there than to
-        # the first, which makes 4 % in decoding.
-        builder.call(function, [address, INT32(0), INT32(2), INT32(1)])
-        return context.get_dummy_value()
+        # More lines can be on their way there than to the first.
+        return _emit_prefetch(context, builder, pointer, args, 2)
 
     return types.void(pointer, types.intp), generate
+
+
+@intrinsic
+def prefetch_to_first(typing_context, pointer, index):
+    """Begin to bring an element to the first cache. It need not exist."""
+
+    def generate(context, builder, signature, args):
+        return _emit_prefetch(context, builder, pointer, args, 3)
+
+    return types.void(pointer, types.intp), generate
+
+
+def _emit_prefetch(context: Any, builder: ir.IRBuilder, pointer: Any, args: Any, level: int) -> Any:
+    element = pointer_in(context, builder, pointer, shifted(context, builder, pointer, *args))
+    address = builder.bitcast(element, INT8.as_pointer())
+    # To be read, and as data.
+    options = [INT32(0), INT32(level), INT32(1)]
+    types_ = [address.type, *(it.type for it in options)]
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), types_), "llvm.prefetch.p0"
+    )
+    builder.call(function, [address, *options])
+    return context.get_dummy_value()
 
 
 @intrinsic(prefer_literal=True)
@@ -186,9 +201,48 @@ def load_vector(typing_context, pointer, index, lanes):
     return vector(pointer, types.intp, lanes), generate
 
 
+@intrinsic(prefer_literal=True)
+def load_pieces(typing_context, pointer, stride, count, lanes):
+    """Return a vector of pieces of ``count`` adjacent numbers of a compute type, whose beginnings
+    are a stride apart.
+    """
+    size, vector = count.literal_value, Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
+
+    def generate(context, builder, signature, args):
+        places = [builder.mul(args[1], INT64(piece)) for piece in range(vector.lanes // size)]
+        pieces = [emit_load_vector(builder, pointer.dtype, args[0], it, size) for it in places]
+        while len(pieces) > 1:
+            order = range(2 * pieces[0].type.count)
+            pairs = zip(pieces[::2], pieces[1::2], strict=True)
+            pieces = [emit_shuffle(builder, *pair, order) for pair in pairs]
+        return pieces[0]
+
+    return vector(pointer, types.intp, count, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def load_repeated(typing_context, pointer, index, times, lanes):
+    """Return a vector of adjacent numbers, each of which is in so many adjacent lanes."""
+    vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
+
+    def generate(context, builder, signature, args):
+        count = vector.lanes // times.literal_value
+        numbers = emit_load_vector(builder, pointer.dtype, args[0], args[1], count)
+        order = (lane // times.literal_value for lane in range(vector.lanes))
+        return emit_shuffle(builder, numbers, numbers, order)
+
+    return vector(pointer, types.intp, times, lanes), generate
+
+
 def emit_load_vector(builder, dtype, pointer, index, lanes) -> ir.Value:
-    stored = ir.VectorType(ELEMENTS[dtype].storage, lanes).as_pointer()
-    return _load_vector(builder, dtype, builder.bitcast(builder.gep(pointer, [index]), stored))
+    return widen(builder, dtype, emit_load_elements(builder, dtype, pointer, index, lanes))
+
+
+def emit_load_elements(builder, dtype, pointer, index, count) -> ir.Value:
+    """Emit the load of adjacent elements as they lie in memory."""
+    stored = ir.VectorType(ELEMENTS[dtype].storage, count).as_pointer()
+    address = builder.bitcast(builder.gep(pointer, [index]), stored)
+    return builder.load(address, align=ELEMENTS[dtype].alignment)
 
 
 def _load_vector(builder: ir.IRBuilder, dtype: str, address: ir.Value) -> ir.Value:

@@ -1,4 +1,5 @@
-"""Emit the operations of a program, on scalars and vectors alike: see program.py for their meaning.
+"""Emit the operations of a program, on scalars and vectors alike: see
+foo_ops/kernels/compiler/program.py for what they mean.
 
 A value is known by its torch dtype and LLVM's value. Numbers of 16 bits are float32 here.
 """
@@ -12,6 +13,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.core.typing.templates import signature
 
+from foo_ops.kernels.compiler.program import COMPARISONS, FLOATS, FUNCTIONS
 from foo_ops.kernels.vectors import error_function, functions, periodic, powers, rounding
 from foo_ops.kernels.vectors.instructions import (
     DOUBLE,
@@ -26,7 +28,6 @@ from foo_ops.kernels.vectors.instructions import (
     suffix,
 )
 from foo_ops.kernels.vectors.number import Mask, Number
-from foo_ops.kernels.vectors.program import COMPARISONS, FLOATS, FUNCTIONS
 
 TRUTH = ir.IntType(1)
 

@@ -6,9 +6,11 @@
     tile_store(tile, pointer, stride)
     tile_fma(tile, a, a_stride, b)          tile[i, j] += a[i * a_stride] * b[j-th vector]
     tile_splat(pointer, stride, ROWS, LANES)    tile[i, 0] = pointer[i * stride] in every lane
-    tile_outer(tile, factors, vector)       tile[i, 0] += factors[i, 0] * vector
-    tile_dot(tile, a, a_stride, b, b_stride)    tile[i, j] += a[i-th row] * b[j-th row], vectors;
+    tile_outer(tile, factors, b, b_stride)  tile[i, j] += factors[k * ROWS + i, 0] * b[k * b_stride,
+                                            j-th vector], for each k; of pairs, for 2k and 2k + 1;
                                             b may be int8
+    tile_dot(tile, a, a_stride, b, b_stride)    tile[i, j] += a[i-th row] * b[j-th row], vectors;
+                                            either may be int8
     tile_store_sums(tile, pointer, stride)  pointer[i * stride + j] = sum of the lanes of tile[i, j]
 
 ROWS, COLUMNS and LANES are constants of the kernel, so that every tile unrolls into registers.
@@ -24,13 +26,14 @@ from numba.extending import intrinsic
 
 from foo_ops.kernels.vectors.elements import ELEMENTS, narrow, widen
 from foo_ops.kernels.vectors.instructions import (
+    INT32,
     INT64,
     emit_fma,
     emit_multiply_add,
     emit_shuffle,
     emit_splat,
 )
-from foo_ops.kernels.vectors.memory import emit_load_vector
+from foo_ops.kernels.vectors.memory import emit_load_elements, emit_load_vector
 from foo_ops.kernels.vectors.pairs import (
     INTEGER_PAIRS,
     PAIRS,
@@ -154,36 +157,70 @@ def tile_splat(typing_context, pointer, stride, rows, lanes):
 
 
 @intrinsic
-def tile_outer(typing_context, tile, factors, vector):
+def tile_outer(typing_context, tile, factors, b, stride):
+    """Add products of rows of ``b`` to a tile, with as many factors in a row as the tile has rows.
+
+    Factors that are pairs are those of two rows, which then have two vectors for each two of pairs.
+    """
+    rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
+    of_pairs = factors.vector.element == types.int32
+    multiply_add = emit_pair_fma if of_pairs else emit_fma
+
+    def load_columns(builder, pointer, step, stride):
+        if not of_pairs:
+            start = builder.mul(stride, stride.type(step))
+            places = (builder.add(start, INT64(column * lanes)) for column in range(columns))
+            return [_load_numbers(builder, tile, b.dtype, pointer, place) for place in places]
+        size = columns * lanes
+        upper, lower = (
+            emit_load_elements(
+                builder, b.dtype, pointer, builder.mul(stride, stride.type(row)), size
+            )
+            for row in (2 * step, 2 * step + 1)
+        )
+        vectors = []
+        for start in range(0, size, lanes):
+            order = [half for lane in range(start, start + lanes) for half in (lane, size + lane)]
+            pairs = emit_shuffle(builder, upper, lower, order)
+            vectors.append(builder.bitcast(pairs, ir.VectorType(INT32, lanes)))
+        return vectors
+
     def generate(context, builder, signature, args):
-        result = args[0]
-        for row in range(tile.rows):
-            factor, total = (builder.extract_value(value, row) for value in (args[1], result))
-            value = emit_fma(builder, factor, args[2], total)
-            result = builder.insert_value(result, value, row)
+        result, factor_tile, pointer, step_stride = args
+        for step in range(factors.rows // rows):
+            vectors = load_columns(builder, pointer, step, step_stride)
+            for row in range(rows):
+                factor = builder.extract_value(factor_tile, step * rows + row)
+                for column in range(columns):
+                    position = row * columns + column
+                    total = builder.extract_value(result, position)
+                    value = multiply_add(builder, factor, vectors[column], total)
+                    result = builder.insert_value(result, value, position)
         return result
 
-    return tile(tile, factors, vector), generate
+    return tile(tile, factors, b, types.intp), generate
+
+
+def _load_numbers(builder, tile, dtype, pointer, index) -> ir.Value:
+    """Emit the load of a vector of a tile, to whose numbers integers of 8 bits are converted."""
+    vector = emit_load_vector(builder, dtype, pointer, index, tile.vector.lanes)
+    return builder.sitofp(vector, vector_ir(tile.vector)) if dtype == "int8" else vector
 
 
 @intrinsic
 def tile_dot(typing_context, tile, a, a_stride, b, b_stride):
-    rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
+    rows, columns = tile.rows, tile.columns
     multiply_add = emit_pair_fma if a.dtype == PAIRS else emit_fma
-    is_converted = b.dtype == "int8"
 
     def generate(context, builder, signature, args):
         result, a_pointer, a_step, b_pointer, b_step = args
         vectors = []
         for column in range(columns):
             index = builder.mul(b_step, INT64(column))
-            vector = emit_load_vector(builder, b.dtype, b_pointer, index, lanes)
-            if is_converted:
-                vector = builder.sitofp(vector, vector_ir(tile.vector))
-            vectors.append(vector)
+            vectors.append(_load_numbers(builder, tile, b.dtype, b_pointer, index))
         for row in range(rows):
             index = builder.mul(a_step, INT64(row))
-            factor = emit_load_vector(builder, a.dtype, a_pointer, index, lanes)
+            factor = _load_numbers(builder, tile, a.dtype, a_pointer, index)
             for column in range(columns):
                 position = row * columns + column
                 total = builder.extract_value(result, position)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from foo_ops.kernels.vectors.program import Gradient, Node, Program
+from foo_ops.kernels.compiler.program import Gradient, Node, Program
 
 _INVOLUTIONS = ("neg", "not")
 

@@ -10,7 +10,6 @@
 #include <map>
 #include <mutex>
 
-#include "launch/jobs.h"
 #include "launch/kernel_table.h"
 #include "launch/read_once.h"
 #include "ops/attention/bias_gradient.h"
@@ -32,12 +31,13 @@ Signature signature_of(at::ScalarType type, at::TensorList captured) {
 
 // The address of the kernel that these programs become, or 0 where there is none.
 int64_t function_of(at::ScalarType type, const Programs& given, std::string_view score_mod,
-                    std::string_view mask_mod, std::string_view backward) {
+                    std::string_view mask_mod, std::string_view backward,
+                    const char* family = "attention_program") {
   if (score_mod.empty() && mask_mod.empty() && backward.empty()) return 0;
   // Kernels live as long as the process: they are never destroyed.
   static auto* kernels = new std::map<std::string, Kernel, std::less<>>();
   static auto* mutex = new std::mutex();
-  std::string name = "attention_program " + std::to_string(given.numbers.size()) + ' ' +
+  std::string name = std::string(family) + ' ' + std::to_string(given.numbers.size()) + ' ' +
                      std::to_string(given.integers.size());
   for (const std::string_view program : {score_mod, mask_mod, backward}) {
     name.append("\n\n").append(program);
@@ -111,29 +111,6 @@ SharedSums indexed_by(std::string_view backward, size_t number) {
   return found;
 }
 
-constexpr int64_t kTileBytes = kKeyBlock * kTileStride * int64_t{sizeof(double)};
-
-// A window and the queries that look at it.
-struct Place {
-  int64_t queries, keys, query, key, batch, head;
-};
-
-// Finds whether a program hides all scores of a tile, none, or some.
-template <class Number>
-BlockState state_of_tile(ProgramFunction* hides, const ProgramArguments& arguments, void* memory,
-                         const Place& place) {
-  auto* const tile = static_cast<Number*>(memory);
-  std::fill_n(tile, place.keys * kTileStride, Number{0});
-  hides(&arguments, tile, tile, place.queries, place.keys, place.query, place.key, place.batch,
-        place.head, 0, 0);
-  int64_t seen = 0;
-  for (int64_t key = 0; key < place.keys; ++key) {
-    const Number* const row = tile + key * kTileStride;
-    seen += std::count(row, row + place.queries, Number{0});
-  }
-  return seen == 0 ? kHidden : seen == place.keys * place.queries ? kSeen : kMasked;
-}
-
 }  // namespace
 
 BlockStates::BlockStates(Parameters& parameters, const BlockMask& mask, bool has_mask_mod)
@@ -205,8 +182,8 @@ void BlockStates::set_windows(int64_t key_length) {
 }
 
 void BlockStates::ask(Parameters& parameters, const std::vector<Sequence>& sequences,
-                      ProgramFunction* hides, const ProgramArguments& arguments,
-                      at::ScalarType type, bool of_sequence, bool of_head) {
+                      ProgramFunction* counts, const ProgramArguments& arguments, bool of_sequence,
+                      bool of_head) {
   const int64_t rows = ceil_divide(parameters.query_length, kKeyBlock);
   const int64_t count = of_sequence ? static_cast<int64_t>(sequences.size()) : 1;
   const int64_t heads = of_head ? parameters.query_heads : 1;
@@ -216,19 +193,18 @@ void BlockStates::ask(Parameters& parameters, const std::vector<Sequence>& seque
   blocks_.assign(rows_ * columns_, kHidden);
   parameters.mask_batch_stride = of_sequence ? heads * rows : 0;
   parameters.mask_head_stride = of_head ? rows : 0;
-  const auto state = type == at::kDouble ? &state_of_tile<double> : &state_of_tile<float>;
   at::parallel_for(0, sequences.empty() ? 0 : rows_ * columns_, 1, [&](int64_t begin, int64_t end) {
-    const ScratchMemory tile(scratch_pool(), at::get_thread_num(), kTileBytes);
     for (int64_t place = begin; place < end; ++place) {
       const int64_t row = place / columns_, batch = row / rows / heads;
       const Sequence& sequence = sequences[batch];
       const int64_t query = row % rows * kKeyBlock, key = place % columns_ * kKeyBlock;
       const int64_t queries = std::min(kKeyBlock, sequence.query_length - query);
       const int64_t keys = std::min(kKeyBlock, sequence.key_length - key);
-      if (queries > 0 && keys > 0) {
-        blocks_[place] = state(hides, arguments, tile.get(),
-                               {queries, keys, query, key, batch, row / rows % heads});
-      }
+      if (queries <= 0 || keys <= 0) continue;
+      int64_t seen = 0;
+      counts(&arguments, nullptr, &seen, queries, keys, query, key, batch, row / rows % heads, 0,
+             0);
+      blocks_[place] = seen == 0 ? kHidden : seen == queries * keys ? kSeen : kMasked;
     }
   });
   set(parameters, kKeyBlock);
@@ -268,15 +244,14 @@ ProgramCall::ProgramCall(Parameters& parameters, const std::vector<Sequence>& se
     const auto depends_on = [&](const char* input) {
       return programs.mask_mod.find(input) != std::string_view::npos;
     };
-    const int64_t hides = function_of(type_, programs, {}, programs.mask_mod, {});
-    const ProgramArguments unscaled{1.0, arguments_.numbers, arguments_.integers,
-                                    arguments_.captured, arguments_.outside};
+    const int64_t counts =
+        function_of(type_, programs, {}, programs.mask_mod, {}, "attention_mask");
     const bool are_alike =
         std::all_of(sequences.begin(), sequences.end(), [&](const Sequence& sequence) {
           return sequence.query_length == parameters.query_length &&
                  sequence.key_length == parameters.key_length;
         });
-    states_.ask(parameters, sequences, reinterpret_cast<ProgramFunction*>(hides), unscaled, type_,
+    states_.ask(parameters, sequences, reinterpret_cast<ProgramFunction*>(counts), arguments_,
                 !are_alike || depends_on("input batch"), depends_on("input head"));
   }
 }

@@ -57,7 +57,8 @@ struct Layout<ProgramArguments> {
 static_assert(is_whole<ProgramArguments>());
 
 // Applies programs to so many queries and keys of a score tile, which ones these are. Gradients of
-// captured tensors are summed for the chunk of a key head.
+// captured tensors are summed for the chunk of a key head. A function of the family attention_mask
+// writes the number of scores that mask_mod lets through to ``gradients``, as an int64.
 using ProgramFunction = void(const ProgramArguments* arguments, void* scores, void* gradients,
                              int64_t queries, int64_t keys, int64_t first_query, int64_t first_key,
                              int64_t batch, int64_t head, int64_t key_head, int64_t chunk);
@@ -85,11 +86,11 @@ class BlockStates {
   // What a mask of blocks says.
   BlockStates(Parameters& parameters, const BlockMask& mask, bool has_mask_mod);
 
-  // Where there is none, asks a program that hides scores, for each window and as many queries of a
-  // sequence. The answers are for each sequence, or for the first one for all of them, and for
-  // heads alike.
-  void ask(Parameters& parameters, const std::vector<Sequence>& sequences, ProgramFunction* hides,
-           const ProgramArguments& arguments, at::ScalarType type, bool of_sequence, bool of_head);
+  // Where there is none, asks how many scores a mask_mod lets through, for each window and as many
+  // queries of a sequence. The answers are for each sequence, or for the first one for all of them,
+  // and for heads alike.
+  void ask(Parameters& parameters, const std::vector<Sequence>& sequences, ProgramFunction* counts,
+           const ProgramArguments& arguments, bool of_sequence, bool of_head);
 
  private:
   void set(Parameters& parameters, int64_t query_block);

@@ -12,6 +12,7 @@
 #include "launch/jobs.h"
 #include "launch/kernel_table.h"
 #include "ops/linear/cut.h"
+#include "ops/linear/torch_product.h"
 
 namespace foo {
 
@@ -168,6 +169,8 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
     run(product, dtype, few_rows, cut_of_few_rows(product));
   } else if (second == nullptr && has_few_rows(transposed(product), dtype)) {
     run(transposed(product), dtype, few_rows, cut_of_few_rows(transposed(product)));
+  } else if (finish == Finish::kNothing && !bias && is_quicker_by_torch(product, dtype)) {
+    multiply_by_torch(output, product);
   } else {
     run_blocks(product, dtype, product_kernels()[finish], second == nullptr ? 1 : 2);
   }

@@ -1,0 +1,229 @@
+"""Compare flex attention with what it is to reach: our own options, PyTorch's, and fewer blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex
+
+import foo_ops
+from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, torch_threads
+from foo_ops.ops.attention import attention
+
+SECTION = "flex attention"
+HEAD_DIM = 64
+BLOCK = 128
+DOCUMENTS = 8
+WINDOW = 512
+OF_PROPORTIONAL = 0.8
+"""Of the speed that is in proportion to the blocks that are left."""
+COMPILED, DENSE = "compiled flex", "dense"
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant of attention, and what it is compared with.
+
+    Attributes:
+        least: how many times as fast as its peer ours is to be.
+    """
+
+    variant: str
+    direction: str
+    dtype: str
+    length: int
+    heads: int
+    peer: str
+    least: float
+
+    @property
+    def name(self) -> str:
+        size = f"{self.heads} x {HEAD_DIM}, S {self.length}"
+        return f"{self.variant}, {self.direction}, {self.dtype}, {size}, beside {self.peer}"
+
+    def inputs(self) -> list[Tensor]:
+        shape = (1, self.heads, self.length, HEAD_DIM)
+        needs_grad = self.direction == "backward"
+        kind = getattr(torch, self.dtype)
+        return [torch.randn(shape).to(kind).requires_grad_(needs_grad) for _ in range(3)]
+
+
+def cases(length: int, dtypes: Sequence[str]) -> Iterator[Case]:
+    """Take ``length`` for most rows, and four times as much where blocks are left out."""
+    for row in rows(length, dtypes):
+        prepare = partial(contenders, row)
+        yield Case(SECTION, row.name, prepare, least=row.least, headline=True)
+
+
+def rows(length: int, dtypes: Sequence[str]) -> Iterator[Row]:
+    """List the rows; those of blocks are to be as fast as the blocks are few."""
+    long = 4 * length
+    for dtype in dtypes:
+        compiled = 3.0 if dtype == "bfloat16" else 2.0
+        yield Row("causal by a BlockMask", "forward", dtype, length, 8, "is_causal", 0.85)
+        yield Row("ALiBi and causal", "forward", dtype, length, 8, COMPILED, compiled)
+        yield Row("ALiBi and causal", "backward", dtype, length, 8, "alibi_slopes", 0.75)
+        yield Row("ALiBi and causal", "backward", dtype, length, 8, "math", 5.0)
+        for variant, reach in (("documents", document_reach), ("window", window_reach)):
+            least = OF_PROPORTIONAL / blocks_left(*reach(long))
+            for direction in ("forward", "backward"):
+                yield Row(variant, direction, dtype, long, 2, DENSE, least)
+        yield Row("relative positions", "backward", dtype, length // 2, 8, "attn_bias", 1.0)
+
+
+# ------------------------------------------------------------------------------------- the variants
+
+
+def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+def blocks(mask_mod: Function, length: int) -> BlockMask:
+    return create_block_mask(mask_mod, None, None, length, length, device="cpu")
+
+
+def causal_pair(row: Row) -> tuple[Function, Function]:
+    ours = partial(foo_ops.flex_attention, block_mask=blocks(causal, row.length))
+    return ours, partial(attention, is_causal=True)
+
+
+def alibi_pair(row: Row) -> tuple[Function, Function]:
+    slopes = 2.0 ** -torch.arange(1.0, row.heads + 1)
+
+    def alibi(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score - slopes[head] * (query - key)
+
+    given: dict[str, Any] = {"score_mod": alibi, "block_mask": blocks(causal, row.length)}
+    peers: dict[str, Function] = {
+        COMPILED: partial(torch.compile(torch_flex, dynamic=False), **given),
+        "alibi_slopes": partial(attention, alibi_slopes=slopes, is_causal=True),
+        "math": partial(math, slopes),
+    }
+    return partial(foo_ops.flex_attention, **given), peers[row.peer]
+
+
+def math(slopes: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    positions = torch.arange(query.shape[2])
+    distance = positions[:, None] - positions
+    bias = (-slopes[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(query, key, value, bias.to(query.dtype))
+
+
+def document_pair(row: Row) -> tuple[Function, Function]:
+    of_position = document_of(row.length)
+
+    def same_document(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return of_position[query] == of_position[key]
+
+    ours = partial(foo_ops.flex_attention, block_mask=blocks(same_document, row.length))
+    return ours, attention
+
+
+def window_pair(row: Row) -> tuple[Function, Function]:
+    def window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < WINDOW)
+
+    ours = partial(foo_ops.flex_attention, block_mask=blocks(window, row.length))
+    return ours, attention
+
+
+def relative_pair(row: Row) -> tuple[Function, Function]:
+    """Take a table of a number for each head and distance, or one for each pair; both learn."""
+    table = torch.randn(row.heads, 2 * row.length - 1)
+    positions = torch.arange(row.length)
+    places = positions[:, None] - positions + row.length - 1
+    bias = table[None, :, places].to(getattr(torch, row.dtype)).requires_grad_()
+    # Both have the same numbers, whatever the dtype of the bias.
+    table = table.to(bias.dtype).requires_grad_()
+
+    def relative(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + table[head, query - key + (row.length - 1)]
+
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return foo_ops.flex_attention(query, key, value, relative), table
+
+    def theirs(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return attention(query, key, value, bias), bias
+
+    return ours, theirs
+
+
+PAIRS: dict[str, Callable[[Row], tuple[Function, Function]]] = {
+    "causal by a BlockMask": causal_pair,
+    "ALiBi and causal": alibi_pair,
+    "documents": document_pair,
+    "window": window_pair,
+    "relative positions": relative_pair,
+}
+
+
+# ----------------------------------------------------------------------------- blocks that are left
+
+
+def document_of(length: int) -> Tensor:
+    """Return the document of each position; their ends are not those of blocks."""
+    size = length // DOCUMENTS - 24
+    return (torch.arange(length) // size).clamp(max=DOCUMENTS - 1)
+
+
+def document_reach(length: int) -> tuple[Tensor, Tensor]:
+    """Return the first key and the last one that each query sees."""
+    documents = document_of(length)
+    last = torch.searchsorted(documents, documents, right=True) - 1
+    return torch.searchsorted(documents, documents), last
+
+
+def window_reach(length: int) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(length)
+    return (positions - WINDOW + 1).clamp(min=0), positions
+
+
+def blocks_left(first: Tensor, last: Tensor) -> float:
+    """Return the share of blocks in which a query sees a key, of all that it sees in a row."""
+    columns = last.view(-1, BLOCK).amax(1) // BLOCK - first.view(-1, BLOCK).amin(1) // BLOCK + 1
+    return float(columns.sum()) / len(columns) ** 2
+
+
+# -------------------------------------------------------------------------------------- contenders
+
+
+def contenders(row: Row) -> Contenders:
+    inputs = row.inputs()
+    ours, theirs = PAIRS[row.variant](row)
+    functions = {OURS: ours, row.peer: theirs}
+    return {name: partial(local, row, name, it, inputs) for name, it in functions.items()}
+
+
+def local(row: Row, name: str, function: Function, inputs: list[Tensor]) -> Local:
+    # What is dense sees more.
+    compared = shape_of if row.peer == DENSE else torch.clone
+    if row.direction == "forward":
+        if name == COMPILED:
+            # Compiled at the first call on each number of threads.
+            for threads in THREADS:
+                with torch_threads(threads):
+                    function(*inputs)
+        return Local(partial(function, *inputs), torch.no_grad, compared)
+    result = function(*inputs)
+    output, *learned = result if isinstance(result, tuple) else (result,)
+    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    differentiate = partial(
+        torch.autograd.grad, output, [*inputs, *learned], gradient.to(output.dtype),
+        retain_graph=True,
+    )  # fmt: skip
+    return Local(lambda: differentiate()[: len(inputs)], compared=compared)
+
+
+def shape_of(tensor: Tensor) -> Tensor:
+    return torch.tensor([float(it) for it in tensor.shape])

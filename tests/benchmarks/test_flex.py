@@ -1,0 +1,87 @@
+"""The rows of flex attention compare what is the same, and are judged beside their peers."""
+
+import pytest
+import torch
+from support.exact import assert_near
+
+from benchmarks import flex, report, targets
+from benchmarks.measure import Limits, Result, measure
+
+TINY = Limits(rounds=3, turn=1e-4, contender=1e-3)
+LENGTH = 256
+ROWS = list(flex.rows(LENGTH, ("float32", "bfloat16")))
+REACHES = {"documents": flex.document_reach, "window": flex.window_reach}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def mask_of(row):
+    """Return which keys each query sees, by the row's own mask_mod."""
+    ours, _ = flex.PAIRS[row.variant](row)
+    positions = torch.arange(row.length)
+    mask_mod = ours.keywords["block_mask"].mask_mod
+    return mask_mod(torch.zeros(()), torch.zeros(()), positions[:, None], positions)
+
+
+@pytest.mark.parametrize("row", ROWS[:9], ids=lambda row: row.name)
+def test_a_row_measures_both(row, monkeypatch):
+    """A peer whose results differ would raise. Compiling PyTorch's takes too long for a test."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(flex, "torch_flex", flex.foo_ops.flex_attention)
+    (case,) = [it for it in flex.cases(LENGTH, (row.dtype,)) if it.name == row.name]
+    (result,) = measure(case, TINY)
+    assert result.failures == {}
+    assert result.peers() == [row.peer]
+    assert result.least == row.least
+
+
+def test_names_tell_rows_apart():
+    names = [row.name for row in ROWS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("row", [it for it in ROWS[:9] if it.peer == "dense"], ids=str)
+def test_blocks_that_are_left(row):
+    count = row.length // flex.BLOCK
+    kept = mask_of(row).view(count, flex.BLOCK, count, flex.BLOCK).any(3).any(1)
+    share = int(kept.sum()) / count**2
+    assert flex.blocks_left(*REACHES[row.variant](row.length)) == share
+    assert row.least == flex.OF_PROPORTIONAL / share
+
+
+@pytest.mark.parametrize("variant", REACHES)
+def test_what_is_compared_by_its_shape_is_right(variant):
+    row = next(it for it in ROWS if it.variant == variant)
+    ours, _ = flex.PAIRS[variant](row)
+    query, key, value = row.inputs()
+    scores = (query.double() @ key.double().mT / flex.HEAD_DIM**0.5).masked_fill(
+        ~mask_of(row), -torch.inf
+    )
+    assert_near(ours(query, key, value), scores.softmax(-1) @ value.double())
+
+
+def result(foo, peer, least=0.8):
+    seconds = {"foo": [foo] * 4, "is_causal": [peer] * 4}
+    return Result(flex.SECTION, "causal", 1, 0.0, True, seconds, least=least)
+
+
+def test_rows_are_judged_beside_their_peers():
+    fast, slow = result(0.001, 0.0009), result(0.002, 0.0008)
+    assert targets.peer_requirement(fast).shortfall() == ""
+    assert targets.peer_requirement(slow).shortfall() == "short of 0.80 x is_causal by 50.0%"
+    absent = Result(flex.SECTION, "ALiBi", 1, 0.0, True, {"foo": [0.001]}, least=2.0)
+    content = report.Content("2026-01-01", "default", {}, [fast, slow, absent])
+    header, *rows = report.table_of(content, flex.SECTION, content.results)
+    assert header == ["case", "threads", "foo", "peer", "times as fast", "target", "verdict"]
+    assert rows == [
+        ["causal", "1", "1.00", "0.90", "0.90 (0.90-0.90)", "0.80", "reached"],
+        ["causal", "1", "2.00", "0.80", "0.40 (0.40-0.40)", "0.80",
+         "short of 0.80 x is_causal by 50.0%"],
+        ["ALiBi", "1", "1.00", "-", "-", "2.00", "-"],
+    ]  # fmt: skip
+
+
+def test_a_target_is_kept_in_the_results_file(tmp_path):
+    kept = [result(0.001, 0.0009, least=0.85)]
+    report.save(tmp_path / "results.json", kept, "default")
+    assert report.load(tmp_path / "results.json").results == kept
