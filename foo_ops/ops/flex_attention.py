@@ -115,6 +115,14 @@ def flex_attention(
             f"must be True, got {key.shape[1]}"
         )
     mask_mod, lists, blocks = _parts(block_mask, query, key)
+    if torch.compiler.is_dynamo_compiling():
+        from foo_ops.ops.flex_attention_compile import compiled
+
+        inputs = (query, key, value)
+        output, logsumexp = compiled(
+            "flex_attention", inputs, score_mod, mask_mod, lists, scale, blocks
+        )
+        return (output, logsumexp) if return_lse else output
     programs = traced(score_mod, mask_mod, query)
     output, logsumexp = torch.ops.foo.flex_attention.default(
         query, key, value, programs.captured, *lists,

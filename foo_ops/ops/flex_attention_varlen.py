@@ -88,6 +88,16 @@ def flex_attention_varlen(
         torch.Size([12, 8, 64])
     """
     query, key, value = cast(query, key, value)
+    if torch.compiler.is_dynamo_compiling():
+        from foo_ops.ops.flex_attention_compile import compiled
+
+        inputs = (query, key, value)
+        sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+        lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        output, logsumexp = compiled(
+            "flex_attention_varlen", inputs, score_mod, mask_mod, sequences, scale, lengths
+        )
+        return (output, logsumexp) if return_lse else output
     programs = traced(score_mod, mask_mod, query)
     output, logsumexp = torch.ops.foo.flex_attention_varlen.default(
         query, key, value, programs.captured, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table,

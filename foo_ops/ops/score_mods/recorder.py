@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foo_ops.kernels.compiler.program import DTYPES
 from foo_ops.ops.score_mods.builder import Builder, name_of
 
-# Values that leave a tensor for Python, where no operation sees them.
-READERS = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+# Numbers that torch.compile leaves open, such as lengths.
+SYMBOLS = (torch.SymInt, torch.SymFloat)
 CREATED = (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy, torch.ops.aten.lift)
 
 
@@ -115,6 +114,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, builder: Builder, device: torch.device) -> None:
         super().__init__()
         self.builder, self._device = builder, device
+        self._excluded = torch._C._dispatch_tls_local_exclude_set()
         self.captured: list[Tensor] = []
         self.loads: list[Load] = []
         self.steps: list[Step] = []
@@ -216,6 +216,13 @@ class Recorder(TorchDispatchMode):
         finally:
             self.may_write = outer
 
+    def outside(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function as around the trace, where torch.func and torch.export may be."""
+        included = torch._C._dispatch_tls_local_include_set()
+        keys = torch._C._ForceDispatchKeyGuard(included, self._excluded)
+        with keys, torch._C._DisableAutocast():
+            return func(*args, **kwargs)
+
     def input(self, name: str, dtype: torch.dtype, requires_grad: bool = False) -> Tensor:
         """Return a number that is given to the program."""
         node = self.builder.add(dtype, "input", name=name)
@@ -252,6 +259,9 @@ class Recorder(TorchDispatchMode):
         Numbers of 16 bits are computed in float32.
         """
         dtype = wide(dtype)
+        if isinstance(value, SYMBOLS):
+            # Only what is captured is a different number at each call of what was compiled.
+            value = self.outside(torch.full, (), value, dtype=dtype, device=self._device)
         if isinstance(value, Tensor):
             return self.builder.add(dtype, "cast", self._node_of(value))
         if not isinstance(value, (bool, int, float)):
@@ -298,71 +308,12 @@ class Recorder(TorchDispatchMode):
         return self._places[id(tensor)]
 
 
-class Reader(TorchFunctionMode):
-    """Tell what a function reads: the objects that it holds, before PyTorch unwraps them.
-
-    Captured tensors have stand-ins among numbers without values. ``tensor[number]`` becomes an
-    operation, where PyTorch would ask for the number's value.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        """Remember which keys dispatch calls outside of the trace, where torch.func is on."""
-        super().__init__()
-        self._recorder = recorder
-        self._excluded = torch._C._dispatch_tls_local_exclude_set()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Call a function with stand-ins, or, of wrapped tensors alone, outside of the trace."""
-        if func in READERS:
-            self._recorder.reads_values = True
-        if func is torch.Tensor.__getitem__:
-            tensor, index = args
-            items = list(index) if isinstance(index, tuple) else [index]
-            if any(isinstance(it, Tensor) for it in items):
-                return self._indexed(tensor, items)
-        return self._call(func, args, kwargs or {})
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
-        if any(isinstance(it, Number) for it in tensors):
-            args, kwargs = pytree.tree_map_only(Tensor, self._recorder.stand_in, (args, kwargs))
-        elif any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
-            included = torch._C._dispatch_tls_local_include_set()
-            guard = torch._C._ForceDispatchKeyGuard(included, self._excluded)
-            with guard, torch._C._DisableAutocast():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _indexed(self, tensor: Tensor, items: list[Any]) -> Any:
-        """Return an element, or a part: slices are cut first, since they hold for all scores."""
-        if Ellipsis in (it for it in items if not isinstance(it, Tensor)):
-            place = next(i for i, it in enumerate(items) if it is Ellipsis)
-            items[place : place + 1] = [slice(None)] * (tensor.dim() - len(items) + 1)
-        for item in items:
-            if isinstance(item, bool) or not isinstance(item, (Tensor, int, slice)):
-                raise unsupported(f"an index that is {type(item).__name__}")
-            if isinstance(item, Tensor) and (item.dim() or item.dtype in (torch.bool, torch.uint8)):
-                raise unsupported(f"an index of {name_of(item.dtype)} and shape {list(item.shape)}")
-        slices = tuple(it if isinstance(it, slice) else slice(None) for it in items)
-        if any(it != slice(None) for it in slices):
-            tensor = self._call(torch.Tensor.__getitem__, (tensor, slices), {})
-        return self._call(torch.ops.aten.index, (tensor, list(_indices(items, tensor.device))), {})
-
-
-def _indices(items: list[Any], device: torch.device) -> Iterator[Tensor | None]:
-    for item in items:
-        if isinstance(item, slice):
-            yield None
-        else:
-            yield item if isinstance(item, Tensor) else torch.tensor(item, device=device)
-
-
 def example(value: Any) -> Any:
     """Return a number on the CPU for one without a value: what comes of it tells the kind."""
     if isinstance(value, Tensor):
         return torch.ones(value.shape, dtype=value.dtype)
+    if isinstance(value, SYMBOLS):
+        return 1 if isinstance(value, torch.SymInt) else 1.0
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from foo_ops.kernels.compiler.program import Gradient
 from foo_ops.ops.score_mods.builder import Builder, Texts
-from foo_ops.ops.score_mods.recorder import Load, Reader, Recorder, RefusalError, wide
+from foo_ops.ops.score_mods.reader import Reader
+from foo_ops.ops.score_mods.recorder import Load, Recorder, RefusalError, wide
 
 Function = Callable[..., Any]
 Output = tuple[int, list[Gradient]]
@@ -59,7 +60,7 @@ def record(
     """Trace, and return besides what was recorded."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     recorder = Recorder(Builder(), query.device)
-    tracer = _Tracer(recorder, Reader(recorder), dtype)
+    tracer = _Tracer(recorder, dtype)
     outputs: dict[str, Output] = {}
     with _nothing_around():
         if score_mod is not None:
@@ -77,9 +78,9 @@ def record(
 class _Tracer:
     """Run functions on numbers without values."""
 
-    def __init__(self, recorder: Recorder, reader: Reader, dtype: torch.dtype) -> None:
+    def __init__(self, recorder: Recorder, dtype: torch.dtype) -> None:
         self.recorder, self.builder = recorder, recorder.builder
-        self._reader, self._dtype = reader, dtype
+        self._dtype = dtype
 
     def _indices(self) -> list[Tensor]:
         return [self.recorder.input(name, torch.int32) for name in INDICES]
@@ -112,7 +113,7 @@ class _Tracer:
         names = INDICES if kind == "mask_mod" else ("score", *INDICES)
         with _refusals(kind, function):
             _check_parameters(function, names)
-            with self.recorder, self._reader:
+            with self.recorder, Reader(self.recorder):
                 result = function(*inputs)
             if not isinstance(result, Tensor):
                 raise RefusalError("must return a tensor", type(result).__name__, TypeError)
@@ -161,8 +162,10 @@ class _Tracer:
 
 @contextlib.contextmanager
 def _nothing_around() -> Iterator[None]:
-    """Trace alike within autocast, checkpoints and transforms."""
+    """Trace alike within autocast, checkpoints, transforms and exports."""
+    pre_dispatch = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(pre_dispatch))
         stack.enter_context(torch._C._DisableFuncTorch())
         stack.enter_context(torch._C._DisableAutocast())
         if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]

@@ -1,0 +1,96 @@
+"""Compile flex attention with torch.compile, which has to see what its functions capture.
+
+Dynamo turns the functions of torch's own flex_attention into graphs, and what they capture into
+inputs of those. A call of ours is known to it in the same way, and becomes the ordinary operator
+with programs made of the graphs wherever the call is run: so it is what AOTAutograd records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.variables import higher_order_ops as dynamo
+from torch._ops import HigherOrderOperator
+from torch.nn.attention.flex_attention import noop_mask
+
+from foo_ops.ops.score_mods.trace import trace
+
+
+def compiled(
+    name: str,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    score_mod: Callable[..., Tensor] | None,
+    mask_mod: Callable[..., Tensor] | None,
+    others: tuple[Tensor | None, ...],
+    scale: float | None,
+    options: dict[str, int],
+) -> tuple[Tensor, Tensor]:
+    """Call the operator of a name where Dynamo looks on.
+
+    Args:
+        name: ``"flex_attention"`` or ``"flex_attention_varlen"``.
+        inputs: query, key and value.
+        score_mod, mask_mod: the functions of a user.
+        others: the operator's other tensors.
+        scale: factor of the products of query and key.
+        options: the operator's other options.
+    """
+    mask = (name, *others, mask_mod or noop_mask)
+    return flex_attention_call(*inputs, score_mod or _unchanged, mask, scale, options)
+
+
+def _unchanged(score: Tensor, *places: Tensor) -> Tensor:
+    return score
+
+
+class FlexAttentionCall(HigherOrderOperator):
+    """Calls an operator of flex attention with graphs of functions."""
+
+    def __init__(self) -> None:
+        """Name the operator to Dynamo."""
+        super().__init__("foo_flex_attention", cacheable=False)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Callable[..., Tensor],
+        mask: tuple[Any, ...],
+        scale: float | None,
+        options: dict[str, int],
+        captured_by_score_mod: tuple[Tensor, ...] = (),
+        captured_by_mask_mod: tuple[Tensor, ...] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the output and its logsumexp.
+
+        Dynamo expects these arguments, which are those of torch's own operator.
+
+        Args:
+            query, key, value, scale: as in `foo_ops.flex_attention`.
+            score_mod: a graph, which takes what it captures in the end.
+            mask: the operator's name, its other tensors, and the graph of the mask_mod.
+            options: the operator's other options.
+            captured_by_score_mod, captured_by_mask_mod: given by Dynamo.
+        """
+        name, *others, mask_mod = mask
+        programs = trace(
+            lambda *numbers: score_mod(*numbers, *captured_by_score_mod),
+            lambda *numbers: mask_mod(*numbers, *captured_by_mask_mod),
+            query,
+        )
+        output, logsumexp = getattr(torch.ops.foo, name).default(
+            query, key, value, programs.captured, *others,
+            score_mod=programs.score_mod, mask_mod=programs.mask_mod, backward=programs.backward,
+            numbers=programs.numbers, integers=programs.integers, scale=scale, **options,
+        )  # fmt: skip
+        return output, logsumexp
+
+
+flex_attention_call = FlexAttentionCall()
+dynamo._hop_name_to_variable_class[flex_attention_call.__name__] = (
+    dynamo.FlexAttentionHigherOrderVariable
+)
