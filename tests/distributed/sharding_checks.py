@@ -336,6 +336,12 @@ def refused():
         "as the operator can be cut (... ., ... -> ... .), got Shard(dim=1)",
     ):
         kit.scale_rows_(x, scale)
+    query = placed(randn(2, 4, 3, 8), mesh, [Shard(1)])
+    for operator in ("flex_attention", "flex_attention_varlen"):
+        # A function may read the row of the batch and the head, which parts do not know.
+        message = f"Operator foo.{operator}.default does not have a sharding strategy registered."
+        with refuses(NotImplementedError, message):
+            call_flex(operator, query, mesh)
     target = placed(torch.zeros(4, dtype=torch.int64), mesh, [Replicate()])
     with refuses(
         TypeError, "softmax_cross_entropy: target must be a DTensor as others are, got a Tensor"
@@ -345,6 +351,14 @@ def refused():
         TypeError, "linear_cross_entropy: weight must be a DTensor as others are, got a Tensor"
     ):
         foo_ops.linear_cross_entropy(x, torch.zeros(3, 8), target)
+
+
+def call_flex(operator, query, mesh):
+    if operator == "flex_attention":
+        return foo_ops.flex_attention(query, query, query)
+    starts = placed(torch.tensor([0, 2], dtype=torch.int32), mesh, [Replicate()])
+    lengths = {"max_seqlen_q": 2, "max_seqlen_k": 2}
+    return foo_ops.flex_attention_varlen(*[query[:, :, 0]] * 3, starts, starts, **lengths)
 
 
 def nothing_travels():

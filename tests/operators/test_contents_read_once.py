@@ -136,6 +136,60 @@ assert done > 0 and refused > 0, (done, refused)
 """
 
 
+# The lists of blocks, which are read before any work, and once more for the gradients.
+BLOCKS_PROGRAM = """
+import ctypes, sys, threading, time
+import numpy, torch, foo_ops
+
+device = sys.argv[1]
+torch.set_num_threads(2)
+rows, columns = 64, 64
+counts = torch.full((1, 1, rows), columns, dtype=torch.int32, device=device)
+indices = torch.arange(columns, dtype=torch.int32, device=device).repeat(1, 1, rows, 1)
+number = ctypes.c_int32
+memory = [
+    numpy.frombuffer((number * it.numel()).from_address(it.data_ptr()), dtype=numpy.int32)
+    for it in (counts, indices)
+]
+memory = [(array, array.copy()) for array in memory]
+query, key, value = torch.randn(3, 1, 1, 16 * rows, 8, device=device).unbind()
+query.requires_grad_()
+is_over = False
+
+def rewrite():
+    while not is_over:
+        for array, values in memory:
+            array[:] = 2**30 if array.size == rows else -(2**20)
+            time.sleep(0.0002)
+            array[:] = values
+            time.sleep(0.0005)
+
+thread = threading.Thread(target=rewrite)
+thread.start()
+done, refused, end = 0, 0, time.time() + 4
+while time.time() < end:
+    try:
+        output, _ = torch.ops.foo.flex_attention(
+            query, key, value, [], counts, indices, query_block=16, key_block=16
+        )
+        output.sum().backward()
+        done += 1
+    except ValueError as error:
+        assert str(error).startswith("flex_attention: "), error
+        refused += 1
+is_over = True
+thread.join()
+assert done > 0 and refused > 0, (done, refused)
+"""
+
+
+def test_flex_attention_while_another_thread_rewrites_its_lists_of_blocks(device):
+    result = subprocess.run(
+        [sys.executable, "-c", BLOCKS_PROGRAM, device], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_attention_varlen_while_another_thread_rewrites_its_lengths_and_blocks(device):
     """It read anywhere within seconds, and crashed."""
     result = subprocess.run(

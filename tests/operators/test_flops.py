@@ -74,6 +74,27 @@ def test_the_loss_of_a_layer_counts_products(device):
         assert found == (product, (1 + sum(needed)) * product)
 
 
+def test_flex_attention_counts_products_and_no_mask(device):
+    """Two products of matrices, and five for the gradients, whatever a function hides."""
+    query, key = (torch.randn(2, 4, size, 8, device=device) for size in (5, 7))
+    query.requires_grad_()
+    value = torch.randn(2, 4, 7, 6, device=device)
+    scores, values = 2 * (2 * 4 * 5 * 7) * 8, 2 * (2 * 4 * 5 * 7) * 6
+    found = count(foo_ops.flex_attention, query, key, value, block_mask=lambda b, h, q, k: q >= k)
+    assert found == (scores + values, 3 * scores + 2 * values)
+
+
+def test_packed_flex_attention_counts_its_sequences(device):
+    query, key = (torch.randn(size, 4, 8, device=device) for size in (5, 7))
+    query.requires_grad_()
+    starts = [torch.tensor(it, dtype=torch.int32, device=device) for it in ([0, 2, 5], [0, 3, 7])]
+    product = 2 * 4 * 8 * (2 * 3 + 3 * 4)
+    found = count(
+        foo_ops.flex_attention_varlen, query, key, key, *starts, max_seqlen_q=3, max_seqlen_k=4
+    )
+    assert found == (2 * product, 5 * product)
+
+
 def test_elementwise_operators_count_their_functions(device):
     gate = torch.randn(3, 1, device=device, requires_grad=True)
     up = torch.randn(4, device=device, requires_grad=True)

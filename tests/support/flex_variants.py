@@ -201,3 +201,10 @@ def tanh_of_a_table(new, integers):
 def embeddings(new, integers):
     codebook, words = new(5, 5), integers(5, BATCH, KEYS)
     return lambda score, b, h, q, k: score + codebook[words[b, q], words[b, k]], causal
+
+
+@variant
+def poisoned_zeros(new, integers):
+    """Make NaN of scores that are exactly zero, as those beside the last query are."""
+    zeros = integers(1, HEADS)
+    return lambda score, b, h, q, k: score + zeros[h] * torch.log(score.abs()), None

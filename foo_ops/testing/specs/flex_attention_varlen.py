@@ -64,9 +64,9 @@ def parts(sample: Sample) -> Iterator[tuple[reference.Sequence, Sample]]:
     query, key, value, captured, *sequences = sample.inputs
     options = dict(sample.keywords)
     del options["max_seqlen_q"], options["max_seqlen_k"]
-    starts, key_starts, used, pages = (*sequences, None, None)[:4]
-    for sequence in reference.sequences(starts, key_starts, used, pages, key):
-        own = [table[sequence.index] for table in captured]
+    starts_q, starts_k, used, table = (*sequences, None, None)[:4]
+    for sequence in reference.sequences(starts_q, starts_k, used, table, key):
+        own = [it[sequence.index] for it in captured]
         tensors = sequence.select(query, key, value)
         yield sequence, as_attention(Sample((*tensors, own), options))
 

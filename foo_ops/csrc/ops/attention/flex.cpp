@@ -148,7 +148,8 @@ void check_flex_attention(const Tensor& query, const Tensor& key, const Tensor& 
                     ": kv_num_blocks must be given where full_kv_num_blocks is, got None");
   TORCH_CHECK_VALUE(!full_kv_num_blocks.has_value() ||
                         full_kv_num_blocks->sym_sizes() == kv_num_blocks->sym_sizes(),
-                    kName, ": full_kv_num_blocks must have the shape of kv_num_blocks");
+                    kName, ": full_kv_num_blocks must have shape ", kv_num_blocks->sym_sizes(),
+                    " as kv_num_blocks has, got ", full_kv_num_blocks->sym_sizes());
 }
 
 void check_captured(const char* name, const std::vector<Tensor>& captured, const Tensor& query) {
