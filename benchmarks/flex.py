@@ -212,7 +212,7 @@ def local(row: Row, name: str, function: Function, inputs: list[Tensor]) -> Loca
         if name == COMPILED:
             # Compiled at the first call on each number of threads.
             for threads in THREADS:
-                with torch_threads(threads):
+                with torch_threads(threads), torch.no_grad():
                     function(*inputs)
         return Local(partial(function, *inputs), torch.no_grad, compared)
     result = function(*inputs)

@@ -1,10 +1,14 @@
 """The rows of flex attention compare what is the same, and are judged beside their peers."""
 
+import re
+
+import matplotlib.image
+import numpy as np
 import pytest
 import torch
 from support.exact import assert_near
 
-from benchmarks import flex, report, targets
+from benchmarks import flex, gallery, publish, report, targets
 from benchmarks.measure import Limits, Result, measure
 
 TINY = Limits(rounds=3, turn=1e-4, contender=1e-3)
@@ -85,3 +89,28 @@ def test_a_target_is_kept_in_the_results_file(tmp_path):
     kept = [result(0.001, 0.0009, least=0.85)]
     report.save(tmp_path / "results.json", kept, "default")
     assert report.load(tmp_path / "results.json").results == kept
+
+
+# ----------------------------------------------------------------------------------------- gallery
+
+VARIANTS = {it.title: it for it in gallery.variants()}
+
+
+@pytest.mark.parametrize("title", VARIANTS)
+def test_pictures_of_the_manual_are_those_of_its_code(title):
+    variant = VARIANTS[title]
+    kept = matplotlib.image.imread(publish.IMAGES / variant.path)[..., :3]
+    assert np.abs(kept - gallery.picture(variant.scores())).max() <= 1 / 255
+    assert f"![{title}](images/{variant.path})" in gallery.DOCUMENT.read_text()
+
+
+def test_every_variant_of_the_gallery_is_found():
+    text = gallery.DOCUMENT.read_text().partition("## Gallery")[2].partition("\n## ")[0]
+    assert list(VARIANTS) == re.findall(r"^### (.+)$", text, re.MULTILINE)
+
+
+def test_hidden_pairs_are_white_and_high_scores_dark():
+    scores = torch.tensor([[0.0, -torch.inf], [-2.0, -1.0]])
+    pixels = gallery.picture(scores)[:: gallery.PIXELS, :: gallery.PIXELS].mean(-1)
+    assert pixels[0, 1] == 1
+    assert pixels[0, 0] < pixels[1, 1] < pixels[1, 0] < 1

@@ -63,7 +63,7 @@ def flex_calls(monkeypatch):
 # ------------------------------------------------------------------------------------------ models
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", [*DECODERS, "Gemma3Text"])
 def test_prefill(name, device, flex_calls):
     model = decoder(name, device)
     check(model, name, tokens(2, 20))
@@ -104,7 +104,7 @@ def test_cached_decoding(name, kind, flex_calls):
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", [*DECODERS, "Gemma3Text"])
 def test_generate(name, cache):
     """Greedy tokens are those of float64, where the best leads by much more than roundings."""
     options = {"inputs": tokens(3, 10), "attention_mask": padding("left", 10).long()}
@@ -140,6 +140,15 @@ def test_training_gradients(name):
     assert ours.keys() == theirs.keys() == exact.keys()
     assert any("sinks" in key for key in ours) == ("sinks" in name)
     assert_as_near(ours.values(), theirs.values(), exact.values(), ROUNDINGS)
+
+
+def test_checkpoints_change_no_gradient():
+    """Activations are computed again in the backward pass, from the same mask function."""
+    model, inputs = decoder("mistral: windows").train(), tokens(2, 20)
+    expected = gradients(model, "foo_flex", inputs, labels=inputs, use_cache=False)
+    model.activation_checkpointing_enable()
+    kept = gradients(model, "foo_flex", inputs, labels=inputs, use_cache=False)
+    torch.testing.assert_close(kept, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["mistral: windows", *list(DECODERS)[2:4]])
