@@ -72,6 +72,17 @@ def test_sizes_of_blocks(blocks, name, device):
     check(sizes, mask, MASKS[name], device)
 
 
+@pytest.mark.parametrize("places", ["none", "batch", "head", "both"])
+def test_a_function_alone_is_asked_for_each_row_and_head(places, device):
+    """Windows that one row of the batch, or one head, sees nothing of are seen by others."""
+
+    def mask_mod(b, h, q, k):
+        shift = {"none": 0 * b, "batch": b, "head": h, "both": b + h}[places]
+        return (q // 128 + k // 128 + shift) % 2 == 0
+
+    check((2, 2, 300, 390), mask_mod, mask_mod, device)
+
+
 @pytest.mark.parametrize("of_all", [(1, 1), (1, 2), (2, 1), (None, None)], ids=str)
 @pytest.mark.parametrize(
     ("queries", "keys"), [(1, 1), (1, 300), (300, 1), (127, 257), (129, 128), (256, 256)]

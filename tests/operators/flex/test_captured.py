@@ -146,3 +146,29 @@ def test_the_last_elements_are_inside(index, device):
     table = torch.ones(HEADS, QUERIES + KEYS - 1, device=device)
     inputs = [it.detach() for it in qkv(SIZES, torch.float32, device)]
     foo_ops.flex_attention(*inputs, lambda score, b, h, q, k: score + table[h - HEADS, index(q, k)])
+
+
+def test_gradients_that_are_not_required_are_not_computed(device):
+    """Flags choose among a program's gradients; what is left out has no elements."""
+    inputs = [it.detach() for it in qkv(SIZES, torch.float32, device)]
+    tables = Tensors(device, torch.float32)
+    first, second = tables.new(HEADS, KEYS), tables.new(QUERIES)
+    traced = trace(lambda s, b, h, q, k: s * first[h, k] + second[q], None, inputs[0])
+    options = {"numbers": traced.numbers, "integers": traced.integers}
+    captured = [it.detach() for it in traced.captured]
+    results = torch.ops.foo.flex_attention(*inputs, captured, score_mod=traced.score_mod, **options)
+    cotangents = cotangents_of(inputs[0], inputs[2], torch.float32)
+
+    def gradients(*flags):
+        found = torch.ops.foo.flex_attention_backward(
+            *cotangents, *inputs, captured, *results, captured_requires_grad=flags,
+            score_mod=traced.score_mod, backward=traced.backward, **options,
+        )  # fmt: skip
+        return [*found[:3], *found[3]]
+
+    expected = gradients(True, True)
+    for flags in ((True, False), (False, True), (False, False)):
+        found = gradients(*flags)
+        kept = [True, True, True, *flags]
+        for result, value, is_kept in zip(found, expected, kept, strict=True):
+            assert torch.equal(result, value) if is_kept else result.numel() == 0
