@@ -319,3 +319,23 @@ def nothing_in_place(tensors, tiles):
 def test_operators_that_are_refused(make, schema, message):
     with pytest.raises(TypeError, match=rf"\Afoo_lists::f\d+: {re.escape(message)}"):
         register(make(), schema)
+
+
+library.define("foo_lists::parts", "(Tensor input, int first) -> (Tensor, Tensor[])")
+
+
+@torch.library.impl("foo_lists::parts", ("cpu", "foo"))
+def parts(input, first):
+    return -input, [input[:first], input[first:]]
+
+
+library.register_vmap_loop("foo_lists::parts")
+
+
+def test_results_that_are_lists_are_mapped(device):
+    x = torch.randn(5, 3, device=device)
+    mapped = torch.vmap(lambda row: torch.ops.foo_lists.parts(row, 2), in_dims=1)
+    negative, (first, second) = mapped(x)
+    assert torch.equal(negative, -x.T)
+    assert torch.equal(first, x.T[:, :2])
+    assert torch.equal(second, x.T[:, 2:])

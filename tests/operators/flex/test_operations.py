@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.flex_programs import Writer, finite, scores_of
 
-from foo_ops.kernels.vectors import program
+from foo_ops.kernels.compiler import program
 
 FLOATS = ("float32", "float64")
 INTEGERS = program.INTEGERS
