@@ -147,6 +147,8 @@ SAMPLES: dict[str, Callable[[torch.dtype], Sample]] = {
     "more queries than keys": flex_sample(queries=270, keys=140),
     "grouped heads": flex_sample(heads=6, key_heads=2, queries=70, keys=75, scale=0.3),
     "scale below zero": flex_sample(scale=-0.5),
+    "scale below zero, no programs": flex_sample(scale=-0.5, has_programs=False),
+    "scale 0, no programs": flex_sample(scale=0.0, has_programs=False),
     "blocks of 128": flex_sample(
         queries=400, keys=500, blocks=Blocks(128, 128, PARTIAL, FULL), heads=1
     ),

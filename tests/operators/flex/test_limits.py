@@ -66,3 +66,16 @@ def test_nan_stays_in_its_row(device):
     assert output[:, :, rows].isnan().all()
     assert output[:, :, ~rows].isfinite().all()
     assert torch.equal(lse[0, 0].isnan().cpu(), rows)
+
+
+@pytest.mark.parametrize("scale", [-1.0, -1e4, 1e4])
+def test_large_scores_of_either_sign(scale, device):
+    """The weights of a row add up to one, whichever of its products is the largest score."""
+    query, key, value = (it.detach() for it in qkv((1, 2, *SIZES), torch.float32, device))
+    output, lse = foo_ops.flex_attention(
+        100 * query, key, torch.ones_like(value), scale=scale, return_lse=True
+    )
+    ones = torch.ones_like(output)
+    torch.testing.assert_close(output, ones, rtol=0, atol=1e-5)
+    exact = (scale * 100 * (query.double() @ key.double().mT)).logsumexp(-1)
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=0)
