@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import foo_ops
+
 
 @pytest.fixture(autouse=True)
 def from_nothing():
@@ -40,7 +42,24 @@ def test_foo_s_own_operators():
 def own_operators():
     """List the operators of the package that have a kernel for the device; tests define others."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
-    return {name for name in names if name.startswith(("foo::abs", "foo::attention"))}
+    return {name for name in names if name.startswith(("foo::abs", "foo::attention", "foo::flex"))}
+
+
+def squared(score, b, h, q_idx, kv_idx):
+    return score * score
+
+
+def call_parts(heads, packed, lengths):
+    """Call the operators that DTensors and ring attention consist of."""
+    result = torch.ops.foo.attention_part(heads, heads, heads)
+    nothing = (None, None, None)
+    torch.ops.foo.attention_part_backward(
+        *result, heads, heads, heads, *nothing, *result, None, None
+    )
+    result = torch.ops.foo.attention_varlen_part(*packed, **lengths)
+    torch.ops.foo.attention_varlen_part_backward(
+        *result, *packed, *nothing, None, *result, None, None, **lengths
+    )
 
 
 def test_each_of_foo_s_own_operators_counts():
@@ -70,6 +89,11 @@ def test_each_of_foo_s_own_operators_counts():
     first.sum().backward()
     output, _ = torch.ops.foo.attention_varlen(packed, packed, packed, starts, starts, **lengths)
     output.sum().backward()
+    foo_ops.flex_attention(heads, heads, heads, squared).sum().backward()
+    both = (packed, packed, packed, starts, starts)
+    foo_ops.flex_attention_varlen(*both, squared, **lengths).sum().backward()
+    with torch.no_grad():
+        call_parts(heads, both, lengths)
 
     counts = {name: count for name, count in torch.foo.operator_counts().items() if "foo::" in name}
     assert counts.keys() == own_operators()
