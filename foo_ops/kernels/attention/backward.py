@@ -248,7 +248,9 @@ def make_backward_kernel(
 
         begin_products()
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
-            if has_programs and not sees_window(parameters, piece, key_start):
+            if has_programs and not sees_window(
+                parameters, piece, piece.query_start, piece.query_count, key_start
+            ):
                 continue
             count = min(KEY_BLOCK, piece.key_stop - key_start)
             keys, small_keys = key_tile(parameters, piece, memory.keys, key_start, count)

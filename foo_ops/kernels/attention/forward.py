@@ -17,7 +17,7 @@ from foo_ops.kernels.attention.parameters import (
     TILE_STRIDE,
     argument_types,
 )
-from foo_ops.kernels.attention.programs import hides_window, sees_window
+from foo_ops.kernels.attention.programs import sees_window
 from foo_ops.kernels.attention.queries import make_query_packer
 from foo_ops.kernels.attention.rows import make_sums_starter, queries_of, seen_keys
 from foo_ops.kernels.attention.scores import (
@@ -143,7 +143,9 @@ def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool
 
         begin_products()
         for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
-            if has_programs and not sees_window(parameters, piece, key_start):
+            if has_programs and not sees_window(
+                parameters, piece, piece.query_start, piece.query_count, key_start
+            ):
                 continue
             count = min(KEY_BLOCK, piece.key_stop - key_start)
             keys, small_keys = key_tile(parameters, piece, memory.keys, key_start, count)
@@ -160,7 +162,9 @@ def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool
                 stop += some
                 first_query, query_count = queries_of(piece, start, some)
                 seen = seen_keys(piece, first_query, query_count, key_start, count)
-                if has_programs and hides_window(parameters, piece, first_query, key_start):
+                if has_programs and not sees_window(
+                    parameters, piece, first_query, query_count, key_start
+                ):
                     seen = 0
                 sums, factors = shift(accumulator, start * value_width), shift(correction, start)
                 if not has_sums:

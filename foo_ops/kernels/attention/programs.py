@@ -85,19 +85,20 @@ def state_of_window(parameters, piece, first_query, key_start):
 
 
 @njit
-def hides_window(parameters, piece, first_query, key_start):
-    return state_of_window(parameters, piece, first_query, key_start) == HIDDEN
+def sees_window(parameters, piece, first_query, queries, key_start):
+    """Whether one of some queries sees keys of a window."""
+    query, stop = first_query, first_query + queries
+    while query < stop:
+        if state_of_window(parameters, piece, query, key_start) != HIDDEN:
+            return True
+        query = next_row(parameters, query)
+    return False
 
 
 @njit
-def sees_window(parameters, piece, key_start):
-    """Whether a query of the piece sees keys of a window."""
-    query, stop = piece.query_start, piece.query_start + piece.query_count
-    while query < stop:
-        if not hides_window(parameters, piece, query, key_start):
-            return True
-        query = (query // parameters.mask_query_block + 1) * parameters.mask_query_block
-    return False
+def next_row(parameters, query):
+    """The first query behind a query's row of blocks."""
+    return (query // parameters.mask_query_block + 1) * parameters.mask_query_block
 
 
 @functools.cache
@@ -132,7 +133,7 @@ def make_program_steps(dtype: str) -> tuple[Callable, Callable]:
             )  # fmt: skip
 
     @njit
-    def apply_to_window(
+    def apply_to_row(
         parameters, piece, function, masked, hides, scores, gradients, first_query, queries,
         key_start, columns, count,
     ):  # fmt: skip
@@ -155,6 +156,25 @@ def make_program_steps(dtype: str) -> tuple[Callable, Callable]:
                 load(parameters.block_states, row + block),
             )  # fmt: skip
             start = end
+
+    @njit
+    def apply_to_window(
+        parameters, piece, function, masked, hides, scores, gradients, first_query, queries,
+        key_start, columns, count,
+    ):  # fmt: skip
+        """Apply a function to the queries of each row of blocks.
+
+        With few registers a panel may begin in one row and end in the next, at a whole vector.
+        """
+        query, stop = first_query, first_query + queries
+        while query < stop:
+            place, end = query - first_query, min(stop, next_row(parameters, query))
+            width = columns - place if end == stop else end - query
+            apply_to_row(
+                parameters, piece, function, masked, hides, shift(scores, place),
+                shift(gradients, place), query, end - query, key_start, width, count,
+            )  # fmt: skip
+            query = end
 
     @njit
     def modify(parameters, piece, scores, first_query, queries, key_start, columns, count):

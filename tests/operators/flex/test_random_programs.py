@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies
 from support.flex_programs import LARGEST, Writer, call_of, finite, scores_of, seen_keys
 
-from foo_ops.kernels.vectors import program
+from foo_ops.kernels.compiler import program
 
 SIZES = BATCH, HEADS, QUERIES, KEYS = 2, 3, 37, 19
 FLOATS = ("float32", "float64")
