@@ -161,9 +161,10 @@ class _TileEmitter:
             self.inputs["grad"] = builder.load(target, align=4)
             self._emit_level(OF_BOTH, lanes)
             (values,) = self.values
-            nothing = constant_of(self.vector, 0.0)
-            result = builder.select(lanes.valid, self._output(values, programs.backward), nothing)
-            builder.store(result, target, align=4)
+            if programs.backward.nodes[programs.backward.output].name != "grad":
+                result = self._output(values, programs.backward)
+                nothing = constant_of(self.vector, 0.0)
+                builder.store(builder.select(lanes.valid, result, nothing), target, align=4)
             self._add_to_sums(values, lanes)
             return
         self._emit_level(OF_BOTH, lanes)
