@@ -4,6 +4,8 @@ This module imports torch only inside its functions, so that ``import foo_ops`` 
 work in either order.
 """
 
+import os
+
 from foo_ops._after_import import after_import
 
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -15,10 +17,13 @@ def autoload() -> None:
     global is_loaded
     import foo_ops._C
     import foo_ops.device
-    import foo_ops.ops  # noqa: F401
+    import foo_ops.ops
+    import foo_ops.sanitizer
 
     if not is_loaded:
         after_import(CONTEXT_PARALLEL, install_context_parallel)
+        if os.environ.get("FOO_SANITIZER") == "1":
+            foo_ops.sanitizer.enable()
     is_loaded = True
 
 

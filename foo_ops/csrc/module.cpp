@@ -38,6 +38,7 @@
 #include "python/arguments.h"
 #include "python/errors.h"
 #include "python/python_formula.h"
+#include "sanitizer/bindings.h"
 
 namespace py = pybind11;
 
@@ -388,6 +389,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The compiled companion of foo_ops.";
   bind_operators(module);
   bind_device(module);
+  foo::sanitizer::bind_sanitizer(module);
   foo::aten::register_host_kernels();
   foo::aten::register_recurrent_layers();
   foo::aten::register_collectives();

@@ -3,6 +3,8 @@
 Foo memory is host memory, so that they run where the tensors lie. Imported together with inductor.
 """
 
+import ast
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -49,8 +51,34 @@ class _NewTensorsOnTheirDevice:
         return code.replace("device='foo'", f"device='{device}'")
 
 
-class FooWrapper(_NewTensorsOnTheirDevice, PythonWrapperCodegen):
+class _NotesTypesOfKernels:
+    """Notes what the arguments of each kernel are in C++."""
+
+    types_of_kernels: dict[str, list[str]]
+
+    def define_kernel(self, kernel_name: str, kernel_body: str, *args: Any, **options: Any) -> None:
+        wrapper: Any = super()
+        wrapper.define_kernel(kernel_name, kernel_body, *args, **options)
+        types = re.search(r"async_compile\.cpp_pybinding\((\[.*?\])", kernel_body)
+        if types is not None:
+            self.types_of_kernels[kernel_name] = ast.literal_eval(types[1])
+
+
+class FooWrapper(_NewTensorsOnTheirDevice, _NotesTypesOfKernels, PythonWrapperCodegen):
     """Writes the code around the kernels of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types_of_kernels = {}
+
+    def generate_end(self, result: Any) -> None:
+        super().generate_end(result)
+        result.splice(
+            f"""
+            from foo_ops.device import _compiled_kernels
+            _compiled_kernels.add(globals(), {self.types_of_kernels!r})
+            """
+        )
 
     @staticmethod
     def create(
@@ -66,8 +94,14 @@ class FooWrapper(_NewTensorsOnTheirDevice, PythonWrapperCodegen):
         return FooSubgraphWrapper(subgraph_name, parent_wrapper, partition_signatures)
 
 
-class FooSubgraphWrapper(_NewTensorsOnTheirDevice, SubgraphPythonWrapperCodegen):
+class FooSubgraphWrapper(
+    _NewTensorsOnTheirDevice, _NotesTypesOfKernels, SubgraphPythonWrapperCodegen
+):
     """Writes the code of a branch or of the body of a loop."""
+
+    def __init__(self, name: str, parent: Any, partition_signatures: Any = None) -> None:
+        super().__init__(name, parent, partition_signatures)
+        self.types_of_kernels = parent.types_of_kernels
 
 
 class FooCppWrapper(CppWrapperCpu):

@@ -32,6 +32,7 @@ def test_to(source, destination, layout):
         copy = tensor.to(destination, non_blocking=non_blocking, copy=True)
         assert copy.device == torch.device(destination)
         assert copy.data_ptr() != tensor.data_ptr() or copy.numel() == 0
+        torch.foo.synchronize(source if source != "cpu" else destination)
         assert torch.equal(copy.cpu(), expected)
 
 

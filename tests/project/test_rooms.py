@@ -30,7 +30,11 @@ PYTHON_ROOMS = {
     "ops": ("library", "language.py"),
     "distributed": ("ops",),
     "device": ("_after_import.py",),
-    "_autoload.py": ("ops", "device", "distributed", "_after_import.py", "__init__.py"),
+    "sanitizer": ("device",),
+    "_autoload.py": (
+        *("ops", "device", "distributed", "sanitizer"),
+        *("_after_import.py", "__init__.py"),
+    ),
     "__init__.py": ("_autoload.py",),
     "custom_ops": ("library",),
     "testing": ("library",),
@@ -46,11 +50,12 @@ CPP_ROOMS = {
     "csrc/ops/linear": ("csrc/ops",),
     "csrc/device": ("csrc/launch",),
     "csrc/aten": ("csrc/device",),
+    "csrc/sanitizer": ("csrc/aten", "csrc/python"),
     "csrc/agreement.h": (),
     "csrc/agreement.cpp": ("csrc/agreement.h", "csrc/ops/attention", "csrc/ops/linear"),
     "csrc/module.cpp": (
         *("csrc/agreement.h", "csrc/ops/attention", "csrc/ops/linear"),
-        *("csrc/aten", "csrc/python"),
+        *("csrc/aten", "csrc/python", "csrc/sanitizer"),
     ),
 }
 ROOMS = PYTHON_ROOMS | CPP_ROOMS

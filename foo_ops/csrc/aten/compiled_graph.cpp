@@ -9,6 +9,7 @@
 #include <string>
 
 #include "aten/host_call.h"
+#include "aten/observers.h"
 #include "device/device.h"
 
 namespace foo::aten {
@@ -62,8 +63,10 @@ const torch::inductor::RegisterAOTIModelRunner registration("foo", &make_runner)
 
 }  // namespace
 
-Tensors run_compiled_graph(c10::Device device, const Tensors& inputs, std::string_view devices,
-                           c10::function_ref<Tensors(Tensors)> run) {
+namespace {
+
+Tensors run_unobserved(c10::Device device, const Tensors& inputs, std::string_view devices,
+                       c10::function_ref<Tensors(Tensors)> run) {
   HostCall call(device);
   Tensors host;
   for (const at::Tensor& input : inputs) {
@@ -79,6 +82,17 @@ Tensors run_compiled_graph(c10::Device device, const Tensors& inputs, std::strin
     if (devices[position] == 'f') result = call.to_foo(result);
   }
   return results;
+}
+
+}  // namespace
+
+Tensors run_compiled_graph(c10::Device device, const Tensors& inputs, std::string_view devices,
+                           c10::function_ref<Tensors(Tensors)> run) {
+  const CallObserver* const observer = call_observer.load(std::memory_order_acquire);
+  if (observer == nullptr) [[likely]]
+    return run_unobserved(device, inputs, devices, run);
+  return observer->around_graph(inputs,
+                                [&] { return run_unobserved(device, inputs, devices, run); });
 }
 
 }  // namespace foo::aten

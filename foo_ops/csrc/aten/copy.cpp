@@ -9,6 +9,7 @@
 #include "aten/host_call.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
+#include "device/synchronization.h"
 #include "launch/operator_counts.h"
 
 namespace foo::aten {
@@ -19,10 +20,25 @@ void check_copyable(const at::Tensor& tensor) {
                               "foo: copies must be from or to cpu or foo, got ", tensor.device());
 }
 
+// A blocking copy between host and device waits for it.
+void report_blocking_copy(const at::Tensor& source, const at::Tensor& destination,
+                          bool non_blocking) {
+  if (device::reports_synchronization() && !non_blocking &&
+      source.device().type() != destination.device().type()) {
+    device::report_synchronization("aten::copy_");
+  }
+}
+
+at::Scalar local_scalar_dense(const at::Tensor& self) {
+  if (device::reports_synchronization()) device::report_synchronization("aten::item");
+  return at::native::_local_scalar_dense_cpu(self);
+}
+
 // One of the two is on foo. The copy is done when this returns: non_blocking promises no more.
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bool non_blocking) {
   check_copyable(source);
   check_copyable(destination);
+  report_blocking_copy(source, destination, non_blocking);
   HostCall call(destination.is_cpu() ? source.device() : destination.device());
   at::Tensor host_destination = call.to_host(destination);
   at::_ops::copy_::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), host_destination,
@@ -36,6 +52,7 @@ at::Tensor copy_quantized_from(const at::Tensor& source, const at::Tensor& desti
                                bool non_blocking) {
   check_copyable(source);
   check_copyable(destination);
+  report_blocking_copy(source, destination, non_blocking);
   HostCall call(destination.is_cpu() ? source.device() : destination.device());
   at::Tensor host_destination = call.to_host(destination);
   at::_ops::copy_::redispatch(c10::DispatchKeySet(c10::DispatchKey::QuantizedCPU), host_destination,
@@ -49,6 +66,7 @@ at::Tensor& copy_(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& 
                   bool non_blocking) {
   check_copyable(source);
   check_copyable(self);
+  report_blocking_copy(source, self, non_blocking);
   HostCall call(self.is_cpu() ? source.device() : self.device());
   at::Tensor host_self = call.to_host(self);
   at::_ops::copy_::redispatch(host_keys(keys), host_self, call.to_host(source), non_blocking);
@@ -75,7 +93,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   register_own_kernel<"aten::_copy_from", &copy_from, Devices::kAny>(library);
   register_own_kernel<"aten::_copy_from_and_resize", &copy_from_and_resize, Devices::kAny>(library);
   register_own_kernel<"aten::_lazy_clone", &lazy_clone>(library);
-  register_own_kernel<"aten::_local_scalar_dense", &at::native::_local_scalar_dense_cpu>(library);
+  register_own_kernel<"aten::_local_scalar_dense", &local_scalar_dense>(library);
 }
 
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, library) {

@@ -6,6 +6,7 @@
 #include "device/allocator.h"
 #include "device/device.h"
 #include "device/guard.h"
+#include "device/observer.h"
 #include "device/storage.h"
 #include "launch/operator_counts.h"
 
@@ -37,6 +38,9 @@ at::Tensor fill_if_deterministic(at::Tensor tensor) {
   if (at::globalContext().deterministicAlgorithms() &&
       at::globalContext().deterministicFillUninitializedMemory()) {
     at::native::fill_empty_deterministic_(tensor);
+    device::observe([&](device::Observer& observer) {
+      observer.written(tensor.storage().data(), tensor.storage().nbytes());
+    });
   }
   return tensor;
 }

@@ -9,8 +9,11 @@
 
 #include "aten/boxed_tensors.h"
 #include "aten/host_call.h"
+#include "aten/implicit_synchronization.h"
+#include "aten/observers.h"
 #include "device/device.h"
 #include "device/generator.h"
+#include "device/synchronization.h"
 #include "launch/operator_counts.h"
 #include "launch/registration.h"
 
@@ -179,6 +182,39 @@ void call_host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op.redispatchBoxed(keys, stack);
 }
 
+void call_unobserved(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                     torch::jit::Stack* stack, HostKernel* own) {
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack->size() - arguments.size();
+  const auto [device, result_device] = devices_of_call(torch::jit::last(*stack, arguments.size()));
+  check_arguments(op, torch::jit::last(*stack, arguments.size()), device);
+  if (device::reports_synchronization() &&
+      ImplicitSynchronization(op).is_there(torch::jit::last(*stack, arguments.size()))) {
+    device::report_synchronization(op.schema().name());
+  }
+
+  HostCall call(device, result_device);
+  for (size_t position = 0; position < arguments.size(); ++position) {
+    replace_argument((*stack)[first + position], arguments[position], call, call.device());
+  }
+  try {
+    if (own != nullptr && own(op, *stack)) {
+      count_own(op);
+    } else {
+      call_host_kernel(op, host_keys(keys), stack);
+    }
+  } catch (...) {
+    // As on the CPU, a kernel that raises an error may have resized `out` before.
+    call.write_back();
+    throw;
+  }
+  call.write_back();
+  for (size_t position = first; position < stack->size(); ++position) {
+    replace_tensors((*stack)[position],
+                    [&](const at::Tensor& tensor) { return call.to_foo(tensor); });
+  }
+}
+
 // The kinds of tensors of foo, each with its counterpart of the CPU.
 constexpr std::pair<c10::DispatchKey, c10::DispatchKey> kKindsOfTensors[] = {
     {c10::DispatchKey::PrivateUse1, c10::DispatchKey::CPU},
@@ -251,30 +287,11 @@ void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
                   HostKernel* own) {
-  const auto& arguments = op.schema().arguments();
-  const size_t first = stack->size() - arguments.size();
-  const auto [device, result_device] = devices_of_call(torch::jit::last(*stack, arguments.size()));
-  check_arguments(op, torch::jit::last(*stack, arguments.size()), device);
-
-  HostCall call(device, result_device);
-  for (size_t position = 0; position < arguments.size(); ++position) {
-    replace_argument((*stack)[first + position], arguments[position], call, call.device());
-  }
-  try {
-    if (own != nullptr && own(op, *stack)) {
-      count_own(op);
-    } else {
-      call_host_kernel(op, host_keys(keys), stack);
-    }
-  } catch (...) {
-    // As on the CPU, a kernel that raises an error may have resized `out` before.
-    call.write_back();
-    throw;
-  }
-  call.write_back();
-  for (size_t position = first; position < stack->size(); ++position) {
-    replace_tensors((*stack)[position],
-                    [&](const at::Tensor& tensor) { return call.to_foo(tensor); });
+  const CallObserver* const observer = call_observer.load(std::memory_order_acquire);
+  if (observer != nullptr) [[unlikely]] {
+    observer->around_operator(op, stack, [&] { call_unobserved(op, keys, stack, own); });
+  } else {
+    call_unobserved(op, keys, stack, own);
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include "device/device.h"
 #include "device/device_memory.h"
+#include "device/observer.h"
 #include "device/ownership.h"
 #include "device/process.h"
 
@@ -24,6 +25,7 @@ class Allocator final : public c10::DeviceAllocator {
 
   void copy_data(void* destination, const void* source, size_t bytes) const override {
     default_copy_data(destination, source, bytes);
+    observe([&](Observer& observer) { observer.written(destination, bytes); });
   }
 
   bool initialized() override { return is_initialized(); }
@@ -35,7 +37,9 @@ class Allocator final : public c10::DeviceAllocator {
   }
 
   // Every operator is done when it returns, so no stream can still use a freed block.
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
+    observe([&](Observer& observer) { observer.used_on(memory.get(), stream); });
+  }
 
   DeviceStats getDeviceStats(c10::DeviceIndex index) override {
     check_device_index(index);

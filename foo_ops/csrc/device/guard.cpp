@@ -2,7 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include "device/allocator.h"
 #include "device/device.h"
+#include "device/observer.h"
 #include "device/process.h"
 #include "device/stream.h"
 
@@ -57,6 +59,7 @@ c10::DeviceCapability GuardImpl::getDeviceCapability(c10::Device) const {
 void GuardImpl::synchronizeDevice(c10::DeviceIndex index) const {
   initialize();
   check_device_index(index);
+  observe([&](Observer& observer) { observer.host_waits_for_device(index); });
 }
 
 c10::Stream GuardImpl::getStream(c10::Device device) const {
@@ -86,13 +89,18 @@ void* GuardImpl::getStreamNativeHandle(c10::Stream stream) const {
   return reinterpret_cast<void*>(static_cast<intptr_t>(stream.id()));
 }
 
-bool GuardImpl::queryStream(const c10::Stream&) const {
+bool GuardImpl::queryStream(const c10::Stream& stream) const {
+  synchronizeStream(stream);
   return true;
 }
 
-void GuardImpl::synchronizeStream(const c10::Stream&) const {}
+void GuardImpl::synchronizeStream(const c10::Stream& stream) const {
+  observe([&](Observer& observer) { observer.host_waits_for_stream(stream); });
+}
 
-void GuardImpl::recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const {}
+void GuardImpl::recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const {
+  allocator().recordStream(memory, stream);
+}
 
 void GuardImpl::record(void** event, const c10::Stream& stream, c10::DeviceIndex index,
                        c10::EventFlag) const {
@@ -103,15 +111,21 @@ void GuardImpl::record(void** event, const c10::Stream& stream, c10::DeviceIndex
               stream.device());
   if (*event == nullptr) *event = new Event();
   *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), stream.device_index()};
+  observe([&](Observer& observer) { observer.event_recorded(*event, stream); });
 }
 
-void GuardImpl::block(void*, const c10::Stream&) const {}
+void GuardImpl::block(void* event, const c10::Stream& stream) const {
+  observe([&](Observer& observer) { observer.stream_waits(stream, event); });
+}
 
-bool GuardImpl::queryEvent(void*) const {
+bool GuardImpl::queryEvent(void* event) const {
+  synchronizeEvent(event);
   return true;
 }
 
-void GuardImpl::synchronizeEvent(void*) const {}
+void GuardImpl::synchronizeEvent(void* event) const {
+  observe([&](Observer& observer) { observer.host_waits_for_event(event); });
+}
 
 double GuardImpl::elapsedTime(void* start, void* end, c10::DeviceIndex) const {
   const auto& first = *static_cast<Event*>(start);
@@ -123,6 +137,7 @@ double GuardImpl::elapsedTime(void* start, void* end, c10::DeviceIndex) const {
 }
 
 void GuardImpl::destroyEvent(void* event, c10::DeviceIndex) const noexcept {
+  observe([&](Observer& observer) { observer.event_destroyed(event); });
   delete static_cast<Event*>(event);
 }
 

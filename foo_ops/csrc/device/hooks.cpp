@@ -2,10 +2,13 @@
 
 #include <ATen/native/Resize.h>
 
+#include <algorithm>
+
 #include "device/allocator.h"
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/guard.h"
+#include "device/observer.h"
 #include "device/pinned_memory.h"
 #include "device/process.h"
 #include "device/segment_map.h"
@@ -76,7 +79,9 @@ void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) co
   // The allocator serves the current device; the storage may be on another one.
   const c10::Device device = storage.device();
   const DeviceGuard guard(device);
+  const size_t kept = std::min(bytes, storage.nbytes());
   at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
+  observe([&](Observer& observer) { observer.written(storage.data(), kept); });
   // torch's function leaves a storage without memory to the CPU.
   if (bytes == 0) storage.set_data_ptr_noswap({nullptr, device});
 }

@@ -8,6 +8,7 @@
 
 #include "device/device_memory.h"
 #include "device/heap.h"
+#include "device/observer.h"
 #include "device/process.h"
 
 namespace foo::device {
@@ -34,6 +35,7 @@ void free_adopted(void* context) {
   auto* adopted = static_cast<AdoptedMemory*>(context);
   if (!release_owner(adopted->owners)) return;
   const std::unique_ptr<AdoptedMemory> memory(adopted);
+  observe([&](Observer& observer) { observer.freed(memory->host.data()); });
   if (!is_in_bad_fork()) memory_of(memory->device).count_adopted(memory.get(), memory->bytes, -1);
 }
 
@@ -47,7 +49,9 @@ void free_block(void* data) {
   // The memory goes with the process, whose figures are those of its parent.
   if (data == nullptr || is_in_bad_fork()) return;
   Block* block = Block::of(data);
-  if (release_owner(block->owners)) memory_of(block->segment->device).free(block);
+  if (!release_owner(block->owners)) return;
+  observe([&](Observer& observer) { observer.freed(data); });
+  memory_of(block->segment->device).free(block);
 }
 
 bool is_unshared(const c10::DataPtr& memory) {
@@ -60,7 +64,14 @@ bool is_unshared(const c10::DataPtr& memory) {
 c10::DataPtr allocate_on(c10::DeviceIndex index, size_t bytes, c10::Device label) {
   initialize();
   void* data = bytes == 0 ? nullptr : memory_of(index).allocate(bytes);
-  return {data, data, &free_block, label};
+  c10::DataPtr memory(data, data, &free_block, label);
+  if (data != nullptr) {
+    observe([&](Observer& observer) {
+      label.is_cpu() ? observer.allocated_by_host_kernel(data, bytes, index)
+                     : observer.allocated(data, bytes, index);
+    });
+  }
+  return memory;
 }
 
 c10::DataPtr adopt(c10::Storage host, c10::Device device) {

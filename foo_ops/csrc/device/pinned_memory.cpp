@@ -5,17 +5,22 @@
 #pragma GCC diagnostic ignored "-Winterference-size"
 #endif
 #include <ATen/core/CachingHostAllocator.h>
-#include <c10/core/impl/alloc_cpu.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <mutex>
 
+#include "device/heap.h"
+#include "device/observer.h"
 #include "device/process.h"
 #include "launch/fork_mutex.h"
 
 namespace foo::device {
 namespace {
+
+// Blocks have pages of their own, as pinned memory has elsewhere, so that each can be protected.
+constexpr size_t kPage = 4096;
 
 struct Blocks {
   ForkMutex mutex;
@@ -45,7 +50,9 @@ class CachingImpl final : public at::CachingHostAllocatorImpl<c10::Stream, NoEve
 
  private:
   void allocate_host_memory(size_t bytes, void** memory) override {
-    *memory = c10::alloc_cpu(bytes);
+    *memory = std::aligned_alloc(kPage, round_up(bytes, kPage));
+    TORCH_CHECK_WITH(OutOfMemoryError, *memory != nullptr, "foo: no pinned memory of ", bytes,
+                     " bytes is left");
     const auto* begin = static_cast<const char*>(*memory);
     const std::lock_guard lock(blocks().mutex);
     blocks().end_of[begin] = begin + bytes;
@@ -56,7 +63,7 @@ class CachingImpl final : public at::CachingHostAllocatorImpl<c10::Stream, NoEve
       const std::lock_guard lock(blocks().mutex);
       blocks().end_of.erase(static_cast<const char*>(block->ptr_));
     }
-    c10::free_cpu(block->ptr_);
+    std::free(block->ptr_);
   }
 };
 
@@ -68,7 +75,9 @@ class PinnedMemoryAllocator final : public CachingAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     initialize();
-    return CachingAllocator::allocate(bytes);
+    c10::DataPtr memory = CachingAllocator::allocate(bytes);
+    observe([&](Observer& observer) { observer.pinned(memory.get(), bytes); });
+    return memory;
   }
 };
 
@@ -79,7 +88,11 @@ PinnedMemoryAllocator& instance() {
 
 void free_pinned(void* context) {
   // A lock of torch may be one that nobody will ever release, and the memory goes with the process.
-  if (!is_in_bad_fork()) instance().free(context);
+  if (is_in_bad_fork()) return;
+  observe([&](Observer& observer) {
+    observer.unpinned(static_cast<const HostBlock*>(context)->ptr_);
+  });
+  instance().free(context);
 }
 
 REGISTER_HOST_ALLOCATOR(c10::DeviceType::PrivateUse1, &instance())

@@ -1,0 +1,138 @@
+#include "sanitizer/bindings.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/extension.h>
+
+#include "device/synchronization.h"
+#include "python/errors.h"
+#include "sanitizer/observed_operators.h"
+#include "sanitizer/sanitizer.h"
+
+namespace py = pybind11;
+
+namespace foo::sanitizer {
+namespace {
+
+const char* name_of(Deed deed) {
+  switch (deed) {
+    case Deed::kRead:
+      return "read";
+    case Deed::kWrite:
+      return "write";
+    case Deed::kAllocation:
+      return "allocation";
+    case Deed::kFree:
+      return "free";
+  }
+  return "";
+}
+
+// From the outermost call to the innermost one: file, line, function.
+py::list describe_stack(const Stack& stack) {
+  py::list frames;
+  if (stack == nullptr) return frames;
+  const torch::SymbolizedTracebacks found = torch::symbolize({stack.get()});
+  const std::vector<uint64_t>& indices = found.tracebacks[0];
+  for (auto index = indices.rbegin(); index != indices.rend(); ++index) {
+    const auto& frame = found.all_frames[*index];
+    frames.append(py::make_tuple(frame.filename, frame.lineno, frame.funcname));
+  }
+  return frames;
+}
+
+py::dict describe_party(const Party& party) {
+  py::dict description;
+  description["deed"] = name_of(party.deed);
+  description["operator"] = party.operator_name;
+  description["stream"] = party.stream ? py::cast(party.stream->id()) : py::none();
+  description["stack"] = describe_stack(party.stack);
+  return description;
+}
+
+py::object describe_party(const std::optional<Party>& party) {
+  return party ? py::object(describe_party(*party)) : py::none();
+}
+
+py::dict describe_finding(const Finding& finding) {
+  const Description& tensor = finding.tensor;
+  py::dict description;
+  description["kind"] = finding.kind;
+  description["shape"] = py::tuple(py::cast(tensor.shape));
+  description["dtype"] = tensor.dtype ? py::cast(*tensor.dtype) : py::none();
+  description["device"] = tensor.device;
+  description["address"] = tensor.address;
+  description["nbytes"] = tensor.bytes;
+  description["now"] = describe_party(finding.now);
+  description["before"] = describe_party(finding.before);
+  description["user"] = describe_party(finding.user);
+  return description;
+}
+
+// The function returns the exception, without arguments, that is to end the call, or None.
+Report report_to(py::function function) {
+  auto* const held = new py::function(std::move(function));  // Python may be gone before.
+  return [held](const Finding& finding, bool later) {
+    const py::gil_scoped_acquire gil;
+    try {
+      const py::object raised = (*held)(describe_finding(finding));
+      if (raised.is_none()) return;
+      if (later) {
+        // Python makes the exception itself, when this thread comes back to it.
+        PyThreadState_SetAsyncExc(PyThread_get_thread_ident(), raised.ptr());
+      } else {
+        PyErr_SetNone(raised.ptr());
+        throw py::error_already_set();
+      }
+    } catch (py::error_already_set& error) {
+      pass_on(error);
+    }
+  };
+}
+
+void start(py::function report) {
+  sanitizer().start(report_to(std::move(report)));
+  device::observer.store(&sanitizer(), std::memory_order_release);
+  observe_operators();
+}
+
+void stop() {
+  stop_observing_operators();
+  device::observer.store(nullptr, std::memory_order_release);
+  sanitizer().stop();
+}
+
+// A kernel of a compiled graph: for each argument whether it is written, or None if it is no
+// tensor.
+py::object call_kernel(const std::string& name, const std::vector<std::optional<bool>>& written,
+                       const py::function& kernel, const py::args& arguments) {
+  OperatorUses uses;
+  uses.name = name;
+  std::vector<c10::IValue> tensors;
+  for (size_t i = 0; i < written.size(); ++i) {
+    if (!written[i].has_value()) continue;
+    uses.arguments.push_back({Reads::kNothing, !*written[i], *written[i]});
+    tensors.emplace_back(arguments[i].cast<at::Tensor>());
+  }
+  py::object result;
+  sanitizer().call(
+      uses, tensors, [&] { result = kernel(*arguments); },
+      []() -> c10::ArrayRef<c10::IValue> { return {}; });
+  return result;
+}
+
+}  // namespace
+
+void bind_sanitizer(py::module_& module) {
+  auto bound = module.def_submodule("sanitizer", "What foo_ops.sanitizer is made of.");
+  bound.def("start", &start);
+  bound.def("stop", &stop);
+  bound.def("call_kernel", torch::wrap_pybind_function(&call_kernel));
+  bound.def("allocations", [] { return sanitizer().allocations(); });
+  using device::SyncDebugMode;
+  bound.def("set_sync_debug_mode",
+            [](int mode) { device::sync_debug_mode.store(static_cast<SyncDebugMode>(mode)); });
+  bound.def("get_sync_debug_mode", [] { return static_cast<int>(device::sync_debug_mode.load()); });
+}
+
+}  // namespace foo::sanitizer

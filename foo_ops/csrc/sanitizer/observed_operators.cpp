@@ -1,0 +1,191 @@
+#include "sanitizer/observed_operators.h"
+
+#include <ATen/record_function.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "aten/observers.h"
+#include "launch/fork_mutex.h"
+#include "launch/registration.h"
+#include "sanitizer/sanitizer.h"
+
+namespace foo::sanitizer {
+namespace {
+
+constexpr c10::DispatchKey kKeys[] = {
+    c10::DispatchKey::PrivateUse1, c10::DispatchKey::QuantizedPrivateUse1,
+    c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCsrPrivateUse1,
+    c10::DispatchKey::NestedTensorPrivateUse1};
+
+// Reading a schema takes longer than most calls.
+const OperatorUses& uses_of(const c10::OperatorHandle& op) {
+  static auto* mutex = new ForkMutex();
+  static auto* known = new std::unordered_map<c10::OperatorName, std::unique_ptr<OperatorUses>>();
+  const std::lock_guard lock(*mutex);
+  std::unique_ptr<OperatorUses>& uses = (*known)[op.operator_name()];
+  if (uses == nullptr) uses = std::make_unique<OperatorUses>(op);
+  return *uses;
+}
+
+class ObservedKernel final : public c10::OperatorKernel {
+ public:
+  explicit ObservedKernel(c10::SafeKernelFunction kernel) : kernel_(std::move(kernel)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    sanitizer().call(uses_of(op), stack, [&] { kernel_.callBoxed(op, keys, stack); });
+  }
+
+ private:
+  c10::SafeKernelFunction kernel_;
+};
+
+void around_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack,
+                     c10::function_ref<void()> run) {
+  sanitizer().call(uses_of(op), stack, run);
+}
+
+// Of its inputs, what is written is not known.
+std::vector<at::Tensor> around_graph(const std::vector<at::Tensor>& inputs,
+                                     c10::function_ref<std::vector<at::Tensor>()> run) {
+  OperatorUses uses;
+  uses.name = "compiled graph";
+  uses.arguments = {{Reads::kNothing, true, false}};
+  uses.results = {ResultUse::kNew};
+  std::vector<at::Tensor> results;
+  std::vector<c10::IValue> boxed;
+  sanitizer().call(
+      uses, {c10::IValue(inputs)}, [&] { results = run(); },
+      [&]() -> c10::ArrayRef<c10::IValue> {
+        boxed = {c10::IValue(results)};
+        return boxed;
+      });
+  return results;
+}
+
+constexpr aten::CallObserver kCallObserver = {&around_operator, &around_graph};
+
+// What consists of other operators is seen when it calls them.
+bool runs_on_cpu(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || op.schema().name() == "aten::copy_";
+}
+
+// Operators whose kernels were not looked at yet: in the beginning all of them. Those that are
+// defined later get their kernels after that, so that their first call is the time to look.
+class NewOperators final : public c10::OpRegistrationListener {
+ public:
+  void onOperatorRegistered(const c10::OperatorHandle& op) override {
+    const std::lock_guard lock(mutex_);
+    names_.insert(op.operator_name());
+    are_there_.store(true, std::memory_order_release);
+  }
+
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override { take(op.operator_name()); }
+
+  // Whether it is one of them, and no longer after that.
+  bool take(const c10::OperatorName& name) {
+    if (!are_there_.load(std::memory_order_acquire)) return false;
+    const std::lock_guard lock(mutex_);
+    const bool is_new = names_.erase(name) > 0;
+    are_there_.store(!names_.empty(), std::memory_order_release);
+    return is_new;
+  }
+
+  std::unordered_set<c10::OperatorName> take_all() {
+    const std::lock_guard lock(mutex_);
+    are_there_.store(false, std::memory_order_release);
+    return std::exchange(names_, {});
+  }
+
+ private:
+  ForkMutex mutex_;
+  std::unordered_set<c10::OperatorName> names_;
+  std::atomic<bool> are_there_ = false;
+};
+
+struct Observation {
+  ForkMutex mutex;
+  std::vector<c10::RegistrationHandleRAII> kernels;
+  NewOperators* new_operators = nullptr;
+  std::optional<c10::RegistrationHandleRAII> listener;
+  at::CallbackHandle calls = 0;
+};
+
+// At exit the dispatcher may be gone before.
+Observation& observation() {
+  static auto* instance = new Observation();
+  return *instance;
+}
+
+// Our kernels are meant to give way, so there is no reason to warn.
+class NoWarnings final : public c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+void observe_kernels(const c10::OperatorHandle& op) {
+  NoWarnings no_warnings;
+  const c10::WarningUtils::WarningHandlerGuard handler(&no_warnings);
+  const c10::WarningUtils::WarnAlways always;
+  for (const c10::DispatchKey key : kKeys) {
+    if (!op.hasKernelForDispatchKey(key)) continue;
+    auto kernel =
+        hold_kernel(c10::toString(op.operator_name()), key,
+                    c10::KernelFunction::makeFromBoxedFunctor(
+                        std::make_unique<ObservedKernel>(op.getComputedKernelForDispatchKey(key))));
+    const std::lock_guard lock(observation().mutex);
+    observation().kernels.push_back(std::move(kernel));
+  }
+}
+
+// Before each operator, on whatever device.
+std::unique_ptr<at::ObserverContext> observe_call(const at::RecordFunction& function) {
+  const auto name = function.operator_name();
+  if (!name.has_value()) return nullptr;
+  const bool is_new = observation().new_operators->take(*name);
+  const bool watches_host = sanitizer().watches_host();
+  if (!is_new && !watches_host) return nullptr;
+  const auto op = c10::Dispatcher::singleton().findSchema(*name);
+  if (!op.has_value()) return nullptr;
+  if (is_new) observe_kernels(*op);
+  if (!watches_host || !runs_on_cpu(*op)) return nullptr;
+  const OperatorUses& uses = uses_of(*op);
+  if (function.inputs().size() == uses.arguments.size()) {
+    sanitizer().call_on_cpu(uses, function.inputs());
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void observe_operators() {
+  auto listener = std::make_unique<NewOperators>();
+  NewOperators& operators = *listener;
+  observation().new_operators = &operators;
+  observation().listener =
+      c10::Dispatcher::singleton().addRegistrationListener(std::move(listener));
+  for (const c10::OperatorName& name : operators.take_all()) {
+    const auto op = c10::Dispatcher::singleton().findSchema(name);
+    if (op.has_value()) observe_kernels(*op);
+  }
+  aten::call_observer.store(&kCallObserver, std::memory_order_release);
+  observation().calls = at::addGlobalCallback(at::RecordFunctionCallback(&observe_call)
+                                                  .needsInputs(true)
+                                                  .scopes({at::RecordScope::FUNCTION}));
+}
+
+void stop_observing_operators() {
+  at::removeCallback(observation().calls);
+  aten::call_observer.store(nullptr, std::memory_order_release);
+  observation().listener.reset();
+  observation().kernels.clear();
+}
+
+}  // namespace foo::sanitizer

@@ -1,0 +1,30 @@
+// The operator that this thread runs, and the memory that it takes meanwhile.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+namespace foo::sanitizer {
+
+class OperatorScope {
+ public:
+  OperatorScope() : outer_(std::exchange(current_, this)) {}
+  ~OperatorScope() { current_ = outer_; }
+  OperatorScope(const OperatorScope&) = delete;
+  OperatorScope& operator=(const OperatorScope&) = delete;
+
+  static bool is_active() { return current_ != nullptr; }
+  static void note_allocation(const void* memory) {
+    if (is_active()) current_->allocations_.push_back(memory);
+  }
+
+  const std::vector<const void*>& allocations() const { return allocations_; }
+
+ private:
+  static inline thread_local OperatorScope* current_ = nullptr;
+
+  OperatorScope* outer_;
+  std::vector<const void*> allocations_;
+};
+
+}  // namespace foo::sanitizer

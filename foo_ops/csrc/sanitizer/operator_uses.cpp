@@ -1,0 +1,98 @@
+#include "sanitizer/operator_uses.h"
+
+#include <algorithm>
+#include <array>
+#include <string_view>
+
+namespace foo::sanitizer {
+namespace {
+
+template <size_t size>
+bool is_one_of(const std::array<std::string_view, size>& names, std::string_view name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+bool contains(std::string_view text, std::string_view part) {
+  return text.find(part) != std::string_view::npos;
+}
+
+// New tensors of these hold what the memory held before.
+bool is_factory_without_values(std::string_view name) {
+  constexpr std::array<std::string_view, 4> kResizing = {
+      "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "aten::resize_as_sparse_"};
+  return contains(name, "::empty") || contains(name, "::_empty") || contains(name, "::new_empty") ||
+         is_one_of(kResizing, name);
+}
+
+// They ask or change what a tensor is, and touch no byte of it.
+bool touches_no_bytes(const c10::OperatorHandle& op, std::string_view name) {
+  constexpr std::array<std::string_view, 9> kNames = {"aten::record_stream",
+                                                      "aten::resize_as_sparse_",
+                                                      "aten::_resize_output_",
+                                                      "aten::is_set_to",
+                                                      "aten::is_same_size",
+                                                      "aten::_has_same_storage_numel",
+                                                      "aten::_has_compatible_shallow_copy_type",
+                                                      "aten::_fused_sdp_choice",
+                                                      "aten::_nested_tensor_size"};
+  return op.hasTag(at::Tag::inplace_view) || is_one_of(kNames, name) ||
+         name.starts_with("aten::_nested_tensor_st");
+}
+
+// Which elements they read depends on values, so that others need never have been written.
+bool reads_some_elements(std::string_view name) {
+  constexpr std::array<std::string_view, 7> kNames = {
+      "aten::index", "aten::_unsafe_index", "aten::index_select", "aten::gather",
+      "aten::take",  "aten::embedding",     "aten::masked_select"};
+  return is_one_of(kNames, name) || contains(name, "embedding_bag") || contains(name, "varlen") ||
+         contains(name, "cache");
+}
+
+// In place, from the values that were there. Others, such as scatter_, may be meant to fill the
+// tensor bit by bit.
+bool updates_all_elements(const c10::OperatorHandle& op, std::string_view name) {
+  constexpr std::array<std::string_view, 5> kFilling = {
+      "aten::fill_", "aten::zero_", "aten::masked_fill_", "aten::_foreach_zero_",
+      "aten::_foreach_copy_"};
+  if (is_one_of(kFilling, name) || op.hasTag(at::Tag::nondeterministic_seeded)) return false;
+  return op.hasTag(at::Tag::pointwise) || name.starts_with("aten::_foreach_") ||
+         name.starts_with("aten::_fused_ad") || name.starts_with("aten::_fused_sgd");
+}
+
+// The schemas of collectives say nothing of what is written: their arguments' names do.
+ArgumentUse use_in_collective(const c10::Argument& argument) {
+  if (argument.name().starts_with("input")) return {Reads::kNothing, true, false};
+  return {Reads::kNothing, false, true};
+}
+
+ArgumentUse use_of(const c10::OperatorHandle& op, const c10::Argument& argument) {
+  const std::string& name = op.schema().name();
+  if (touches_no_bytes(op, name) || is_factory_without_values(name)) return {};
+  if (name.starts_with("c10d::")) return use_in_collective(argument);
+  const c10::AliasInfo* alias = argument.alias_info();
+  if (alias == nullptr) {
+    return {reads_some_elements(name) ? Reads::kSome : Reads::kAll, true, false};
+  }
+  if (!alias->isWrite()) return {};
+  const bool is_read = !argument.kwarg_only() && updates_all_elements(op, name);
+  return {is_read ? Reads::kAll : Reads::kNothing, is_read, true};
+}
+
+}  // namespace
+
+OperatorUses::OperatorUses(const c10::OperatorHandle& op)
+    : name(op.schema().name()),
+      leaves_memory_unwritten(is_factory_without_values(name) || touches_no_bytes(op, name)),
+      synchronization(op) {
+  for (const c10::Argument& argument : op.schema().arguments()) {
+    arguments.push_back(use_of(op, argument));
+  }
+  for (const c10::Argument& result : op.schema().returns()) {
+    const c10::AliasInfo* alias = result.alias_info();
+    results.push_back(alias == nullptr   ? ResultUse::kNew
+                      : alias->isWrite() ? ResultUse::kWritten
+                                         : ResultUse::kView);
+  }
+}
+
+}  // namespace foo::sanitizer

@@ -1,0 +1,282 @@
+#include "sanitizer/sanitizer.h"
+
+#include <c10/util/irange.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "aten/boxed_tensors.h"
+#include "device/device.h"
+#include "device/stream.h"
+#include "sanitizer/operator_scope.h"
+#include "sanitizer/special_operators.h"
+
+namespace foo::sanitizer {
+namespace {
+
+using aten::for_each_tensor;
+
+// The stream of the first tensor's device, else that of the device that an argument names, else
+// that of the current one.
+c10::Stream stream_of(c10::ArrayRef<c10::IValue> arguments) {
+  std::optional<c10::DeviceIndex> of_tensor;
+  std::optional<c10::DeviceIndex> named;
+  for (const c10::IValue& argument : arguments) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
+      const bool is_first = !of_tensor && tensor.device().type() == device::kFoo;
+      if (is_first) of_tensor = tensor.device().index();
+    });
+    if (argument.isDevice() && argument.toDevice().type() == device::kFoo) {
+      named = device::with_index(argument.toDevice()).index();
+    }
+  }
+  return device::current_stream(of_tensor.value_or(named.value_or(device::current_device())));
+}
+
+// A result may also be an argument that was returned as it is.
+bool is_new(const at::Tensor& tensor, const std::vector<const void*>& allocations) {
+  return tensor.device().type() == device::kFoo && tensor.has_storage() &&
+         std::find(allocations.begin(), allocations.end(), tensor.storage().data()) !=
+             allocations.end();
+}
+
+}  // namespace
+
+Stack gather_stack() {
+  return torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false);
+}
+
+Sanitizer& sanitizer() {
+  static auto* instance = new Sanitizer();
+  return *instance;
+}
+
+void Sanitizer::start(Report report) {
+  const std::lock_guard lock(mutex_);
+  tracker_ = Tracker();
+  report_ = std::move(report);
+}
+
+void Sanitizer::stop() {
+  const std::lock_guard lock(mutex_);
+  tracker_ = Tracker();
+}
+
+void Sanitizer::report(const Findings& findings, bool later) {
+  for (const Finding& finding : findings) report_(finding, later);
+}
+
+std::vector<uint32_t> Sanitizer::other_streams(c10::ArrayRef<c10::IValue> tensors,
+                                               c10::Stream stream) {
+  std::vector<uint32_t> others;
+  for (const c10::IValue& value : tensors) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      const c10::Device device = tensor.device();
+      if (device.type() != device::kFoo || device == stream.device()) return;
+      others.push_back(tracker_.clocks().number_of(device::current_stream(device.index())));
+    });
+  }
+  return others;
+}
+
+void Sanitizer::use_arguments(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments,
+                              const LaunchPtr& launch, Findings& findings) {
+  for (const auto i : c10::irange(arguments.size())) {
+    const ArgumentUse use = uses.arguments[i];
+    for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      if (tensor.device().type() != device::kFoo) return;
+      if (use.is_read) tracker_.read(tensor, launch, use.reads, findings);
+      if (use.is_written) tracker_.write(tensor, launch, findings);
+    });
+  }
+}
+
+void Sanitizer::use_results(const OperatorUses& uses, c10::ArrayRef<c10::IValue> results,
+                            const LaunchPtr& launch, std::vector<const void*> allocations) {
+  for (const auto i : c10::irange(results.size())) {
+    for_each_tensor(results[i], [&](const at::Tensor& tensor) {
+      const bool is_written = uses.results[i] == ResultUse::kWritten ||
+                              (uses.results[i] == ResultUse::kNew && is_new(tensor, allocations));
+      if (is_written && !uses.leaves_memory_unwritten) return tracker_.result(tensor, launch);
+      if (!tensor.has_storage()) return;
+      allocations.erase(
+          std::remove(allocations.begin(), allocations.end(), tensor.storage().data()),
+          allocations.end());
+    });
+  }
+  // What the operator keeps without returning it.
+  for (const void* memory : allocations) tracker_.written(memory);
+}
+
+void Sanitizer::end_call(const LaunchPtr& launch, const std::vector<uint32_t>& others,
+                         const std::vector<const void*>& allocations) {
+  for (const void* memory : allocations) tracker_.written(memory);
+  for (const uint32_t other : others) {
+    tracker_.clocks().stream_waits_for_stream(other, launch->moment.stream);
+  }
+}
+
+void Sanitizer::call(const OperatorUses& uses, torch::jit::Stack* stack,
+                     c10::function_ref<void()> run) {
+  const size_t first = stack->size() - uses.arguments.size();
+  call(uses, torch::jit::last(*stack, uses.arguments.size()), run,
+       [&] { return torch::jit::last(*stack, stack->size() - first); });
+}
+
+void Sanitizer::call(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments,
+                     c10::function_ref<void()> run,
+                     c10::function_ref<c10::ArrayRef<c10::IValue>()> results_of) {
+  // What an operator is made of belongs to it.
+  if (OperatorScope::is_active()) return run();
+  const auto copy = Copy::of(uses, arguments);
+  const auto resize = Resize::of(uses, arguments);
+  const bool waits = uses.synchronization.is_there(arguments);
+  const c10::Stream stream = copy ? copy->stream() : stream_of(arguments);
+  Stack trace = gather_stack();
+  LaunchPtr launch;
+  Findings findings;
+  std::vector<uint32_t> others;
+  {
+    const std::lock_guard lock(mutex_);
+    others = other_streams(arguments, stream);
+    for (const uint32_t other : others) {
+      tracker_.clocks().stream_waits_for_stream(tracker_.clocks().number_of(stream), other);
+    }
+    launch = tracker_.launch(uses.name, stream, std::move(trace));
+    copy ? copy->begin(tracker_, launch, findings)
+         : use_arguments(uses, arguments, launch, findings);
+    tracker_.end(launch);
+  }
+  report(findings);
+  OperatorScope scope;
+  try {
+    run();
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    end_call(launch, others, scope.allocations());
+    throw;
+  }
+  const std::lock_guard lock(mutex_);
+  const auto results = results_of();
+  use_results(uses, results, launch, scope.allocations());
+  end_call(launch, others, {});
+  end_call(launch, other_streams(results, stream), {});
+  if (copy) copy->end(tracker_, launch);
+  if (resize) resize->end(tracker_);
+  if (waits) tracker_.clocks().host_waits_for_stream(launch->moment.stream);
+}
+
+bool Sanitizer::watches_host() {
+  if (OperatorScope::is_active()) return false;
+  const std::lock_guard lock(mutex_);
+  tracker_.forget_done_launches();
+  return tracker_.uses_pinned_memory();
+}
+
+void Sanitizer::call_on_cpu(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments) {
+  const auto is_of_device = [](const at::Tensor& tensor) {
+    return tensor.device().type() == device::kFoo;
+  };
+  bool touches_device = false;
+  for (const c10::IValue& argument : arguments) {
+    for_each_tensor(argument,
+                    [&](const at::Tensor& tensor) { touches_device |= is_of_device(tensor); });
+  }
+  if (touches_device) return;
+  Party now{Deed::kRead, uses.name, std::nullopt, gather_stack()};
+  Findings findings;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto i : c10::irange(arguments.size())) {
+      const ArgumentUse use = uses.arguments[i];
+      for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+        now.deed = use.is_written ? Deed::kWrite : Deed::kRead;
+        if (use.is_written) return tracker_.host_write(tensor, now, findings);
+        if (use.is_read) tracker_.host_read(tensor, now, findings);
+      });
+    }
+  }
+  report(findings, /*later=*/true);
+}
+
+size_t Sanitizer::allocations() {
+  const std::lock_guard lock(mutex_);
+  return tracker_.allocations();
+}
+
+void Sanitizer::allocated(const void* memory, size_t bytes, c10::DeviceIndex index) {
+  OperatorScope::note_allocation(memory);
+  const c10::Stream stream = device::current_stream(index);
+  Findings findings;
+  {
+    const std::lock_guard lock(mutex_);
+    tracker_.allocated(memory, bytes, stream, findings);
+  }
+  if (findings.empty()) return;
+  const Stack stack = gather_stack();
+  for (Finding& finding : findings) finding.now.stack = stack;
+  report(findings);
+}
+
+void Sanitizer::allocated_by_host_kernel(const void* memory, size_t bytes, c10::DeviceIndex index) {
+  allocated(memory, bytes, index);
+  written(memory, bytes);
+}
+
+void Sanitizer::freed(const void* memory) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!tracker_.may_be_in_use(memory)) return tracker_.freed(memory, nullptr);
+  tracker_.freed(memory, gather_stack());
+}
+
+void Sanitizer::written(const void* memory, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  tracker_.written(memory, bytes);
+}
+
+void Sanitizer::used_on(const void* memory, c10::Stream stream) {
+  const std::lock_guard lock(mutex_);
+  tracker_.used_on(memory, stream);
+}
+
+void Sanitizer::pinned(const void* memory, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  tracker_.pinned(memory, bytes);
+}
+
+void Sanitizer::unpinned(const void* memory) noexcept {
+  const std::lock_guard lock(mutex_);
+  tracker_.unpinned(memory);
+}
+
+void Sanitizer::event_recorded(const void* event, c10::Stream stream) {
+  const std::lock_guard lock(mutex_);
+  tracker_.clocks().record(event, tracker_.clocks().number_of(stream));
+}
+
+void Sanitizer::event_destroyed(const void* event) noexcept {
+  const std::lock_guard lock(mutex_);
+  tracker_.clocks().forget(event);
+}
+
+void Sanitizer::stream_waits(c10::Stream stream, const void* event) {
+  const std::lock_guard lock(mutex_);
+  tracker_.clocks().stream_waits(tracker_.clocks().number_of(stream), event);
+}
+
+void Sanitizer::host_waits_for_event(const void* event) {
+  const std::lock_guard lock(mutex_);
+  tracker_.clocks().host_waits_for_event(event);
+}
+
+void Sanitizer::host_waits_for_stream(c10::Stream stream) {
+  const std::lock_guard lock(mutex_);
+  tracker_.clocks().host_waits_for_stream(tracker_.clocks().number_of(stream));
+}
+
+void Sanitizer::host_waits_for_device(c10::DeviceIndex index) {
+  const std::lock_guard lock(mutex_);
+  tracker_.clocks().host_waits_for_device(index);
+}
+
+}  // namespace foo::sanitizer

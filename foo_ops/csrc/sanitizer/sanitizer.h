@@ -1,0 +1,77 @@
+// The sanitizer: watches operators, memory, streams and the host, and reports what collides.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/util/FunctionRef.h>
+
+#include <functional>
+#include <mutex>
+
+#include "device/observer.h"
+#include "launch/fork_mutex.h"
+#include "sanitizer/operator_uses.h"
+#include "sanitizer/tracker.h"
+
+namespace foo::sanitizer {
+
+// Takes a finding, and may raise; where that is not possible, it is told to do so later.
+using Report = std::function<void(const Finding& finding, bool later)>;
+
+class Sanitizer final : public device::Observer {
+ public:
+  // Starts with nothing known.
+  void start(Report report);
+  void stop();
+
+  // Runs an operator with what it reads and writes.
+  void call(const OperatorUses& uses, torch::jit::Stack* stack, c10::function_ref<void()> run);
+  // The same for what is no operator.
+  void call(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments,
+            c10::function_ref<void()> run,
+            c10::function_ref<c10::ArrayRef<c10::IValue>()> results_of);
+  // An operator on the CPU, which may meet pinned memory.
+  void call_on_cpu(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments);
+  // Whether the host can collide with anything at all.
+  bool watches_host();
+
+  void allocated(const void* memory, size_t bytes, c10::DeviceIndex index) override;
+  void allocated_by_host_kernel(const void* memory, size_t bytes, c10::DeviceIndex index) override;
+  void freed(const void* memory) noexcept override;
+  void written(const void* memory, size_t bytes) override;
+  void used_on(const void* memory, c10::Stream stream) override;
+  void pinned(const void* memory, size_t bytes) override;
+  void unpinned(const void* memory) noexcept override;
+  void event_recorded(const void* event, c10::Stream stream) override;
+  void event_destroyed(const void* event) noexcept override;
+  void stream_waits(c10::Stream stream, const void* event) override;
+  void host_waits_for_event(const void* event) override;
+  void host_waits_for_stream(c10::Stream stream) override;
+  void host_waits_for_device(c10::DeviceIndex index) override;
+
+  size_t allocations();
+
+ private:
+  // The current streams of the other devices that tensors lie on. A call comes after what these
+  // have been given, and before what comes there next, as copies between devices do on CUDA.
+  std::vector<uint32_t> other_streams(c10::ArrayRef<c10::IValue> tensors, c10::Stream stream);
+  void end_call(const LaunchPtr& launch, const std::vector<uint32_t>& others,
+                const std::vector<const void*>& allocations);
+  void use_arguments(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments,
+                     const LaunchPtr& launch, Findings& findings);
+  void use_results(const OperatorUses& uses, c10::ArrayRef<c10::IValue> results,
+                   const LaunchPtr& launch, std::vector<const void*> allocations);
+  void report(const Findings& findings, bool later = false);
+
+  ForkMutex mutex_;
+  Tracker tracker_;
+  Report report_;
+};
+
+// It is never destroyed: storages may be freed after the static objects of this library.
+Sanitizer& sanitizer();
+
+// The Python stack of this thread.
+Stack gather_stack();
+
+}  // namespace foo::sanitizer

@@ -1,0 +1,93 @@
+// Keeps what was done to which bytes, and finds what collides. Takes no lock and calls nothing of
+// Python.
+#pragma once
+
+#include <map>
+#include <unordered_map>
+
+#include "sanitizer/finding.h"
+
+namespace foo::sanitizer {
+
+// How much of a tensor an operator is known to read.
+enum class Reads { kNothing, kSome, kAll };
+
+class Tracker {
+ public:
+  LaunchPtr launch(std::string operator_name, c10::Stream stream, Stack stack);
+
+  // Accesses of an operator, in the order of its launch. Tensors that lie neither on the device nor
+  // in pinned memory are no concern.
+  void read(const at::Tensor& tensor, const LaunchPtr& launch, Reads reads, Findings& findings);
+  void write(const at::Tensor& tensor, const LaunchPtr& launch, Findings& findings);
+  // The results are new, or were checked as arguments.
+  void result(const at::Tensor& tensor, const LaunchPtr& launch);
+  // Of the arguments: what collided with others counts as ordered from here on, so that nothing
+  // that follows from one mistake is found again.
+  void end(const LaunchPtr& launch);
+
+  // Accesses of the host to pinned memory.
+  void host_read(const at::Tensor& tensor, const Party& now, Findings& findings);
+  void host_write(const at::Tensor& tensor, const Party& now, Findings& findings);
+  // Whether launches may still be under way that use pinned memory. May err to the safe side.
+  bool uses_pinned_memory() const { return !pinned_launches_.empty(); }
+  void forget_done_launches();
+
+  void allocated(const void* memory, size_t bytes, c10::Stream stream, Findings& findings);
+  // The stack is of use where a stream may still be using the memory.
+  bool may_be_in_use(const void* memory);
+  void freed(const void* memory, Stack stack);
+  // The whole allocation, or its first bytes.
+  void written(const void* memory, std::optional<size_t> bytes = std::nullopt);
+  void used_on(const void* memory, c10::Stream stream);
+  void pinned(const void* memory, size_t bytes);
+  void unpinned(const void* memory);
+
+  Clocks& clocks() { return clocks_; }
+  // For tests of what a long run keeps.
+  size_t allocations() const { return allocations_.size(); }
+
+ private:
+  struct Allocation {
+    size_t bytes;
+    Shadow shadow;
+    bool is_pinned;
+    // Not known of memory that is older than the sanitizer.
+    std::optional<c10::Stream> stream;
+    std::vector<uint32_t> used_on;
+    Description last_tensor;
+  };
+
+  // Memory that was given back while a stream may still be using it.
+  struct Freed {
+    Description tensor;
+    LaunchPtr user;
+    bool is_written;
+    Stack stack;
+  };
+
+  using Allocations = std::map<uintptr_t, Allocation>;
+
+  Allocations::iterator find(uintptr_t address);
+  // The allocation of a tensor's storage; that of unknown memory of the device is made.
+  Allocations::iterator allocation_of(const at::Tensor& tensor);
+  // The bytes of the tensor, counted from the begin of the allocation.
+  static std::vector<ByteRange> ranges_in(Allocations::iterator allocation,
+                                          const at::Tensor& tensor);
+  // Memory of this age has been written, as far as anybody knows.
+  static Shadow written_shadow(size_t bytes);
+  void note_read(Cell& cell, const LaunchPtr& launch);
+  // The last access that nothing orders before what its own stream does next.
+  std::optional<Freed> last_user(Allocation& allocation);
+
+  Clocks clocks_;
+  Allocations allocations_;
+  // By the number of the stream to which the memory went back.
+  std::unordered_map<uint32_t, std::vector<Freed>> freed_;
+  std::vector<LaunchPtr> pinned_launches_;
+  std::vector<Moment> collided_;
+};
+
+Description describe(const at::Tensor& tensor);
+
+}  // namespace foo::sanitizer

@@ -1,0 +1,46 @@
+"""Keep the kernels of compiled graphs where the sanitizer can put itself around them.
+
+A graph calls them by their names in its module and passes tensors: no operator is there to watch.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Kernel = Callable[..., Any]
+# Whether each argument is written; None for one that is no tensor.
+Written = list[bool | None]
+Around = Callable[[str, Written, Kernel], Kernel]
+
+
+class _Module(NamedTuple):
+    names: dict[str, Any]
+    written: dict[str, Written]
+    kernels: dict[str, Kernel]
+
+
+_modules: list[_Module] = []
+_around: Around | None = None
+
+
+def _put_in(module: _Module) -> None:
+    for name, kernel in module.kernels.items():
+        module.names[name] = _around(name, module.written[name], kernel) if _around else kernel
+
+
+def add(names: dict[str, Any], types: dict[str, list[str]]) -> None:
+    """Add the kernels of a module, by the types of their arguments in C++."""
+    written = {
+        kernel: [None if "*" not in each else not each.startswith("const ") for each in its_types]
+        for kernel, its_types in types.items()
+    }
+    module = _Module(names, written, {name: names[name] for name in types})
+    _modules.append(module)
+    _put_in(module)
+
+
+def put_around(around: Around | None) -> None:
+    """Replace each kernel by what the function makes of it, or put it back for None."""
+    global _around
+    _around = around
+    for module in _modules:
+        _put_in(module)

@@ -1,0 +1,139 @@
+"""Switch the sanitizer on and off, and say what becomes of findings."""
+
+import contextlib
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from foo_ops._C import sanitizer as _C
+from foo_ops.device import _compiled_kernels
+from foo_ops.sanitizer.findings import Finding, SanitizerError, SanitizerWarning, make_finding
+
+Action = Literal["raise", "warn"]
+Taker = Callable[[Finding], type[SanitizerError] | None]
+
+_lock = threading.RLock()
+# Who takes findings: the innermost check(), at the bottom what enable() says.
+_takers: list[Taker] = []
+_enabled: list[Taker] = []
+
+
+def _raise(finding: Finding) -> type[SanitizerError]:
+    # An operator on the CPU cannot be stopped. Python then makes the exception itself, without
+    # arguments, when the thread comes back to it.
+    names = {
+        "__init__": lambda self: SanitizerError.__init__(self, finding),
+        "__module__": SanitizerError.__module__,
+    }
+    return type(SanitizerError.__name__, (SanitizerError,), names)
+
+
+def _warn(finding: Finding) -> None:
+    warnings.warn(str(finding), SanitizerWarning, stacklevel=2)
+
+
+def _report(raw: dict[str, Any]) -> type[SanitizerError] | None:
+    return _takers[-1](make_finding(raw))
+
+
+def _watched(name: str, written: list[bool | None], kernel: Callable[..., Any]) -> Any:
+    return functools.partial(_C.call_kernel, name, written, kernel)
+
+
+def _push(taker: Taker) -> None:
+    with _lock:
+        _takers.append(taker)
+        if len(_takers) == 1:
+            _C.start(_report)
+            _compiled_kernels.put_around(_watched)
+
+
+def _remove(taker: Taker) -> None:
+    with _lock:
+        if len(_takers) == 1:
+            _compiled_kernels.put_around(None)
+            _C.stop()
+        _takers.remove(taker)
+
+
+@contextlib.contextmanager
+def check() -> Iterator[list[Finding]]:
+    """Collect findings, of all threads, inside of ``with``.
+
+    What was done on the device before counts as done. Inside of another check, or of a process that
+    has the sanitizer enabled, the innermost list gets the findings.
+
+    Returns:
+        The list that findings are added to.
+
+    Example:
+        >>> with sanitizer.check() as findings:
+        ...     x = torch.empty(4, device="foo")
+        ...     y = x + 1
+        >>> findings[0].kind, findings[0].operator
+        ('uninitialized read', 'aten::add')
+    """
+    findings: list[Finding] = []
+
+    taker: Taker = findings.append
+    _push(taker)
+    try:
+        yield findings
+    finally:
+        _remove(taker)
+
+
+def enable(action: Action = "raise") -> None:
+    """Watch the whole process from here on.
+
+    ``FOO_SANITIZER=1`` does so when foo_ops is imported.
+
+    Args:
+        action: "raise" raises :class:`SanitizerError` where something is found, before the operator
+            runs; "warn" warns.
+
+    Raises:
+        ValueError: For another action.
+
+    Example:
+        >>> sanitizer.enable(action="warn")
+        >>> sanitizer.is_enabled()
+        True
+        >>> sanitizer.disable()
+    """
+    takers: dict[str, Taker] = {"raise": _raise, "warn": _warn}
+    if action not in takers:
+        raise ValueError(f'enable: action must be "raise" or "warn", got {action!r}')
+    with _lock:
+        disable()
+        _enabled.append(takers[action])
+        if _takers:
+            _takers.insert(0, takers[action])
+        else:
+            _push(takers[action])
+
+
+def disable() -> None:
+    """End what :func:`enable` began; nothing where it did not.
+
+    Example:
+        >>> sanitizer.disable()
+        >>> sanitizer.is_enabled()
+        False
+    """
+    with _lock:
+        if _enabled:
+            _remove(_enabled.pop())
+
+
+def is_enabled() -> bool:
+    """Return whether the sanitizer watches, by :func:`enable` or inside of :func:`check`.
+
+    Example:
+        >>> with sanitizer.check():
+        ...     sanitizer.is_enabled()
+        True
+    """
+    return bool(_takers)

@@ -1,0 +1,210 @@
+"""Describe what the sanitizer found: two accesses that collide, and what would make them right."""
+
+import linecache
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+_SHOWN_CALLS = 4
+_LIBRARIES = ("site-packages", "dist-packages", "<frozen", os.path.dirname(os.__file__))
+
+
+class Frame(NamedTuple):
+    """A call on a Python stack."""
+
+    filename: str
+    lineno: int
+    name: str
+
+    @property
+    def is_in_library(self) -> bool:
+        """Whether it is in what was installed, as torch is."""
+        return any(part in self.filename for part in _LIBRARIES)
+
+    def __str__(self) -> str:
+        text = f'  File "{self.filename}", line {self.lineno}, in {self.name}'
+        line = linecache.getline(self.filename, self.lineno).strip()
+        return f"{text}\n    {line}" if line else text
+
+
+@dataclass(frozen=True)
+class Access:
+    """One side of a finding.
+
+    Attributes:
+        deed: "read", "write", "allocation" or "free".
+        operator: The operator or call, such as ``aten::add.Tensor``; empty where there is none.
+        stream: The number of the stream, 0 for the default one, None for the host.
+        stack: The Python stack, from the outermost call to the innermost one.
+    """
+
+    deed: str
+    operator: str
+    stream: int | None
+    stack: tuple[Frame, ...]
+
+    @property
+    def place(self) -> str:
+        """The stream in words."""
+        if self.stream is None:
+            return "the host"
+        return "the default stream" if self.stream == 0 else f"stream {self.stream}"
+
+    @property
+    def own_stack(self) -> tuple[Frame, ...]:
+        """The innermost calls that are not in libraries: those that one can change."""
+        own = [frame for frame in self.stack if not frame.is_in_library]
+        return tuple(own or self.stack)[-_SHOWN_CALLS:]
+
+    def __str__(self) -> str:
+        verb = {"read": "read by", "write": "written by"}.get(self.deed)
+        if verb is None:
+            return {"allocation": "allocated again", "free": "freed"}[
+                self.deed
+            ] + f" on {self.place}"
+        return f"{verb} {self.operator or 'code that is no operator'} on {self.place}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An access that nothing orders after the one that it collides with.
+
+    Attributes:
+        kind: "race", "use after free", "unsynchronized host read", "host write during copy",
+            "uninitialized read" or "host access".
+        shape: The shape of the tensor.
+        dtype: Its dtype.
+        device: Its device, ``cpu`` for pinned memory.
+        address: The address of its first byte.
+        nbytes: The bytes from its first to its last one.
+        now: What is done now.
+        before: What it collides with; None for an uninitialized read.
+        user: The last access to memory that was freed, for a use after free.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    device: torch.device
+    address: int
+    nbytes: int
+    now: Access
+    before: Access | None = None
+    user: Access | None = None
+
+    @property
+    def operator(self) -> str:
+        """The operator or call that is made now."""
+        return self.now.operator
+
+    @property
+    def streams(self) -> tuple[int | None, ...]:
+        """The numbers of the streams, None for the host: of what is done now first."""
+        others = (self.user or self.before,) if self.before else ()
+        return tuple(access.stream for access in (self.now, *others) if access is not None)
+
+    @property
+    def tensor(self) -> str:
+        """The tensor in words."""
+        if self.dtype is None:
+            return f"{self.nbytes} bytes at {self.address:#x} on {self.device}"
+        kind = "pinned tensor" if self.device.type == "cpu" else "tensor"
+        return (
+            f"{kind} of shape {self.shape} and {self.dtype} on {self.device}, "
+            f"{self.nbytes} bytes at {self.address:#x}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """What would make the program right."""
+        return _ADVICE[self.kind](self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind}: {self.tensor}"]
+        for title, access in (("now", self.now), ("before", self.before), ("used", self.user)):
+            if access is not None:
+                lines += [f"{title}: {access}", *map(str, access.own_stack)]
+        return "\n".join([*lines, f"To make it right: {self.advice}"])
+
+
+class SanitizerError(RuntimeError):
+    """Raised where the sanitizer finds something, with the :class:`Finding` as ``finding``."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(str(finding))
+        self.finding = finding
+
+
+class SanitizerWarning(UserWarning):
+    """The category of the warnings that ``enable(action="warn")`` gives."""
+
+
+def _stream(access: Access | None) -> str:
+    assert access is not None
+    return "torch.foo.default_stream()" if access.stream == 0 else f"stream {access.stream}"
+
+
+def _advice_for_race(finding: Finding) -> str:
+    later, earlier = _stream(finding.now), _stream(finding.before)
+    return (
+        f"let the one stream wait for the other: {later}.wait_stream({earlier}), or an event that "
+        "is recorded after the first access and waited for before the second."
+    )
+
+
+def _advice_for_use_after_free(finding: Finding) -> str:
+    return (
+        f"call tensor.record_stream({_stream(finding.user)}) before the tensor is freed, or let "
+        f"{_stream(finding.before)} wait for it before."
+    )
+
+
+def _advice_for_host_read(finding: Finding) -> str:
+    return (
+        f"wait for the copy before the host reads it: {_stream(finding.before)}.synchronize(), or "
+        "an event's, or copy with non_blocking=False."
+    )
+
+
+def _advice_for_host_write(finding: Finding) -> str:
+    return (
+        f"wait for the copy before the host writes there: {_stream(finding.before)}.synchronize() "
+        "or an event's, or write to another buffer."
+    )
+
+
+def _advice_for_uninitialized_read(finding: Finding) -> str:
+    return (
+        "write the tensor before it is read, or make it with torch.zeros in place of torch.empty."
+    )
+
+
+def _advice_for_host_access(finding: Finding) -> str:
+    return "copy the tensor to the CPU first: tensor.cpu(); its data_ptr() is for kernels alone."
+
+
+_ADVICE = {
+    "race": _advice_for_race,
+    "use after free": _advice_for_use_after_free,
+    "unsynchronized host read": _advice_for_host_read,
+    "host write during copy": _advice_for_host_write,
+    "uninitialized read": _advice_for_uninitialized_read,
+    "host access": _advice_for_host_access,
+}
+
+
+def _access(raw: dict[str, Any] | None) -> Access | None:
+    if raw is None:
+        return None
+    stack = tuple(Frame(*frame) for frame in raw["stack"])
+    return Access(raw["deed"], raw["operator"], raw["stream"], stack)
+
+
+def make_finding(raw: dict[str, Any]) -> Finding:
+    """Return the finding that the companion describes."""
+    now = _access(raw["now"])
+    assert now is not None
+    facts = {name: raw[name] for name in ("kind", "shape", "dtype", "device", "address", "nbytes")}
+    return Finding(**facts, now=now, before=_access(raw["before"]), user=_access(raw["user"]))
