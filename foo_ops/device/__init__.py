@@ -93,6 +93,7 @@ from foo_ops.device.streams import (
     set_stream,
     stream,
 )
+from foo_ops.device.sync_debug import get_sync_debug_mode, set_sync_debug_mode
 
 OutOfMemoryError = torch.OutOfMemoryError
 
@@ -134,6 +135,7 @@ __all__ = [
     "get_per_process_memory_fraction",
     "get_rng_state",
     "get_rng_state_all",
+    "get_sync_debug_mode",
     "host_memory_stats",
     "host_memory_stats_as_nested_dict",
     "init",
@@ -175,6 +177,7 @@ __all__ = [
     "set_rng_state",
     "set_rng_state_all",
     "set_stream",
+    "set_sync_debug_mode",
     "stream",
     "streams",
     "synchronize",

@@ -194,3 +194,47 @@ def test_plugin_of_an_installation(run, installation, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     process = run("def test_operator(operator_check): ...")
     assert "fixture 'operator_check' not found" in process.stdout
+
+
+STREAMS = """\
+import pytest
+import torch
+
+
+def race():
+    x = torch.ones(4, device="foo")
+    with torch.foo.stream(torch.foo.Stream()):
+        x + 1
+
+
+def test_race():
+    race()
+
+
+def test_right():
+    torch.ones(4, device="foo") + 1
+
+
+@pytest.mark.foo_sanitizer
+def test_marked():
+    race()
+
+
+@pytest.mark.foo_sanitizer(enabled=False)
+def test_left_out():
+    race()
+"""
+
+
+def test_marked_tests_run_under_the_sanitizer(run):
+    process = run(STREAMS)
+    assert counts(process) == {"passed": 3, "failed": 1}
+    assert "race: tensor of shape (4,)" in process.stdout
+    assert "test_of_a_stranger.py::test_marked" in process.stdout
+
+
+def test_all_tests_run_under_the_sanitizer(run):
+    process = run(STREAMS, "--foo-sanitizer", "--strict-markers")
+    assert counts(process) == {"passed": 2, "failed": 2}
+    assert "::test_race" in process.stdout
+    assert "::test_marked" in process.stdout

@@ -89,9 +89,8 @@ PinnedMemoryAllocator& instance() {
 void free_pinned(void* context) {
   // A lock of torch may be one that nobody will ever release, and the memory goes with the process.
   if (is_in_bad_fork()) return;
-  observe([&](Observer& observer) {
-    observer.unpinned(static_cast<const HostBlock*>(context)->ptr_);
-  });
+  observe(
+      [&](Observer& observer) { observer.unpinned(static_cast<const HostBlock*>(context)->ptr_); });
   instance().free(context);
 }
 

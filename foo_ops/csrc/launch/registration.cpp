@@ -1,11 +1,31 @@
 #include "launch/registration.h"
 
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "launch/fork_mutex.h"
 
 namespace foo {
+
+namespace {
+
+struct NativeKernels {
+  ForkMutex mutex;
+  std::set<std::string> names;
+};
+
+NativeKernels& native_kernels() {
+  static auto* instance = new NativeKernels();
+  return *instance;
+}
+
+}  // namespace
+
+bool has_native_kernel(const std::string& operator_name) {
+  const std::lock_guard lock(native_kernels().mutex);
+  return native_kernels().names.count(operator_name) > 0;
+}
 
 c10::OperatorHandle find_operator(const std::string& name) {
   const size_t dot = name.find('.');
@@ -21,6 +41,10 @@ std::string short_name(const std::string& operator_name) {
 
 c10::RegistrationHandleRAII hold_kernel(const std::string& operator_name, c10::DispatchKey key,
                                         c10::KernelFunction kernel) {
+  if (c10::toFunctionalityKey(key) == c10::DispatchKey::Dense) {
+    const std::lock_guard lock(native_kernels().mutex);
+    native_kernels().names.insert(operator_name);
+  }
   return c10::Dispatcher::singleton().registerImpl(find_operator(operator_name).operator_name(),
                                                    key, std::move(kernel), std::nullopt, nullptr,
                                                    "foo_ops");

@@ -15,6 +15,10 @@ c10::OperatorHandle find_operator(const std::string& name);
 // Its name in messages, without namespace and overload: "abs".
 std::string short_name(const std::string& operator_name);
 
+// Whether the operator has had a kernel from here: one in C++, not one in Python that is made of
+// other operators.
+bool has_native_kernel(const std::string& operator_name);
+
 // Registers a kernel until the returned handle is destroyed.
 c10::RegistrationHandleRAII hold_kernel(const std::string& operator_name, c10::DispatchKey key,
                                         c10::KernelFunction kernel);

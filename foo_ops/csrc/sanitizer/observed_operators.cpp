@@ -130,14 +130,21 @@ class NoWarnings final : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
+// A kernel in Python consists of operators, which are seen when it calls them.
+bool is_native(const std::string& name) {
+  return name.starts_with("aten::") || name.starts_with("foo::") || has_native_kernel(name);
+}
+
 void observe_kernels(const c10::OperatorHandle& op) {
+  const std::string name = c10::toString(op.operator_name());
+  if (!is_native(name)) return;
   NoWarnings no_warnings;
   const c10::WarningUtils::WarningHandlerGuard handler(&no_warnings);
   const c10::WarningUtils::WarnAlways always;
   for (const c10::DispatchKey key : kKeys) {
     if (!op.hasKernelForDispatchKey(key)) continue;
     auto kernel =
-        hold_kernel(c10::toString(op.operator_name()), key,
+        hold_kernel(name, key,
                     c10::KernelFunction::makeFromBoxedFunctor(
                         std::make_unique<ObservedKernel>(op.getComputedKernelForDispatchKey(key))));
     const std::lock_guard lock(observation().mutex);

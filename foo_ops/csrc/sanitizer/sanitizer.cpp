@@ -145,7 +145,7 @@ void Sanitizer::call(const OperatorUses& uses, c10::ArrayRef<c10::IValue> argume
     launch = tracker_.launch(uses.name, stream, std::move(trace));
     copy ? copy->begin(tracker_, launch, findings)
          : use_arguments(uses, arguments, launch, findings);
-    tracker_.end(launch);
+    tracker_.end(launch, findings);
   }
   report(findings);
   OperatorScope scope;

@@ -140,7 +140,13 @@ void Tracker::write(const at::Tensor& tensor, const LaunchPtr& launch, Findings&
   collided_.push_back(earlier->moment);
 }
 
-void Tracker::end(const LaunchPtr& launch) {
+void Tracker::end(const LaunchPtr& launch, Findings& findings) {
+  for (auto finding = findings.begin(); finding != findings.end();) {
+    const bool is_repeated = std::any_of(findings.begin(), finding, [&](const Finding& earlier) {
+      return earlier.kind == finding->kind && earlier.tensor.address == finding->tensor.address;
+    });
+    finding = is_repeated ? findings.erase(finding) : finding + 1;
+  }
   for (const Moment& moment : collided_) clocks_.assume_before(moment, launch->moment.stream);
   collided_.clear();
 }

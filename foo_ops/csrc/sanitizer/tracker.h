@@ -23,8 +23,9 @@ class Tracker {
   // The results are new, or were checked as arguments.
   void result(const at::Tensor& tensor, const LaunchPtr& launch);
   // Of the arguments: what collided with others counts as ordered from here on, so that nothing
-  // that follows from one mistake is found again.
-  void end(const LaunchPtr& launch);
+  // that follows from one mistake is found again; and a tensor that is read and written, or passed
+  // twice, has one finding.
+  void end(const LaunchPtr& launch, Findings& findings);
 
   // Accesses of the host to pinned memory.
   void host_read(const at::Tensor& tensor, const Party& now, Findings& findings);

@@ -7,7 +7,17 @@ for ``operator_check``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("foo_ops").addoption(
+        "--foo-sanitizer",
+        action="store_true",
+        help="run each test under foo_ops.sanitizer, and fail it with what that finds",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -16,6 +26,31 @@ def pytest_configure(config: pytest.Config) -> None:
         "operators(*specs): the foo_ops.testing.OpSpec whose checks the argument operator_check "
         "stands for, one at a time",
     )
+    config.addinivalue_line(
+        "markers",
+        "foo_sanitizer(enabled=True): run the test under foo_ops.sanitizer, or with False without "
+        "it where --foo-sanitizer is given",
+    )
+
+
+def _is_sanitized(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("foo_sanitizer")
+    if marker is None:
+        return bool(item.config.getoption("--foo-sanitizer"))
+    return bool(marker.args[0] if marker.args else marker.kwargs.get("enabled", True))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    if not _is_sanitized(item):
+        return (yield)
+    from foo_ops import sanitizer
+
+    with sanitizer.check() as findings:
+        result = yield
+    if findings:
+        pytest.fail("\n\n".join(map(str, findings)), pytrace=False)
+    return result
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,0 +1,201 @@
+"""What a finding says, and what becomes of it."""
+
+import gc
+import os
+import re
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from foo_ops._C import sanitizer as companion
+
+from foo_ops import sanitizer
+
+
+def race(side):
+    x = torch.ones(2, 3, device="foo")
+    with torch.foo.stream(side):
+        x[1].add_(1)
+
+
+def test_text():
+    side = torch.foo.Stream()
+    with sanitizer.check() as findings:
+        race(side)
+    (finding,) = findings
+    assert finding.operator == "aten::add_"
+    assert finding.shape == (3,)
+    assert finding.dtype is torch.float32
+    assert finding.device == torch.device("foo:0")
+    assert finding.nbytes == 12
+    assert finding.streams == (side.stream_id, 0)
+    text = re.sub(r"0x[0-9a-f]+", "0x", re.sub(r'File ".*?", line \d+', "File", str(finding)))
+    # What runs the tests has frames on the stack, too.
+    own = [
+        line for line in text.splitlines() if "<module>" not in line and "run_module" not in line
+    ]
+    number = side.stream_id
+    assert own == [
+        "race: tensor of shape (3,) and torch.float32 on foo:0, 12 bytes at 0x",
+        f"now: read by aten::add_ on stream {number}",
+        "  File, in test_text",
+        "    race(side)",
+        "  File, in race",
+        "    x[1].add_(1)",
+        "before: written by aten::fill_ on the default stream",
+        "  File, in test_text",
+        "    race(side)",
+        "  File, in race",
+        '    x = torch.ones(2, 3, device="foo")',
+        "To make it right: let the one stream wait for the other: stream "
+        f"{number}.wait_stream(torch.foo.default_stream()), or an event that is recorded after the "
+        "first access and waited for before the second.",
+    ]
+
+
+def test_nothing_is_written_when_it_raises():
+    x = torch.ones(4, device="foo")
+    sanitizer.enable()
+    try:
+        x.add_(1)
+        with torch.foo.stream(torch.foo.Stream()), pytest.raises(sanitizer.SanitizerError):
+            x.add_(1)
+    finally:
+        sanitizer.disable()
+    assert x.tolist() == [2, 2, 2, 2]
+
+
+def test_warnings():
+    sanitizer.enable(action="warn")
+    try:
+        with pytest.warns(sanitizer.SanitizerWarning, match="^race: "):
+            race(torch.foo.Stream())
+    finally:
+        sanitizer.disable()
+
+
+def test_check_inside_of_an_enabled_process():
+    sanitizer.enable()
+    try:
+        with sanitizer.check() as findings:
+            race(torch.foo.Stream())
+        assert len(findings) == 1
+        with pytest.raises(sanitizer.SanitizerError):
+            race(torch.foo.Stream())
+    finally:
+        sanitizer.disable()
+    assert not sanitizer.is_enabled()
+    race(torch.foo.Stream())
+
+
+def test_enabled_inside_of_check():
+    with sanitizer.check() as findings:
+        sanitizer.enable()
+        race(torch.foo.Stream())
+        assert len(findings) == 1
+    try:
+        with pytest.raises(sanitizer.SanitizerError):
+            race(torch.foo.Stream())
+    finally:
+        sanitizer.disable()
+
+
+def test_wrong_action():
+    with pytest.raises(ValueError, match=r"^enable: action must .* got 'print'$"):
+        sanitizer.enable(action="print")
+    assert not sanitizer.is_enabled()
+
+
+def test_whole_process():
+    program = """
+import torch
+x = torch.ones(4, device="foo")
+with torch.foo.stream(torch.foo.Stream()):
+    x + 1
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"FOO_SANITIZER": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1
+    assert "SanitizerError: race: tensor of shape (4,)" in run.stderr
+
+
+def test_backward_threads_and_others():
+    side = torch.foo.Stream()
+    with sanitizer.check() as findings:
+        x = torch.ones(4, device="foo", requires_grad=True)
+
+        def work():
+            with torch.foo.stream(side):
+                x.detach().add_(1)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert [finding.kind for finding in findings] == ["race"]
+    with sanitizer.check() as findings:
+        loss = (x * x).sum()
+        loss.backward()
+    assert findings == []
+
+
+def test_memory_is_forgotten():
+    with sanitizer.check():
+        before = companion.allocations()
+        tensors = [torch.ones(4, device="foo") for _ in range(100)]
+        assert companion.allocations() >= before + 100
+        del tensors
+        gc.collect()
+        assert companion.allocations() <= before + 1
+
+
+def test_copy_on_write():
+    x = torch.ones(4, device="foo")
+    with sanitizer.check() as findings:
+        x = torch.ones(4, device="foo")
+        y = x._lazy_clone()
+        y.add_(1)
+        (x + y).sum()
+    assert findings == []
+
+
+def test_kernels_that_come_later():
+    from foo_ops import library
+
+    with sanitizer.check() as findings:
+        library.define("test_sanitizer_late::twice", "(Tensor input) -> Tensor")
+
+        @library.impl("test_sanitizer_late::twice", "foo")
+        def twice(input):
+            result = torch.empty_like(input)
+            return torch.mul(input, 2, out=result)
+
+        x = torch.ops.test_sanitizer_late.twice(torch.ones(4, device="foo"))
+        x.sum()
+    assert findings == []
+
+
+def test_compiled_graphs():
+    @torch.compile
+    def function(x):
+        return x.sin() + x.cos().sum()
+
+    with sanitizer.check() as findings:
+        x = torch.ones(100, device="foo")
+        y = function(x)
+        y.sum()
+    assert findings == []
+    with sanitizer.check() as findings:
+        x = torch.ones(100, device="foo")
+        with torch.foo.stream(torch.foo.Stream()):
+            function(x)
+    assert {finding.kind for finding in findings} == {"race"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        function(torch.ones(100, device="foo"))

@@ -1,0 +1,386 @@
+"""Programs on streams, for the sanitizer: of each kind pairs of a wrong one and a right one.
+
+Each is a function of two streams. The wrong one forgets what the right one does.
+"""
+
+import torch
+
+SIZE = 1000
+
+
+def default():
+    return torch.foo.current_stream()
+
+
+def ones():
+    return torch.ones(SIZE, device="foo")
+
+
+def on(stream):
+    return torch.foo.stream(stream)
+
+
+def pinned():
+    return torch.ones(SIZE).pin_memory()
+
+
+# race
+
+
+def result_of_another_stream(side, other, *, right):
+    x = ones()
+    if right:
+        side.wait_stream(default())
+    with on(side):
+        x.mul(2)
+
+
+def result_comes_back(side, other, *, right):
+    with on(side):
+        x = ones()
+    event = side.record_event()
+    if right:
+        default().wait_event(event)
+    x + 1
+
+
+def write_after_read(side, other, *, right):
+    x = ones()
+    side.wait_stream(default())
+    with on(side):
+        x.sum()
+    if right:
+        default().wait_stream(side)
+    x.zero_()
+
+
+def event_too_early(side, other, *, right):
+    x = ones()
+    event = torch.foo.Event()
+    if not right:
+        event.record()
+    x.add_(1)
+    if right:
+        event.record()
+    event.wait(side)
+    with on(side):
+        x.sum()
+
+
+def halves_that_overlap(side, other, *, right):
+    x = ones()
+    side.wait_stream(default())
+    with on(side):
+        x[: SIZE // 2].add_(1)
+    x[SIZE // 2 if right else SIZE // 2 - 1 :].add_(1)
+
+
+def columns_that_overlap(side, other, *, right):
+    x = torch.ones(SIZE, 10, device="foo")
+    side.wait_stream(default())
+    with on(side):
+        x[:, :5].add_(1)
+    x[:, 5 if right else 4 :].add_(1)
+
+
+def chain_of_streams(side, other, *, right):
+    x = ones()
+    side.wait_stream(default())
+    with on(side):
+        x.add_(1)
+    if right:
+        other.wait_stream(side)
+    else:
+        other.wait_stream(default())
+    with on(other):
+        x.add_(1)
+
+
+def synchronize_the_wrong_stream(side, other, *, right):
+    with on(side):
+        x = ones()
+    (side if right else other).synchronize()
+    x + 1
+
+
+def gradients_on_another_stream(side, other, *, right):
+    x = torch.ones(SIZE, device="foo", requires_grad=True)
+    (x * x).sum().backward()
+    if right:
+        side.wait_stream(default())
+    with on(side):
+        x.grad.add_(1)
+
+
+def reused_pinned_buffer(side, other, *, right):
+    buffer = pinned()
+    buffer.copy_(ones(), non_blocking=True)
+    if right:
+        side.wait_stream(default())
+    with on(side):
+        buffer.to("foo", non_blocking=True)
+
+
+# use after free
+
+
+def freed_while_read(side, other, *, right):
+    x = ones()
+    side.wait_stream(default())
+    with on(side):
+        x.sum()
+    if right:
+        x.record_stream(side)
+    del x
+    ones()
+
+
+def freed_while_written(side, other, *, right):
+    x = ones()
+    side.wait_stream(default())
+    with on(side):
+        x.add_(1)
+    if right:
+        x.record_stream(side)
+    del x
+    torch.empty(SIZE, device="foo")
+
+
+def freed_on_the_side(side, other, *, right):
+    with on(side):
+        x = ones()
+    default().wait_stream(side)
+    x.sum()
+    if right:
+        x.record_stream(default())
+    del x
+    with on(side):
+        ones()
+
+
+def freed_with_a_view(side, other, *, right):
+    x = ones()
+    view = x[10:20]
+    side.wait_stream(default())
+    with on(side):
+        view.sum()
+    if right:
+        view.record_stream(side)
+    del x, view
+    ones()
+
+
+def freed_before_the_wait(side, other, *, right):
+    x = ones()
+    side.wait_stream(default())
+    with on(side):
+        x.sum()
+    del x
+    if right:
+        default().wait_stream(side)
+    ones()
+    default().wait_stream(side)
+
+
+def recorded_for_another_stream(side, other, *, right):
+    x = ones()
+    side.wait_stream(default())
+    with on(side):
+        x.sum()
+    x.record_stream(side if right else other)
+    del x
+    ones()
+
+
+def source_of_a_copy(side, other, *, right):
+    x = ones()
+    buffer = pinned()
+    side.wait_stream(default())
+    with on(side):
+        buffer.copy_(x, non_blocking=True)
+    if right:
+        side.synchronize()
+    del x
+    ones()
+    side.synchronize()
+
+
+# unsynchronized host read
+
+
+def sum_of_a_copy(side, other, *, right):
+    host = ones().to("cpu", non_blocking=True)
+    if right:
+        default().synchronize()
+    host.sum()
+
+
+def item_of_a_copy(side, other, *, right):
+    host = pinned()
+    host.copy_(ones(), non_blocking=True)
+    if right:
+        torch.accelerator.synchronize()
+    host[0].item()
+
+
+def event_of_another_stream(side, other, *, right):
+    with on(side):
+        host = ones().to("cpu", non_blocking=True)
+        event = side.record_event()
+    (event if right else default()).synchronize()
+    host + 1
+
+
+def copy_to_the_part_that_is_read(side, other, *, right):
+    host = pinned()
+    host[:10].copy_(ones()[:10], non_blocking=True)
+    host[10 if right else 9 :].sum()
+    default().synchronize()
+
+
+def query_says_done(side, other, *, right):
+    host = ones().to("cpu", non_blocking=True)
+    event = default().record_event()
+    if right:
+        event.query()
+    torch.equal(host, torch.ones(SIZE))
+
+
+# host write during copy
+
+
+def fill_after_copy(side, other, *, right):
+    host = pinned()
+    host.to("foo", non_blocking=True)
+    if right:
+        default().synchronize()
+    host.fill_(2)
+
+
+def next_batch(side, other, *, right):
+    host = pinned()
+    device = torch.empty(SIZE, device="foo")
+    for _ in range(2):
+        if right:
+            default().synchronize()
+        host.copy_(torch.arange(float(SIZE)))
+        device.copy_(host, non_blocking=True)
+
+
+def write_the_target(side, other, *, right):
+    host = ones().to("cpu", non_blocking=True)
+    if right:
+        default().synchronize()
+    host.zero_()
+
+
+def update_in_place(side, other, *, right):
+    host = pinned()
+    with on(side):
+        host.to("foo", non_blocking=True)
+    (side if right else default()).synchronize()
+    host.mul_(2)
+
+
+def write_the_part_that_is_copied(side, other, *, right):
+    host = pinned()
+    host[:10].to("foo", non_blocking=True)
+    host[10 if right else 9 :].zero_()
+    default().synchronize()
+
+
+# uninitialized read
+
+
+def empty(side, other, *, right):
+    x = torch.empty(SIZE, device="foo")
+    if right:
+        x.fill_(1)
+    x + 1
+
+
+def one_element_is_missing(side, other, *, right):
+    x = torch.empty(SIZE, device="foo")
+    x[1 if not right else 0 :] = 1
+    x.sum()
+
+
+def update_of_empty(side, other, *, right):
+    x = (torch.zeros if right else torch.empty)(SIZE, device="foo")
+    x += 1
+
+
+def copied_to_the_host(side, other, *, right):
+    x = torch.empty_like(ones())
+    if right:
+        x.copy_(ones())
+    x.cpu()
+
+
+def grown(side, other, *, right):
+    x = torch.ones(10, device="foo")
+    x.resize_(20)
+    (x[:10] if right else x).sum()
+
+
+def columns_of_empty(side, other, *, right):
+    x = torch.empty(SIZE, 2, device="foo")
+    x[:, 0] = 1
+    if right:
+        x[:, 1] = 1
+    x @ torch.ones(2, device="foo")
+
+
+def indexed_out_of_empty(side, other, *, right):
+    table = torch.empty(SIZE, 4, device="foo")
+    if right:
+        table[3] = 1
+    table.index_select(0, torch.tensor([3], device="foo"))
+
+
+PAIRS = {
+    "race": [
+        result_of_another_stream,
+        result_comes_back,
+        write_after_read,
+        event_too_early,
+        halves_that_overlap,
+        columns_that_overlap,
+        chain_of_streams,
+        synchronize_the_wrong_stream,
+        gradients_on_another_stream,
+        reused_pinned_buffer,
+    ],
+    "use after free": [
+        freed_while_read,
+        freed_while_written,
+        freed_on_the_side,
+        freed_with_a_view,
+        freed_before_the_wait,
+        recorded_for_another_stream,
+        source_of_a_copy,
+    ],
+    "unsynchronized host read": [
+        sum_of_a_copy,
+        item_of_a_copy,
+        event_of_another_stream,
+        copy_to_the_part_that_is_read,
+        query_says_done,
+    ],
+    "host write during copy": [
+        fill_after_copy,
+        next_batch,
+        write_the_target,
+        update_in_place,
+        write_the_part_that_is_copied,
+    ],
+    "uninitialized read": [
+        empty,
+        one_element_is_missing,
+        update_of_empty,
+        copied_to_the_host,
+        grown,
+        columns_of_empty,
+        indexed_out_of_empty,
+    ],
+}
