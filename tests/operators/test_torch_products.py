@@ -59,8 +59,8 @@ def by_torch(function):
 @pytest.mark.parametrize(
     ("product", "rows", "is_torchs"),
     [
-        (forward, 8, False), (forward, 16, True), (forward, 32, False), (forward, 127, False),
-        (forward, 128, True), (with_bias, 8, False), (with_bias, 16, True),
+        (forward, 8, False), (forward, 16, False), (forward, 24, True), (forward, 32, False),
+        (forward, 127, False), (forward, 128, True), (with_bias, 8, False), (with_bias, 24, True),
         (with_bias, 255, False), (with_bias, 256, True), (grad_input, 8, False),
         (grad_input, 64, True),
         (grad_weight, 16, True), (grad_weight, 300, True),
