@@ -29,6 +29,7 @@ def machine_facts() -> dict[str, str]:
         "numba": importlib.metadata.version("numba"),
         "llvmlite": importlib.metadata.version("llvmlite"),
         "zentorch": version("zentorch"),
+        "torchao": version("torchao"),
     }
 
 

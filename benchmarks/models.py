@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import OURS, Case, Contenders, Local
+from benchmarks.llama_cpp import LlamaCpp
+from benchmarks.measure import OURS, Case, Contender, Contenders, Local
 
 SECTION = "models"
 PHASES = ("prefill", "decoding", "training step")
@@ -84,13 +85,15 @@ def contenders(size: Size, dtype: str, phase: str, threads: int) -> Contenders:
 
     model = size.model(dtype)
     run = {"prefill": prefill, "decoding": decoding}.get(phase, training_step)
-    makers: dict[str, Callable[[], Local]] = {
+    makers: dict[str, Callable[[], Contender]] = {
         OURS: lambda: run(apply(copy.deepcopy(model)), size),
         "torch": lambda: run(copy.deepcopy(model), size),
     }
     if phase == "decoding":
         for bits in (8, 4):
             makers[f"{OURS}, {bits} bits"] = partial(quantised, model, size, bits)
+    if phase in ("prefill", "decoding"):
+        makers |= by_llama_cpp(model, size, dtype, phase)
     if size.is_compiled:
         makers["compiled"] = lambda: ready(run(copy.deepcopy(model), size, torch.compile), threads)
     return makers
@@ -110,6 +113,22 @@ def quantised(model: Any, size: Size, bits: int) -> Local:
     step = decoding(apply(copy.deepcopy(model), quantize=bits), size)
     step.results = decoding(apply(copy.deepcopy(model)), size).results  # type: ignore[method-assign]
     return step
+
+
+def by_llama_cpp(
+    model: Any, size: Size, dtype: str, phase: str
+) -> dict[str, Callable[[], Contender]]:
+    """Let llama.cpp do the same, and decode with weights of few bits."""
+    decodes = phase == "decoding"
+    tokens = size.tokens(1, size.prompt + 1)[0].tolist()
+    makers: dict[str, Callable[[], Contender]] = {
+        "llama.cpp": partial(LlamaCpp, model, tokens, dtype, decodes)
+    }
+    for bits in ("8 bits", "4 bits") if decodes else ():
+        makers[f"llama.cpp, {bits}"] = partial(
+            LlamaCpp, model, tokens, bits, decodes, lambda: decoding(model, size).results()
+        )
+    return makers
 
 
 def as_it_is(model: Any) -> Any:

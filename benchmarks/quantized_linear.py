@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import foo_ops
 from benchmarks import peaks
@@ -18,7 +18,8 @@ from benchmarks.measure import OURS, Case, Contenders, Local
 SECTION, FEW_ROWS = "quantized linear", "quantized linear of one row"
 SECTIONS = (SECTION, FEW_ROWS)
 UNQUANTIZED = "F.linear"
-PEERS = ("torch", UNQUANTIZED)
+TORCHAO = "torchao"
+PEERS = ("torch", TORCHAO, UNQUANTIZED)
 DTYPES = ("float32", "bfloat16")
 GROUP_SIZES = (32, 128)
 ROWS = (64, 1024)
@@ -100,16 +101,31 @@ def contenders(layer: Layer) -> Contenders:
         quantized = foo_ops.quantize_weight(weight, 4, layer.group_size)
         ours = partial(foo_ops.linear_int4, group_size=layer.group_size)
         ways = {OURS: (ours, quantized), "torch": (torch_int4, pack_for_torch(*quantized))}
-    ways[UNQUANTIZED] = F.linear, (foo_ops.dequantize_weight(*quantized),)
+    dense = foo_ops.dequantize_weight(*quantized)
+    ways[UNQUANTIZED] = F.linear, (dense,)
     least = peaks.bytes_beyond_the_caches() if layer.rows == 1 else 0
-    return {name: partial(forward, *way, input, least) for name, way in ways.items()}
+    makers: dict[str, Callable[[], Local]] = {
+        name: partial(forward, *way, input, least) for name, way in ways.items()
+    }
+    if layer.group_size is None:
+        # With 4 bits it calls torch's own kernel, of the row's other peer.
+        makers[TORCHAO] = lambda: forward(F.linear, (int8_by_torchao(dense),), input, least)
+    return makers
 
 
 def forward(function: Callable[..., Tensor], weights: Weights, input: Tensor, least: int) -> Local:
     """Read at least so many bytes of weights in turn, as one row does those of a model."""
-    copies = -(-least // sum(it.nbytes for it in weights))
+    copies = -(-least // sum(map(bytes_of, weights)))
     following = itertools.cycle([weights, *(clones(weights) for _ in range(copies - 1))])
     return Local(lambda: function(input, *next(following)), torch.no_grad)
+
+
+def bytes_of(weight: Tensor) -> int:
+    """Count what a weight has in memory; a subclass of tensors tells its parts by their names."""
+    if not hasattr(weight, "__tensor_flatten__"):
+        return weight.nbytes
+    names, _ = weight.__tensor_flatten__()
+    return sum(getattr(weight, name).nbytes for name in names)
 
 
 def clones(weights: Weights) -> Weights:
@@ -132,3 +148,17 @@ def pack_for_torch(weight: Tensor, scale: Tensor, zero: Tensor) -> Weights:
     integers = torch.cat((groups & 15, groups >> 4), 2).flatten(1).int()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(integers, 1)
     return packed, torch.stack((scale, (8 - zero) * scale), 2).transpose(0, 1).contiguous()
+
+
+# ---------------------------------------------------------------------------------------- torchao
+
+
+def int8_by_torchao(dense: Tensor) -> Tensor:
+    """Quantize a weight as its users do; ModuleNotFoundError where it is not installed."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    outputs, width = dense.shape
+    layer = nn.Linear(width, outputs, bias=False, dtype=dense.dtype)
+    layer.weight = nn.Parameter(dense, requires_grad=False)
+    quantize_(layer, Int8WeightOnlyConfig(set_inductor_config=False))
+    return layer.weight.detach()

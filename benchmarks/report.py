@@ -126,9 +126,9 @@ def result_of(row: dict[str, Any]) -> Result:
 def caption(content: Content) -> str:
     """Say what the tables show, and where it was measured."""
     machine = content.machine
-    versions = ", ".join(
-        f"{name} {machine[name]}" for name in ("foo_ops", "torch", "zentorch", "numba", "llvmlite")
-    )
+    names = ("foo_ops", "torch", "zentorch", "torchao", "numba", "llvmlite")
+    # Results of older runs do not tell all of them.
+    versions = ", ".join(f"{name} {machine[name]}" for name in names if name in machine)
     return (
         f"{machine['processor']} ({machine['llvm target'].partition(',')[0]}), vectors of "
         f"{machine['vector bits']} bits, {machine['vector units']}, {machine['processors']} "

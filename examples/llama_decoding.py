@@ -5,7 +5,7 @@ Its weights are random, since only speed is of interest. The tokens that it is g
 too, and not those that it would choose, so that all do the same work. Run it with
 ``make examples``, or
 
-    python examples/llama_decoding.py --prompt 4096 --dtype bfloat16
+    python examples/llama_decoding.py --prompt 4096 --dtype float32
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Measurement(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--device", choices=("cpu", "foo"), default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--layers", type=positive, default=6)
     parser.add_argument("--prompt", type=positive, default=1024, help="tokens of the prompt")
     parser.add_argument("--tokens", type=positive, default=32, help="to decode")

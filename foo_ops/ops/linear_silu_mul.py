@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C, library
-from foo_ops.ops.linear import linear, product_flops
+from foo_ops.ops.linear import are_recorded, linear, product_flops
 from foo_ops.ops.silu_mul import silu_mul
 
 library.define(
@@ -42,6 +42,8 @@ def linear_silu_mul(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Te
         >>> foo_ops.linear_silu_mul(torch.tensor([[1.0, 2.0]]), gate, up)
         tensor([[1.4621]])
     """
+    if are_recorded(input, gate_weight, up_weight):
+        return composite(input, gate_weight, up_weight)
     return torch.ops.foo.linear_silu_mul.default(input, gate_weight, up_weight)
 
 

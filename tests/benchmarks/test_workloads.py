@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import itertools
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -16,16 +17,18 @@ from benchmarks import (
     cases,
     linear_cross_entropy,
     peaks,
+    quantized_linear,
     report,
     targets,
     zentorch_process,
 )
-from benchmarks.measure import Limits, measure
+from benchmarks.measure import Case, Limits, measure
 from benchmarks.publish import Published
 from benchmarks.workload import Workload
 
 TINY = Limits(rounds=3, turn=1e-4, contender=1e-3)
 HAS_ZENTORCH = importlib.util.find_spec("zentorch") is not None
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 FORWARD = Workload("forward", "float32", True, 128, 128, 16)
 
 
@@ -107,6 +110,18 @@ def test_every_contender_of_a_tiny_forward_pass(fresh_compiler, monkeypatch):
     assert set(result.failures) == (set() if HAS_ZENTORCH else {"zentorch"})
     assert all(second > 0 for seconds in result.seconds.values() for second in seconds)
     assert len(result.references[peaks.FMA]) == TINY.rounds
+
+
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_every_contender_of_a_quantized_layer(group_size):
+    """What is not installed is named, and a contender whose result differs would be missing."""
+    layer = quantized_linear.Layer("bfloat16", 64, 128, 64, group_size)
+    case = Case(layer.name, "", partial(quantized_linear.contenders, layer), (1,))
+    (result,) = measure(case, TINY)
+    torchao = {"torchao"} if group_size is None else set()
+    expected = {"torch", "F.linear"} | (torchao if HAS_TORCHAO else set())
+    assert set(result.peers()) == expected
+    assert set(result.failures) == (set() if HAS_TORCHAO else torchao)
 
 
 @pytest.mark.parametrize("options", cases.OPTIONS, ids=str)

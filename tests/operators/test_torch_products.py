@@ -32,6 +32,13 @@ def forward(input, weight, gradient):
     return foo_ops.linear(input, weight), lambda: input.double() @ weight.double().mT
 
 
+def with_bias(input, weight, gradient):
+    """Take every third number of a row for the bias, which is larger than the sums."""
+    bias = 8 * torch.cat((gradient, gradient, gradient), 1)[0, ::3]
+    result = foo_ops.linear(input, weight, bias)
+    return result, lambda: input.double() @ weight.double().mT + bias.double()
+
+
 def grad_input(input, weight, gradient):
     result = torch.ops.foo.linear_backward(gradient, input, weight, weight_requires_grad=False)
     return result[0], lambda: gradient.double() @ weight.double()
@@ -52,8 +59,10 @@ def by_torch(function):
 @pytest.mark.parametrize(
     ("product", "rows", "is_torchs"),
     [
-        (forward, 8, False), (forward, 16, True), (forward, 32, False), (forward, 127, False),
-        (forward, 128, True), (grad_input, 8, False), (grad_input, 64, True),
+        (forward, 8, False), (forward, 16, False), (forward, 24, True), (forward, 32, False),
+        (forward, 127, False), (forward, 128, True), (with_bias, 8, False), (with_bias, 24, True),
+        (with_bias, 255, False), (with_bias, 256, True), (grad_input, 8, False),
+        (grad_input, 64, True),
         (grad_weight, 16, True), (grad_weight, 300, True),
     ],
 )  # fmt: skip
@@ -68,8 +77,7 @@ def test_what_is_not_in_the_table(device):
     float32 = tuple(tensors(128, torch.float32, device))
     assert by_torch(lambda: forward(*float32))[1] == 0
     input, weight, _ = tensors(128, torch.bfloat16, device)
-    bias = torch.ones(OUTPUTS, dtype=torch.bfloat16, device=device)
-    assert by_torch(lambda: foo_ops.linear(input, weight, bias))[1] == 0
+    assert by_torch(lambda: foo_ops.linear(input, weight, activation="relu"))[1] == 0
     small = tuple(tensors(128, torch.bfloat16, device, width=8))
     assert by_torch(lambda: forward(*small))[1] == 0
 
@@ -90,7 +98,7 @@ def test_same_result_for_every_number_of_threads():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append([it(*given)[0] for it in (forward, grad_input, grad_weight)])
+            results.append([it(*given)[0] for it in (forward, with_bias, grad_input, grad_weight)])
     finally:
         torch.set_num_threads(before)
     for others in results[1:]:

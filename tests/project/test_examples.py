@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AttentionInterface
 
+import foo_ops.integrations.transformers  # noqa: F401  # makes "foo" known
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NUMBER = r"([\d,.]+(?:e[+-]\d+)?)"
 

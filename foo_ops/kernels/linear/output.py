@@ -46,21 +46,25 @@ def make_writer(dtype: str, finish: str = NOTHING, adds: bool = False) -> Callab
             fill(memory.bias, count, 0.0)
 
     @njit
+    def finished_sums(sums, part, bias, start):
+        value = load_vector(sums, start, LANES) + load_vector(bias, start, LANES)
+        return finished(value, load_vector(sums, start + part, LANES))
+
+    @njit
     def write_line(memory, target, sums, part, bias, count):
-        for start in range(0, count, LANES):
-            value = load_vector(sums, start, LANES) + load_vector(bias, start, LANES)
-            value = finished(value, load_vector(sums, start + part, LANES))
-            if start + LANES <= count:
+        whole = count // LANES * LANES
+        for start in range(0, whole, LANES):
+            value = finished_sums(sums, part, bias, start)
+            if adds:
+                value = value + load_vector(target, start, LANES)
+            store(target, start, value)
+        if whole < count:
+            store(memory.rest, 0, finished_sums(sums, part, bias, whole))
+            for index in range(whole, count):
+                single = load(memory.rest, index - whole)
                 if adds:
-                    value = value + load_vector(target, start, LANES)
-                store(target, start, value)
-            else:
-                store(memory.rest, 0, value)
-                for index in range(start, count):
-                    single = load(memory.rest, index - start)
-                    if adds:
-                        single += load(target, index)
-                    store(target, index, single)
+                    single += load(target, index)
+                store(target, index, single)
 
     @njit
     def write_rows(product, block, memory, width, panel, part):

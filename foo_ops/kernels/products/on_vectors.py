@@ -88,10 +88,15 @@ def make_matmul(c: str, a: str, b: str) -> Callable:
 
 @functools.cache
 def make_tall_matmul(c: str, a: str, b: str) -> Callable:
-    """Make what `make_matmul` does for many rows, and for columns of one tile of `tall_shape`."""
+    """Make what `make_matmul` does for many rows, and for columns of one tile of `tall_shape`.
+
+    Columns of one vector take tiles of as many rows, since callers cut rows so: by tiles of 8 the
+    last 4 of 12 rows, one by one, would wait for each sum, and take twice as long as the others.
+    """
     lanes = lanes_of(c)
-    pair = make_panel_product((c, a, b), *tall_shape())
-    single = make_panel_product((c, a, b), *shapes()[-1])
+    rows, vectors = tall_shape()
+    pair = make_panel_product((c, a, b), rows, vectors)
+    single = make_panel_product((c, a, b), rows, 1)
 
     @njit
     def matmul(c, c_stride, a, a_row, a_step, b, b_stride, rows, columns, steps, accumulate):
@@ -113,7 +118,8 @@ def make_panel_product(dtypes: tuple[str, str, str], ROWS: int, COLUMNS: int) ->
     sums of one tile each are as exact as a sum of few.
     """
     LANES = lanes_of(dtypes[0])
-    heights = (ROWS, REST, 1) if ROWS >= 2 * REST and COLUMNS > 1 else (ROWS, 1)
+    has_rest = ROWS > 2 * REST or (ROWS == 2 * REST and COLUMNS > 1)
+    heights = (ROWS, REST, 1) if has_rest else (ROWS, 1)
     most, some, single = (_make_rows(LANES, height, COLUMNS) for height in (*heights, 1)[:3])
 
     @njit

@@ -22,8 +22,8 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// The largest block: with what it is the product of, its logits fit the second cache.
-constexpr int64_t kLogitRows = 256, kLogitColumns = 256, kLogitTile = 64;
+// With what it is the product of, the logits of a block fit the second cache.
+constexpr int64_t kLogitColumns = 256, kLogitTile = 64;
 // The most splits of the classes: for each of them and each row there are three numbers.
 constexpr int64_t kMostSplits = 64;
 // So many jobs that threads have work, where there are enough rows.
@@ -116,7 +116,8 @@ CrossEntropy make_parameters(const Matrix& hidden, const Matrix& weight, const T
 // How rows are cut, the same for every number of threads.
 int64_t rows_of_job(int64_t rows, int64_t jobs_of_row) {
   const int64_t wanted = count_of(kJobs, jobs_of_row);
-  return part_of(rows, std::clamp<int64_t>(count_of(rows, wanted), kLogitTile, kLogitRows),
+  return part_of(rows,
+                 std::clamp<int64_t>(count_of(rows, wanted), kLogitTile, most_rows_of_block()),
                  kLogitTile);
 }
 

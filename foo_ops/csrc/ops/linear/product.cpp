@@ -169,7 +169,7 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
     run(product, dtype, few_rows, cut_of_few_rows(product));
   } else if (second == nullptr && has_few_rows(transposed(product), dtype)) {
     run(transposed(product), dtype, few_rows, cut_of_few_rows(transposed(product)));
-  } else if (finish == Finish::kNothing && !bias && is_quicker_by_torch(product, dtype)) {
+  } else if (finish == Finish::kNothing && is_quicker_by_torch(product, dtype)) {
     multiply_by_torch(output, product);
   } else {
     run_blocks(product, dtype, product_kernels()[finish], second == nullptr ? 1 : 2);

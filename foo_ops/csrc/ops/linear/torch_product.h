@@ -8,10 +8,10 @@
 
 namespace foo {
 
-// Whether the table has this product, without a bias and not finished, and this processor.
+// Whether the table has this product, which is not finished, and this processor.
 bool is_quicker_by_torch(const Product& product, at::ScalarType dtype);
 
-// Writes left right^T to a contiguous output by PyTorch's kernel for CPUs.
+// Writes left right^T + bias to a contiguous output by PyTorch's kernel for CPUs.
 void multiply_by_torch(const at::Tensor& output, const Product& product);
 
 }  // namespace foo
