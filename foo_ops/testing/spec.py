@@ -14,6 +14,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from foo_ops.testing.layouts import copy_with_layout, hint_at_junk
+from foo_ops.testing.remembered import Remembered
 from foo_ops.testing.schema import functional_form, overload, tensors_in
 from foo_ops.testing.tolerance import (
     gradient_tolerance,
@@ -145,7 +147,7 @@ class OpSpec:
     functional: torch._ops.OpOverload | None = None
 
     def __post_init__(self) -> None:
-        makers = (functools.partial(of_size, self.sized, size) for size in self.sizes)
+        makers = (partial(of_size, self.sized, size) for size in self.sizes)
         samples: dict[str, Maker] = {
             f"size{size}": maker for size, maker in zip(self.sizes, makers)
         }
@@ -190,6 +192,11 @@ class OpSpec:
     def function(self) -> Callable[..., Any]:
         """Return the operator as a function that writes no argument; it can be compiled."""
         return functional_form(self.operator, self.functional)
+
+    @functools.cached_property
+    def remembered(self) -> Remembered:
+        """Return what the reference gave so far."""
+        return Remembered()
 
     def call(self, sample: Sample) -> Tensors:
         """Return what the operator returns, then the arguments that it writes, in copies."""
@@ -240,21 +247,31 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
         Traceback (most recent call last):
         AssertionError: output 0 is wrong in 1 of 2 elements; the worst, at (1,), is 3.0 ...
     """
-    exact_sample = sample.exact()
-    expected = exact_sample.call(spec.reference)
+    exact_sample = sample.map(lambda tensor: exact(tensor).detach())
+    expected, budgets = spec.remembered.result(
+        partial(_expected_outputs, spec, exact_sample, dtype),
+        *("outputs", exact_sample.inputs, exact_sample.keywords, dtype),
+    )
     if len(outputs) != len(expected):
         raise AssertionError(
             f"it has {len(outputs)} outputs, its reference {len(expected)}"
             + ", the arguments that it writes included" * spec.mutates
         )
-    if spec.output_budget is not None:
-        budgets = spec.output_budget(exact_sample, dtype)
-    else:
-        allowed = functools.partial(tolerance, spec.tolerances)
+    if budgets is None:
+        allowed = partial(tolerance, spec.tolerances)
         budgets = tuple(map(allowed, outputs, expected))
     assert len(budgets) == len(outputs)
     for position, (output, value, budget) in enumerate(zip(outputs, expected, budgets)):
         assert_within(f"output {position}", output, value, budget)
+
+
+def _expected_outputs(
+    spec: OpSpec, exact_sample: Sample, dtype: torch.dtype
+) -> tuple[Tensors, Tensors | None]:
+    """Return the reference's outputs, and their budgets where the spec has some of its own."""
+    expected = exact_sample.call(spec.reference)
+    budget = spec.output_budget
+    return expected, None if budget is None else budget(exact_sample, dtype)
 
 
 def check_gradients(
@@ -280,29 +297,37 @@ def check_gradients(
         >>> check_gradients(ABS, sample, gradients, cotangents)
     """
     exact_sample = sample.map(lambda t: exact(t).detach().requires_grad_(t.requires_grad))
+    exact_cotangents = tuple(exact(cotangent) for cotangent in cotangents)
+    dtypes = tuple(tensor.dtype if isinstance(tensor, Tensor) else None for tensor in sample.inputs)
+    expected, spreads, budgets = spec.remembered.result(
+        partial(_expected_gradients, spec, exact_sample, dtypes, exact_cotangents),
+        *("gradients", exact_sample.inputs, exact_sample.keywords, dtypes, exact_cotangents),
+    )
+    if budgets is None:
+        allowed = partial(gradient_tolerance, spec.tolerances)
+        budgets = tuple(map(allowed, gradients, expected, spreads))
+    assert len(gradients) == len(expected) == len(budgets)
+    names = names or [str(position) for position in range(len(gradients))]
+    for name, gradient, value, budget in zip(names, gradients, expected, budgets):
+        assert_within(f"the gradient of {name}", gradient, value, budget)
+
+
+def _expected_gradients(
+    spec: OpSpec, exact_sample: Sample, dtypes: Dtypes, cotangents: Tensors
+) -> tuple[Tensors, Sequence[Tensor], Tensors | None]:
+    """Return the reference's gradients, and either their spreads or the spec's own budgets."""
     outputs = exact_sample.call(spec.reference)
     if not any(output.requires_grad for output in outputs):
         raise AssertionError(
             "no output of the reference requires a gradient: write it in torch's operators, or say "
             "differentiable=False in the OpSpec"
         )
-    exact_cotangents = tuple(exact(cotangent) for cotangent in cotangents)
     tensors = exact_sample.differentiable()
-    expected = gradients_of(outputs, tensors, exact_cotangents, once=False)
-    if spec.gradient_budget is not None:
-        with torch.no_grad():
-            dtypes = tuple(
-                tensor.dtype if isinstance(tensor, Tensor) else None for tensor in sample.inputs
-            )
-            budgets = spec.gradient_budget(exact_sample, dtypes, exact_cotangents)
-    else:
-        spreads = spreads_of_gradients(outputs, tensors, exact_cotangents, expected)
-        allowed = functools.partial(gradient_tolerance, spec.tolerances)
-        budgets = tuple(map(allowed, gradients, expected, spreads))
-    assert len(gradients) == len(expected) == len(budgets)
-    names = names or [str(position) for position in range(len(gradients))]
-    for name, gradient, value, budget in zip(names, gradients, expected, budgets):
-        assert_within(f"the gradient of {name}", gradient, value, budget)
+    expected = gradients_of(outputs, tensors, cotangents, once=False)
+    if spec.gradient_budget is None:
+        return expected, spreads_of_gradients(outputs, tensors, cotangents, expected), None
+    with torch.no_grad():
+        return expected, (), spec.gradient_budget(exact_sample, dtypes, cotangents)
 
 
 def cotangents_for(outputs: Tensors) -> Tensors:
