@@ -390,8 +390,13 @@ def random(name: str, *shapes: Sequence[int], dtype: torch.dtype) -> list[Tensor
         >>> torch.equal(query, again)
         True
     """
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    return [
-        torch.randn(tuple(shape), dtype=wide, generator=generator).to(dtype) for shape in shapes
-    ]
+    drawn = _drawn(name, tuple(map(tuple, shapes)), wide)
+    return [tensor.to(dtype, copy=True) for tensor in drawn]
+
+
+@functools.lru_cache(1024)
+def _drawn(name: str, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[Tensor]:
+    """Draw the numbers once, which each check asks for in each dtype and for each device."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]
