@@ -65,6 +65,9 @@ def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
     with _more_unswitching():
         if vectorizes:
             passes.getModulePassManager().run(module, passes)
+            if any(it.linkage == llvm.Linkage.weak_odr for it in module.functions):
+                # Vectorised loops call functions for vectors now.
+                _simplify(module, passes)
         else:
             _simplify(module, passes)
     _check_symbols(module)
