@@ -262,11 +262,11 @@ def reference(
     mean = input.mean(-1, keepdim=True)
     centred = input - mean
     scale = 1 / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
-    weight, bias = (1 if weight is None else weight), (0 if bias is None else bias)
     # Both are kept for the gradients, and have none; of a row with an infinity they are NaN.
     mean = mean + centred.mean(-1, keepdim=True)
     statistics = (it.detach().squeeze(-1) for it in (mean, scale))
-    return centred * scale * weight + bias, *statistics
+    output = centred * scale * (1 if weight is None else weight) + (0 if bias is None else bias)
+    return output, *statistics
 
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype, *, given: int = 3, **options: Any) -> Sample:
