@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from foo_ops.testing.tolerance import gradients_of, spreads_of_gradients
+
+Tensors = tuple[Tensor, ...]
 
 T = TypeVar("T")
 MOST = 4096
@@ -68,3 +72,30 @@ def _contents_of(leaf: Any) -> Hashable:
     numbers = leaf.detach().resolve_conj().resolve_neg().numpy()
     digest = hashlib.blake2b(numbers.tobytes(), digest_size=16).digest()
     return leaf.dtype, leaf.shape, leaf.requires_grad, digest
+
+
+def expected_outputs(
+    spec: Any, exact_sample: Any, dtype: torch.dtype
+) -> tuple[Tensors, Tensors | None]:
+    """Return the reference's outputs, and their budgets where the spec has some of its own."""
+    expected: Tensors = exact_sample.call(spec.reference)
+    budget = spec.output_budget
+    return expected, None if budget is None else budget(exact_sample, dtype)
+
+
+def expected_gradients(
+    spec: Any, exact_sample: Any, dtypes: tuple[torch.dtype | None, ...], cotangents: Tensors
+) -> tuple[Tensors, Sequence[Tensor], Tensors | None]:
+    """Return the reference's gradients, and either their spreads or the spec's own budgets."""
+    outputs = exact_sample.call(spec.reference)
+    if not any(output.requires_grad for output in outputs):
+        raise AssertionError(
+            "no output of the reference requires a gradient: write it in torch's operators, or say "
+            "differentiable=False in the OpSpec"
+        )
+    tensors = exact_sample.differentiable()
+    expected = gradients_of(outputs, tensors, cotangents, once=False)
+    if spec.gradient_budget is None:
+        return expected, spreads_of_gradients(outputs, tensors, cotangents, expected), None
+    with torch.no_grad():
+        return expected, (), spec.gradient_budget(exact_sample, dtypes, cotangents)

@@ -22,13 +22,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from foo_ops.testing.layouts import copy_with_layout, hint_at_junk
-from foo_ops.testing.remembered import Remembered
+from foo_ops.testing.remembered import Remembered, expected_gradients, expected_outputs
 from foo_ops.testing.schema import functional_form, overload, tensors_in
 from foo_ops.testing.tolerance import (
     gradient_tolerance,
-    gradients_of,
     has_gradients,
-    spreads_of_gradients,
     tolerance,
 )
 
@@ -249,7 +247,7 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
     """
     exact_sample = sample.map(lambda tensor: exact(tensor).detach())
     expected, budgets = spec.remembered.result(
-        partial(_expected_outputs, spec, exact_sample, dtype),
+        partial(expected_outputs, spec, exact_sample, dtype),
         *("outputs", exact_sample.inputs, exact_sample.keywords, dtype),
     )
     if len(outputs) != len(expected):
@@ -263,15 +261,6 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
     assert len(budgets) == len(outputs)
     for position, (output, value, budget) in enumerate(zip(outputs, expected, budgets)):
         assert_within(f"output {position}", output, value, budget)
-
-
-def _expected_outputs(
-    spec: OpSpec, exact_sample: Sample, dtype: torch.dtype
-) -> tuple[Tensors, Tensors | None]:
-    """Return the reference's outputs, and their budgets where the spec has some of its own."""
-    expected = exact_sample.call(spec.reference)
-    budget = spec.output_budget
-    return expected, None if budget is None else budget(exact_sample, dtype)
 
 
 def check_gradients(
@@ -300,7 +289,7 @@ def check_gradients(
     exact_cotangents = tuple(exact(cotangent) for cotangent in cotangents)
     dtypes = tuple(tensor.dtype if isinstance(tensor, Tensor) else None for tensor in sample.inputs)
     expected, spreads, budgets = spec.remembered.result(
-        partial(_expected_gradients, spec, exact_sample, dtypes, exact_cotangents),
+        partial(expected_gradients, spec, exact_sample, dtypes, exact_cotangents),
         *("gradients", exact_sample.inputs, exact_sample.keywords, dtypes, exact_cotangents),
     )
     if budgets is None:
@@ -310,24 +299,6 @@ def check_gradients(
     names = names or [str(position) for position in range(len(gradients))]
     for name, gradient, value, budget in zip(names, gradients, expected, budgets):
         assert_within(f"the gradient of {name}", gradient, value, budget)
-
-
-def _expected_gradients(
-    spec: OpSpec, exact_sample: Sample, dtypes: Dtypes, cotangents: Tensors
-) -> tuple[Tensors, Sequence[Tensor], Tensors | None]:
-    """Return the reference's gradients, and either their spreads or the spec's own budgets."""
-    outputs = exact_sample.call(spec.reference)
-    if not any(output.requires_grad for output in outputs):
-        raise AssertionError(
-            "no output of the reference requires a gradient: write it in torch's operators, or say "
-            "differentiable=False in the OpSpec"
-        )
-    tensors = exact_sample.differentiable()
-    expected = gradients_of(outputs, tensors, cotangents, once=False)
-    if spec.gradient_budget is None:
-        return expected, spreads_of_gradients(outputs, tensors, cotangents, expected), None
-    with torch.no_grad():
-        return expected, (), spec.gradient_budget(exact_sample, dtypes, cotangents)
 
 
 def cotangents_for(outputs: Tensors) -> Tensors:
