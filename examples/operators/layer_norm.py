@@ -3,7 +3,8 @@
     output = (input - mean(input)) / sqrt(var(input) + eps) * weight + bias
 
 Shows a kernel over rows, tensors that are optional, gradients that are an operator with a kernel of
-its own, and a sum over all rows, in scratch memory, that is the same for every number of threads.
+its own, results that are kept for it (the mean and the scale of each row), and a sum over all rows,
+in scratch memory, that is the same for every number of threads.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from foo_ops.testing import OpSpec, Sample, random
 TAGS = torch.Tag.pt2_compliant_tag
 library.define(
     "examples::layer_norm",
-    "(Tensor input, Tensor? weight=None, Tensor? bias=None, *, float eps=1e-5) -> Tensor",
+    "(Tensor input, Tensor? weight=None, Tensor? bias=None, *, float eps=1e-5) "
+    "-> (Tensor output, Tensor mean, Tensor scale)",
     tags=TAGS,
 )
 library.define(
     "examples::layer_norm_backward",
-    "(Tensor grad_output, Tensor input, Tensor? weight, Tensor? bias, *, float eps) "
-    "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    "(Tensor grad_output, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor scale, "
+    "*, float eps) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     tags=TAGS,
 )
 MOST_PARTS = 64
@@ -38,7 +40,7 @@ def layer_norm(
     input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> Tensor:
     """Normalise the rows of ``input`` (..., D), with ``weight`` and ``bias`` (D,)."""
-    return torch.ops.examples.layer_norm(input, weight, bias, eps=eps)
+    return torch.ops.examples.layer_norm(input, weight, bias, eps=eps)[0]
 
 
 # ---------------------------------------------------------------------------------------- kernels
@@ -61,7 +63,9 @@ def scale_of(squares: Any, rest: Any, size: Any, eps: Any) -> Any:
 
 @library.register_kernel("examples::layer_norm", ("cpu", "foo"))
 @library.tile_kernel(contiguous_rows=True)
-def forward_kernel(input: Any, weight: Any, bias: Any, eps: Any, output: Any, rows: Any) -> None:
+def forward_kernel(
+    input: Any, weight: Any, bias: Any, eps: Any, output: Any, means: Any, scales: Any, rows: Any
+) -> None:
     size = input.shape[-1]
     for row in rows:
         x, y = input.row(row), output.row(row)
@@ -71,6 +75,7 @@ def forward_kernel(input: Any, weight: Any, bias: Any, eps: Any, output: Any, ro
             rest = language.accumulate(rest, x[i] - mean)
         rest = language.cast(rest / size, x)
         mean, scale = mean + rest, scale_of(squares, rest, size, eps)
+        means.flat[row], scales.flat[row] = mean, scale
         for i in range(size):
             value = (x[i] - mean) * scale
             if weight is not None:
@@ -90,11 +95,13 @@ def sums_for(size: Callable[..., int]) -> Any:
 
 
 def write_sum(sums: Any, target: Any) -> None:
+    """Add the other rows to the first: along rows, the loop is one of vectors."""
+    for part in range(1, sums.rows):
+        total, other = sums.row(0), sums.row(part)
+        for i in range(target.size):
+            total[i] = total[i] + other[i]
     for i in range(target.size):
-        total = language.zero(sums)
-        for part in range(sums.rows):
-            total += sums[part, i]
-        target[i] = total
+        target[i] = sums[0, i] if sums.rows > 0 else 0.0
 
 
 def add_up_parts(grad_weight: Any, grad_bias: Any, weight_sums: Any, bias_sums: Any) -> None:
@@ -113,11 +120,11 @@ def add_up_parts(grad_weight: Any, grad_bias: Any, weight_sums: Any, bias_sums: 
     contiguous_rows=True,
 )
 def backward_kernel(
-    grad_output: Any, input: Any, weight: Any, bias: Any, eps: Any,
+    grad_output: Any, input: Any, weight: Any, bias: Any, means: Any, scales: Any, eps: Any,
     grad_input: Any, grad_weight: Any, grad_bias: Any,
     weight_sums: Any, bias_sums: Any, parts: Any,
 ) -> None:  # fmt: skip
-    """With s = 1 / sqrt(var + eps), n = (x - mean) * s and g = grad_output * weight:
+    """With the scale s = 1 / sqrt(var + eps), n = (x - mean) * s and g = grad_output * weight:
 
     grad_input = s * (g - mean(g) - n * mean(g * n)).
     """
@@ -130,20 +137,16 @@ def backward_kernel(
             of_bias[i] = 0.0
         for row in range(part * input.rows // count, (part + 1) * input.rows // count):
             g, x, target = grad_output.row(row), input.row(row), grad_input.row(row)
-            mean, squares, rest = mean_of(x, size), language.zero(x), language.zero(x)
+            mean, scale = means.flat[row], scales.flat[row]
             total, product = language.zero(x), language.zero(x)
             for i in range(size):
-                weighted, difference = g[i], x[i] - mean
+                weighted = g[i]
                 if weight is not None:
                     weighted = language.cast(weighted * weight[i], x)
-                squares = language.accumulate(squares, difference * difference)
-                rest = language.accumulate(rest, difference)
                 total = language.accumulate(total, weighted)
-                product = language.accumulate(product, weighted * difference)
-            rest = language.cast(rest / size, x)
-            mean, scale = mean + rest, scale_of(squares, rest, size, eps)
+                product = language.accumulate(product, weighted * (x[i] - mean))
             offset = language.cast(total / size, x)
-            slope = language.cast((product - rest * total) * scale / size, x)
+            slope = language.cast(product * scale / size, x)
             for i in range(size):
                 weighted, normalised = g[i], (x[i] - mean) * scale
                 if weight is not None:
@@ -160,7 +163,7 @@ def backward_kernel(
 @library.register_fake("examples::layer_norm")
 def fake(
     input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
-) -> Tensor:
+) -> tuple[Tensor, ...]:
     if not input.is_floating_point():
         raise TypeError(f"layer_norm: input must be floating-point, got {input.dtype}")
     if input.dim() == 0:
@@ -173,19 +176,29 @@ def fake(
                 f"layer_norm: {name} must have shape {list(input.shape[-1:])} as input's rows "
                 f"have, got {list(given.shape)}"
             )
-    return torch.empty_like(input, memory_format=torch.contiguous_format)
+    compute = torch.float64 if input.dtype == torch.float64 else torch.float32
+    mean = input.new_empty(input.shape[:-1], dtype=compute)
+    output = torch.empty_like(input, memory_format=torch.contiguous_format)
+    return output, mean, torch.empty_like(mean)
 
 
 @library.register_fake("examples::layer_norm_backward")
 def fake_backward(
-    grad_output: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    scale: Tensor,
+    *,
+    eps: float,
 ) -> tuple[Tensor, ...]:
     nothing = input.new_empty(0)
     grad_weight, grad_bias = (
         nothing.clone() if given is None else given.new_empty(given.shape)
         for given in (weight, bias)
     )
-    return fake(input, weight, bias), grad_weight, grad_bias
+    return fake(input, weight, bias)[0], grad_weight, grad_bias
 
 
 # --------------------------------------------------------------------------------------- autograd
@@ -193,18 +206,34 @@ def fake_backward(
 
 def composite(
     input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
-) -> Tensor:
+) -> tuple[Tensor, ...]:
     """Compute the same with torch's operators, for forward mode."""
     weight, bias = (None if given is None else given.to(input.dtype) for given in (weight, bias))
-    return F.layer_norm(input, input.shape[-1:], weight, bias, eps)
+    output = F.layer_norm(input, input.shape[-1:], weight, bias, eps)
+    return output, *(it.squeeze(-1) for it in statistics(input, eps))
+
+
+def statistics(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = input.double() if input.dtype == torch.float64 else input.float()
+    variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
+    return mean, torch.rsqrt(variance + eps)
 
 
 def composite_backward(
-    grad_output: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    scale: Tensor,
+    *,
+    eps: float,
 ) -> tuple[Tensor, ...]:
-    """Compute the gradients with torch's operators, for second derivatives."""
-    variance, mean = torch.var_mean(input, -1, correction=0, keepdim=True)
-    scale = torch.rsqrt(variance + eps)
+    """Compute the gradients with torch's operators, for second derivatives.
+
+    Mean and scale are computed from the input again, which they depend on.
+    """
+    mean, scale = statistics(input, eps)
     normalised = (input - mean) * scale
     weighted = grad_output if weight is None else grad_output * weight
     product = (weighted * normalised).mean(-1, keepdim=True)
@@ -229,10 +258,15 @@ library.register_vmap_rows("examples::layer_norm", "input")
 
 def reference(
     input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
-    centred = input - input.mean(-1, keepdim=True)
-    normalised = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
-    return normalised * (1 if weight is None else weight) + (0 if bias is None else bias)
+) -> tuple[Tensor, ...]:
+    mean = input.mean(-1, keepdim=True)
+    centred = input - mean
+    scale = 1 / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    # Both are kept for the gradients, and have none; of a row with an infinity they are NaN.
+    mean = mean + centred.mean(-1, keepdim=True)
+    statistics = (it.detach().squeeze(-1) for it in (mean, scale))
+    output = centred * scale * (1 if weight is None else weight) + (0 if bias is None else bias)
+    return output, *statistics
 
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype, *, given: int = 3, **options: Any) -> Sample:

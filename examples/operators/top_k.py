@@ -94,8 +94,10 @@ def forward_kernel(input: Any, k: Any, values: Any, indices: Any, rows: Any) -> 
 
 def are_indices(input: Any, indices: Any) -> bool:
     wrong = 0
-    for i in range(indices.size):
-        wrong += not 0 <= indices.flat[i] < input.shape[-1]
+    for row in range(indices.rows):
+        places = indices.row(row)
+        for i in range(indices.shape[-1]):
+            wrong += not 0 <= places[i] < input.shape[-1]
     return wrong == 0
 
 

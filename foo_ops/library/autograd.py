@@ -31,7 +31,8 @@ def register_autograd(
       operator's arguments are is told by their names: an argument of ``op``, a result of ``op``,
       ``grad_<result>``, or ``<argument>_requires_grad``, a bool. Where the results of ``op`` have
       no names, other names stand for their gradients, in their order. A gradient that is optional
-      is None where nothing depends on the result, else it is zeros. A tensor that is optional there
+      is None where nothing depends on the result, else it is zeros. A result whose gradient it does
+      not take, such as a statistic kept for it, has none. A tensor that is optional there
       and not in ``op`` is a factor of the gradients of others, and is saved where one of those is
       needed. The results are ``grad_<argument>``, or without names one for each tensor. Second
       derivatives are those of the backward operator; without any it refuses to be differentiated.

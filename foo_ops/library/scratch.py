@@ -56,11 +56,12 @@ def scratch(*sizes: Size, like: str, per_call: bool = False) -> Scratch:
         ... def column_sum_fake(input):
         ...     return input.new_empty(input.shape[-1:])
         >>> def add_up(output, sums):
-        ...     for i in range(output.shape[0]):
-        ...         total = language.zero(sums)
-        ...         for part in range(sums.shape[0]):
-        ...             total += sums[part, i]
-        ...         output[i] = total
+        ...     for part in range(1, sums.rows):
+        ...         total, other = sums.row(0), sums.row(part)
+        ...         for i in range(output.size):
+        ...             total[i] += other[i]
+        ...     for i in range(output.size):
+        ...         output[i] = sums[0, i]
         >>> @foo_ops.library.register_kernel("mylib::column_sum", ("cpu", "foo"))
         ... @foo_ops.library.tile_kernel(
         ...     tiles=lambda: 16,

@@ -13,30 +13,28 @@ from foo_ops.library.operators import Parameter, find, keep, own_library, tensor
 
 Rule = Callable[..., tuple[Any, Any]]
 KEY = "FuncTorchBatched"
+DEFAULT_KEY = "FuncTorchBatchedDecomposition"
+"""It stands for `KEY` where nothing is registered for that: an author's rule replaces nothing."""
+KEYS = (KEY, DEFAULT_KEY)
 
 
-class _DefaultRule:
-    """The rule that comes with a kernel; it gives way to one that an author registers."""
+class _Defaults(torch.library.Library):
+    """A library whose rules give way to those that an author registers."""
 
-    def __init__(self, name: str, rule: Rule) -> None:
-        self._name = name
-        self._library = torch.library.Library(name.partition("::")[0], "FRAGMENT")
-        torch.library.register_vmap(name, rule, lib=self._library)
-        _defaults[name] = self
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        super().impl(op_name, fn, DEFAULT_KEY, **options)
 
     def destroy(self) -> None:
-        if _defaults.get(self._name) is self:
-            del _defaults[self._name]
-            self._library._destroy()
-
-
-_defaults: dict[str, _DefaultRule] = {}
+        """End with the library that keeps this one as a registration of its own."""
+        self._destroy()
 
 
 def register_default_vmap(name: str, rule: Rule, lib: torch.library.Library | None) -> None:
     """Register the rule of a kernel, for an operator that has none."""
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, KEY):
-        keep(_DefaultRule(name, rule), lib)
+    if not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, it) for it in KEYS):
+        defaults = _Defaults(name.partition("::")[0], "FRAGMENT")
+        torch.library.register_vmap(name, rule, lib=defaults)
+        keep(defaults, lib)
 
 
 def register_vmap(
@@ -65,12 +63,6 @@ def register_vmap(
         >>> torch.vmap(torch.ops.mylib.negative)(torch.ones(2))
         tensor([-1., -1.])
     """
-    if isinstance(op, torch.library.CustomOpDef):
-        name = op._qualname
-    else:
-        name = op if isinstance(op, str) else op.name()
-    if name in _defaults:
-        _defaults[name].destroy()
     return torch.library.register_vmap(op, func, lib=own_library(op, lib))
 
 

@@ -14,6 +14,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from foo_ops.testing.layouts import copy_with_layout, hint_at_junk
+from foo_ops.testing.remembered import Remembered, expected_gradients, expected_outputs
 from foo_ops.testing.schema import functional_form, overload, tensors_in
 from foo_ops.testing.tolerance import (
     gradient_tolerance,
-    gradients_of,
     has_gradients,
-    spreads_of_gradients,
     tolerance,
 )
 
@@ -145,7 +145,7 @@ class OpSpec:
     functional: torch._ops.OpOverload | None = None
 
     def __post_init__(self) -> None:
-        makers = (functools.partial(of_size, self.sized, size) for size in self.sizes)
+        makers = (partial(of_size, self.sized, size) for size in self.sizes)
         samples: dict[str, Maker] = {
             f"size{size}": maker for size, maker in zip(self.sizes, makers)
         }
@@ -190,6 +190,11 @@ class OpSpec:
     def function(self) -> Callable[..., Any]:
         """Return the operator as a function that writes no argument; it can be compiled."""
         return functional_form(self.operator, self.functional)
+
+    @functools.cached_property
+    def remembered(self) -> Remembered:
+        """Return what the reference gave so far."""
+        return Remembered()
 
     def call(self, sample: Sample) -> Tensors:
         """Return what the operator returns, then the arguments that it writes, in copies."""
@@ -240,17 +245,18 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
         Traceback (most recent call last):
         AssertionError: output 0 is wrong in 1 of 2 elements; the worst, at (1,), is 3.0 ...
     """
-    exact_sample = sample.exact()
-    expected = exact_sample.call(spec.reference)
+    exact_sample = sample.map(lambda tensor: exact(tensor).detach())
+    expected, budgets = spec.remembered.result(
+        partial(expected_outputs, spec, exact_sample, dtype),
+        *("outputs", exact_sample.inputs, exact_sample.keywords, dtype),
+    )
     if len(outputs) != len(expected):
         raise AssertionError(
             f"it has {len(outputs)} outputs, its reference {len(expected)}"
             + ", the arguments that it writes included" * spec.mutates
         )
-    if spec.output_budget is not None:
-        budgets = spec.output_budget(exact_sample, dtype)
-    else:
-        allowed = functools.partial(tolerance, spec.tolerances)
+    if budgets is None:
+        allowed = partial(tolerance, spec.tolerances)
         budgets = tuple(map(allowed, outputs, expected))
     assert len(budgets) == len(outputs)
     for position, (output, value, budget) in enumerate(zip(outputs, expected, budgets)):
@@ -280,24 +286,14 @@ def check_gradients(
         >>> check_gradients(ABS, sample, gradients, cotangents)
     """
     exact_sample = sample.map(lambda t: exact(t).detach().requires_grad_(t.requires_grad))
-    outputs = exact_sample.call(spec.reference)
-    if not any(output.requires_grad for output in outputs):
-        raise AssertionError(
-            "no output of the reference requires a gradient: write it in torch's operators, or say "
-            "differentiable=False in the OpSpec"
-        )
     exact_cotangents = tuple(exact(cotangent) for cotangent in cotangents)
-    tensors = exact_sample.differentiable()
-    expected = gradients_of(outputs, tensors, exact_cotangents, once=False)
-    if spec.gradient_budget is not None:
-        with torch.no_grad():
-            dtypes = tuple(
-                tensor.dtype if isinstance(tensor, Tensor) else None for tensor in sample.inputs
-            )
-            budgets = spec.gradient_budget(exact_sample, dtypes, exact_cotangents)
-    else:
-        spreads = spreads_of_gradients(outputs, tensors, exact_cotangents, expected)
-        allowed = functools.partial(gradient_tolerance, spec.tolerances)
+    dtypes = tuple(tensor.dtype if isinstance(tensor, Tensor) else None for tensor in sample.inputs)
+    expected, spreads, budgets = spec.remembered.result(
+        partial(expected_gradients, spec, exact_sample, dtypes, exact_cotangents),
+        *("gradients", exact_sample.inputs, exact_sample.keywords, dtypes, exact_cotangents),
+    )
+    if budgets is None:
+        allowed = partial(gradient_tolerance, spec.tolerances)
         budgets = tuple(map(allowed, gradients, expected, spreads))
     assert len(gradients) == len(expected) == len(budgets)
     names = names or [str(position) for position in range(len(gradients))]
@@ -365,8 +361,13 @@ def random(name: str, *shapes: Sequence[int], dtype: torch.dtype) -> list[Tensor
         >>> torch.equal(query, again)
         True
     """
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    return [
-        torch.randn(tuple(shape), dtype=wide, generator=generator).to(dtype) for shape in shapes
-    ]
+    drawn = _drawn(name, tuple(map(tuple, shapes)), wide)
+    return [tensor.to(dtype, copy=True) for tensor in drawn]
+
+
+@functools.lru_cache(1024)
+def _drawn(name: str, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> list[Tensor]:
+    """Draw the numbers once, which each check asks for in each dtype and for each device."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]

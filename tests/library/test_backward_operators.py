@@ -139,6 +139,29 @@ def test_a_gradient_that_is_missing_is_none_or_zeros(lib, mark):
     assert result.tolist() == [2, 2, 2]
 
 
+def test_a_statistic_that_is_kept_for_the_gradients_has_none(lib):
+    """A loss of it must not give zeros in silence, and the backward operator sees it as it was."""
+    scaled = define(
+        lib,
+        "scaled(Tensor x) -> (Tensor output, Tensor norm)",
+        lambda x: (x / x.norm(), x.norm()),
+    )
+    define(
+        lib,
+        "scaled_backward(Tensor grad_output, Tensor output, Tensor norm) -> Tensor",
+        lambda grad, output, norm: (grad - output * (grad * output).sum()) / norm,
+    )
+    library.register_autograd("foo_backward::scaled", "foo_backward::scaled_backward", lib=lib)
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    output, norm = scaled(x)
+    assert output.requires_grad
+    assert not norm.requires_grad
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        norm.backward()
+    expected = torch.autograd.grad((x / x.norm())[0], x)
+    torch.testing.assert_close(torch.autograd.grad(output[0], x), expected)
+
+
 def test_a_result_that_is_saved_does_not_keep_itself_alive(lib):
     schema = "two_backward(Tensor grad_first, Tensor grad_second, Tensor first) -> Tensor grad_x"
     two, _ = make_two(lib, schema)

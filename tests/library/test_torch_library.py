@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+import warnings
 
 import pytest
 import torch
@@ -278,6 +279,25 @@ def test_vmap(lib, device):
 
     x = torch.arange(12.0, device=device).view(3, 4)
     assert torch.equal(torch.vmap(operator, in_dims=1, out_dims=1)(x), 2 * x)
+
+
+@pytest.mark.parametrize("register", [torch.library.register_vmap, library.register_vmap])
+def test_a_rule_in_place_of_a_kernels(lib, device, register):
+    """The rule that comes with a kernel gives way in silence, whoever registers another."""
+    lib.define("negative(Tensor input) -> Tensor")
+    kernel = library.elementwise_kernel(lambda x: -x)
+    library.register_kernel(f"{lib.ns}::negative", ("cpu", "foo"), kernel, lib=lib)
+    operator, x = getattr(torch.ops, lib.ns).negative.default, torch.ones(2, 3, device=device)
+    assert torch.equal(torch.vmap(operator)(x), -x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.set_warn_always(True)  # PyTorch warns of a kernel that is replaced once in a process.
+        try:
+            register(operator.name(), lambda info, dims, x: (operator(x) - 1, dims[0]), lib=lib)
+        finally:
+            torch.set_warn_always(False)
+    assert torch.equal(torch.vmap(operator)(x), -x - 1)
+    assert torch.equal(operator(x), -x)
 
 
 def test_get_kernel(lib, device):

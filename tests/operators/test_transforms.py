@@ -1,5 +1,6 @@
 """Every operator under every transform of torch.func: values, and no warning of a slow path."""
 
+import pathlib
 import warnings
 
 import pytest
@@ -240,6 +241,17 @@ def test_transform(device, name, transform):
         actual = make(ours)(x.to(device))
     assert actual.device.type == device
     torch.testing.assert_close(actual.cpu(), make(theirs)(x), atol=1e-12, rtol=1e-10)
+
+
+def test_the_manual_names_what_is_compared():
+    manual = (pathlib.Path(__file__).parents[2] / "docs/operators.md").read_text()
+    of_the_kit = {
+        "square": "an elementwise kernel of the kit",
+        "row_sum": "a tile kernel of the kit",
+    }
+    operators = ", ".join(of_the_kit.get(name, name) for name in OPERATORS)
+    assert f"| operators | {operators} |" in manual
+    assert f"| transforms | {', '.join(TRANSFORMS)} |" in manual
 
 
 def test_tangents_of_complex_numbers():

@@ -253,7 +253,8 @@ void call_and_record(const std::shared_ptr<const BackwardOperator>& backward,
   node->set_next_edges(edges_to(tensors_at(arguments, backward->tensor_arguments())));
   redispatch_below_autograd(op, keys, stack);
   const auto results = results_of(op, *stack);
-  record_results(tensors_of(results), node);
+  const auto tensors = tensors_of(results);
+  record_results(tensors, node, backward->without_gradient(tensors));
   node->save(backward->saved(arguments, results));
 }
 

@@ -102,6 +102,17 @@ int64_t BackwardOperator::missing_gradient(c10::ArrayRef<c10::IValue> arguments)
   return -1;
 }
 
+variable_list BackwardOperator::without_gradient(const variable_list& results) const {
+  variable_list found;
+  for (const auto i : c10::irange(results.size())) {
+    const bool is_taken = std::any_of(sources_.begin(), sources_.end(), [&](const Source& source) {
+      return source.kind == Source::kGradient && source.index == i;
+    });
+    if (!is_taken && results[i].defined()) found.push_back(results[i]);
+  }
+  return found;
+}
+
 BackwardOperator::Source BackwardOperator::source_of(const c10::Argument& argument,
                                                      const c10::FunctionSchema& schema,
                                                      size_t& next_gradient) const {

@@ -21,7 +21,9 @@ namespace foo {
 //                          is that of the next one's
 //   query_requires_grad    whether an argument of f needs a gradient, a bool
 //
-// A result that may be missing is Tensor?, and so is its gradient: None where the result is.
+// A result that may be missing is Tensor?, and so is its gradient: None where the result is. A
+// result whose gradient f_backward does not take, such as statistics that are kept for it, has
+// none.
 //
 // Its results are grad_query and so on, grad_key_and_value for two that are the same, and others
 // that are not looked at; where they have no names, there is one for each tensor. A gradient that
@@ -42,6 +44,10 @@ class BackwardOperator final : public Gradients {
   // What a call leaves for its backward pass.
   SavedForBackward saved(c10::ArrayRef<c10::IValue> arguments,
                          c10::ArrayRef<c10::IValue> results) const;
+
+  // Those of a call's results whose gradients f_backward does not take.
+  torch::autograd::variable_list without_gradient(
+      const torch::autograd::variable_list& results) const;
 
   // An argument that requires a gradient which f_backward does not return, or -1.
   int64_t missing_gradient(c10::ArrayRef<c10::IValue> arguments) const;

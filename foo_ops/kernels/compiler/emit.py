@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from foo_ops.kernels.compiler.garbage import without_garbage_collection
 from foo_ops.kernels.compiler.kernel import Kernel
@@ -12,10 +13,11 @@ with without_garbage_collection():
 
     from foo_ops.kernels.compiler.processor import target
 
-# A branch on an option, as of the forms of gelu, is taken before a loop of up to so many
-# instructions, not in it: vectorised there, both sides are computed for each element, which for the
-# gradient of gelu takes 1.3 times as long. LLVM's own limit is 50.
-llvm.set_option("", "-unswitch-threshold=150")
+UNSWITCH_THRESHOLD = 150
+"""A branch on an option, as of the forms of gelu, is taken before a loop of up to so many
+instructions, not in it: vectorised there, both sides are computed for each element, which for the
+gradient of gelu takes 1.3 times as long."""
+LLVMS_UNSWITCH_THRESHOLD = 50
 
 # The C function in every object file.
 ENTRY = "foo_kernel"
@@ -60,12 +62,29 @@ def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
     # not 0.95 of the FMA peak), and compiling takes longer.
     options.loop_unrolling = False
     passes = llvm.create_pass_builder(machine, options)
-    if vectorizes:
-        passes.getModulePassManager().run(module, passes)
-    else:
-        _simplify(module, passes)
+    with _more_unswitching():
+        if vectorizes:
+            passes.getModulePassManager().run(module, passes)
+            if any(it.linkage == llvm.Linkage.weak_odr for it in module.functions):
+                # Vectorised loops call functions for vectors now.
+                _simplify(module, passes)
+        else:
+            _simplify(module, passes)
     _check_symbols(module)
     return machine.emit_object(module)
+
+
+@contextmanager
+def _more_unswitching() -> Iterator[None]:
+    """Let LLVM take branches out of larger loops, which it has an option for of the process alone.
+
+    Numba's lock, which is held here, keeps the functions that a user compiles from seeing it.
+    """
+    llvm.set_option("", f"-unswitch-threshold={UNSWITCH_THRESHOLD}")
+    try:
+        yield
+    finally:
+        llvm.set_option("", f"-unswitch-threshold={LLVMS_UNSWITCH_THRESHOLD}")
 
 
 def _simplify(module: llvm.ModuleRef, passes: llvm.PassBuilder) -> None:

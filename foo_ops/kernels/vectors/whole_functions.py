@@ -1,7 +1,8 @@
 """Functions that stay functions until LLVM has vectorised the loops that call them.
 
 LLVM is told what such a function is for vectors. So it may have a branch, or instructions that LLVM
-would not make of scalars.
+would not make of scalars. Then those for vectors are inlined, and what does not change in a loop
+leaves it: erf reads six tables, with which gelu of float32 takes 1.4 times as long.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class WholeFunction(ABC):
         function = self.function(x.builder.module, x.type)
         if not isinstance(x.type, ir.VectorType):
             self._let_vectorise(function, x)
-        return x.made(x.builder.call(function, [x.value]))
+        is_vector = isinstance(x.type, ir.VectorType)
+        attributes = () if is_vector else ("noinline",)
+        return x.made(x.builder.call(function, [x.value], attrs=attributes))
 
     def function(self, module: ir.Module, type_: ir.Type) -> ir.Function:
         """Return the function for numbers of a type, or for vectors of them."""
@@ -48,9 +51,9 @@ class WholeFunction(ABC):
             return known
         function = ir.Function(module, ir.FunctionType(type_, [type_]), name)
         # It is in the modules of all functions that call it, and LLVM keeps it until it has
-        # vectorised their loops.
+        # vectorised their loops. The calls of scalars alone must not be inlined before.
         function.linkage = "weak_odr"
-        function.attributes.add("noinline")
+        function.attributes.add("alwaysinline" if is_vector else "noinline")
         for attribute in ("nounwind", "willreturn", "memory(none)"):
             set.add(function.attributes, attribute)
         builder = ir.IRBuilder(function.append_basic_block("start"))

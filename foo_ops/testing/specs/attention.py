@@ -281,8 +281,6 @@ ATTENTION = OpSpec(
     samples=PLAIN_SAMPLES | OPTION_SAMPLES,
     essential=(
         "small, grouped heads and bias",
-        "small, mask with a row that sees nothing",
-        "small, row of -inf",
         "small, all options",
         "small, all options, mask",
     ),

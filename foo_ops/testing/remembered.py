@@ -1,0 +1,101 @@
+"""Remember what a reference gave, since many checks ask the same of it.
+
+A sample is the same on every device, in most layouts, and in the checks of values, of gradients and
+of compiled graphs. A reference depends on nothing but the numbers that it is given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from foo_ops.testing.tolerance import gradients_of, spreads_of_gradients
+
+Tensors = tuple[Tensor, ...]
+
+T = TypeVar("T")
+MOST = 4096
+"""So many results are kept of an operator; attention's checks ask for 2,000, of 40 MB."""
+# Of these the value says all that a function can know of them.
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+class Remembered:
+    """Results by the numbers that they were computed from, the oldest of which are forgotten."""
+
+    def __init__(self) -> None:
+        self._results: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def result(self, compute: Callable[[], T], *given: Any) -> T:
+        """Return what ``compute`` returns, which is called where it was not for the same numbers.
+
+        Args:
+            compute: makes of all that is ``given`` a result that nobody writes to.
+            given: tensors and plain values, in lists and dicts, too. Where there is anything else,
+                such as a function, nothing is remembered.
+        """
+        key = _contents(given)
+        if key is None:
+            return compute()
+        if key not in self._results:
+            self._results[key] = compute()
+        self._results.move_to_end(key)
+        if len(self._results) > MOST:
+            self._results.popitem(last=False)
+        result: T = self._results[key]
+        return result
+
+
+def _contents(given: Any) -> Hashable | None:
+    """Return what is equal for equal contents, bit for bit, or None where they are not plain."""
+    leaves, structure = pytree.tree_flatten(given)
+    if not all(map(_is_plain, leaves)):
+        return None
+    return (repr(structure), *map(_contents_of, leaves))
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, _PLAIN) or (
+        isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_quantized
+    )
+
+
+def _contents_of(leaf: Any) -> Hashable:
+    if not isinstance(leaf, Tensor):
+        return type(leaf), repr(leaf)  # 1, 1.0 and True are equal.
+    numbers = leaf.detach().resolve_conj().resolve_neg().numpy()
+    digest = hashlib.blake2b(numbers.tobytes(), digest_size=16).digest()
+    return leaf.dtype, leaf.shape, leaf.requires_grad, digest
+
+
+def expected_outputs(
+    spec: Any, exact_sample: Any, dtype: torch.dtype
+) -> tuple[Tensors, Tensors | None]:
+    """Return the reference's outputs, and their budgets where the spec has some of its own."""
+    expected: Tensors = exact_sample.call(spec.reference)
+    budget = spec.output_budget
+    return expected, None if budget is None else budget(exact_sample, dtype)
+
+
+def expected_gradients(
+    spec: Any, exact_sample: Any, dtypes: tuple[torch.dtype | None, ...], cotangents: Tensors
+) -> tuple[Tensors, Sequence[Tensor], Tensors | None]:
+    """Return the reference's gradients, and either their spreads or the spec's own budgets."""
+    outputs = exact_sample.call(spec.reference)
+    if not any(output.requires_grad for output in outputs):
+        raise AssertionError(
+            "no output of the reference requires a gradient: write it in torch's operators, or say "
+            "differentiable=False in the OpSpec"
+        )
+    tensors = exact_sample.differentiable()
+    expected = gradients_of(outputs, tensors, cotangents, once=False)
+    if spec.gradient_budget is None:
+        return expected, spreads_of_gradients(outputs, tensors, cotangents, expected), None
+    with torch.no_grad():
+        return expected, (), spec.gradient_budget(exact_sample, dtypes, cotangents)
