@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "launch/thread_shares.h"
+#include "ops/attention/programs.h"
 
 namespace foo {
 
@@ -84,16 +85,18 @@ void set_visible(Piece& piece, const Sequence& sequence, const AttentionOptions&
   }
 }
 
-// Where the keys end that a mask of blocks does not hide from all queries of a piece, which belong
-// to one of its rows. Others that it hides are left out by the kernel.
-int64_t last_key(const Piece& piece, const Parameters& parameters, int64_t key_length) {
+// Leaves out the first and last keys that a mask of blocks hides from all queries of a piece, which
+// belong to one of its rows. Others that it hides are left out by the kernel.
+void leave_hidden_keys_out(Piece& piece, const Parameters& parameters) {
   const int64_t row = piece.batch * parameters.mask_batch_stride +
                       piece.head * parameters.mask_head_stride +
                       piece.query_start / parameters.mask_query_block;
   const uint8_t* const states = parameters.window_states + row * parameters.windows;
-  int64_t window = parameters.windows;
-  while (window > 0 && states[window - 1] == 0) --window;
-  return std::min(key_length, window * kKeyBlock);
+  int64_t first = 0, stop = parameters.windows;
+  while (stop > 0 && states[stop - 1] == kHidden) --stop;
+  while (first < stop && states[first] == kHidden) ++first;
+  piece.key_start = first * kKeyBlock;
+  piece.key_stop = std::max(piece.key_start, std::min(piece.key_stop, stop * kKeyBlock));
 }
 
 void set_keys(Piece& piece, const Parameters& parameters, const Sequence& sequence) {
@@ -106,7 +109,7 @@ void set_keys(Piece& piece, const Parameters& parameters, const Sequence& sequen
   piece.key_start = first / kKeyMultiple * kKeyMultiple;
   piece.key_stop = sees_any ? stop : piece.key_start;
   if (parameters.programs != nullptr) {
-    piece.key_stop = last_key(piece, parameters, piece.key_stop);
+    leave_hidden_keys_out(piece, parameters);
   }
 }
 
@@ -247,10 +250,6 @@ std::vector<Piece> merge_neighbours(const Parameters& parameters, std::vector<Pi
     }
     pieces = std::move(merged);
   }
-}
-
-int64_t work_of(const Piece& piece) {
-  return rows_of(piece) * (piece.key_stop - piece.key_start);
 }
 
 std::vector<Piece> take_if(std::vector<Piece>& pieces, bool (*condition)(const Piece&)) {
