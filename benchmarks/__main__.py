@@ -46,7 +46,7 @@ MODES = {
 def main() -> None:
     options = parse_options()
     if options.publish:
-        publish_figures(options.output, Published())
+        publish_figures(options.output, Published(), options.only)
         return
     start = time.monotonic()
     with processors_awake():
@@ -91,7 +91,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--publish",
         action="store_true",
-        help="measure nothing: write the results file's figures and plots into README.md and docs/",
+        help="measure nothing: write the results file's figures into README.md and docs/, "
+        "or with --only those of a page that shows no others",
     )
     return parser.parse_args()
 
@@ -123,18 +124,18 @@ def dashed(section: str) -> str:
     return section.replace(" ", "-")
 
 
-def publish_figures(results_file: Path, places: Published) -> None:
+def publish_figures(results_file: Path, places: Published, only: Sequence[str]) -> None:
     if not results_file.is_file():
         sys.exit(f"{results_file} does not exist: run `make bench` first")
     content = report.load(results_file)
     if content.mode == "quick":
         sys.exit(f"{results_file} is from a quick run, whose figures are not worth publishing")
-    if missing := [name for name in report.SECTIONS if name not in content.by_section()]:
+    sections = [name for name in report.SECTIONS if dashed(name) in only]
+    if missing := [name for name in sections if name not in content.by_section()]:
         sys.exit(f"{results_file} has no rows of {', '.join(missing)}: run all of `make bench`")
-    publish(content, places)
-    print(
-        f"{places.readme.name} and {places.performance.name} now have the figures of {results_file}"
-    )
+    written = publish(content, places, sections)
+    names = " and ".join(path.name for path in written)
+    print(f"{names or 'No page'} now has the figures of {results_file}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from benchmarks import (
     device,
     examples,
     flex,
+    flex_gallery,
     kit,
     linear,
     linear_cross_entropy,
@@ -113,6 +114,7 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
         *(attention_case(workload, threads) for workload in option_workloads(sizes)),
         *(decoding_case(workload, threads) for workload in decoding_workloads(sizes)),
         *flex.cases(sizes.flex, FEW_DTYPES),
+        *flex_gallery.cases(2 * sizes.flex, FEW_DTYPES),
         *models.cases(sizes.model, threads[-1]),
         # Last: it computes gradients in a thread of foo's, whose workers stay. With more threads
         # than processors OpenMP lets none wait by spinning, and what takes 160 us on two threads

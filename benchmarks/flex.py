@@ -45,6 +45,7 @@ class Row:
     heads: int
     peer: str
     least: float
+    batch: int = 1
 
     @property
     def name(self) -> str:
@@ -52,7 +53,7 @@ class Row:
         return f"{self.variant}, {self.direction}, {self.dtype}, {size}, beside {self.peer}"
 
     def inputs(self) -> list[Tensor]:
-        shape = (1, self.heads, self.length, HEAD_DIM)
+        shape = (self.batch, self.heads, self.length, HEAD_DIM)
         needs_grad = self.direction == "backward"
         kind = getattr(torch, self.dtype)
         return [torch.randn(shape).to(kind).requires_grad_(needs_grad) for _ in range(3)]
@@ -88,8 +89,8 @@ def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-def blocks(mask_mod: Function, length: int) -> BlockMask:
-    return create_block_mask(mask_mod, None, None, length, length, device="cpu")
+def blocks(mask_mod: Function, length: int, batch: int | None = None) -> BlockMask:
+    return create_block_mask(mask_mod, batch, None, length, length, device="cpu")
 
 
 def causal_pair(row: Row) -> tuple[Function, Function]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,26 +15,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.publish import IMAGES, REPOSITORY
+from benchmarks.publish import GALLERY, IMAGES, REPOSITORY
 
-DOCUMENT = REPOSITORY / "docs" / "flex_attention.md"
 VARIANT = re.compile(r"^### (.+?)$.*?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LENGTH = 64
+ASSIGNED_LENGTH = re.compile(r"^length = \d+$", re.MULTILINE)
 PIXELS = 4
 """Of a pair of a query and a key, in either direction."""
 COLORS = "viridis_r"
 LIGHTEST = 0.25
 
-Function = Callable[..., Tensor]
-
 
 @dataclass(frozen=True)
 class Variant:
-    """A heading of the gallery, and the functions of its code."""
+    """A heading of the gallery, and its code."""
 
     title: str
-    score_mod: Function | None
-    mask_mod: Function | None
+    code: str
+
+    def run(self, length: int) -> dict[str, Any]:
+        """Run the code for sequences of this length, and return what it defines."""
+        code, found = ASSIGNED_LENGTH.subn(f"length = {length}", self.code)
+        if found != 1:
+            raise ValueError(f"the code of {self.title} must set `length = {LENGTH}`, once")
+        names: dict[str, Any] = {}
+        exec(code, names)
+        return names
 
     @property
     def path(self) -> str:
@@ -46,17 +52,17 @@ class Variant:
         positions = torch.arange(LENGTH)
         places = (zero, zero, positions[:, None], positions)
         scores = torch.zeros(LENGTH, LENGTH)
-        if self.score_mod is not None:
-            scores = self.score_mod(scores, *places).detach()
-        return scores if self.mask_mod is None else scores.where(self.mask_mod(*places), -torch.inf)
+        names = self.run(LENGTH)
+        if "score_mod" in names:
+            scores = names["score_mod"](scores, *places).detach()
+        if "mask_mod" not in names:
+            return scores
+        return scores.where(names["mask_mod"](*places), -torch.inf)
 
 
-def variants(document: Path = DOCUMENT) -> Iterator[Variant]:
-    """Run the code of each variant, and find its functions."""
+def variants(document: Path = GALLERY) -> Iterator[Variant]:
     for title, code in VARIANT.findall(document.read_text()):
-        names: dict[str, Any] = {}
-        exec(code, names)
-        yield Variant(title, names.get("score_mod"), names.get("mask_mod"))
+        yield Variant(title, code)
 
 
 def picture(scores: Tensor) -> Any:

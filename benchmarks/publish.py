@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import flex, report
 from benchmarks.first_call import REPOSITORY
 from benchmarks.measure import Result
 from benchmarks.plots import save_plots
@@ -16,7 +16,9 @@ from benchmarks.targets import against_peer, best_peer, speedups
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 README = REPOSITORY / "README.md"
 PERFORMANCE = REPOSITORY / "docs" / "performance.md"
+GALLERY = REPOSITORY / "docs" / "flex_attention.md"
 IMAGES = REPOSITORY / "docs" / "images"
+GALLERY_SECTION = "flex gallery"
 FRONT_PLOT = "attention_speed_64.png"
 # The rows of the front page: for each kind of work a table of the benchmark.
 KINDS = {
@@ -42,16 +44,39 @@ class Published:
     readme: Path = README
     performance: Path = PERFORMANCE
     images: Path = IMAGES
+    gallery: Path = GALLERY
 
 
-def publish(content: report.Content, places: Published) -> None:
-    """Write the summary into README, and the headline rows into the manual, with their plots."""
+def publish(content: report.Content, places: Published, sections: Sequence[str]) -> list[Path]:
+    """Write the summary into README, and the headline rows into the manual, with their plots, if
+    these are all sections; and the speed of the gallery's variants beside its code. Return the
+    pages.
+    """
+    pages = []
+    if GALLERY_SECTION in sections:
+        replace_between_marks(places.gallery, gallery_speeds(content))
+        pages.append(places.gallery)
+    if set(sections) != set(report.SECTIONS):
+        return pages
     plots = save_plots(content, places.images)
     folder = places.images.name
     images = {f"{folder}/{name}": description for name, description in plots.items()}
     replace_between_marks(places.performance, tables(content, images))
     front = {f"docs/{folder}/{FRONT_PLOT}": plots[FRONT_PLOT]} if FRONT_PLOT in plots else {}
     replace_between_marks(places.readme, front_page(content, front))
+    return [*pages, places.performance, places.readme]
+
+
+def gallery_speeds(content: report.Content) -> str:
+    """Say how fast the variants are, and beside what."""
+    results = content.by_section()[GALLERY_SECTION]
+    rows = report.gallery_table(results, flex.DENSE)
+    size = ", ".join(results[0].name.split(", ")[3:5])
+    what = (
+        f"One thread, {size} (heads x head dimension, length). In brackets: how many times as fast "
+        "as attention that sees all keys and does nothing with the scores."
+    )
+    return "\n\n".join([markdown_table(rows), what, f"Measured on: {report.caption(content)}"])
 
 
 def replace_between_marks(path: Path, figures: str) -> None:
@@ -126,7 +151,7 @@ def in_short(results: Sequence[Result]) -> str:
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     header, *others = rows
-    texts = ("case", "verdict", "kind of work", "a peer is faster in")
+    texts = ("case", "variant", "verdict", "kind of work", "a peer is faster in")
     alignment = ["---" if column in texts else "---:" for column in header]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, alignment, *others))
 

@@ -237,6 +237,21 @@ def peer_table(content: Content, results: Sequence[Result], unit: str) -> list[l
     return rows
 
 
+def gallery_table(results: Sequence[Result], peer: str) -> list[list[str]]:
+    """Write a row for each variant: milliseconds, and in brackets how many times as fast as the
+    peer.
+    """
+    rows: dict[str, list[str]] = {}
+    columns: dict[str, None] = {}
+    for result in results:
+        variant, direction, dtype, *_ = result.name.split(", ")
+        columns[f"{direction}, {dtype}"] = None
+        speedup = statistics.median(speedups(result, peer))
+        cell = f"{peer_cell(result, OURS, 'ms')} ms ({number(speedup)})"
+        rows.setdefault(variant, [variant]).append(cell)
+    return [["variant", *columns], *rows.values()]
+
+
 def linear_table(
     content: Content, results: Sequence[Result], unit: str, peers: Sequence[str]
 ) -> list[list[str]]:

@@ -59,6 +59,9 @@ SECTIONS = {
     "flex attention": Section(
         "Flex attention, heads x head dimension, milliseconds (less is better)", "ms"
     ),
+    "flex gallery": Section(
+        "The manual's variants of flex attention, heads x head dimension, milliseconds", "ms"
+    ),
     "models": Section(
         "A Llama as it is and with foo_ops, tokens a second (more is better)", "tokens/s"
     ),

@@ -57,6 +57,7 @@ void* resolve_kernel(const std::string& kernel, const std::string& signature) {
     if (error.matches(refusal)) {
       const std::string message = py::str(error.value());
       TORCH_CHECK_TYPE(!error.matches(PyExc_TypeError), message);
+      TORCH_CHECK_VALUE(!error.matches(PyExc_ValueError), message);
       TORCH_CHECK(false, message);
     }
     // Anything else, such as KeyboardInterrupt, came while it was compiled.

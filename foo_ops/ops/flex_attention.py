@@ -107,7 +107,7 @@ def flex_attention(
         torch.Size([1, 8, 100, 64])
     """
     query, key, value = cast(query, key, value)
-    if key.dim() == value.dim() == 4 and key.shape[0] == value.shape[0] == 1:
+    if key.dim() == value.dim() == 4 and key.shape[0] == value.shape[0] == 1 != query.shape[0]:
         key, value = (it.expand(query.shape[0], -1, -1, -1) for it in (key, value))
     if not enable_gqa and query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1]:
         raise ValueError(
@@ -191,36 +191,42 @@ def fake(
     return empty_results(query, value)
 
 
-@library.register_fake("foo::flex_attention_backward")
-def fake_backward(
-    grad_output: Tensor,
-    grad_logsumexp: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    captured: list[Tensor],
-    output: Tensor,
-    logsumexp: Tensor,
-    *mask: Any,
-    captured_requires_grad: list[bool],
-    **options: Any,
-) -> tuple[Any, ...]:
-    _check(query, key, value, captured, *mask, **options)
-    _C.check_attention_results(
-        "flex_attention_backward", grad_output, grad_logsumexp, query, value, output, logsumexp
-    )
-    gradients = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
-    of_captured = empty_captured("flex_attention_backward", captured, captured_requires_grad)
-    return (*gradients, of_captured)
+def register_fake_backward(name: str, check: Callable[..., None]) -> None:
+    """Register the fake kernel of the operator that computes gradients.
+
+    Args:
+        name: the operator's, without its namespace.
+        check: refuses what the forward pass refuses, of which it has the arguments.
+    """
+
+    @library.register_fake(f"foo::{name}")
+    def fake_backward(
+        grad_output: Tensor,
+        grad_logsumexp: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        captured: list[Tensor],
+        output: Tensor,
+        logsumexp: Tensor,
+        *others: Any,
+        captured_requires_grad: list[bool],
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        check(query, key, value, captured, *others, **options)
+        _C.check_attention_results(
+            name, grad_output, grad_logsumexp, query, value, output, logsumexp
+        )
+        _C.check_captured_requirements(name, captured, captured_requires_grad)
+        gradients = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
+        of_captured = [
+            tensor.new_empty(tensor.shape if is_needed else (0,))
+            for tensor, is_needed in zip(captured, captured_requires_grad)
+        ]
+        return (*gradients, of_captured)
 
 
-def empty_captured(name: str, captured: list[Tensor], requires_grad: list[bool]) -> list[Tensor]:
-    """Make the gradients of captured tensors as launchers do."""
-    _C.check_captured_requirements(name, captured, requires_grad)
-    return [
-        tensor.new_empty(tensor.shape if is_needed else (0,))
-        for tensor, is_needed in zip(captured, requires_grad)
-    ]
+register_fake_backward("flex_attention_backward", _check)
 
 
 # ---------------------------------------------------------------------------------------- autograd

@@ -90,7 +90,22 @@ class FlexAttentionCall(HigherOrderOperator):
         return output, logsumexp
 
 
+class FlexAttentionVariable(dynamo.FlexAttentionHigherOrderVariable):
+    """What Dynamo has in the place of the operator.
+
+    Tracing a function, it takes a copy of what it knows of attributes that were set, and goes on
+    with the copy. Objects that were made before look into the one from before: with torch's own
+    operator, a layer of a cache that is made in the compiled function loses what is set later.
+    """
+
+    def create_wrapped_node(self, tx: Any, *arguments: Any) -> Any:
+        """Trace a function, and bring what is known back to where it was."""
+        known = tx.output.side_effects
+        result = super().create_wrapped_node(tx, *arguments)
+        known.__dict__.update(tx.output.side_effects.__dict__)
+        tx.output.side_effects = known
+        return result
+
+
 flex_attention_call = FlexAttentionCall()
-dynamo._hop_name_to_variable_class[flex_attention_call.__name__] = (
-    dynamo.FlexAttentionHigherOrderVariable
-)
+dynamo._hop_name_to_variable_class[flex_attention_call.__name__] = FlexAttentionVariable

@@ -11,7 +11,7 @@ from foo_ops import _C, library
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention_varlen import backward_flops as packed_backward_flops
 from foo_ops.ops.attention_varlen import flops as packed_flops
-from foo_ops.ops.flex_attention import PROGRAMS, TAGS, Function, cast, empty_captured
+from foo_ops.ops.flex_attention import PROGRAMS, TAGS, Function, cast, register_fake_backward
 from foo_ops.ops.flex_attention_derivatives import composite_varlen, register_gradients
 from foo_ops.ops.score_mods.cache import traced
 
@@ -111,7 +111,7 @@ def flex_attention_varlen(
 # ------------------------------------------------------------------------------------ fake kernels
 
 
-def _check(*tensors: Any) -> None:
+def _check(*tensors: Any, **_: Any) -> None:
     _C.check_flex_attention_varlen(*tensors, *(None,) * (8 - len(tensors)))
 
 
@@ -123,25 +123,7 @@ def fake(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
     return output, query.new_empty(heads, total, dtype=compute_type(query.dtype))
 
 
-@library.register_fake("foo::flex_attention_varlen_backward")
-def fake_backward(
-    grad_output: Tensor,
-    grad_logsumexp: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    captured: list[Tensor],
-    output: Tensor,
-    logsumexp: Tensor,
-    *sequences: Any,
-    captured_requires_grad: list[bool],
-    **_: Any,
-) -> tuple[Any, ...]:
-    name = "flex_attention_varlen_backward"
-    _check(query, key, value, captured, *sequences)
-    _C.check_attention_results(name, grad_output, grad_logsumexp, query, value, output, logsumexp)
-    gradients = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
-    return (*gradients, empty_captured(name, captured, captured_requires_grad))
+register_fake_backward("flex_attention_varlen_backward", _check)
 
 
 # ---------------------------------------------------------------------------------------- autograd

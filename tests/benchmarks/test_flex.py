@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.exact import assert_near
 
-from benchmarks import flex, gallery, publish, report, targets
+from benchmarks import __main__ as command
+from benchmarks import flex, flex_gallery, gallery, publish, report, targets
 from benchmarks.measure import Limits, Result, measure
 
 TINY = Limits(rounds=3, turn=1e-4, contender=1e-3)
@@ -101,11 +102,11 @@ def test_pictures_of_the_manual_are_those_of_its_code(title):
     variant = VARIANTS[title]
     kept = matplotlib.image.imread(publish.IMAGES / variant.path)[..., :3]
     assert np.abs(kept - gallery.picture(variant.scores())).max() <= 1 / 255
-    assert f"![{title}](images/{variant.path})" in gallery.DOCUMENT.read_text()
+    assert f"![{title}](images/{variant.path})" in publish.GALLERY.read_text()
 
 
 def test_every_variant_of_the_gallery_is_found():
-    text = gallery.DOCUMENT.read_text().partition("## Gallery")[2].partition("\n## ")[0]
+    text = publish.GALLERY.read_text().partition("## Gallery")[2].partition("\n## ")[0]
     assert list(VARIANTS) == re.findall(r"^### (.+)$", text, re.MULTILINE)
 
 
@@ -114,3 +115,73 @@ def test_hidden_pairs_are_white_and_high_scores_dark():
     pixels = gallery.picture(scores)[:: gallery.PIXELS, :: gallery.PIXELS].mean(-1)
     assert pixels[0, 1] == 1
     assert pixels[0, 0] < pixels[1, 1] < pixels[1, 0] < 1
+
+
+@pytest.mark.parametrize("title", ["Prefix", "ALiBi"])
+def test_variants_are_timed_with_longer_sequences(title):
+    """Beside attention of as many rows of the batch, in both directions."""
+    of_title = [it for it in flex_gallery.cases(LENGTH, ("float32",)) if it.name.startswith(title)]
+    assert [it.name.split(", ")[1] for it in of_title] == ["forward", "backward"]
+    for case in of_title:
+        (result,) = measure(case, TINY)
+        assert result.failures == {}
+        assert result.peers() == ["dense"]
+
+
+@pytest.mark.parametrize("title", VARIANTS)
+def test_the_code_of_the_gallery_takes_any_length(title):
+    """As much of the keys is hidden, and what is captured reaches all positions."""
+    shares = []
+    for length in (gallery.LENGTH, 4 * gallery.LENGTH):
+        names = VARIANTS[title].run(length)
+        assert names["query"].shape[1:3] == (flex_gallery.HEADS, length)
+        positions = torch.arange(length)
+        mask_mod = names.get("mask_mod", lambda b, h, q_idx, kv_idx: q_idx >= 0)
+        seen = mask_mod(torch.tensor(0), torch.tensor(0), positions[:, None], positions)
+        shares.append(float(seen.expand(length, length).double().mean()))
+    # The diagonal, and the rounding of a border, count for less in a longer sequence.
+    assert abs(shares[0] - shares[1]) < 0.08
+
+
+def test_code_without_a_length_is_refused():
+    with pytest.raises(ValueError, match="the code of Odd must set `length = 64`, once"):
+        gallery.Variant("Odd", "size = 64\n").run(128)
+
+
+def speed(variant, direction, foo):
+    seconds = {"foo": [foo] * 3, "dense": [0.004] * 3}
+    return Result(
+        flex_gallery.SECTION, f"{variant}, {direction}, float32, 4 x 64, S 512, beside dense", 1,
+        0.0, True, seconds,
+    )  # fmt: skip
+
+
+def test_speeds_stand_in_the_manual(monkeypatch, tmp_path, capsys):
+    rows = [speed("Causal", "forward", 0.002), speed("Causal", "backward", 0.008)]
+    report.save(tmp_path / "results.json", rows, "default")
+    places = publish.Published(*(tmp_path / name for name in ("R", "P", "images", "gallery.md")))
+    places.gallery.write_text(f"above{publish.BEGIN}{publish.END}below")
+    command.publish_figures(tmp_path / "results.json", places, ["flex-gallery"])
+    text = places.gallery.read_text()
+    assert "| variant | forward, float32 | backward, float32 |" in text
+    assert "| Causal | 2.00 ms (2.00) | 8.00 ms (0.50) |" in text
+    assert "One thread, 4 x 64, S 512 " in text
+    assert not places.readme.exists()
+    assert not places.performance.exists()
+    assert "gallery.md now has the figures of" in capsys.readouterr().out
+    # Other tables have no page of their own.
+    command.publish_figures(tmp_path / "results.json", places, [])
+    assert capsys.readouterr().out.startswith("No page now has")
+
+
+def test_the_manual_has_a_speed_of_each_variant():
+    rows = re.findall(r"^\| ([^|]+) \|(.+)\|$", publish.GALLERY.read_text(), re.MULTILINE)
+    header, _, *figures = [(name, cells.split("|")) for name, cells in rows]
+    assert [name for name, _ in figures] == list(VARIANTS)
+    assert [it.strip() for it in header[1]] == [
+        f"{direction}, {dtype}"
+        for direction in ("forward", "backward")
+        for dtype in ("float32", "bfloat16")
+    ]
+    for _, cells in figures:
+        assert all(re.fullmatch(r" [\d.]+ ms \([\d.]+\) ", it) for it in cells)

@@ -334,7 +334,9 @@ def test_pages_and_images(monkeypatch, tmp_path, content):
     monkeypatch.setattr(
         report, "SECTIONS", {name: report.SECTIONS[name] for name in content.by_section()}
     )
-    command.publish_figures(tmp_path / "folder" / "results.json", places)
+    command.publish_figures(
+        tmp_path / "folder" / "results.json", places, [command.dashed(it) for it in report.SECTIONS]
+    )
     for name in ("attention_speed_64.png", "attention_decoding.png"):
         assert (places.images / name).is_file()
         assert f"](images/{name})" in places.performance.read_text()

@@ -262,12 +262,18 @@ def test_quick_run(monkeypatch, tmp_path, capsys):
     assert f"Written: {results}" in printed
     assert [it.section for it in report.load(results).results][-1] == "attention forward"
     with pytest.raises(SystemExit, match="is from a quick run"):
-        command.publish_figures(results, Published())
+        command.publish_figures(
+            results, Published(), [command.dashed(it) for it in report.SECTIONS]
+        )
     report.save(results, report.load(results).results, "default")
     with pytest.raises(SystemExit, match=r"no rows of calls, abs, .*: run all of `make bench`"):
-        command.publish_figures(results, Published())
+        command.publish_figures(
+            results, Published(), [command.dashed(it) for it in report.SECTIONS]
+        )
     with pytest.raises(SystemExit, match="does not exist: run `make bench` first"):
-        command.publish_figures(tmp_path / "none.json", Published())
+        command.publish_figures(
+            tmp_path / "none.json", Published(), [command.dashed(it) for it in report.SECTIONS]
+        )
 
 
 def test_some_sections_alone(monkeypatch, tmp_path):

@@ -103,6 +103,19 @@ def test_cached_decoding(name, kind, flex_calls):
     assert_as_near([torch.cat(parts, 1)], [theirs], [exact], ROUNDINGS)
 
 
+@pytest.mark.parametrize("name", ["llama: plain", "mistral: windows"])
+def test_compiled_with_the_usual_cache(name):
+    torch._dynamo.reset()
+    model, inputs = decoder(name), tokens(2, 12)
+    model.set_attn_implementation("foo_flex")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        actual, expected = (it(inputs, use_cache=True) for it in (compiled, model))
+    torch.testing.assert_close(actual.logits, expected.logits)
+    for ours, eager in zip(actual.past_key_values, expected.past_key_values, strict=True):
+        torch.testing.assert_close(ours[:2], eager[:2])
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", [*DECODERS, "Gemma3Text"])
 def test_generate(name, cache):

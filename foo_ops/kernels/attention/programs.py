@@ -43,6 +43,8 @@ def make_program_kernel(signature: str, text: str, counts: bool = False) -> Kern
     """
     dtype, *tensors = signature.split(",")
     sizes, *parts = text.split("\n\n")
+    if len(parts) != 3:
+        raise ValueError("a program must have no empty lines")
     score_mod, mask_mod, backward = (Program.parse(part) if part else None for part in parts)
     numbers, integers = map(int, sizes.split())
     captured = [_dtype_and_dimensions(tensor) for tensor in tensors]

@@ -38,6 +38,10 @@ class KernelTypeError(KernelError, TypeError):
     """Says that a kernel gives a tensor an index that it does not take."""
 
 
+class KernelValueError(KernelError, ValueError):
+    """Says that a text is not one that a kernel can be made of."""
+
+
 # The beginning of the message.
 WRONG_INDEX = "wrong index: "
 
@@ -147,7 +151,9 @@ class TextKernel(Source):
 
     def explain(self, signature: str, error: Exception) -> KernelError | None:
         """Tell what is wrong with the text; of other errors who writes one wants to see all."""
-        return KernelError(f"{self.family}: {error}") if isinstance(error, ValueError) else None
+        if not isinstance(error, ValueError):
+            return None
+        return KernelValueError(f"{self.family}: {error}")
 
 
 KERNELS = KernelTable()

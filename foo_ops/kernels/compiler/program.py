@@ -59,6 +59,12 @@ ARITHMETIC = (
 # ``not`` is that of bits, and of a bool the other one. ``where`` takes a bool and two numbers,
 # ``cast`` converts to the node's dtype, as torch does; to a bool it asks whether it is not zero.
 OTHERS = ("neg", "abs", "sign", "not", "where", "cast")
+# How many operands they have. A load has one for each dimension, too.
+OPERANDS = {
+    **dict.fromkeys(("number", "integer", *FUNCTIONS, "neg", "abs", "sign", "not", "cast"), 1),
+    **dict.fromkeys((*COMPARISONS, *ARITHMETIC), 2),
+    "where": 3,
+}
 OPERATIONS = (
     *("input", "number", "integer", "load"),
     *(*FUNCTIONS, *COMPARISONS, *ARITHMETIC, *OTHERS),
@@ -112,18 +118,27 @@ class Program:
     @functools.cache
     def parse(cls, text: str) -> Program:
         """Read a program from its text."""
-        nodes, gradients, output = [], [], -1
+        nodes: list[Node] = []
+        gradients: list[Gradient] = []
+        output = -1
         for line in text.splitlines():
             first, *words = line.split()
-            if first == "output":
-                output = int(words[0])
-            elif first == "gradient":
-                captured, value, *indices = map(int, words)
-                gradients.append(Gradient(captured, value, tuple(indices)))
-            elif words[0] == "input":
-                nodes.append(Node(first, "input", name=words[1]))
-            else:
-                nodes.append(Node(first, words[0], tuple(map(int, words[1:]))))
+            try:
+                if first == "output":
+                    (output,) = map(int, words)
+                elif first == "gradient":
+                    captured, value, *indices = map(int, words)
+                    gradients.append(Gradient(captured, value, tuple(indices)))
+                elif words[0] == "input":
+                    (name,) = words[1:]
+                    nodes.append(Node(first, "input", name=name))
+                else:
+                    nodes.append(Node(first, words[0], tuple(map(int, words[1:]))))
+            except (IndexError, ValueError):
+                raise ValueError(
+                    f"a program must be of lines with a dtype, an operation and its operands, got "
+                    f"'{line}'"
+                ) from None
         return cls(tuple(nodes), output, tuple(gradients))
 
     def check(self, captured: Sequence[tuple[str, int]], numbers: int, integers: int) -> None:
@@ -139,6 +154,9 @@ class Program:
                 raise ValueError(f"{line} must have an operation and a dtype that programs have")
             if any(not 0 <= operand < place for operand in node.arguments):
                 raise ValueError(f"{line} must have operands that are lines before it")
+            if node.operation == "input" and node.name not in INPUTS:
+                raise ValueError(f"{line} must read one of the inputs {', '.join(INPUTS)}")
+            self._check_operands(line, node)
             if node.operation == "number" and not 0 <= node.operands[0] < numbers:
                 raise ValueError(f"{line} must read one of {numbers} numbers")
             if node.operation == "integer" and not 0 <= node.operands[0] < integers:
@@ -155,6 +173,23 @@ class Program:
             self._check_element(line, gradient.captured, gradient.indices, captured)
             if any(not 0 <= it < len(self.nodes) for it in (gradient.value, *gradient.indices)):
                 raise ValueError(f"{line} must have operands that are lines")
+
+    def _check_operands(self, line: str, node: Node) -> None:
+        count = OPERANDS.get(node.operation, len(node.operands))
+        if len(node.operands) != count:
+            raise ValueError(f"{line} must have {count} operands, got {len(node.operands)}")
+        dtypes = [self.nodes[operand].dtype for operand in node.arguments]
+        wanted = dtypes
+        if node.operation in COMPARISONS:
+            wanted = dtypes[:1] * 2
+        elif node.operation == "where":
+            wanted = ["bool", node.dtype, node.dtype]
+        elif node.operation not in ("cast", "load"):
+            wanted = [node.dtype] * len(dtypes)
+        if dtypes != wanted:
+            raise ValueError(
+                f"{line} must have operands of {', '.join(wanted)}, got {', '.join(dtypes)}"
+            )
 
     def _check_element(
         self,

@@ -72,6 +72,30 @@ def test_sizes_of_blocks(blocks, name, device):
     check(sizes, mask, MASKS[name], device)
 
 
+def mirrored(b, h, q, k):
+    """The first queries see the last of the keys up to 1024; behind these there are more."""
+    return q // 200 + k // 200 == 4
+
+
+def middle(b, h, q, k):
+    """Neither the first keys nor the last ones are seen, and neither are some between them."""
+    return (q - k - 300).abs() < 70
+
+
+@pytest.mark.parametrize("sees", [mirrored, middle, window])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
+def test_sums_of_keys_in_chunks(sees, heads, device):
+    """A chunk of the queries has sums of the keys that it sees alone, in memory that has numbers of
+    earlier calls.
+    """
+    sizes = (1, heads[0], 1100, 1150)
+    before = [it.requires_grad_() for it in qkv(sizes, DTYPE, device, key_heads=heads[1])]
+    output = foo_ops.flex_attention(*before, scale=3.0, enable_gqa=True)
+    output.backward(torch.full_like(output, 1e6))
+    mask = create_block_mask(sees, None, None, *sizes[2:], device=device)
+    check(sizes, mask, sees, device, key_heads=heads[1])
+
+
 @pytest.mark.parametrize("places", ["none", "batch", "head", "both"])
 def test_a_function_alone_is_asked_for_each_row_and_head(places, device):
     """Windows that one row of the batch, or one head, sees nothing of are seen by others."""

@@ -107,6 +107,41 @@ def test_lengths_that_change(device, function, backend):
     assert counter.frame_count == 1
 
 
+class CacheLayer:
+    """Of a cache: what it holds is set at the first call."""
+
+    def __init__(self):
+        self.is_ready = False
+
+    def update(self, keys):
+        if not self.is_ready:
+            self.dtype = keys.dtype
+            self.keys = torch.tensor([], dtype=self.dtype, device=keys.device)
+            self.is_ready = True
+        self.keys = torch.cat([self.keys, keys], dim=-2)
+        return self.keys
+
+
+def test_objects_that_are_made_before_a_call_and_change_behind_it(device):
+    torch._dynamo.reset()
+
+    def attend(query, slopes, table):
+        layers = [CacheLayer(), CacheLayer()]
+        for layer in layers:
+            keys = layer.update(query)
+            query = foo_ops.flex_attention(
+                *(query, keys, keys), lambda s, b, h, q, k: s * slopes[h], causal
+            )
+        return query, layers[1].keys, layers[1].is_ready
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    inputs = inputs_of(LENGTHS[0], device)
+    *actual, is_ready = compiled(*inputs)
+    *expected, _ = attend(*inputs)
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+    assert is_ready
+
+
 def test_block_masks(device):
     torch._dynamo.reset()
 

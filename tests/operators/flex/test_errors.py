@@ -239,13 +239,13 @@ def test_programs_that_do_not_fit(text, message, device):
     given = arguments(
         device, score_mod=text, numbers=[1.0], captured=[torch.ones(3, device=device)]
     )
-    with raises(RuntimeError, f"attention_program: line 0 of a program, {message}"):
+    with raises(ValueError, f"attention_program: line 0 of a program, {message}"):
         call(given)
 
 
 def test_programs_without_an_output(device):
     message = "attention_program: a program must have an output among its lines, got 7"
-    with raises(RuntimeError, message):
+    with raises(ValueError, message):
         call(arguments(device, score_mod="float32 input score\noutput 7"))
 
 
@@ -255,8 +255,44 @@ def test_a_program_reads_a_tensor_of_its_dtype(device):
         "attention_program: line 1 of a program, 'float64 load 0 0', must read a tensor of "
         "float64, got float32"
     )
-    with raises(RuntimeError, message):
+    with raises(ValueError, message):
         call(arguments(device, score_mod=text, captured=[torch.ones(11, device=device)]))
+
+
+@pytest.mark.parametrize(
+    "line", ["nonsense", "float32", "float32 neg zero", "float32 input", "output 0 1", "gradient 0"]
+)
+def test_lines_that_are_not_of_a_program(line, device):
+    message = (
+        "attention_program: a program must be of lines with a dtype, an operation and its "
+        f"operands, got '{line}'"
+    )
+    with raises(ValueError, message):
+        call(arguments(device, score_mod=f"float32 input score\n{line}"))
+
+
+def test_programs_with_empty_lines(device):
+    with raises(ValueError, "attention_program: a program must have no empty lines"):
+        call(arguments(device, score_mod="float32 input score\n\noutput 0"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("float32 input row", "must read one of the inputs score, batch, head, query, key, grad"),
+        ("float32 add 0", "must have 2 operands, got 1"),
+        ("float32 neg 0 0", "must have 1 operands, got 2"),
+        ("float32 where 0 0", "must have 3 operands, got 2"),
+        ("float32 add 0 1", "must have operands of float32, float32, got float32, int32"),
+        ("bool lt 1 0", "must have operands of int32, int32, got int32, float32"),
+        ("float32 where 2 0 0", "must have operands that are lines before it"),
+        ("float32 exp 1", "must have operands of float32, got int32"),
+    ],
+)  # fmt: skip
+def test_operands_that_do_not_fit(line, message, device):
+    text = f"float32 input score\nint32 input query\n{line}\noutput 0"
+    with raises(ValueError, f"attention_program: line 2 of a program, '{line}', {message}"):
+        call(arguments(device, score_mod=text))
 
 
 def test_the_public_function(device):

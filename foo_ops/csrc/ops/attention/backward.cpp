@@ -105,35 +105,70 @@ class GradientSums {
   bool in_place_;
 };
 
+// Rows of the sums of a key head.
+struct Rows {
+  int64_t begin, end;
+};
+
 // Blocks that add to the same sums, and so run one after the other: all of a key head, counted over
 // the sequences, or one of its chunks.
 struct Chunk {
   int64_t key_head;
   std::vector<Piece> blocks;
+
+  // The keys that its blocks visit.
+  Rows keys() const {
+    Rows keys{blocks[0].key_start, blocks[0].key_stop};
+    for (const Piece& block : blocks) {
+      keys = {std::min(keys.begin, block.key_start), std::max(keys.end, block.key_stop)};
+    }
+    return keys;
+  }
 };
+
+// Cuts the blocks of a key head along their queries, into chunks of the same work: with a window
+// or documents, each of them visits few keys.
+void number_chunks(std::vector<Piece>::iterator begin, std::vector<Piece>::iterator end,
+                   int64_t chunks) {
+  std::stable_sort(begin, end, [](const Piece& a, const Piece& b) { return a.block < b.block; });
+  const auto work = [](const Piece& block) { return std::max<int64_t>(1, work_of(block)); };
+  int64_t total = 0, done = 0;
+  for (auto block = begin; block != end; ++block) total += work(*block);
+  for (auto block = begin; block != end; ++block) {
+    // The chunk in which the middle of the block's work is.
+    block->chunk = (2 * done + work(*block)) * chunks / (2 * total);
+    done += work(*block);
+  }
+}
 
 // Gives each block its slot, of which each key head has as many as there are chunks. ``blocks``
 // must be in the order of cut_into_blocks.
 std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
-                                              const std::vector<Piece>& blocks,
+                                              std::vector<Piece> blocks,
                                               const std::optional<BiasGradient>& bias,
                                               const SharedSums& shared) {
   std::vector<std::vector<Chunk>> jobs(parameters.batch * parameters.key_heads * parameters.chunks);
-  int64_t last_key_head = -1, index = 0;
-  for (Piece block : blocks) {
-    const int64_t key_head = block.batch * parameters.key_heads + block.head / parameters.group;
-    index = key_head == last_key_head ? index + 1 : 0;
-    last_key_head = key_head;
-    const int64_t chunk = (shared.any() ? block.block : index) % parameters.chunks;
-    block.slot = key_head * parameters.chunks + chunk;
-    block.chunk = chunk;
-    block.bias = bias.has_value() ? bias->place_of(block) : 0;
-    const int64_t family = shared.family(parameters, block);
-    auto& job = jobs[family * parameters.chunks + chunk];
-    if (job.empty() || job.back().key_head != key_head) {
-      job.push_back({key_head, {}});
+  const auto key_head_of = [&](const Piece& block) {
+    return block.batch * parameters.key_heads + block.head / parameters.group;
+  };
+  for (auto begin = blocks.begin(); begin != blocks.end();) {
+    const int64_t key_head = key_head_of(*begin);
+    const auto end = std::find_if(
+        begin, blocks.end(), [&](const Piece& block) { return key_head_of(block) != key_head; });
+    number_chunks(begin, end, parameters.chunks);
+    for (auto block = begin; block != end; ++block) {
+      // What the key heads of a family share, they add to at the same blocks.
+      if (shared.any()) block->chunk = block->block % parameters.chunks;
+      block->slot = key_head * parameters.chunks + block->chunk;
+      block->bias = bias.has_value() ? bias->place_of(*block) : 0;
+      const int64_t family = shared.family(parameters, *block);
+      auto& job = jobs[family * parameters.chunks + block->chunk];
+      if (job.empty() || job.back().key_head != key_head) {
+        job.push_back({key_head, {}});
+      }
+      job.back().blocks.push_back(*block);
     }
-    job.back().blocks.push_back(block);
+    begin = end;
   }
   return jobs;
 }
@@ -183,15 +218,16 @@ class SumsOfKeys {
   std::optional<ScratchMemory> memory_;
 };
 
-// Calls call(piece) for each block of a chunk, which adds to the sums in a slot of so many rows.
-// The last block goes first: under a causal mask it sees the most keys. Their sums begin with it,
-// so that the slot is cleared only where it sees none. A mask of blocks may hide any of them.
+// Calls call(piece) for each block of a chunk, which adds to the sums in a slot, of which it sets
+// these rows. The last block goes first: under a causal mask it sees the most keys. Their sums
+// begin with it, so that the slot is cleared only where it sees none. A mask of blocks may hide
+// any.
 template <class Call>
-void run_chunk(const Chunk& chunk, const SumsOfKeys& sums, int64_t slot, int64_t rows,
-               bool has_mask, Call call) {
+void run_chunk(const Chunk& chunk, const SumsOfKeys& sums, int64_t slot, Rows rows, bool has_mask,
+               Call call) {
   const Piece& first = chunk.blocks.back();
-  sums.clear(slot, 0, has_mask ? rows : first.key_start);
-  sums.clear(slot, has_mask ? rows : first.key_stop, rows);
+  sums.clear(slot, rows.begin, has_mask ? rows.end : first.key_start);
+  sums.clear(slot, has_mask ? rows.end : first.key_stop, rows.end);
   bool begins = !has_mask;
   for (auto block = chunk.blocks.rbegin(); block != chunk.blocks.rend(); ++block) {
     Piece piece = *block;
@@ -202,20 +238,16 @@ void run_chunk(const Chunk& chunk, const SumsOfKeys& sums, int64_t slot, int64_t
   }
 }
 
-// A key head may have fewer blocks than there are chunks.
-void clear_slots_without_blocks(const std::vector<std::vector<Chunk>>& jobs, const SumsOfKeys& sums,
-                                int64_t slots, int64_t rows) {
-  std::vector<bool> has_blocks(slots, false);
+// The rows that each slot has sums of, when its chunk has run. A key head may have fewer blocks
+// than there are chunks.
+std::vector<Rows> rows_of_slots(const std::vector<std::vector<Chunk>>& jobs, int64_t slots) {
+  std::vector<Rows> rows(slots, Rows{0, 0});
   for (const std::vector<Chunk>& job : jobs) {
     for (const Chunk& chunk : job) {
-      has_blocks[chunk.blocks[0].slot] = true;
+      rows[chunk.blocks[0].slot] = chunk.keys();
     }
   }
-  for (int64_t slot = 0; slot < slots; ++slot) {
-    if (!has_blocks[slot]) {
-      sums.clear(slot, 0, rows);
-    }
-  }
+  return rows;
 }
 
 // Returns whether sums can be gathered in the gradient itself: it has their dtype, and its heads,
@@ -231,9 +263,28 @@ bool begin_with_whole_products(const std::vector<Piece>& blocks) {
                      [](const Piece& block) { return block.key_start % kRowMultiple == 0; });
 }
 
-// Cuts a key head's rows into ranges, so that there is work for all threads if there is one head.
-void add_up_chunks(const std::vector<KeyHead>& key_heads, const SumsOfKeys& sums, int64_t chunks,
-                   int64_t most_rows) {
+// Adds up what the chunks of a key head have for some rows. Those between the first and the last
+// that have any are cleared where they have none.
+void add_up_rows(const KeyHead& key_head, const SumsOfKeys& sums, const std::vector<Rows>& slots,
+                 int64_t first_slot, int64_t chunks, Rows rows) {
+  const auto has_any = [&](int64_t slot) {
+    return slots[slot].begin < rows.end && slots[slot].end > rows.begin;
+  };
+  int64_t first = first_slot, last = first_slot + chunks - 1;
+  while (first < last && !has_any(first)) ++first;
+  while (first < last && !has_any(last)) --last;
+  for (int64_t slot = first; slot <= last; ++slot) {
+    const int64_t begin = std::clamp(slots[slot].begin, rows.begin, rows.end);
+    sums.clear(slot, rows.begin, begin);
+    sums.clear(slot, std::clamp(slots[slot].end, begin, rows.end), rows.end);
+  }
+  sums.write(key_head, rows.begin, rows.end, first, last - first + 1);
+}
+
+// Cuts a key head's rows into ranges, so that there is work for all threads if there is one head,
+// and few chunks have sums for the rows of one.
+void add_up_chunks(const std::vector<KeyHead>& key_heads, const SumsOfKeys& sums,
+                   const std::vector<Rows>& slots, int64_t chunks, int64_t most_rows) {
   const int64_t count = static_cast<int64_t>(key_heads.size());
   const int64_t ranges = ceil_divide(most_rows, kRowsOfRange);
   at::parallel_for(0, count * ranges, 1, [&](int64_t begin, int64_t end) {
@@ -241,7 +292,7 @@ void add_up_chunks(const std::vector<KeyHead>& key_heads, const SumsOfKeys& sums
       const KeyHead& key_head = key_heads[job / ranges];
       const int64_t row = std::min(key_head.rows, job % ranges * kRowsOfRange);
       const int64_t stop = std::min(key_head.rows, row + kRowsOfRange);
-      sums.write(key_head, row, stop, job / ranges * chunks, chunks);
+      add_up_rows(key_head, sums, slots, job / ranges * chunks, chunks, {row, stop});
     }
   });
 }
@@ -262,9 +313,6 @@ void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
     most_rows = std::max(most_rows, key_head.rows);
   }
   const SumsOfKeys sums(parameters, grad_key, grad_value, slots, most_rows, type, in_place);
-  if (has_chunks) {
-    clear_slots_without_blocks(jobs, sums, slots, most_rows);
-  }
   run_jobs(parameters, kernel, static_cast<int64_t>(jobs.size()), largest,
            [&](int64_t job, int64_t thread, const auto& call) {
              for (const Chunk& chunk : jobs[job]) {
@@ -272,14 +320,15 @@ void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
                const int64_t slot = has_chunks ? chunk.blocks[0].slot
                                     : in_place ? key_head.head
                                                : thread;
-               run_chunk(chunk, sums, slot, key_head.rows, parameters.programs != nullptr, call);
+               const Rows rows = has_chunks ? chunk.keys() : Rows{0, key_head.rows};
+               run_chunk(chunk, sums, slot, rows, parameters.programs != nullptr, call);
                if (!has_chunks) {
                  sums.write(key_head, 0, key_head.rows, slot, 1);
                }
              }
            });
   if (has_chunks) {
-    add_up_chunks(key_heads, sums, chunks, most_rows);
+    add_up_chunks(key_heads, sums, rows_of_slots(jobs, slots), chunks, most_rows);
   }
 }
 

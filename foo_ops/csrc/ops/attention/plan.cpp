@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "launch/thread_shares.h"
+#include "ops/attention/programs.h"
 
 namespace foo {
 
@@ -84,16 +85,18 @@ void set_visible(Piece& piece, const Sequence& sequence, const AttentionOptions&
   }
 }
 
-// Where the keys end that a mask of blocks does not hide from all queries of a piece, which belong
-// to one of its rows. Others that it hides are left out by the kernel.
-int64_t last_key(const Piece& piece, const Parameters& parameters, int64_t key_length) {
+// Leaves out the first and last keys that a mask of blocks hides from all queries of a piece, which
+// belong to one of its rows. Others that it hides are left out by the kernel.
+void leave_hidden_keys_out(Piece& piece, const Parameters& parameters) {
   const int64_t row = piece.batch * parameters.mask_batch_stride +
                       piece.head * parameters.mask_head_stride +
                       piece.query_start / parameters.mask_query_block;
   const uint8_t* const states = parameters.window_states + row * parameters.windows;
-  int64_t window = parameters.windows;
-  while (window > 0 && states[window - 1] == 0) --window;
-  return std::min(key_length, window * kKeyBlock);
+  int64_t first = 0, stop = parameters.windows;
+  while (stop > 0 && states[stop - 1] == kHidden) --stop;
+  while (first < stop && states[first] == kHidden) ++first;
+  piece.key_start = first * kKeyBlock;
+  piece.key_stop = std::max(piece.key_start, std::min(piece.key_stop, stop * kKeyBlock));
 }
 
 void set_keys(Piece& piece, const Parameters& parameters, const Sequence& sequence) {
@@ -106,7 +109,7 @@ void set_keys(Piece& piece, const Parameters& parameters, const Sequence& sequen
   piece.key_start = first / kKeyMultiple * kKeyMultiple;
   piece.key_stop = sees_any ? stop : piece.key_start;
   if (parameters.programs != nullptr) {
-    piece.key_stop = last_key(piece, parameters, piece.key_stop);
+    leave_hidden_keys_out(piece, parameters);
   }
 }
 
@@ -193,7 +196,8 @@ std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t splits) {
 // Whether two blocks as one give the same results, to the last bit: their panels and their tiles of
 // keys are the same, neither is one for the kernel for few queries, and the second begins with a
 // panel. Their key splits have places in slots of ``slot_rows``, and the first fills its own.
-bool can_merge(const Piece& first, const Piece& second, int64_t most, int64_t slot_rows) {
+bool can_merge(const Parameters& parameters, const Piece& first, const Piece& second, int64_t most,
+               int64_t slot_rows) {
   const bool are_neighbours = first.batch == second.batch && first.head == second.head &&
                               first.query_offset == second.query_offset &&
                               second.query_start == first.query_start + first.query_count;
@@ -204,9 +208,12 @@ bool can_merge(const Piece& first, const Piece& second, int64_t most, int64_t sl
   const bool goes_on = first.key_split + 1 == first.key_splits &&
                        first.key_stop < second.key_stop &&
                        (first.key_stop - first.key_start) % kKeyBlock == 0;
-  const bool have_same_tiles =
-      first.key_start == second.key_start && (first.key_stop == second.key_stop || goes_on);
   const bool are_whole = first.slot < 0 && second.slot < 0;
+  // Tiles that a mask of blocks hides from one of them are left out for that one.
+  const bool begins_before =
+      parameters.programs != nullptr && are_whole && first.key_start < second.key_start;
+  const bool have_same_tiles = (first.key_start == second.key_start || begins_before) &&
+                               (first.key_stop == second.key_stop || goes_on);
   const bool have_adjacent_slots = first.slot >= 0 && second.slot >= 0 &&
                                    first.key_split == second.key_split &&
                                    first.query_count == (second.slot - first.slot) * slot_rows;
@@ -214,11 +221,12 @@ bool can_merge(const Piece& first, const Piece& second, int64_t most, int64_t sl
          (are_whole || have_adjacent_slots);
 }
 
-std::vector<Piece> merge_pairs(const std::vector<Piece>& pieces, int64_t most, int64_t slot_rows) {
+std::vector<Piece> merge_pairs(const Parameters& parameters, const std::vector<Piece>& pieces,
+                               int64_t most, int64_t slot_rows) {
   std::vector<Piece> merged;
   bool is_single = false;
   for (const Piece& piece : pieces) {
-    is_single = is_single && can_merge(merged.back(), piece, most, slot_rows);
+    is_single = is_single && can_merge(parameters, merged.back(), piece, most, slot_rows);
     if (is_single) {
       merged.back().query_count += piece.query_count;
       merged.back().key_stop = piece.key_stop;
@@ -241,16 +249,12 @@ std::vector<Piece> merge_neighbours(const Parameters& parameters, std::vector<Pi
   const int64_t threads = at::get_num_threads();
   const auto enough = static_cast<size_t>(threads == 1 ? 1 : kBlocksOfThread * threads);
   while (true) {
-    std::vector<Piece> merged = merge_pairs(pieces, most, slot_rows);
+    std::vector<Piece> merged = merge_pairs(parameters, pieces, most, slot_rows);
     if (merged.size() == pieces.size() || merged.size() < enough) {
       return pieces;
     }
     pieces = std::move(merged);
   }
-}
-
-int64_t work_of(const Piece& piece) {
-  return rows_of(piece) * (piece.key_stop - piece.key_start);
 }
 
 std::vector<Piece> take_if(std::vector<Piece>& pieces, bool (*condition)(const Piece&)) {

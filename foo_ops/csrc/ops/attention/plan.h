@@ -14,6 +14,11 @@ inline int64_t rows_of(const Piece& piece) {
   return piece.heads * piece.query_count;
 }
 
+// Pairs of a query and a key that it visits.
+inline int64_t work_of(const Piece& piece) {
+  return rows_of(piece) * (piece.key_stop - piece.key_start);
+}
+
 // The piece with the most rows, for which a kernel needs the most memory. There must be some.
 const Piece& largest_of(const std::vector<Piece>& pieces);
 
