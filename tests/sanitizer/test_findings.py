@@ -147,12 +147,71 @@ def test_backward_threads_and_others():
 
 def test_memory_is_forgotten():
     with sanitizer.check():
-        before = companion.allocations()
+        before, _ = companion.figures()
         tensors = [torch.ones(4, device="foo") for _ in range(100)]
-        assert companion.allocations() >= before + 100
+        allocations, _ = companion.figures()
+        assert allocations >= before + 100
         del tensors
         gc.collect()
-        assert companion.allocations() <= before + 1
+        allocations, _ = companion.figures()
+        assert allocations <= before + 1
+
+
+def test_a_cache_does_not_grow():
+    """Rows that were written one by one become one range when the host has waited."""
+    with sanitizer.check() as findings:
+        cache = torch.zeros(100, 8, device="foo")
+        _, before = companion.figures()
+        for row in range(100):
+            cache[row] = row
+        _, filled = companion.figures()
+        assert filled >= before + 90
+        cache.sum().item()
+        cache.sum()
+        _, after = companion.figures()
+        assert after <= before + 5
+        cache[3] = 1
+        with torch.foo.stream(torch.foo.Stream()):
+            cache[:3].sum()
+            assert findings == []
+            cache[3:].sum()
+    assert [finding.kind for finding in findings] == ["race"]
+
+
+def test_ranges_without_end_are_forgotten():
+    with sanitizer.check() as findings:
+        matrix = torch.empty(100_000, 2, device="foo")
+        matrix[:, 0] = 1
+        matrix[:, 0].sum()
+        matrix.sum()
+    assert [finding.kind for finding in findings] == ["uninitialized read"]
+
+
+def test_threads_that_free_and_allocate():
+    """Neither the GIL nor the sanitizer's lock is held while the other is waited for."""
+    side = torch.foo.Stream()
+    errors = []
+
+    def work():
+        try:
+            for _ in range(200):
+                x = torch.ones(4, device="foo")
+                side.wait_stream(torch.foo.current_stream())
+                with torch.foo.stream(side):
+                    x + 1
+                del x
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    with sanitizer.check() as findings:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        assert not any(thread.is_alive() for thread in threads)
+    assert errors == []
+    assert {finding.kind for finding in findings} == {"use after free"}
 
 
 def test_copy_on_write():

@@ -128,7 +128,7 @@ void bind_sanitizer(py::module_& module) {
   bound.def("start", &start);
   bound.def("stop", &stop);
   bound.def("call_kernel", torch::wrap_pybind_function(&call_kernel));
-  bound.def("allocations", [] { return sanitizer().allocations(); });
+  bound.def("figures", [] { return sanitizer().figures(); });
   using device::SyncDebugMode;
   bound.def("set_sync_debug_mode",
             [](int mode) { device::sync_debug_mode.store(static_cast<SyncDebugMode>(mode)); });

@@ -199,9 +199,9 @@ void Sanitizer::call_on_cpu(const OperatorUses& uses, c10::ArrayRef<c10::IValue>
   report(findings, /*later=*/true);
 }
 
-size_t Sanitizer::allocations() {
+std::pair<size_t, size_t> Sanitizer::figures() {
   const std::lock_guard lock(mutex_);
-  return tracker_.allocations();
+  return {tracker_.allocations(), tracker_.ranges()};
 }
 
 void Sanitizer::allocated(const void* memory, size_t bytes, c10::DeviceIndex index) {
@@ -224,9 +224,15 @@ void Sanitizer::allocated_by_host_kernel(const void* memory, size_t bytes, c10::
 }
 
 void Sanitizer::freed(const void* memory) noexcept {
+  bool is_in_use = false;
+  {
+    const std::lock_guard lock(mutex_);
+    is_in_use = tracker_.may_be_in_use(memory);
+  }
+  // Takes the GIL, whose holder may wait for the lock.
+  Stack stack = is_in_use ? gather_stack() : nullptr;
   const std::lock_guard lock(mutex_);
-  if (!tracker_.may_be_in_use(memory)) return tracker_.freed(memory, nullptr);
-  tracker_.freed(memory, gather_stack());
+  tracker_.freed(memory, std::move(stack));
 }
 
 void Sanitizer::written(const void* memory, size_t bytes) {

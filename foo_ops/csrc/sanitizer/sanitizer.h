@@ -49,7 +49,8 @@ class Sanitizer final : public device::Observer {
   void host_waits_for_stream(c10::Stream stream) override;
   void host_waits_for_device(c10::DeviceIndex index) override;
 
-  size_t allocations();
+  // For tests of what a long run keeps: allocations, and ranges of bytes in them.
+  std::pair<size_t, size_t> figures();
 
  private:
   // The current streams of the other devices that tensors lie on. A call comes after what these

@@ -58,6 +58,10 @@ class Shadow {
     Cell cell;
   };
 
+  // A cache that is filled row by row, in a program that never waits, has a range for each row.
+  static constexpr size_t kMostRanges = 1 << 16;
+
+  void forget_launches();
   static void append(std::vector<Range>& ranges, size_t end, Cell cell);
 
   std::vector<Range> ranges_;
@@ -94,6 +98,14 @@ void Shadow::visit(const std::vector<ByteRange>& ranges, Function function) {
       position = end;
     }
   }
+  ranges_ = std::move(result);
+  if (ranges_.size() > kMostRanges) forget_launches();
+}
+
+// Rather a finding missed than memory without end.
+inline void Shadow::forget_launches() {
+  std::vector<Range> result;
+  for (const Range& range : ranges_) append(result, range.end, {range.cell.is_written});
   ranges_ = std::move(result);
 }
 

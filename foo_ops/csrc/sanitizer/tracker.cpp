@@ -35,6 +35,12 @@ Description describe(const at::Tensor& tensor) {
   return description;
 }
 
+size_t Tracker::ranges() {
+  size_t count = 0;
+  for (const auto& [address, allocation] : allocations_) count += allocation.shadow.size();
+  return count;
+}
+
 LaunchPtr Tracker::launch(std::string operator_name, c10::Stream stream, Stack stack) {
   const Moment moment = clocks_.launch(clocks_.number_of(stream));
   return std::make_shared<Launch>(
@@ -76,6 +82,10 @@ std::vector<ByteRange> Tracker::ranges_in(Allocations::iterator allocation,
   return ranges;
 }
 
+void Tracker::forget_done(Cell& cell) {
+  if (cell.write != nullptr && clocks_.host_knows(cell.write->moment)) cell.write = nullptr;
+}
+
 void Tracker::note_read(Cell& cell, const LaunchPtr& launch) {
   const auto is_over = [&](const LaunchPtr& read) {
     return read->moment.stream == launch->moment.stream || clocks_.host_knows(read->moment);
@@ -97,6 +107,7 @@ void Tracker::read(const at::Tensor& tensor, const LaunchPtr& launch, Reads read
     if (cell.write != nullptr && !clocks_.is_before(cell.write->moment, launch->moment.stream)) {
       unordered = cell.write;
     }
+    forget_done(cell);
     note_read(cell, launch);
   });
   if (allocation->second.is_pinned) pinned_launches_.push_back(launch);

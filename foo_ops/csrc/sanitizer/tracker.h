@@ -47,6 +47,7 @@ class Tracker {
   Clocks& clocks() { return clocks_; }
   // For tests of what a long run keeps.
   size_t allocations() const { return allocations_.size(); }
+  size_t ranges();
 
  private:
   struct Allocation {
@@ -77,6 +78,8 @@ class Tracker {
                                           const at::Tensor& tensor);
   // Memory of this age has been written, as far as anybody knows.
   static Shadow written_shadow(size_t bytes);
+  // What the host knows to be over collides with nothing any more.
+  void forget_done(Cell& cell);
   void note_read(Cell& cell, const LaunchPtr& launch);
   // The last access that nothing orders before what its own stream does next.
   std::optional<Freed> last_user(Allocation& allocation);
