@@ -200,7 +200,7 @@ def test_threads_that_free_and_allocate():
                 with torch.foo.stream(side):
                     x + 1
                 del x
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             errors.append(error)
 
     with sanitizer.check() as findings:
