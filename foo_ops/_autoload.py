@@ -4,8 +4,6 @@ This module imports torch only inside its functions, so that ``import foo_ops`` 
 work in either order.
 """
 
-import os
-
 from foo_ops._after_import import after_import
 
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -19,10 +17,11 @@ def autoload() -> None:
     import foo_ops.device
     import foo_ops.ops
     import foo_ops.sanitizer
+    from foo_ops.kernels.compiler.switches import switch
 
     if not is_loaded:
         after_import(CONTEXT_PARALLEL, install_context_parallel)
-        if os.environ.get("FOO_SANITIZER") == "1":
+        if switch("FOO_SANITIZER"):
             foo_ops.sanitizer.enable()
     is_loaded = True
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import foo_ops
 from foo_ops.testing import (
@@ -381,39 +380,3 @@ def test_kernels_stay_inside_of_their_regions(dtype, finish, tmp_path):
     command = [sys.executable, "-c", FENCED, dtype, *(f"{name}{finish}" for name in KERNELS)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-class Calls(TorchDispatchMode):
-    """Keeps the names of foo's operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "foo":
-            self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh", None])
-def test_products_of_training_are_not_computed_again_for_gradients(activation):
-    """What finishes in one pass without gradients is two steps with them, which save the sums."""
-    input, *weights = (torch.randn(5, 7, requires_grad=True) for _ in range(3))
-
-    def run():
-        if activation is None:
-            return foo_ops.linear_silu_mul(input, *weights)
-        return foo_ops.linear(input, weights[0], activation=activation)
-
-    with torch.no_grad(), Calls() as alone:
-        run()
-    with Calls() as recorded:
-        output = run()
-    with Calls() as backward:
-        output.sum().backward()
-    products = 2 if activation is None else 1
-    assert len(alone.names) == 1
-    assert recorded.names.count("linear.default") == products
-    assert backward.names.count("linear_backward.default") == products
-    assert "linear.default" not in backward.names

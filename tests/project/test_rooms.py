@@ -37,7 +37,7 @@ PYTHON_ROOMS = {
     ),
     "__init__.py": ("_autoload.py",),
     "custom_ops": ("library",),
-    "testing": ("library",),
+    "testing": ("library", "sanitizer"),
     "integrations": ("ops",),
     "demo": ("__init__.py",),
     "info.py": ("__init__.py", "kernels/compiler"),

@@ -126,6 +126,16 @@ with torch.foo.stream(torch.foo.Stream()):
     assert "SanitizerError: race: tensor of shape (4,)" in run.stderr
 
 
+def test_wrong_switch():
+    run = subprocess.run(
+        [sys.executable, "-c", "import torch, foo_ops"],
+        env=os.environ | {"FOO_SANITIZER": "yes"},
+        capture_output=True,
+        text=True,
+    )
+    assert "ValueError: FOO_SANITIZER must be 0 or 1, got yes" in run.stderr
+
+
 def test_backward_threads_and_others():
     side = torch.foo.Stream()
     with sanitizer.check() as findings:
@@ -212,6 +222,20 @@ def test_threads_that_free_and_allocate():
         assert not any(thread.is_alive() for thread in threads)
     assert errors == []
     assert {finding.kind for finding in findings} == {"use after free"}
+
+
+def test_memory_that_is_older_than_the_check():
+    buffer, x = torch.ones(4).pin_memory(), torch.empty(4, device="foo")
+    with sanitizer.check() as findings:
+        x + 1
+        x.copy_(buffer, non_blocking=True)
+        buffer.zero_()
+    assert [finding.kind for finding in findings] == ["host write during copy"]
+    with sanitizer.check() as findings:
+        x.add_(1)
+        with torch.foo.stream(torch.foo.Stream()):
+            x.add_(1)
+    assert [finding.kind for finding in findings] == ["race"]
 
 
 def test_copy_on_write():

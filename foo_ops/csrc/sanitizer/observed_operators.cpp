@@ -80,15 +80,13 @@ bool runs_on_cpu(const c10::OperatorHandle& op) {
 
 // Operators whose kernels were not looked at yet: in the beginning all of them. Those that are
 // defined later get their kernels after that, so that their first call is the time to look.
-class NewOperators final : public c10::OpRegistrationListener {
+class NewOperators {
  public:
-  void onOperatorRegistered(const c10::OperatorHandle& op) override {
+  void add(const c10::OperatorName& name) {
     const std::lock_guard lock(mutex_);
-    names_.insert(op.operator_name());
+    names_.insert(name);
     are_there_.store(true, std::memory_order_release);
   }
-
-  void onOperatorDeregistered(const c10::OperatorHandle& op) override { take(op.operator_name()); }
 
   // Whether it is one of them, and no longer after that.
   bool take(const c10::OperatorName& name) {
@@ -114,7 +112,7 @@ class NewOperators final : public c10::OpRegistrationListener {
 struct Observation {
   ForkMutex mutex;
   std::vector<c10::RegistrationHandleRAII> kernels;
-  NewOperators* new_operators = nullptr;
+  NewOperators new_operators;
   std::optional<c10::RegistrationHandleRAII> listener;
   at::CallbackHandle calls = 0;
 };
@@ -124,6 +122,15 @@ Observation& observation() {
   static auto* instance = new Observation();
   return *instance;
 }
+
+class Listener final : public c10::OpRegistrationListener {
+  void onOperatorRegistered(const c10::OperatorHandle& op) override {
+    observation().new_operators.add(op.operator_name());
+  }
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    observation().new_operators.take(op.operator_name());
+  }
+};
 
 // Our kernels are meant to give way, so there is no reason to warn.
 class NoWarnings final : public c10::WarningHandler {
@@ -156,7 +163,7 @@ void observe_kernels(const c10::OperatorHandle& op) {
 std::unique_ptr<at::ObserverContext> observe_call(const at::RecordFunction& function) {
   const auto name = function.operator_name();
   if (!name.has_value()) return nullptr;
-  const bool is_new = observation().new_operators->take(*name);
+  const bool is_new = observation().new_operators.take(*name);
   const bool watches_host = sanitizer().watches_host();
   if (!is_new && !watches_host) return nullptr;
   const auto op = c10::Dispatcher::singleton().findSchema(*name);
@@ -173,12 +180,10 @@ std::unique_ptr<at::ObserverContext> observe_call(const at::RecordFunction& func
 }  // namespace
 
 void observe_operators() {
-  auto listener = std::make_unique<NewOperators>();
-  NewOperators& operators = *listener;
-  observation().new_operators = &operators;
+  // It is told of all operators that there are.
   observation().listener =
-      c10::Dispatcher::singleton().addRegistrationListener(std::move(listener));
-  for (const c10::OperatorName& name : operators.take_all()) {
+      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>());
+  for (const c10::OperatorName& name : observation().new_operators.take_all()) {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     if (op.has_value()) observe_kernels(*op);
   }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "device/device.h"
+#include "device/pinned_memory.h"
 
 namespace foo::sanitizer {
 namespace {
@@ -66,9 +67,11 @@ Tracker::Allocations::iterator Tracker::allocation_of(const at::Tensor& tensor) 
   const uintptr_t address = address_of(storage.data());
   if (address == 0) return allocations_.end();
   const auto known = find(address);
-  if (known != allocations_.end() || !is_of_device(tensor)) return known;
+  if (known != allocations_.end()) return known;
+  const bool is_pinned = tensor.is_cpu() && device::is_pinned(storage.data());
+  if (!is_of_device(tensor) && !is_pinned) return known;
   const size_t bytes = storage.nbytes();
-  return allocations_.emplace(address, Allocation{bytes, written_shadow(bytes), false}).first;
+  return allocations_.emplace(address, Allocation{bytes, written_shadow(bytes), is_pinned}).first;
 }
 
 std::vector<ByteRange> Tracker::ranges_in(Allocations::iterator allocation,

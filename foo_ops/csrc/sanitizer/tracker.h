@@ -1,5 +1,4 @@
-// Keeps what was done to which bytes, and finds what collides. Takes no lock and calls nothing of
-// Python.
+// Keeps what was done to which bytes, and finds what collides. Calls nothing of Python.
 #pragma once
 
 #include <map>
@@ -71,7 +70,7 @@ class Tracker {
   using Allocations = std::map<uintptr_t, Allocation>;
 
   Allocations::iterator find(uintptr_t address);
-  // The allocation of a tensor's storage; that of unknown memory of the device is made.
+  // The allocation of a tensor's storage. That of memory which is older than the sanitizer is made.
   Allocations::iterator allocation_of(const at::Tensor& tensor);
   // The bytes of the tensor, counted from the begin of the allocation.
   static std::vector<ByteRange> ranges_in(Allocations::iterator allocation,

@@ -9,6 +9,7 @@
 
 #include "launch/kernel_table.h"
 #include "ops/attention/bias_gradient.h"
+#include "ops/attention/chunks.h"
 #include "ops/attention/run.h"
 
 namespace foo {
@@ -105,74 +106,6 @@ class GradientSums {
   bool in_place_;
 };
 
-// Rows of the sums of a key head.
-struct Rows {
-  int64_t begin, end;
-};
-
-// Blocks that add to the same sums, and so run one after the other: all of a key head, counted over
-// the sequences, or one of its chunks.
-struct Chunk {
-  int64_t key_head;
-  std::vector<Piece> blocks;
-
-  // The keys that its blocks visit.
-  Rows keys() const {
-    Rows keys{blocks[0].key_start, blocks[0].key_stop};
-    for (const Piece& block : blocks) {
-      keys = {std::min(keys.begin, block.key_start), std::max(keys.end, block.key_stop)};
-    }
-    return keys;
-  }
-};
-
-// Cuts the blocks of a key head along their queries, into chunks of the same work: with a window
-// or documents, each of them visits few keys.
-void number_chunks(std::vector<Piece>::iterator begin, std::vector<Piece>::iterator end,
-                   int64_t chunks) {
-  std::stable_sort(begin, end, [](const Piece& a, const Piece& b) { return a.block < b.block; });
-  const auto work = [](const Piece& block) { return std::max<int64_t>(1, work_of(block)); };
-  int64_t total = 0, done = 0;
-  for (auto block = begin; block != end; ++block) total += work(*block);
-  for (auto block = begin; block != end; ++block) {
-    // The chunk in which the middle of the block's work is.
-    block->chunk = (2 * done + work(*block)) * chunks / (2 * total);
-    done += work(*block);
-  }
-}
-
-// Gives each block its slot, of which each key head has as many as there are chunks. ``blocks``
-// must be in the order of cut_into_blocks.
-std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
-                                              std::vector<Piece> blocks,
-                                              const std::optional<BiasGradient>& bias,
-                                              const SharedSums& shared) {
-  std::vector<std::vector<Chunk>> jobs(parameters.batch * parameters.key_heads * parameters.chunks);
-  const auto key_head_of = [&](const Piece& block) {
-    return block.batch * parameters.key_heads + block.head / parameters.group;
-  };
-  for (auto begin = blocks.begin(); begin != blocks.end();) {
-    const int64_t key_head = key_head_of(*begin);
-    const auto end = std::find_if(
-        begin, blocks.end(), [&](const Piece& block) { return key_head_of(block) != key_head; });
-    number_chunks(begin, end, parameters.chunks);
-    for (auto block = begin; block != end; ++block) {
-      // What the key heads of a family share, they add to at the same blocks.
-      if (shared.any()) block->chunk = block->block % parameters.chunks;
-      block->slot = key_head * parameters.chunks + block->chunk;
-      block->bias = bias.has_value() ? bias->place_of(*block) : 0;
-      const int64_t family = shared.family(parameters, *block);
-      auto& job = jobs[family * parameters.chunks + block->chunk];
-      if (job.empty() || job.back().key_head != key_head) {
-        job.push_back({key_head, {}});
-      }
-      job.back().blocks.push_back(*block);
-    }
-    begin = end;
-  }
-  return jobs;
-}
-
 ScratchPool& memory_of_sums() {
   static auto* pool = new ScratchPool();
   return *pool;
@@ -236,18 +169,6 @@ void run_chunk(const Chunk& chunk, const SumsOfKeys& sums, int64_t slot, Rows ro
     begins = false;
     call(piece);
   }
-}
-
-// The rows that each slot has sums of, when its chunk has run. A key head may have fewer blocks
-// than there are chunks.
-std::vector<Rows> rows_of_slots(const std::vector<std::vector<Chunk>>& jobs, int64_t slots) {
-  std::vector<Rows> rows(slots, Rows{0, 0});
-  for (const std::vector<Chunk>& job : jobs) {
-    for (const Chunk& chunk : job) {
-      rows[chunk.blocks[0].slot] = chunk.keys();
-    }
-  }
-  return rows;
 }
 
 // Returns whether sums can be gathered in the gradient itself: it has their dtype, and its heads,
