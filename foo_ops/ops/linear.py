@@ -130,9 +130,12 @@ def are_recorded(*inputs: Tensor | None) -> bool:
     """Whether gradients of an operator's inputs are recorded.
 
     A product that is finished in one pass does not leave what its gradients need: alone it would
-    compute the product once more, up to a third of the work of its backward pass.
+    compute the product once more, up to a third of the work of its backward pass. A graph that
+    torch.compile traces keeps the one operator: the composite's checks are in C++.
     """
-    return torch.is_grad_enabled() and any(it is not None and it.requires_grad for it in inputs)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return any(it is not None and it.requires_grad for it in inputs)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

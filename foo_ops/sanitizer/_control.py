@@ -69,6 +69,7 @@ def check() -> Iterator[list[Finding]]:
         The list that findings are added to.
 
     Example:
+        >>> from foo_ops import sanitizer
         >>> with sanitizer.check() as findings:
         ...     x = torch.empty(4, device="foo")
         ...     y = x + 1
@@ -98,6 +99,7 @@ def enable(action: Action = "raise") -> None:
         ValueError: For another action.
 
     Example:
+        >>> from foo_ops import sanitizer
         >>> sanitizer.enable(action="warn")
         >>> sanitizer.is_enabled()
         True
@@ -119,6 +121,7 @@ def disable() -> None:
     """End what :func:`enable` began; nothing where it did not.
 
     Example:
+        >>> from foo_ops import sanitizer
         >>> sanitizer.disable()
         >>> sanitizer.is_enabled()
         False
@@ -132,6 +135,7 @@ def is_enabled() -> bool:
     """Return whether the sanitizer watches, by :func:`enable` or inside of :func:`check`.
 
     Example:
+        >>> from foo_ops import sanitizer
         >>> with sanitizer.check():
         ...     sanitizer.is_enabled()
         True

@@ -26,7 +26,6 @@ MISSING = {
     "other allocators": "CUDAPluggableAllocator MemPool caching_allocator_disabled"
     " caching_allocator_enable change_current_allocator use_mem_pool",
     "streams of others": "ExternalStream GreenContext get_stream_from_external",
-    "operators that run on": "get_sync_debug_mode set_sync_debug_mode",
     "deprecated": "has_half max_memory_cached memory_cached reset_max_memory_allocated"
     " reset_max_memory_cached sparse",
 }
