@@ -331,6 +331,19 @@ def columns_of_empty(side, other, *, right):
     x @ torch.ones(2, device="foo")
 
 
+def clone_of_empty(side, other, *, right):
+    x = torch.empty(SIZE, device="foo").clone()
+    if right:
+        x.zero_()
+    x.sum()
+
+
+def beta_that_counts(side, other, *, right):
+    x = torch.empty(4, 4, device="foo")
+    factor = torch.ones(4, 4, device="foo")
+    torch.addmm(x, factor, factor, beta=0 if right else 1)
+
+
 def indexed_out_of_empty(side, other, *, right):
     table = torch.empty(SIZE, 4, device="foo")
     if right:
@@ -381,6 +394,8 @@ PAIRS = {
         copied_to_the_host,
         grown,
         columns_of_empty,
+        clone_of_empty,
+        beta_that_counts,
         indexed_out_of_empty,
     ],
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <string_view>
 
 namespace foo::sanitizer {
@@ -56,13 +57,22 @@ bool updates_all_elements(const c10::OperatorHandle& op, std::string_view name) 
       "aten::_foreach_copy_"};
   if (is_one_of(kFilling, name) || op.hasTag(at::Tag::nondeterministic_seeded)) return false;
   return op.hasTag(at::Tag::pointwise) || name.starts_with("aten::_foreach_") ||
-         name.starts_with("aten::_fused_ad") || name.starts_with("aten::_fused_sgd");
+         name.starts_with("aten::_fused_ad");
 }
 
 // The schemas of collectives say nothing of what is written: their arguments' names do.
 ArgumentUse use_in_collective(const c10::Argument& argument) {
   if (argument.name().starts_with("input")) return {Reads::kNothing, true, false};
   return {Reads::kNothing, false, true};
+}
+
+// The factor of the first argument, as addmm has it.
+std::optional<size_t> find_beta(const c10::FunctionSchema& schema) {
+  const auto& arguments = schema.arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == "beta" && arguments[0].name() == "self") return i;
+  }
+  return std::nullopt;
 }
 
 ArgumentUse use_of(const c10::OperatorHandle& op, const c10::Argument& argument) {
@@ -87,12 +97,21 @@ OperatorUses::OperatorUses(const c10::OperatorHandle& op)
   for (const c10::Argument& argument : op.schema().arguments()) {
     arguments.push_back(use_of(op, argument));
   }
+  beta = find_beta(op.schema());
   for (const c10::Argument& result : op.schema().returns()) {
     const c10::AliasInfo* alias = result.alias_info();
     results.push_back(alias == nullptr   ? ResultUse::kNew
                       : alias->isWrite() ? ResultUse::kWritten
                                          : ResultUse::kView);
   }
+}
+
+ArgumentUse OperatorUses::use(size_t argument, c10::ArrayRef<c10::IValue> values) const {
+  ArgumentUse use = arguments[argument];
+  const bool is_ignored = argument == 0 && beta.has_value() && values[*beta].isScalar() &&
+                          values[*beta].toScalar().equal(0);
+  if (is_ignored) use.reads = Reads::kNothing;
+  return use;
 }
 
 }  // namespace foo::sanitizer

@@ -3,6 +3,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,9 +26,13 @@ struct OperatorUses {
   OperatorUses() = default;
   explicit OperatorUses(const c10::OperatorHandle& op);
 
+  // What this call does to one of its arguments: with a factor 0 the values of self do not count.
+  ArgumentUse use(size_t argument, c10::ArrayRef<c10::IValue> values) const;
+
   std::string name;
   std::vector<ArgumentUse> arguments;
   std::vector<ResultUse> results;
+  std::optional<size_t> beta;
   // New memory is handed out as it is.
   bool leaves_memory_unwritten = false;
   aten::ImplicitSynchronization synchronization;

@@ -82,7 +82,7 @@ std::vector<uint32_t> Sanitizer::other_streams(c10::ArrayRef<c10::IValue> tensor
 void Sanitizer::use_arguments(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments,
                               const LaunchPtr& launch, Findings& findings) {
   for (const auto i : c10::irange(arguments.size())) {
-    const ArgumentUse use = uses.arguments[i];
+    const ArgumentUse use = uses.use(i, arguments);
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       if (tensor.device().type() != device::kFoo) return;
       if (use.is_read) tracker_.read(tensor, launch, use.reads, findings);
@@ -188,7 +188,7 @@ void Sanitizer::call_on_cpu(const OperatorUses& uses, c10::ArrayRef<c10::IValue>
   {
     const std::lock_guard lock(mutex_);
     for (const auto i : c10::irange(arguments.size())) {
-      const ArgumentUse use = uses.arguments[i];
+      const ArgumentUse use = uses.use(i, arguments);
       for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
         now.deed = use.is_written ? Deed::kWrite : Deed::kRead;
         if (use.is_written) return tracker_.host_write(tensor, now, findings);

@@ -43,8 +43,13 @@ c10::Stream Copy::stream() const {
 }
 
 void Copy::begin(Tracker& tracker, const LaunchPtr& launch, Findings& findings) const {
-  tracker.read(source_, launch, Reads::kAll, findings);
+  const bool leaves_device = is_of_device(source_) && !is_of_device(destination_);
+  const bool has_values = tracker.has_values(source_);
+  tracker.read(source_, launch, leaves_device ? Reads::kAll : Reads::kNothing, findings);
   tracker.write(destination_, launch, findings);
+  // A copy on the device does no harm: PyTorch clones what it then fills, and pads circularly with
+  // corners that are not there yet. Whoever uses the values is found.
+  if (!has_values) tracker.unwritten(destination_);
 }
 
 // As on CUDA, memory that is not pinned is read or written before the call returns.

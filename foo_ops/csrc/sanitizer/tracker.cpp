@@ -154,6 +154,22 @@ void Tracker::write(const at::Tensor& tensor, const LaunchPtr& launch, Findings&
   collided_.push_back(earlier->moment);
 }
 
+bool Tracker::has_values(const at::Tensor& tensor) {
+  const auto allocation = allocation_of(tensor);
+  if (allocation == allocations_.end() || !is_of_device(tensor)) return true;
+  bool has_values = false;
+  allocation->second.shadow.visit(ranges_in(allocation, tensor),
+                                  [&](Cell& cell) { has_values |= cell.is_written; });
+  return has_values;
+}
+
+void Tracker::unwritten(const at::Tensor& tensor) {
+  const auto allocation = allocation_of(tensor);
+  if (allocation == allocations_.end()) return;
+  allocation->second.shadow.visit(ranges_in(allocation, tensor),
+                                  [](Cell& cell) { cell.is_written = false; });
+}
+
 void Tracker::end(const LaunchPtr& launch, Findings& findings) {
   for (auto finding = findings.begin(); finding != findings.end();) {
     const bool is_repeated = std::any_of(findings.begin(), finding, [&](const Finding& earlier) {

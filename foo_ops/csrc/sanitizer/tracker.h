@@ -19,6 +19,10 @@ class Tracker {
   // in pinned memory are no concern.
   void read(const at::Tensor& tensor, const LaunchPtr& launch, Reads reads, Findings& findings);
   void write(const at::Tensor& tensor, const LaunchPtr& launch, Findings& findings);
+  // Whether any of its bytes was written, as far as that is known.
+  bool has_values(const at::Tensor& tensor);
+  // Takes back that there are values.
+  void unwritten(const at::Tensor& tensor);
   // The results are new, or were checked as arguments.
   void result(const at::Tensor& tensor, const LaunchPtr& launch);
   // Of the arguments: what collided with others counts as ordered from here on, so that nothing
