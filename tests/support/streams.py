@@ -4,25 +4,8 @@ Each is a function of two streams. The wrong one forgets what the right one does
 """
 
 import torch
-
-SIZE = 1000
-
-
-def default():
-    return torch.foo.current_stream()
-
-
-def ones():
-    return torch.ones(SIZE, device="foo")
-
-
-def on(stream):
-    return torch.foo.stream(stream)
-
-
-def pinned():
-    return torch.ones(SIZE).pin_memory()
-
+from support import host_streams
+from support.stream_helpers import SIZE, default, on, ones, pinned
 
 # race
 
@@ -205,90 +188,6 @@ def source_of_a_copy(side, other, *, right):
     side.synchronize()
 
 
-# unsynchronized host read
-
-
-def sum_of_a_copy(side, other, *, right):
-    host = ones().to("cpu", non_blocking=True)
-    if right:
-        default().synchronize()
-    host.sum()
-
-
-def item_of_a_copy(side, other, *, right):
-    host = pinned()
-    host.copy_(ones(), non_blocking=True)
-    if right:
-        torch.accelerator.synchronize()
-    host[0].item()
-
-
-def event_of_another_stream(side, other, *, right):
-    with on(side):
-        host = ones().to("cpu", non_blocking=True)
-        event = side.record_event()
-    (event if right else default()).synchronize()
-    host + 1
-
-
-def copy_to_the_part_that_is_read(side, other, *, right):
-    host = pinned()
-    host[:10].copy_(ones()[:10], non_blocking=True)
-    host[10 if right else 9 :].sum()
-    default().synchronize()
-
-
-def query_says_done(side, other, *, right):
-    host = ones().to("cpu", non_blocking=True)
-    event = default().record_event()
-    if right:
-        event.query()
-    torch.equal(host, torch.ones(SIZE))
-
-
-# host write during copy
-
-
-def fill_after_copy(side, other, *, right):
-    host = pinned()
-    host.to("foo", non_blocking=True)
-    if right:
-        default().synchronize()
-    host.fill_(2)
-
-
-def next_batch(side, other, *, right):
-    host = pinned()
-    device = torch.empty(SIZE, device="foo")
-    for _ in range(2):
-        if right:
-            default().synchronize()
-        host.copy_(torch.arange(float(SIZE)))
-        device.copy_(host, non_blocking=True)
-
-
-def write_the_target(side, other, *, right):
-    host = ones().to("cpu", non_blocking=True)
-    if right:
-        default().synchronize()
-    host.zero_()
-
-
-def update_in_place(side, other, *, right):
-    host = pinned()
-    with on(side):
-        host.to("foo", non_blocking=True)
-    (side if right else default()).synchronize()
-    host.mul_(2)
-
-
-def write_the_part_that_is_copied(side, other, *, right):
-    host = pinned()
-    host[:10].to("foo", non_blocking=True)
-    host[10 if right else 9 :].zero_()
-    default().synchronize()
-
-
 # uninitialized read
 
 
@@ -374,18 +273,18 @@ PAIRS = {
         source_of_a_copy,
     ],
     "unsynchronized host read": [
-        sum_of_a_copy,
-        item_of_a_copy,
-        event_of_another_stream,
-        copy_to_the_part_that_is_read,
-        query_says_done,
+        host_streams.sum_of_a_copy,
+        host_streams.item_of_a_copy,
+        host_streams.event_of_another_stream,
+        host_streams.copy_to_the_part_that_is_read,
+        host_streams.query_says_done,
     ],
     "host write during copy": [
-        fill_after_copy,
-        next_batch,
-        write_the_target,
-        update_in_place,
-        write_the_part_that_is_copied,
+        host_streams.fill_after_copy,
+        host_streams.next_batch,
+        host_streams.write_the_target,
+        host_streams.update_in_place,
+        host_streams.write_the_part_that_is_copied,
     ],
     "uninitialized read": [
         empty,
