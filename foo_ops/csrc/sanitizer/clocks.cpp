@@ -32,7 +32,7 @@ uint32_t Clocks::number_of(c10::Stream stream) {
   const auto known = numbers_.find(key);
   if (known != numbers_.end()) return known->second;
   const uint32_t number = free_number();
-  streams_[number] = {stream.device_index(), stream.id(), streams_[number].last, host_};
+  streams_[number] = {stream.device_index(), stream.id(), streams_[number].last, {}};
   numbers_[key] = number;
   return number;
 }
@@ -59,9 +59,7 @@ uint32_t Clocks::free_number() {
 }
 
 Moment Clocks::launch(uint32_t stream) {
-  Stream& launching = streams_[stream];
-  launching.clock.join(host_);
-  launching.last = ++tick_;
+  streams_[stream].last = ++tick_;
   return {stream, tick_};
 }
 

@@ -37,7 +37,7 @@ class Clocks {
   // The number of a stream. It stays the same while anything of the stream may be under way.
   uint32_t number_of(c10::Stream stream);
 
-  // A launch on the stream comes after all that the host has waited for.
+  // A launch comes after all that the host has waited for: what the host knows, all streams know.
   Moment launch(uint32_t stream);
 
   bool host_knows(Moment moment) const { return host_[moment.stream] >= moment.tick; }
