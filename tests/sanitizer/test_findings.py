@@ -239,11 +239,16 @@ def test_memory_that_is_older_than_the_check():
 
 
 def test_copy_on_write():
-    x = torch.ones(4, device="foo")
+    """A write to the clone is a read of the memory that both share until then."""
+    side = torch.foo.Stream()
     with sanitizer.check() as findings:
         x = torch.ones(4, device="foo")
         y = x._lazy_clone()
-        y.add_(1)
+        side.wait_stream(torch.foo.current_stream())
+        with torch.foo.stream(side):
+            y.add_(1)
+        x.sum()
+        torch.foo.current_stream().wait_stream(side)
         (x + y).sum()
     assert findings == []
 

@@ -35,6 +35,9 @@ NOT_WAITING = {
     "non_blocking": lambda x: x.to("cpu", non_blocking=True),
     "synchronize": lambda x: torch.foo.synchronize(),
     "index": lambda x: x[torch.arange(2, device="foo")],
+    "output_size": lambda x: x.repeat_interleave(
+        torch.ones(4, dtype=int, device="foo"), output_size=4
+    ),
     "another device": lambda x: x.to("foo:1"),
     "fill": lambda x: x.fill_(1),
 }
