@@ -15,14 +15,15 @@ def autoload() -> None:
     global is_loaded
     import foo_ops._C
     import foo_ops.device
-    import foo_ops.ops
-    import foo_ops.sanitizer
+    import foo_ops.ops  # noqa: F401
     from foo_ops.kernels.compiler.switches import switch
 
     if not is_loaded:
         after_import(CONTEXT_PARALLEL, install_context_parallel)
         if switch("FOO_SANITIZER"):
-            foo_ops.sanitizer.enable()
+            from foo_ops import sanitizer
+
+            sanitizer.enable()
     is_loaded = True
 
 

@@ -41,7 +41,7 @@ def query_says_done(side, other, *, right):
     event = default().record_event()
     if right:
         event.query()
-    torch.equal(host, torch.ones(SIZE))
+    host.sum()
 
 
 # host write during copy

@@ -12,6 +12,7 @@
 #include "aten/boxed_tensors.h"
 #include "aten/host_call.h"
 #include "device/device.h"
+#include "launch/no_warnings.h"
 #include "launch/registration.h"
 
 namespace foo::aten {
@@ -127,18 +128,10 @@ constexpr std::pair<c10::DispatchKey, c10::DispatchKey> kKeys[] = {
     {c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCPU},
 };
 
-// A kernel of torch is meant to give way to ours, so there is no reason to warn.
-class NoWarnings final : public c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
-
 }  // namespace
 
 void register_collectives() {
-  NoWarnings no_warnings;
-  const c10::WarningUtils::WarningHandlerGuard handler(&no_warnings);
-  // A warning that is given only once must not be used up here.
-  const c10::WarningUtils::WarnAlways always;
+  const NoWarnings no_warnings;
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (!name.name.starts_with("c10d::")) continue;
     const auto op = find_operator(name.name);

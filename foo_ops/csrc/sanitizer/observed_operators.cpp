@@ -14,6 +14,7 @@
 
 #include "aten/observers.h"
 #include "launch/fork_mutex.h"
+#include "launch/no_warnings.h"
 #include "launch/registration.h"
 #include "sanitizer/sanitizer.h"
 
@@ -132,11 +133,6 @@ class Listener final : public c10::OpRegistrationListener {
   }
 };
 
-// Our kernels are meant to give way, so there is no reason to warn.
-class NoWarnings final : public c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
-
 // A kernel in Python consists of operators, which are seen when it calls them.
 bool is_native(const std::string& name) {
   return name.starts_with("aten::") || name.starts_with("foo::") || has_native_kernel(name);
@@ -145,9 +141,7 @@ bool is_native(const std::string& name) {
 void observe_kernels(const c10::OperatorHandle& op) {
   const std::string name = c10::toString(op.operator_name());
   if (!is_native(name)) return;
-  NoWarnings no_warnings;
-  const c10::WarningUtils::WarningHandlerGuard handler(&no_warnings);
-  const c10::WarningUtils::WarnAlways always;
+  const NoWarnings no_warnings;
   for (const c10::DispatchKey key : kKeys) {
     if (!op.hasKernelForDispatchKey(key)) continue;
     auto kernel =

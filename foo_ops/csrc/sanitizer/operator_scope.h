@@ -1,15 +1,15 @@
-// The operator that this thread runs, and the memory that it takes meanwhile.
+// The operator that this thread runs, and the memory that it takes meanwhile. What an operator is
+// made of has no scope of its own.
 #pragma once
 
-#include <utility>
 #include <vector>
 
 namespace foo::sanitizer {
 
 class OperatorScope {
  public:
-  OperatorScope() : outer_(std::exchange(current_, this)) {}
-  ~OperatorScope() { current_ = outer_; }
+  OperatorScope() { current_ = this; }
+  ~OperatorScope() { current_ = nullptr; }
   OperatorScope(const OperatorScope&) = delete;
   OperatorScope& operator=(const OperatorScope&) = delete;
 
@@ -23,7 +23,6 @@ class OperatorScope {
  private:
   static inline thread_local OperatorScope* current_ = nullptr;
 
-  OperatorScope* outer_;
   std::vector<const void*> allocations_;
 };
 

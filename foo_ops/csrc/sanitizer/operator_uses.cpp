@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <optional>
 #include <string_view>
 
 namespace foo::sanitizer {
@@ -66,15 +65,6 @@ ArgumentUse use_in_collective(const c10::Argument& argument) {
   return {Reads::kNothing, false, true};
 }
 
-// The factor of the first argument, as addmm has it.
-std::optional<size_t> find_beta(const c10::FunctionSchema& schema) {
-  const auto& arguments = schema.arguments();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].name() == "beta" && arguments[0].name() == "self") return i;
-  }
-  return std::nullopt;
-}
-
 ArgumentUse use_of(const c10::OperatorHandle& op, const c10::Argument& argument) {
   const std::string& name = op.schema().name();
   if (touches_no_bytes(op, name) || is_factory_without_values(name)) return {};
@@ -97,7 +87,9 @@ OperatorUses::OperatorUses(const c10::OperatorHandle& op)
   for (const c10::Argument& argument : op.schema().arguments()) {
     arguments.push_back(use_of(op, argument));
   }
-  beta = find_beta(op.schema());
+  if (!arguments.empty() && op.schema().arguments()[0].name() == "self") {
+    beta = op.schema().argumentIndexWithName("beta");
+  }
   for (const c10::Argument& result : op.schema().returns()) {
     const c10::AliasInfo* alias = result.alias_info();
     results.push_back(alias == nullptr   ? ResultUse::kNew

@@ -32,7 +32,8 @@ struct OperatorUses {
   std::string name;
   std::vector<ArgumentUse> arguments;
   std::vector<ResultUse> results;
-  std::optional<size_t> beta;
+  // The factor of self, as addmm has it.
+  std::optional<int> beta;
   // New memory is handed out as it is.
   bool leaves_memory_unwritten = false;
   aten::ImplicitSynchronization synchronization;
