@@ -18,10 +18,7 @@ bool contains(std::string_view text, std::string_view part) {
 
 // New tensors of these hold what the memory held before.
 bool is_factory_without_values(std::string_view name) {
-  constexpr std::array<std::string_view, 4> kResizing = {
-      "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "aten::resize_as_sparse_"};
-  return contains(name, "::empty") || contains(name, "::_empty") || contains(name, "::new_empty") ||
-         is_one_of(kResizing, name);
+  return contains(name, "::empty") || contains(name, "::_empty") || contains(name, "::new_empty");
 }
 
 // They ask or change what a tensor is, and touch no byte of it.
