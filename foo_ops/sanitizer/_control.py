@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ _lock = threading.RLock()
 # Who takes findings: the innermost check(), at the bottom what enable() says.
 _takers: list[Taker] = []
 _enabled: list[Taker] = []
+# Where a finding is printed that ends the process.
+_stderr = 2
 
 
 def _raise(finding: Finding) -> type[SanitizerError]:
@@ -34,8 +37,12 @@ def _warn(finding: Finding) -> None:
     warnings.warn(str(finding), SanitizerWarning, stacklevel=2)
 
 
-def _report(raw: dict[str, Any]) -> type[SanitizerError] | None:
-    return _takers[-1](make_finding(raw))
+def _report(raw: dict[str, Any], ends: bool) -> type[SanitizerError] | None:
+    finding = make_finding(raw)
+    if not ends:
+        return _takers[-1](finding)
+    os.write(_stderr, f"foo_ops.sanitizer: {finding}\n".encode())
+    return None
 
 
 def _watched(name: str, written: list[bool | None], kernel: Callable[..., Any]) -> Any:

@@ -10,6 +10,7 @@
 #include "device/allocator.h"
 #include "device/device.h"
 #include "device/guard.h"
+#include "device/memory_protection.h"
 #include "device/ownership.h"
 #include "device/storage.h"
 
@@ -34,6 +35,7 @@ class HostAliasAllocator final : public c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return device::allocator().raw_deleter(); }
 
   void copy_data(void* destination, const void* source, size_t bytes) const override {
+    const device::DeviceAccess access;
     default_copy_data(destination, source, bytes);
   }
 
@@ -61,6 +63,7 @@ HostStorage::HostStorage(c10::Storage foo)
                        host_alias_allocator(foo.device()), foo.resizable()),
       foo_(std::move(foo)),
       first_data_(data()),
+      held_open_(first_data_),
       first_bytes_(nbytes()) {
   if (c10::impl::cow::is_cow_data_ptr(data_ptr()))
     set_materializer(&c10::impl::cow::materialize_cow);

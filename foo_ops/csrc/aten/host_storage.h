@@ -3,6 +3,8 @@
 
 #include <c10/core/Storage.h>
 
+#include "device/memory_protection.h"
+
 namespace foo::aten {
 
 // Shares the memory, so that the foo storage may move while a kernel, a collective or a cache still
@@ -22,6 +24,8 @@ class HostStorage final : public c10::StorageImpl {
  private:
   c10::Storage foo_;
   const void* first_data_;
+  // Collectives and caches of the CPU use it outside of kernels.
+  device::HeldOpen held_open_;
   size_t first_bytes_;
 };
 

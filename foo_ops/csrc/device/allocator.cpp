@@ -2,6 +2,7 @@
 
 #include "device/device.h"
 #include "device/device_memory.h"
+#include "device/memory_protection.h"
 #include "device/observer.h"
 #include "device/ownership.h"
 #include "device/process.h"
@@ -24,6 +25,7 @@ class Allocator final : public c10::DeviceAllocator {
   bool is_simple_data_ptr(const c10::DataPtr& memory) const override { return is_unshared(memory); }
 
   void copy_data(void* destination, const void* source, size_t bytes) const override {
+    const DeviceAccess access;
     default_copy_data(destination, source, bytes);
     observe([&](Observer& observer) { observer.written(destination, bytes); });
   }

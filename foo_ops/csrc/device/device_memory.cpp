@@ -8,6 +8,7 @@
 
 #include "device/allocator.h"
 #include "device/device.h"
+#include "device/memory_protection.h"
 #include "device/segment_map.h"
 #include "device/system_memory.h"
 
@@ -74,7 +75,8 @@ DeviceMemory::DeviceMemory()
     : small_{Heap(kSmallestSmallRest), StatType::SMALL_POOL, kSmallSegment, {}},
       large_{Heap(kSmallestLargeRest), StatType::LARGE_POOL, kLargeSegment, {}} {}
 
-void* DeviceMemory::allocate(size_t bytes) {
+void* DeviceMemory::allocate(size_t bytes, bool is_for_host) {
+  const DeviceAccess access;
   const size_t rounded = round_up(std::min(bytes, kLargestRequest), kAlignment);
   Pool& pool = rounded <= kLargestSmallBlock ? small_ : large_;
   Block* block = nullptr;
@@ -84,6 +86,7 @@ void* DeviceMemory::allocate(size_t bytes) {
     block = take(pool, rounded);
     if (block != nullptr) {
       block->requested_bytes = bytes;
+      block->is_of_host = is_for_host;
       block->owners.store(1, std::memory_order_relaxed);
       count_block(pool, *block, 1);
       totals = current_totals();
@@ -127,6 +130,7 @@ void DeviceMemory::count_adopted(void* address, size_t bytes, int64_t sign) {
 }
 
 void DeviceMemory::empty_cache() {
+  const DeviceAccess access;
   const std::lock_guard lock(mutex_);
   release_unused_segments();
 }
@@ -170,12 +174,27 @@ double DeviceMemory::fraction() {
 }
 
 void DeviceMemory::append_snapshot(std::vector<SegmentInfo>& segments) {
+  const DeviceAccess access;
   const std::lock_guard lock(mutex_);
   for (Pool* pool : {&small_, &large_}) {
     for (Segment* each = pool->heap.first_segment(); each != nullptr; each = each->next) {
       segments.push_back(describe(*each, pool->type == StatType::LARGE_POOL));
     }
   }
+}
+
+std::vector<const void*> DeviceMemory::used_by_host() {
+  std::vector<const void*> memory;
+  const DeviceAccess access;
+  const std::lock_guard lock(mutex_);
+  for (Pool* pool : {&small_, &large_}) {
+    for (Segment* each = pool->heap.first_segment(); each != nullptr; each = each->next) {
+      for (Block* block = each->first_block(); block != nullptr; block = block->next()) {
+        if (!block->is_free && block->may_be_used_by_host()) memory.push_back(block->memory());
+      }
+    }
+  }
+  return memory;
 }
 
 DeviceMemory::Pool& DeviceMemory::pool_of(const Block& block) {
@@ -229,6 +248,7 @@ bool DeviceMemory::reserve_segment(Pool& pool, size_t bytes) {
   if (begin == nullptr) return false;
   pool.heap.add(begin, bytes, index_);
   segment_map().add(begin, bytes, index_);
+  memory_protection().segment_added(begin, bytes);
   PoolStat(statistics_.segment, pool.type).increase(1);
   PoolStat(statistics_.reserved_bytes, pool.type).increase(bytes);
   ++statistics_.num_device_alloc;
@@ -239,6 +259,7 @@ void DeviceMemory::release_unused_segments() {
   for (Pool* pool : {&small_, &large_}) {
     while (Segment* segment = pool->heap.remove_unused_segment()) {
       segment_map().remove(segment->begin);
+      memory_protection().segment_removed(segment->begin);
       munmap(segment->begin, segment->bytes);
       PoolStat(statistics_.segment, pool->type).decrease(1);
       PoolStat(statistics_.reserved_bytes, pool->type).decrease(segment->bytes);
@@ -300,8 +321,9 @@ SegmentInfo DeviceMemory::describe(const Segment& segment, bool is_large) const 
 
 DeviceMemory& memory_of(c10::DeviceIndex index) {
   static auto* devices = [] {
-    // Their mutexes are held while that of the map is taken.
+    // Their mutexes are held while those of these two are taken.
     segment_map();
+    memory_protection();
     auto* memories = new std::array<DeviceMemory, kMaxDevices>();
     for (c10::DeviceIndex each = 0; each < kMaxDevices; ++each) (*memories)[each].set_index(each);
     return memories;

@@ -23,7 +23,9 @@ class DeviceMemory {
 
   void set_index(c10::DeviceIndex index) { index_ = index; }
 
-  void* allocate(size_t bytes);
+  // For the host: for a kernel of the CPU, until a storage of foo shares it.
+  void* allocate(size_t bytes, bool is_for_host);
+  // Inside of a DeviceAccess.
   void free(Block* block);
   void count_adopted(void* address, size_t bytes, int64_t sign);
   void empty_cache();
@@ -34,6 +36,8 @@ class DeviceMemory {
   void set_fraction(double fraction);
   double fraction();
   void append_snapshot(std::vector<SegmentInfo>& segments);
+  // Memory that code of the CPU may be using.
+  std::vector<const void*> used_by_host();
 
  private:
   struct Pool {

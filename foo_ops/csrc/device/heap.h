@@ -44,6 +44,8 @@ struct alignas(kAlignment) Block {
   size_t bytes;  // of memory, without this header
   size_t requested_bytes;
   bool is_free;
+  // Whether a kernel of the CPU took it, and it has not become memory of foo.
+  bool is_of_host = false;
   // The storages that share the memory. They count themselves; the heap does not look.
   std::atomic<uint32_t> owners = 0;
 
@@ -51,6 +53,10 @@ struct alignas(kAlignment) Block {
   char* memory() { return reinterpret_cast<char*>(this + 1); }
   // The neighbour in the segment, or null.
   Block* next();
+  // Code of the CPU may keep what it took, and whatever it shares with a storage of foo.
+  bool may_be_used_by_host() const {
+    return is_of_host || owners.load(std::memory_order_acquire) > 1;
+  }
   bool fills_segment() { return previous == nullptr && next() == nullptr; }
 };
 static_assert(sizeof(Block) == kAlignment);

@@ -8,6 +8,7 @@
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/guard.h"
+#include "device/memory_protection.h"
 #include "device/observer.h"
 #include "device/pinned_memory.h"
 #include "device/process.h"
@@ -80,6 +81,7 @@ void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) co
   const c10::Device device = storage.device();
   const DeviceGuard guard(device);
   const size_t kept = std::min(bytes, storage.nbytes());
+  const DeviceAccess access;
   at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
   observe([&](Observer& observer) { observer.written(storage.data(), kept); });
   // torch's function leaves a storage without memory to the CPU.

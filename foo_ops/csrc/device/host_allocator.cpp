@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "device/device.h"
+#include "device/memory_protection.h"
 #include "device/ownership.h"
 #include "device/segment_map.h"
 
@@ -39,6 +40,7 @@ class HostAllocator final : public c10::Allocator {
   bool is_simple_data_ptr(const c10::DataPtr& memory) const override { return is_unshared(memory); }
 
   void copy_data(void* destination, const void* source, size_t bytes) const override {
+    const DeviceAccess access;
     default_copy_data(destination, source, bytes);
   }
 };

@@ -26,6 +26,10 @@ class Observer {
   virtual void pinned(const void* memory, size_t bytes) = 0;
   virtual void unpinned(const void* memory) noexcept = 0;
 
+  // Memory of the device, or pinned memory that a copy uses, by code that is no kernel. The process
+  // ends after the first.
+  virtual void touched_by_host(const void* address, bool writes) = 0;
+
   virtual void event_recorded(const void* event, c10::Stream stream) = 0;
   virtual void event_destroyed(const void* event) noexcept = 0;
   virtual void stream_waits(c10::Stream stream, const void* event) = 0;

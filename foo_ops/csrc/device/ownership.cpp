@@ -6,8 +6,10 @@
 #include <memory>
 #include <utility>
 
+#include "device/device.h"
 #include "device/device_memory.h"
 #include "device/heap.h"
+#include "device/memory_protection.h"
 #include "device/observer.h"
 #include "device/process.h"
 
@@ -48,22 +50,29 @@ void release_storage(void* context) {
 void free_block(void* data) {
   // The memory goes with the process, whose figures are those of its parent.
   if (data == nullptr || is_in_bad_fork()) return;
+  const DeviceAccess access(data);
   Block* block = Block::of(data);
   if (!release_owner(block->owners)) return;
   observe([&](Observer& observer) { observer.freed(data); });
   memory_of(block->segment->device).free(block);
 }
 
+bool may_be_used_by_host(const void* data) {
+  const DeviceAccess access(data);
+  return Block::of(const_cast<void*>(data))->may_be_used_by_host();
+}
+
 bool is_unshared(const c10::DataPtr& memory) {
   if (memory.get() != memory.get_context()) return false;
   // An empty tensor has no block.
-  return memory.get() == nullptr || memory.get_deleter() != &free_block ||
-         Block::of(memory.get())->owners.load(std::memory_order_acquire) == 1;
+  if (memory.get() == nullptr || memory.get_deleter() != &free_block) return true;
+  const DeviceAccess access(memory.get());
+  return Block::of(memory.get())->owners.load(std::memory_order_acquire) == 1;
 }
 
 c10::DataPtr allocate_on(c10::DeviceIndex index, size_t bytes, c10::Device label) {
   initialize();
-  void* data = bytes == 0 ? nullptr : memory_of(index).allocate(bytes);
+  void* data = bytes == 0 ? nullptr : memory_of(index).allocate(bytes, label.is_cpu());
   c10::DataPtr memory(data, data, &free_block, label);
   if (data != nullptr) {
     observe([&](Observer& observer) {
@@ -96,7 +105,10 @@ c10::DataPtr share(const c10::Storage& storage, c10::Device device) {
   if (data == nullptr) return {nullptr, nullptr, &free_block, device};
   const c10::DeleterFnPtr deleter = memory.get_deleter();
   if (C10_LIKELY(deleter == &free_block)) {
-    add_owner(Block::of(data)->owners);
+    const DeviceAccess access(data);
+    Block* block = Block::of(data);
+    add_owner(block->owners);
+    if (device.type() == kFoo) block->is_of_host = false;
     return {data, data, deleter, device};
   }
   void* context = memory.get_context();

@@ -21,6 +21,9 @@ c10::DataPtr share(const c10::Storage& storage, c10::Device device);
 // Memory that storages share must not become copy-on-write for one of them alone.
 bool is_unshared(const c10::DataPtr& memory);
 
+// Whether code of the CPU may go on using such memory, outside of kernels.
+bool may_be_used_by_host(const void* data);
+
 // Memory of a device, in a pointer that says it is on `label`.
 c10::DataPtr allocate_on(c10::DeviceIndex index, size_t bytes, c10::Device label);
 

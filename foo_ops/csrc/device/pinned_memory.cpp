@@ -14,13 +14,11 @@
 #include "device/heap.h"
 #include "device/observer.h"
 #include "device/process.h"
+#include "device/system_memory.h"
 #include "launch/fork_mutex.h"
 
 namespace foo::device {
 namespace {
-
-// Blocks have pages of their own, as pinned memory has elsewhere, so that each can be protected.
-constexpr size_t kPage = 4096;
 
 struct Blocks {
   ForkMutex mutex;
@@ -50,7 +48,8 @@ class CachingImpl final : public at::CachingHostAllocatorImpl<c10::Stream, NoEve
 
  private:
   void allocate_host_memory(size_t bytes, void** memory) override {
-    *memory = std::aligned_alloc(kPage, round_up(bytes, kPage));
+    // Pages of its own, as pinned memory has elsewhere, so that they can be protected.
+    *memory = std::aligned_alloc(page_bytes(), round_up(bytes, page_bytes()));
     TORCH_CHECK_WITH(OutOfMemoryError, *memory != nullptr, "foo: no pinned memory of ", bytes,
                      " bytes is left");
     const auto* begin = static_cast<const char*>(*memory);

@@ -11,8 +11,13 @@
 
 namespace foo::device {
 
+size_t page_bytes() {
+  static const auto bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
 size_t physical_memory() {
-  return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes();
 }
 
 size_t available_memory() {
@@ -24,8 +29,7 @@ size_t available_memory() {
     size_t kilobytes = 0;
     if (words >> name >> kilobytes && name == "MemAvailable:") return kilobytes * 1024;
   }
-  return static_cast<size_t>(sysconf(_SC_AVPHYS_PAGES)) *
-         static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return static_cast<size_t>(sysconf(_SC_AVPHYS_PAGES)) * page_bytes();
 }
 
 char* map_memory(size_t bytes) {

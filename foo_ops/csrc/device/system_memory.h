@@ -8,6 +8,9 @@ namespace foo::device {
 // A huge page of the processor. Segments are aligned to it.
 inline constexpr size_t kHugePage = size_t{2} << 20;
 
+// The smallest piece of memory that can be protected.
+size_t page_bytes();
+
 size_t physical_memory();
 
 // The bytes that a program can have without swapping. Most of them may hold copies of files, which

@@ -69,15 +69,17 @@ py::dict describe_finding(const Finding& finding) {
   return description;
 }
 
-// The function returns the exception, without arguments, that is to end the call, or None.
+// The function gets the finding, and whether it ends the process. It returns the exception, without
+// arguments, that is to end the call, or None.
 Report report_to(py::function function) {
   auto* const held = new py::function(std::move(function));  // Python may be gone before.
-  return [held](const Finding& finding, bool later) {
+  return [held](const Finding& finding, Consequence consequence) {
     const py::gil_scoped_acquire gil;
     try {
-      const py::object raised = (*held)(describe_finding(finding));
+      const bool ends = consequence == Consequence::kEnd;
+      const py::object raised = (*held)(describe_finding(finding), ends);
       if (raised.is_none()) return;
-      if (later) {
+      if (consequence == Consequence::kRaiseLater) {
         // Python makes the exception itself, when this thread comes back to it.
         PyThreadState_SetAsyncExc(PyThread_get_thread_ident(), raised.ptr());
       } else {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "aten/observers.h"
+#include "device/memory_protection.h"
 #include "launch/fork_mutex.h"
 #include "launch/no_warnings.h"
 #include "launch/registration.h"
@@ -48,6 +49,31 @@ class ObservedKernel final : public c10::OperatorKernel {
  private:
   c10::SafeKernelFunction kernel_;
 };
+
+// A kernel in Python consists of operators, which are seen when it calls them, but may also hand
+// addresses to code of its own.
+class KernelInPython final : public c10::OperatorKernel {
+ public:
+  explicit KernelInPython(c10::SafeKernelFunction kernel) : kernel_(std::move(kernel)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    const device::DeviceAccess access;
+    kernel_.callBoxed(op, keys, stack);
+  }
+
+ private:
+  c10::SafeKernelFunction kernel_;
+};
+
+c10::KernelFunction observed(c10::SafeKernelFunction kernel, bool is_native) {
+  if (is_native) {
+    return c10::KernelFunction::makeFromBoxedFunctor(
+        std::make_unique<ObservedKernel>(std::move(kernel)));
+  }
+  return c10::KernelFunction::makeFromBoxedFunctor(
+      std::make_unique<KernelInPython>(std::move(kernel)));
+}
 
 void around_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack,
                      c10::function_ref<void()> run) {
@@ -133,21 +159,17 @@ class Listener final : public c10::OpRegistrationListener {
   }
 };
 
-// A kernel in Python consists of operators, which are seen when it calls them.
 bool is_native(const std::string& name) {
   return name.starts_with("aten::") || name.starts_with("foo::") || has_native_kernel(name);
 }
 
 void observe_kernels(const c10::OperatorHandle& op) {
   const std::string name = c10::toString(op.operator_name());
-  if (!is_native(name)) return;
   const NoWarnings no_warnings;
   for (const c10::DispatchKey key : kKeys) {
     if (!op.hasKernelForDispatchKey(key)) continue;
-    auto kernel =
-        hold_kernel(name, key,
-                    c10::KernelFunction::makeFromBoxedFunctor(
-                        std::make_unique<ObservedKernel>(op.getComputedKernelForDispatchKey(key))));
+    auto kernel = hold_kernel(
+        name, key, observed(op.getComputedKernelForDispatchKey(key), is_native(name)));
     const std::lock_guard lock(observation().mutex);
     observation().kernels.push_back(std::move(kernel));
   }

@@ -7,6 +7,11 @@
 
 #include "aten/boxed_tensors.h"
 #include "device/device.h"
+#include "device/device_memory.h"
+#include "device/host_protection.h"
+#include "device/memory_protection.h"
+#include "device/ownership.h"
+#include "device/segment_map.h"
 #include "device/stream.h"
 #include "sanitizer/operator_scope.h"
 #include "sanitizer/special_operators.h"
@@ -47,23 +52,51 @@ Stack gather_stack() {
 }
 
 Sanitizer& sanitizer() {
-  static auto* instance = new Sanitizer();
+  static auto* instance = [] {
+    // Their mutexes are taken while ours is held.
+    device::memory_protection();
+    device::host_protection();
+    return new Sanitizer();
+  }();
   return *instance;
 }
 
 void Sanitizer::start(Report report) {
-  const std::lock_guard lock(mutex_);
-  tracker_ = Tracker();
-  report_ = std::move(report);
+  {
+    const std::lock_guard lock(mutex_);
+    tracker_ = Tracker();
+    report_ = std::move(report);
+  }
+  device::memory_protection().start();
+  for (c10::DeviceIndex index = 0; index < device::device_count(); ++index) {
+    for (const void* memory : device::memory_of(index).used_by_host()) {
+      device::memory_protection().hold_open(memory);
+    }
+  }
 }
 
 void Sanitizer::stop() {
   const std::lock_guard lock(mutex_);
   tracker_ = Tracker();
+  device::host_protection().set({});
+  device::memory_protection().stop();
 }
 
-void Sanitizer::report(const Findings& findings, bool later) {
-  for (const Finding& finding : findings) report_(finding, later);
+void Sanitizer::report(const Findings& findings, Consequence consequence) {
+  for (const Finding& finding : findings) report_(finding, consequence);
+}
+
+void Sanitizer::hold_open(const std::vector<const void*>& allocations) {
+  for (const void* memory : allocations) {
+    // What was freed meanwhile has no block.
+    const bool is_held = tracker_.is_allocated(memory) && device::may_be_used_by_host(memory);
+    if (is_held) device::memory_protection().hold_open(memory);
+  }
+}
+
+void Sanitizer::protect_pinned_memory() {
+  tracker_.forget_done_launches();
+  device::host_protection().set(tracker_.pinned_memory_in_use());
 }
 
 std::vector<uint32_t> Sanitizer::other_streams(c10::ArrayRef<c10::IValue> tensors,
@@ -148,15 +181,18 @@ void Sanitizer::call(const OperatorUses& uses, c10::ArrayRef<c10::IValue> argume
     tracker_.end(launch, findings);
   }
   report(findings);
+  const device::DeviceAccess access;
   OperatorScope scope;
   try {
     run();
   } catch (...) {
     const std::lock_guard lock(mutex_);
+    hold_open(scope.allocations());
     end_call(launch, others, scope.allocations());
     throw;
   }
   const std::lock_guard lock(mutex_);
+  hold_open(scope.allocations());
   const auto results = results_of();
   use_results(uses, results, launch, scope.allocations());
   end_call(launch, others, {});
@@ -164,12 +200,12 @@ void Sanitizer::call(const OperatorUses& uses, c10::ArrayRef<c10::IValue> argume
   if (copy) copy->end(tracker_, launch);
   if (resize) resize->end(tracker_);
   if (waits) tracker_.clocks().host_waits_for_stream(launch->moment.stream);
+  if (waits || copy) protect_pinned_memory();
 }
 
 bool Sanitizer::watches_host() {
   if (OperatorScope::is_active()) return false;
   const std::lock_guard lock(mutex_);
-  tracker_.forget_done_launches();
   return tracker_.uses_pinned_memory();
 }
 
@@ -195,8 +231,9 @@ void Sanitizer::call_on_cpu(const OperatorUses& uses, c10::ArrayRef<c10::IValue>
         if (use.is_read) tracker_.host_read(tensor, now, findings);
       });
     }
+    if (!findings.empty()) protect_pinned_memory();
   }
-  report(findings, /*later=*/true);
+  report(findings, Consequence::kRaiseLater);
 }
 
 std::pair<size_t, size_t> Sanitizer::figures() {
@@ -221,6 +258,8 @@ void Sanitizer::allocated(const void* memory, size_t bytes, c10::DeviceIndex ind
 void Sanitizer::allocated_by_host_kernel(const void* memory, size_t bytes, c10::DeviceIndex index) {
   allocated(memory, bytes, index);
   written(memory, bytes);
+  // An operator knows in the end what it keeps; layers of a recurrent network are none.
+  if (!OperatorScope::is_active()) device::memory_protection().hold_open(memory);
 }
 
 void Sanitizer::freed(const void* memory) noexcept {
@@ -233,6 +272,7 @@ void Sanitizer::freed(const void* memory) noexcept {
   Stack stack = is_in_use ? gather_stack() : nullptr;
   const std::lock_guard lock(mutex_);
   tracker_.freed(memory, std::move(stack));
+  device::memory_protection().forget(memory);
 }
 
 void Sanitizer::written(const void* memory, size_t bytes) {
@@ -253,6 +293,19 @@ void Sanitizer::pinned(const void* memory, size_t bytes) {
 void Sanitizer::unpinned(const void* memory) noexcept {
   const std::lock_guard lock(mutex_);
   tracker_.unpinned(memory);
+  device::host_protection().set(tracker_.pinned_memory_in_use());
+}
+
+void Sanitizer::touched_by_host(const void* address, bool writes) {
+  const Party now{writes ? Deed::kWrite : Deed::kRead, "", std::nullopt, gather_stack()};
+  Findings findings;
+  {
+    const std::lock_guard lock(mutex_);
+    findings = tracker_.touched_by_host(address, now);
+    device::host_protection().set(tracker_.pinned_memory_in_use());
+  }
+  const bool is_of_device = device::device_of_address(address).has_value();
+  report(findings, is_of_device ? Consequence::kEnd : Consequence::kRaiseLater);
 }
 
 void Sanitizer::event_recorded(const void* event, c10::Stream stream) {
@@ -273,16 +326,19 @@ void Sanitizer::stream_waits(c10::Stream stream, const void* event) {
 void Sanitizer::host_waits_for_event(const void* event) {
   const std::lock_guard lock(mutex_);
   tracker_.clocks().host_waits_for_event(event);
+  protect_pinned_memory();
 }
 
 void Sanitizer::host_waits_for_stream(c10::Stream stream) {
   const std::lock_guard lock(mutex_);
   tracker_.clocks().host_waits_for_stream(tracker_.clocks().number_of(stream));
+  protect_pinned_memory();
 }
 
 void Sanitizer::host_waits_for_device(c10::DeviceIndex index) {
   const std::lock_guard lock(mutex_);
   tracker_.clocks().host_waits_for_device(index);
+  protect_pinned_memory();
 }
 
 }  // namespace foo::sanitizer

@@ -15,8 +15,11 @@
 
 namespace foo::sanitizer {
 
-// Takes a finding, and may raise; where that is not possible, it is told to do so later.
-using Report = std::function<void(const Finding& finding, bool later)>;
+// What can be done about a finding: it may raise before the operator runs, or when Python makes its
+// next call, or the process ends.
+enum class Consequence { kRaise, kRaiseLater, kEnd };
+
+using Report = std::function<void(const Finding& finding, Consequence consequence)>;
 
 class Sanitizer final : public device::Observer {
  public:
@@ -42,6 +45,7 @@ class Sanitizer final : public device::Observer {
   void used_on(const void* memory, c10::Stream stream) override;
   void pinned(const void* memory, size_t bytes) override;
   void unpinned(const void* memory) noexcept override;
+  void touched_by_host(const void* address, bool writes) override;
   void event_recorded(const void* event, c10::Stream stream) override;
   void event_destroyed(const void* event) noexcept override;
   void stream_waits(c10::Stream stream, const void* event) override;
@@ -62,7 +66,11 @@ class Sanitizer final : public device::Observer {
                      const LaunchPtr& launch, Findings& findings);
   void use_results(const OperatorUses& uses, c10::ArrayRef<c10::IValue> results,
                    const LaunchPtr& launch, std::vector<const void*> allocations);
-  void report(const Findings& findings, bool later = false);
+  void report(const Findings& findings, Consequence consequence = Consequence::kRaise);
+  // Keeps memory open that code of the CPU may go on using after an operator.
+  void hold_open(const std::vector<const void*>& allocations);
+  // After the host has waited.
+  void protect_pinned_memory();
 
   ForkMutex mutex_;
   Tracker tracker_;

@@ -7,6 +7,7 @@
 
 #include "device/device.h"
 #include "device/pinned_memory.h"
+#include "device/segment_map.h"
 
 namespace foo::sanitizer {
 namespace {
@@ -113,7 +114,7 @@ void Tracker::read(const at::Tensor& tensor, const LaunchPtr& launch, Reads read
     forget_done(cell);
     note_read(cell, launch);
   });
-  if (allocation->second.is_pinned) pinned_launches_.push_back(launch);
+  note_pinned_use(allocation, ranges, launch, /*is_written=*/false);
   allocation->second.last_tensor = describe(tensor);
   if (unordered != nullptr) {
     findings.push_back({kRace, describe(tensor), party_of(*launch, Deed::kRead),
@@ -140,12 +141,13 @@ void Tracker::write(const at::Tensor& tensor, const LaunchPtr& launch, Findings&
       unordered = {earlier, deed};
     }
   };
-  allocation->second.shadow.visit(ranges_in(allocation, tensor), [&](Cell& cell) {
+  const std::vector<ByteRange> ranges = ranges_in(allocation, tensor);
+  allocation->second.shadow.visit(ranges, [&](Cell& cell) {
     if (cell.write != nullptr) check(cell.write, Deed::kWrite);
     for (const LaunchPtr& read : cell.reads) check(read, Deed::kRead);
     cell = {true, launch, {}};
   });
-  if (allocation->second.is_pinned) pinned_launches_.push_back(launch);
+  note_pinned_use(allocation, ranges, launch, /*is_written=*/true);
   allocation->second.last_tensor = describe(tensor);
   if (!unordered.has_value()) return;
   const auto& [earlier, deed] = *unordered;
@@ -198,6 +200,7 @@ void Tracker::host_read(const at::Tensor& tensor, const Party& now, Findings& fi
     cell.write = nullptr;
   });
   if (pending == nullptr) return;
+  forget_pinned_use(pending);
   findings.push_back(
       {kUnsynchronizedHostRead, describe(tensor), now, party_of(*pending, Deed::kWrite)});
 }
@@ -215,14 +218,83 @@ void Tracker::host_write(const at::Tensor& tensor, const Party& now, Findings& f
     cell = {true, nullptr, {}};
   });
   if (!pending.has_value()) return;
+  forget_pinned_use(pending->first);
   findings.push_back(
       {kHostWriteDuringCopy, describe(tensor), now, party_of(*pending->first, pending->second)});
 }
 
+Findings Tracker::touched_by_host(const void* address, const Party& now) {
+  const auto allocation = find(address_of(address));
+  if (allocation == allocations_.end()) {
+    const auto device = device::device_of_address(address);
+    if (!device.has_value()) return {};
+    return {{kHostAccess, {{}, std::nullopt, {device::kFoo, *device}, address_of(address)}, now}};
+  }
+  Cell touched;
+  const size_t offset = address_of(address) - allocation->first;
+  allocation->second.shadow.visit({{offset, offset + 1}}, [&](Cell& cell) { touched = cell; });
+  const LaunchPtr read = touched.reads.empty() ? nullptr : touched.reads.back();
+  if (!allocation->second.is_pinned) {
+    std::optional<Party> before;
+    if (touched.write != nullptr) before = party_of(*touched.write, Deed::kWrite);
+    if (read != nullptr) before = party_of(*read, Deed::kRead);
+    return {{kHostAccess, description_of(allocation), now, before}};
+  }
+  return touch_pinned_memory(allocation, touched, now);
+}
+
+Findings Tracker::touch_pinned_memory(Allocations::iterator allocation, const Cell& touched,
+                                      const Party& now) {
+  const auto is_pending = [&](const LaunchPtr& launch) {
+    return launch != nullptr && !clocks_.host_knows(launch->moment);
+  };
+  const bool is_read = now.deed == Deed::kRead;
+  LaunchPtr pending = is_pending(touched.write) ? touched.write : nullptr;
+  const Deed deed = pending != nullptr ? Deed::kWrite : Deed::kRead;
+  if (pending == nullptr && !is_read) {
+    const auto reader = std::find_if(touched.reads.begin(), touched.reads.end(), is_pending);
+    if (reader != touched.reads.end()) pending = *reader;
+  }
+  if (pending == nullptr) return {};
+  forget_pinned_use(pending);
+  // One finding for a copy, whatever else of it the host touches.
+  allocation->second.shadow.visit_all([&](Cell& cell) {
+    if (cell.write == pending) cell.write = nullptr;
+    std::erase(cell.reads, pending);
+  });
+  return {{is_read ? kUnsynchronizedHostRead : kHostWriteDuringCopy, description_of(allocation),
+           now, party_of(*pending, deed)}};
+}
+
+Description Tracker::description_of(Allocations::iterator allocation) {
+  const auto& [address, found] = *allocation;
+  if (found.last_tensor.dtype.has_value()) return found.last_tensor;
+  const c10::Device device = found.stream ? found.stream->device() : c10::Device(c10::kCPU);
+  return {{}, std::nullopt, device, address, found.bytes};
+}
+
+void Tracker::note_pinned_use(Allocations::iterator allocation,
+                              const std::vector<ByteRange>& ranges, const LaunchPtr& launch,
+                              bool is_written) {
+  if (!allocation->second.is_pinned || ranges.empty()) return;
+  const uintptr_t address = allocation->first;
+  pinned_uses_.push_back(
+      {launch, {address + ranges.front().begin, address + ranges.back().end, is_written}});
+}
+
+void Tracker::forget_pinned_use(const LaunchPtr& launch) {
+  std::erase_if(pinned_uses_, [&](const PinnedUse& use) { return use.launch == launch; });
+}
+
+std::vector<device::HostRange> Tracker::pinned_memory_in_use() const {
+  std::vector<device::HostRange> ranges;
+  for (const PinnedUse& use : pinned_uses_) ranges.push_back(use.range);
+  return ranges;
+}
+
 void Tracker::forget_done_launches() {
-  const auto is_done = [&](const LaunchPtr& launch) { return clocks_.host_knows(launch->moment); };
-  pinned_launches_.erase(std::remove_if(pinned_launches_.begin(), pinned_launches_.end(), is_done),
-                         pinned_launches_.end());
+  std::erase_if(pinned_uses_,
+                [&](const PinnedUse& use) { return clocks_.host_knows(use.launch->moment); });
 }
 
 void Tracker::allocated(const void* memory, size_t bytes, c10::Stream stream, Findings& findings) {
@@ -302,7 +374,14 @@ void Tracker::pinned(const void* memory, size_t bytes) {
 }
 
 void Tracker::unpinned(const void* memory) {
-  allocations_.erase(address_of(memory));
+  const auto allocation = allocations_.find(address_of(memory));
+  if (allocation == allocations_.end()) return;
+  const auto& [begin, unpinned] = *allocation;
+  const uintptr_t end = begin + unpinned.bytes;
+  std::erase_if(pinned_uses_, [begin = begin, end](const PinnedUse& use) {
+    return begin <= use.range.begin && use.range.begin < end;
+  });
+  allocations_.erase(allocation);
 }
 
 }  // namespace foo::sanitizer

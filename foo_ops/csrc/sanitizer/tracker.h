@@ -4,6 +4,7 @@
 #include <map>
 #include <unordered_map>
 
+#include "device/host_protection.h"
 #include "sanitizer/finding.h"
 
 namespace foo::sanitizer {
@@ -33,8 +34,12 @@ class Tracker {
   // Accesses of the host to pinned memory.
   void host_read(const at::Tensor& tensor, const Party& now, Findings& findings);
   void host_write(const at::Tensor& tensor, const Party& now, Findings& findings);
+  // By code that is no operator: of the device any, of pinned memory what a copy uses.
+  Findings touched_by_host(const void* address, const Party& now);
   // Whether launches may still be under way that use pinned memory. May err to the safe side.
-  bool uses_pinned_memory() const { return !pinned_launches_.empty(); }
+  bool uses_pinned_memory() const { return !pinned_uses_.empty(); }
+  std::vector<device::HostRange> pinned_memory_in_use() const;
+  // To be called when the host has waited.
   void forget_done_launches();
 
   void allocated(const void* memory, size_t bytes, c10::Stream stream, Findings& findings);
@@ -48,6 +53,9 @@ class Tracker {
   void unpinned(const void* memory);
 
   Clocks& clocks() { return clocks_; }
+  bool is_allocated(const void* memory) const {
+    return allocations_.contains(reinterpret_cast<uintptr_t>(memory));
+  }
   // For tests of what a long run keeps.
   size_t allocations() const { return allocations_.size(); }
   size_t ranges();
@@ -71,6 +79,12 @@ class Tracker {
     Stack stack;
   };
 
+  // Of memory that the host shares, until it knows that the launch is over.
+  struct PinnedUse {
+    LaunchPtr launch;
+    device::HostRange range;
+  };
+
   using Allocations = std::map<uintptr_t, Allocation>;
 
   Allocations::iterator find(uintptr_t address);
@@ -84,6 +98,13 @@ class Tracker {
   // What the host knows to be over collides with nothing any more.
   void forget_done(Cell& cell);
   void note_read(Cell& cell, const LaunchPtr& launch);
+  void note_pinned_use(Allocations::iterator allocation, const std::vector<ByteRange>& ranges,
+                       const LaunchPtr& launch, bool is_written);
+  void forget_pinned_use(const LaunchPtr& launch);
+  Findings touch_pinned_memory(Allocations::iterator allocation, const Cell& touched,
+                               const Party& now);
+  // The tensor that was last there, else the memory itself.
+  static Description description_of(Allocations::iterator allocation);
   // The last access that nothing orders before what its own stream does next.
   std::optional<Freed> last_user(Allocation& allocation);
 
@@ -91,7 +112,7 @@ class Tracker {
   Allocations allocations_;
   // By the number of the stream to which the memory went back.
   std::unordered_map<uint32_t, std::vector<Freed>> freed_;
-  std::vector<LaunchPtr> pinned_launches_;
+  std::vector<PinnedUse> pinned_uses_;
   std::vector<Moment> collided_;
 };
 
