@@ -20,7 +20,7 @@ _lock = threading.RLock()
 _takers: list[Taker] = []
 _enabled: list[Taker] = []
 # Where a finding is printed that ends the process.
-_stderr = 2
+_stderr = [2]
 
 
 def _raise(finding: Finding) -> type[SanitizerError]:
@@ -41,8 +41,18 @@ def _report(raw: dict[str, Any], ends: bool) -> type[SanitizerError] | None:
     finding = make_finding(raw)
     if not ends:
         return _takers[-1](finding)
-    os.write(_stderr, f"foo_ops.sanitizer: {finding}\n".encode())
+    os.write(_stderr[-1], f"foo_ops.sanitizer: {finding}\n".encode())
     return None
+
+
+@contextlib.contextmanager
+def last_words_to(descriptor: int) -> Iterator[None]:
+    """Print a finding that ends the process there, where standard error is captured."""
+    _stderr.append(descriptor)
+    try:
+        yield
+    finally:
+        _stderr.pop()
 
 
 def _watched(name: str, written: list[bool | None], kernel: Callable[..., Any]) -> Any:

@@ -108,6 +108,8 @@ class Finding:
     @property
     def tensor(self) -> str:
         """The tensor in words."""
+        if self.nbytes == 0 and self.dtype is None:
+            return f"memory at {self.address:#x} on {self.device}"
         if self.dtype is None:
             return f"{self.nbytes} bytes at {self.address:#x} on {self.device}"
         kind = "pinned tensor" if self.device.type == "cpu" else "tensor"

@@ -278,6 +278,10 @@ PAIRS = {
         host_streams.event_of_another_stream,
         host_streams.copy_to_the_part_that_is_read,
         host_streams.query_says_done,
+        host_streams.numpy_reads_a_copy,
+        host_streams.list_of_a_copy,
+        host_streams.c_reads_a_copy,
+        host_streams.numpy_reads_without_the_gil,
     ],
     "host write during copy": [
         host_streams.fill_after_copy,
@@ -285,6 +289,10 @@ PAIRS = {
         host_streams.write_the_target,
         host_streams.update_in_place,
         host_streams.write_the_part_that_is_copied,
+        host_streams.numpy_writes_during_a_copy,
+        host_streams.c_writes_during_a_copy,
+        host_streams.numpy_writes_the_target,
+        host_streams.numpy_writes_what_follows,
     ],
     "uninitialized read": [
         empty,

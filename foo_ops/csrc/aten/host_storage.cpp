@@ -10,9 +10,9 @@
 #include "device/allocator.h"
 #include "device/device.h"
 #include "device/guard.h"
-#include "device/memory_protection.h"
 #include "device/ownership.h"
 #include "device/storage.h"
+#include "launch/device_access.h"
 
 namespace foo::aten {
 namespace {
@@ -35,7 +35,7 @@ class HostAliasAllocator final : public c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return device::allocator().raw_deleter(); }
 
   void copy_data(void* destination, const void* source, size_t bytes) const override {
-    const device::DeviceAccess access;
+    const DeviceAccess access;
     default_copy_data(destination, source, bytes);
   }
 

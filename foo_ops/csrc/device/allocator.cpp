@@ -2,10 +2,10 @@
 
 #include "device/device.h"
 #include "device/device_memory.h"
-#include "device/memory_protection.h"
 #include "device/observer.h"
 #include "device/ownership.h"
 #include "device/process.h"
+#include "launch/device_access.h"
 
 namespace foo::device {
 namespace {

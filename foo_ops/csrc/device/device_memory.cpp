@@ -11,6 +11,7 @@
 #include "device/memory_protection.h"
 #include "device/segment_map.h"
 #include "device/system_memory.h"
+#include "launch/device_access.h"
 
 namespace foo::device {
 namespace {

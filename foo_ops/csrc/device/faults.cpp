@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <ucontext.h>
 
+#include <atomic>
 #include <cerrno>
 
 #include "device/host_protection.h"
@@ -15,7 +16,8 @@ namespace foo::device {
 namespace {
 
 struct sigaction previous;
-volatile sig_atomic_t is_passing_on = 0;
+// The address of the last fault that another handler got, which is never that of this variable.
+std::atomic<const void*> passed_on = &passed_on;
 
 // Where the processor does not tell, a page that can be read was written.
 bool is_write([[maybe_unused]] const void* address, [[maybe_unused]] const void* context) {
@@ -36,7 +38,7 @@ void end_process(int signal_number) {
 // The code that was interrupted reads or writes memory, and so holds no lock of ours, nor of malloc
 // or Python, but perhaps the GIL.
 bool resolve(const void* address, const void* context) {
-  if (!memory_is_protected.load(std::memory_order_acquire)) return false;
+  if (!memory_protection().is_on()) return false;
   if (memory_protection().open_for_access(address)) return true;
   const bool is_of_device = device_of_address(address).has_value();
   if (!is_of_device && !is_pinned(address)) return false;
@@ -54,16 +56,18 @@ bool resolve(const void* address, const void* context) {
 }
 
 void pass_on(int signal_number, siginfo_t* information, void* context) {
-  // A handler that leaves the signal to the one before it comes back here.
+  // A handler that leaves the signal to the one before it comes back here, as does one that lets
+  // the same code fail again.
+  const void* const last = passed_on.exchange(information->si_addr);
+  const bool is_back =
+      last != &passed_on && (information->si_code <= 0 || information->si_addr == last);
   const bool is_default = previous.sa_handler == SIG_DFL || previous.sa_handler == SIG_IGN;
-  if (is_default || is_passing_on) return end_process(signal_number);
-  is_passing_on = 1;
+  if (is_default || is_back) return end_process(signal_number);
   if ((previous.sa_flags & SA_SIGINFO) != 0) {
     previous.sa_sigaction(signal_number, information, context);
   } else {
     previous.sa_handler(signal_number);
   }
-  is_passing_on = 0;
 }
 
 void on_fault(int signal_number, siginfo_t* information, void* context) {
@@ -84,10 +88,11 @@ void catch_faults() {
   struct sigaction current;
   sigaction(SIGSEGV, nullptr, &current);
   if (is_ours(current)) return;
-  struct sigaction ours {};
+  struct sigaction ours{};
   ours.sa_sigaction = &on_fault;
-  // Its own signals wait, and a stack that overflowed is none to work on.
-  ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  // On the stack of the thread: an alternative one, as Python's faulthandler has it, is too small
+  // to run Python on.
+  ours.sa_flags = SA_SIGINFO;
   sigemptyset(&ours.sa_mask);
   sigaction(SIGSEGV, &ours, &previous);
 }

@@ -8,11 +8,11 @@
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/guard.h"
-#include "device/memory_protection.h"
 #include "device/observer.h"
 #include "device/pinned_memory.h"
 #include "device/process.h"
 #include "device/segment_map.h"
+#include "launch/device_access.h"
 
 namespace foo::device {
 

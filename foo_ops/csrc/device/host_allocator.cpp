@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "device/device.h"
-#include "device/memory_protection.h"
 #include "device/ownership.h"
 #include "device/segment_map.h"
+#include "launch/device_access.h"
 
 namespace foo::device {
 namespace {

@@ -31,7 +31,7 @@ MemoryProtection& memory_protection() {
 void MemoryProtection::start() {
   const std::lock_guard lock(mutex_);
   catch_faults();
-  memory_is_protected.store(true, std::memory_order_release);
+  access_listener.store(this, std::memory_order_release);
   segment_map().for_each([&](const char* begin, const char* end) {
     open_.emplace(begin, OpenSegment{static_cast<size_t>(end - begin)});
   });
@@ -40,7 +40,7 @@ void MemoryProtection::start() {
 
 void MemoryProtection::stop() {
   const std::lock_guard lock(mutex_);
-  memory_is_protected.store(false, std::memory_order_release);
+  access_listener.store(nullptr, std::memory_order_release);
   segment_map().for_each([](const char* begin, const char* end) {
     protect(begin, static_cast<size_t>(end - begin), PROT_READ | PROT_WRITE);
   });
@@ -61,7 +61,7 @@ void MemoryProtection::end_access() {
 }
 
 void MemoryProtection::close_unused() {
-  if (!memory_is_protected || is_used()) return;
+  if (!is_on() || is_used()) return;
   for (auto each = open_.begin(); each != open_.end();) {
     const auto& [begin, segment] = *each;
     if (segment.holds == 0) {
@@ -125,13 +125,13 @@ void MemoryProtection::forget(const void* address) {
 }
 
 void MemoryProtection::segment_added(const char* begin, size_t bytes) {
-  if (!memory_is_protected.load(std::memory_order_acquire)) return;
+  if (!is_on()) return;
   const std::lock_guard lock(mutex_);
   open_.emplace(begin, OpenSegment{bytes});
 }
 
 void MemoryProtection::segment_removed(const char* begin) {
-  if (!memory_is_protected.load(std::memory_order_acquire)) return;
+  if (!is_on()) return;
   const std::lock_guard lock(mutex_);
   open_.erase(begin);
 }

@@ -1,5 +1,4 @@
-// Keeps memory of the device from code that is no kernel, for the sanitizer. Nothing is protected
-// otherwise, and each place costs one load.
+// Keeps memory of the device from code that is no kernel, for the sanitizer.
 #pragma once
 
 #include <atomic>
@@ -8,25 +7,25 @@
 #include <map>
 #include <unordered_map>
 
+#include "launch/device_access.h"
 #include "launch/fork_mutex.h"
 
 namespace foo::device {
 
-inline std::atomic<bool> memory_is_protected = false;
-
 // Segments are closed as a whole: an access opens those that it needs, and the end of the last
 // access that is under way closes them.
-class MemoryProtection {
+class MemoryProtection final : public AccessListener {
  public:
-  // Closes all but memory that code of the CPU may be using. Not while other threads use the device.
+  // Closes all but memory that code of the CPU may be using. Not while other threads use the
+  // device.
   void start();
   void stop();
 
-  void begin_access();
-  void end_access();
+  void begin_access() override;
+  void end_access() override;
+  bool open_for_access(const void* address) override;
+  bool is_on() const { return access_listener.load(std::memory_order_acquire) != nullptr; }
   bool is_used() const { return accesses_.load(std::memory_order_acquire) > 0; }
-  // Opens memory of the device for the accesses that are under way. Whether it is open now.
-  bool open_for_access(const void* address);
 
   // Keeps memory open for code of the CPU that uses it, until it is let go as often, or forgotten
   // as it is free.
@@ -58,35 +57,12 @@ class MemoryProtection {
 // It is never destroyed: storages may be freed after the static objects of this library.
 MemoryProtection& memory_protection();
 
-// While one lives, memory of the device is used by somebody who may.
-class DeviceAccess {
- public:
-  DeviceAccess() : is_counted_(memory_is_protected.load(std::memory_order_acquire)) {
-    if (is_counted_) [[unlikely]]
-      memory_protection().begin_access();
-  }
-  // Opens what is used for certain, as a fault takes longer.
-  explicit DeviceAccess(const void* address) : DeviceAccess() {
-    if (is_counted_) [[unlikely]]
-      memory_protection().open_for_access(address);
-  }
-  ~DeviceAccess() {
-    if (is_counted_) [[unlikely]]
-      memory_protection().end_access();
-  }
-  DeviceAccess(const DeviceAccess&) = delete;
-  DeviceAccess& operator=(const DeviceAccess&) = delete;
-
- private:
-  bool is_counted_;
-};
-
 // Keeps memory open for code of the CPU, in whatever thread it runs, and for the system, which
 // makes no fault of it but an error.
 class HeldOpen {
  public:
   explicit HeldOpen(const void* address)
-      : address_(memory_is_protected.load(std::memory_order_acquire) ? address : nullptr) {
+      : address_(access_listener.load(std::memory_order_acquire) != nullptr ? address : nullptr) {
     if (address_ != nullptr) [[unlikely]]
       memory_protection().hold_open(address_);
   }

@@ -9,9 +9,9 @@
 #include "device/device.h"
 #include "device/device_memory.h"
 #include "device/heap.h"
-#include "device/memory_protection.h"
 #include "device/observer.h"
 #include "device/process.h"
+#include "launch/device_access.h"
 
 namespace foo::device {
 namespace {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "aten/observers.h"
-#include "device/memory_protection.h"
+#include "launch/device_access.h"
 #include "launch/fork_mutex.h"
 #include "launch/no_warnings.h"
 #include "launch/registration.h"
@@ -58,7 +58,7 @@ class KernelInPython final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    const device::DeviceAccess access;
+    const DeviceAccess access;
     kernel_.callBoxed(op, keys, stack);
   }
 
@@ -168,8 +168,8 @@ void observe_kernels(const c10::OperatorHandle& op) {
   const NoWarnings no_warnings;
   for (const c10::DispatchKey key : kKeys) {
     if (!op.hasKernelForDispatchKey(key)) continue;
-    auto kernel = hold_kernel(
-        name, key, observed(op.getComputedKernelForDispatchKey(key), is_native(name)));
+    auto kernel =
+        hold_kernel(name, key, observed(op.getComputedKernelForDispatchKey(key), is_native(name)));
     const std::lock_guard lock(observation().mutex);
     observation().kernels.push_back(std::move(kernel));
   }

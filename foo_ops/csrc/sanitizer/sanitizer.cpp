@@ -13,6 +13,7 @@
 #include "device/ownership.h"
 #include "device/segment_map.h"
 #include "device/stream.h"
+#include "launch/device_access.h"
 #include "sanitizer/operator_scope.h"
 #include "sanitizer/special_operators.h"
 
@@ -181,7 +182,7 @@ void Sanitizer::call(const OperatorUses& uses, c10::ArrayRef<c10::IValue> argume
     tracker_.end(launch, findings);
   }
   report(findings);
-  const device::DeviceAccess access;
+  const DeviceAccess access;
   OperatorScope scope;
   try {
     run();

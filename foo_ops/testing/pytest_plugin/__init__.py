@@ -7,9 +7,13 @@ for ``operator_check``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+
+# Standard error as it is before pytest captures it for each test.
+_stderr = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_stderr] = os.dup(2)
     config.addinivalue_line(
         "markers",
         "operators(*specs): the foo_ops.testing.OpSpec whose checks the argument operator_check "
@@ -31,6 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "foo_sanitizer(enabled=True): run the test under foo_ops.sanitizer, or with False without "
         "it where --foo-sanitizer is given",
     )
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[_stderr])
 
 
 def _is_sanitized(item: pytest.Item) -> bool:
@@ -45,8 +54,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if not _is_sanitized(item):
         return (yield)
     from foo_ops import sanitizer
+    from foo_ops.sanitizer import _control
 
-    with sanitizer.check() as findings:
+    with _control.last_words_to(item.config.stash[_stderr]), sanitizer.check() as findings:
         result = yield
     if findings:
         pytest.fail("\n\n".join(map(str, findings)), pytrace=False)

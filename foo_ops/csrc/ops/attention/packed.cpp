@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "launch/device_access.h"
 #include "launch/read_once.h"
 
 namespace foo {
@@ -81,6 +82,8 @@ void check_longest(const char* name, const char* argument, const std::vector<int
 
 Lengths lengths_of(const char* name, const AttentionInputs& inputs,
                    const AttentionOptions& options) {
+  // Also before an operator on the device is called.
+  const DeviceAccess access;
   const int64_t count = inputs.cu_seqlens_q.numel();
   const bool is_paged = inputs.block_table.has_value();
   const at::Tensor query_starts = read_once(inputs.cu_seqlens_q);

@@ -1,0 +1,198 @@
+"""Memory of the device is for kernels: who else touches it ends the process, with a finding."""
+
+import ctypes
+import faulthandler
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import host_accesses
+
+from foo_ops import sanitizer
+
+TESTS = Path(__file__).parents[1]
+PROGRAMS = [pytest.param(each, id=each.__name__) for each in host_accesses.PROGRAMS]
+
+
+def run(program, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=TESTS,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_wrong(program):
+    name = program.__name__
+    process = run(
+        f"from support import host_accesses\nhost_accesses.{name}(right=False)\nprint('not found')",
+        FOO_SANITIZER="1",
+    )
+    assert process.returncode == -signal.SIGSEGV
+    assert process.stdout == ""
+    first, *rest = process.stderr.splitlines()
+    assert first.startswith("foo_ops.sanitizer: host access: ")
+    deed = "written" if "write" in name else "read"
+    assert rest[0] == f"now: {deed} by code that is no operator on the host"
+    assert any(name in line or "threading.py" in line for line in rest)
+    assert process.stderr.count("foo_ops.sanitizer: ") == 1
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_right(program):
+    with sanitizer.check() as findings:
+        for _ in range(5):
+            program(right=True)
+    assert findings == []
+
+
+def test_every_run_ends():
+    ends = [
+        run("from support import host_accesses as h\nh.c_reads(right=False)", FOO_SANITIZER="1")
+        for _ in range(3)
+    ]
+    assert {end.returncode for end in ends} == {-signal.SIGSEGV}
+
+
+def test_text():
+    process = run(
+        """
+import ctypes
+import torch
+from foo_ops import sanitizer
+with sanitizer.check():
+    x = torch.full((2, 3), 1.5, device="foo")
+    print(hex(x.data_ptr()), flush=True)
+    ctypes.string_at(x.data_ptr(), 4)
+"""
+    )
+    address = process.stdout.strip()
+    assert process.stderr.splitlines() == [
+        "foo_ops.sanitizer: host access: tensor of shape (2, 3) and torch.float32 on foo:0, 24 "
+        f"bytes at {address}",
+        "now: read by code that is no operator on the host",
+        '  File "<string>", line 8, in <module>',
+        "before: written by aten::fill_ on the default stream",
+        '  File "<string>", line 6, in <module>',
+        "To make it right: copy the tensor to the CPU first: tensor.cpu(); its data_ptr() is for "
+        "kernels alone.",
+    ]
+
+
+def test_memory_is_open_again_after_check():
+    with sanitizer.check():
+        x = torch.ones(4, device="foo")
+    values = (ctypes.c_float * 4).from_address(x.data_ptr())
+    assert list(values) == [1, 1, 1, 1]
+    values[0] = 5
+    assert x.tolist() == [5, 1, 1, 1]
+
+
+def test_memory_that_is_older_than_the_sanitizer():
+    process = run(
+        """
+import ctypes
+import torch
+from foo_ops import sanitizer
+x = torch.ones(5, device="foo")
+sanitizer.enable()
+ctypes.memset(x.data_ptr(), 0, 4)
+"""
+    )
+    assert process.returncode == -signal.SIGSEGV
+    assert re.search(
+        r"host access: memory at 0x[0-9a-f]+ on foo:0\nnow: written by", process.stderr
+    )
+
+
+def test_kernels_in_python_may():
+    def fill(x):
+        np.ctypeslib.as_array(host_accesses.address_of(x), (x.numel(),))[:] = 3
+
+    with (
+        torch.library._scoped_library("host_access_of_a_kernel", "DEF") as kernels,
+        sanitizer.check(),
+    ):
+        kernels.define("fill(Tensor(a!) x) -> ()")
+        kernels.impl("fill", fill, "PrivateUse1")
+        x = torch.zeros(5, device="foo")
+        torch.ops.host_access_of_a_kernel.fill(x)
+        assert x.tolist() == [3] * 5
+
+
+def test_memory_that_is_copied_on_writing():
+    with sanitizer.check() as findings:
+        x = torch.ones(5, device="foo")
+        y = torch._lazy_clone(x)
+        y.data_ptr()
+        y += 1
+        assert (x.tolist(), y.tolist()) == ([1] * 5, [2] * 5)
+    assert findings == []
+
+
+def test_what_kernels_of_the_cpu_keep_is_theirs():
+    kept = []
+
+    def keep(x):
+        kept.append(torch.full((600, 600), 2.0))
+        return x.clone()
+
+    with (
+        torch.library._scoped_library("host_access_of_a_table", "DEF") as kernels,
+        sanitizer.check(),
+    ):
+        kernels.define("keep(Tensor x) -> Tensor")
+        kernels.impl("keep", keep, "CPU")
+        torch.ops.host_access_of_a_table.keep(torch.ones(5, device="foo"))
+        assert kept[0].numpy().sum() == 720_000
+        kept[0] += 1
+
+
+FAULTS = """
+import ctypes, faulthandler, torch
+from foo_ops import sanitizer
+{first}
+{second}
+x = torch.ones(1000, device="foo") + 1
+assert x.sum().item() == 2000
+ctypes.string_at(8)
+"""
+
+
+@pytest.mark.parametrize("order", [("faulthandler", "sanitizer"), ("sanitizer", "faulthandler")])
+def test_other_faults_are_left_to_others(order):
+    first, second = (f"{name}.enable()" for name in order)
+    process = run(FAULTS.format(first=first, second=second))
+    assert process.returncode == -signal.SIGSEGV
+    assert process.stderr.count("Fatal Python error: Segmentation fault") == 1
+    assert "foo_ops.sanitizer" not in process.stderr
+
+
+def test_other_faults_without_another_handler():
+    process = run(FAULTS.format(first="sanitizer.enable()", second=""))
+    assert (process.returncode, process.stderr) == (-signal.SIGSEGV, "")
+
+
+def test_other_handlers_are_back_after_check():
+    was_enabled = faulthandler.is_enabled()
+    process = run(
+        """
+import faulthandler, os, signal, torch
+from foo_ops import sanitizer
+faulthandler.enable()
+with sanitizer.check():
+    torch.ones(4, device="foo") + 1
+os.kill(os.getpid(), signal.SIGSEGV)
+"""
+    )
+    assert "Fatal Python error: Segmentation fault" in process.stderr
+    assert faulthandler.is_enabled() == was_enabled
