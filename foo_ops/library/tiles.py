@@ -23,12 +23,12 @@ from foo_ops.library.kernels import (
     kinds_of,
 )
 from foo_ops.library.operators import Parameter, describe, find, parameters_of, short_name
-from foo_ops.library.random_vmap import make_random_loop
 from foo_ops.library.returns import returned_counts
 from foo_ops.library.scratch import Scratch
+from foo_ops.library.tile_rows import make_row_reader
 from foo_ops.library.tile_sharding import make_tile_sharding
 from foo_ops.library.tile_values import remember_values
-from foo_ops.library.vmap import make_loop
+from foo_ops.library.tile_vmap import make_tile_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +96,10 @@ class TileKernel(NumbaKernel):
             )
 
         draws = any(parameter.kind == "generator" for parameter in parameters)
-        loop = make_random_loop(operator.name(), tuple(parameters)) if draws else None
-        rule = None if operator._schema.is_mutable else loop or make_loop(operator.name())
         by_rows = not (self.tiles or self.finish or self.check or draws)
-        sharding = make_tile_sharding(operator, self.function if by_rows else None, names)
+        rows = make_row_reader(operator, self.function if by_rows else None, names)
+        rule = make_tile_rule(operator, parameters, rows)
+        sharding = make_tile_sharding(operator, rows)
         return Launcher(register_for, _fake_of_out(operator, parameters), rule, sharding)
 
     def _refusal(

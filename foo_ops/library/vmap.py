@@ -88,6 +88,45 @@ def make_loop(name: str) -> Rule:
     return vmap
 
 
+def make_loop_in_place(name: str) -> Rule:
+    """Make the rule of an operator that writes its arguments: a call for each of their parts."""
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any, **keywords: Any) -> Any:
+        operator = find(name)
+        arguments, returns = operator._schema.arguments, operator._schema.returns
+        given = list(zip(arguments, inputs, in_dims))
+        for argument, value, in_dim in given:
+            if argument.is_write and value is not None:
+                require_mapped(name, argument.name, in_dim)
+        if info.batch_size > 0:
+            vmap_by_loop(operator, info, in_dims, *inputs, **keywords)
+        written = [
+            (value, in_dim)
+            for result in returns
+            for argument, value, in_dim in given
+            if argument.is_write and _is_alias(argument, result)
+        ]
+        if len(written) == 1:
+            return written[0]
+        return tuple(zip(*written)) if written else (None, None)
+
+    return vmap
+
+
+def _is_alias(argument: torch._C.Argument, result: torch._C.Argument) -> bool:
+    aliases = [it.alias_info.before_set for it in (argument, result) if it.alias_info is not None]
+    return len(aliases) == 2 and aliases[0] == aliases[1]
+
+
+def require_mapped(name: str, argument: str, in_dim: Any) -> None:
+    """Refuse to write to a tensor, or a list of them, that all elements of a map share."""
+    if None in (in_dim if isinstance(in_dim, (list, tuple)) else [in_dim]):
+        raise RuntimeError(
+            f"{name}: {argument} is written, and must be mapped by torch.vmap as other arguments "
+            "are"
+        )
+
+
 def register_vmap_rows(name: str, *rows: str) -> None:
     """Map an operator that takes any number of leading dimensions, in one call.
 
@@ -110,7 +149,7 @@ def register_vmap_rows(name: str, *rows: str) -> None:
         if any(in_dim is not None and name not in rows for name, _, in_dim in positional):
             return vmap_by_loop(operator, info, in_dims, *inputs, **keywords)
         arguments = [
-            _in_front(argument, in_dim, info.batch_size)
+            in_front(argument, in_dim, info.batch_size)
             if name in rows and isinstance(argument, Tensor)
             else argument
             for name, argument, in_dim in positional
@@ -121,7 +160,7 @@ def register_vmap_rows(name: str, *rows: str) -> None:
     register_vmap(name, vmap)
 
 
-def _in_front(tensor: Tensor, in_dim: int | None, count: int) -> Tensor:
+def in_front(tensor: Tensor, in_dim: int | None, count: int) -> Tensor:
     """Move the mapped dimension to the front, or repeat what is not mapped."""
     return tensor.expand(count, *tensor.shape) if in_dim is None else tensor.movedim(in_dim, 0)
 
@@ -144,11 +183,8 @@ def make_elementwise_rule(
         rank = max(x.dim() - (d is not None) for _, x, d in tensors)
         common = _common_dtype([(x, d) for p, x, d in tensors if p.name not in own])
         for parameter, _, in_dim in tensors:
-            if parameter.role != "read" and in_dim is None:
-                raise RuntimeError(
-                    f"{name}: {parameter.name} is written, and must be mapped by "
-                    "torch.vmap as other arguments are"
-                )
+            if parameter.role != "read":
+                require_mapped(name, parameter.name, in_dim)
         arguments = [
             _aligned(x, d, rank, None if p.name in own else common)
             if isinstance(x, Tensor) and d is not None
@@ -158,12 +194,12 @@ def make_elementwise_rule(
         results = find(name)(*arguments, **keywords)
         if parameters[0].role == "in place":
             return inputs[0], in_dims[0]
-        return results, _in_first_place(results)
+        return results, in_first_place(results)
 
     return vmap
 
 
-def _in_first_place(results: Any) -> Any:
+def in_first_place(results: Any) -> Any:
     """Say that all results are mapped in their first dimension."""
     return pytree.tree_map(lambda it: 0 if isinstance(it, Tensor) else None, results)
 
@@ -224,7 +260,7 @@ def vmap_by_loop(
         torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*leaves)
     )
     results = pytree.tree_unflatten(stacked, specs[0])
-    return results, _in_first_place(results)
+    return results, in_first_place(results)
 
 
 def _element(argument: Any, in_dim: Any, index: int) -> Any:
@@ -232,6 +268,18 @@ def _element(argument: Any, in_dim: Any, index: int) -> Any:
     if isinstance(in_dim, (list, tuple)):
         return [_element(it, its_dim, index) for it, its_dim in zip(argument, in_dim)]
     return argument if in_dim is None else argument.select(in_dim, index)
+
+
+def meta_element(argument: Any, in_dim: Any) -> Any:
+    """Return what one call of a loop takes, on the device meta, for a fake kernel."""
+    if isinstance(in_dim, (list, tuple)):
+        return list(map(meta_element, argument, in_dim))
+    if not isinstance(argument, Tensor):
+        return argument
+    shape = list(argument.shape)
+    if in_dim is not None:
+        del shape[in_dim]
+    return torch.empty(shape, dtype=argument.dtype, device="meta")
 
 
 def _mapped_over_nothing(
@@ -242,16 +290,6 @@ def _mapped_over_nothing(
 ) -> tuple[Any, Any]:
     """Return what a loop without calls does: the fake kernel tells what a call would return."""
 
-    def element(argument: Any, in_dim: Any) -> Any:
-        if isinstance(in_dim, (list, tuple)):
-            return list(map(element, argument, in_dim))
-        if not isinstance(argument, Tensor):
-            return argument
-        shape = list(argument.shape)
-        if in_dim is not None:
-            del shape[in_dim]
-        return torch.empty(shape, dtype=argument.dtype, device="meta")
-
     device = tensors_in(inputs)[0].device
 
     def none_of(result: Any) -> Any:
@@ -259,5 +297,5 @@ def _mapped_over_nothing(
             return result
         return torch.empty((0, *result.shape), dtype=result.dtype, device=device)
 
-    results = pytree.tree_map(none_of, operator(*map(element, inputs, in_dims), **keywords))
-    return results, _in_first_place(results)
+    results = pytree.tree_map(none_of, operator(*map(meta_element, inputs, in_dims), **keywords))
+    return results, in_first_place(results)

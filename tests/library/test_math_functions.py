@@ -179,6 +179,28 @@ POWERS = {
 }
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("exponent", [0.5, -0.5])
+def test_half_powers_are_square_roots(exponent, dtype):
+    """To the last bit, which torch.sqrt is not, and of -infinity and -0.0 what C's pow says."""
+    name = f"foo_math::half_{exponent > 0}_{torch.finfo(dtype).bits}"
+
+    @library.numba_op(name)
+    def power(x: float) -> float:
+        return x**exponent
+
+    special = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0, -2.5], dtype=dtype)
+    x = torch.cat((samples(dtype), special))
+    with np.errstate(invalid="ignore"):
+        root = torch.from_numpy(np.sqrt(torch.where(x == -math.inf, math.inf, x + 0.0).numpy()))
+    expected = root if exponent > 0 else 1 / root
+    torch.testing.assert_close(power(x), expected, rtol=0, atol=0, equal_nan=True)
+    exponents = torch.full_like(x, exponent)
+    torch.testing.assert_close(
+        OPERATORS["pow"](x, exponents), expected, rtol=0, atol=0, equal_nan=True
+    )
+
+
 @pytest.mark.parametrize("name", POWERS)
 def test_constant_powers_are_products(name):
     function, expected = POWERS[name]

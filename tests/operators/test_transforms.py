@@ -1,7 +1,6 @@
 """Every operator under every transform of torch.func: values, and no warning of a slow path."""
 
 import pathlib
-import warnings
 
 import pytest
 import torch
@@ -230,15 +229,15 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("device", ["cpu", "foo"])
-def test_transform(device, name, transform):
+def test_transform(device, name, transform, capfd):
     shape, ours, theirs = OPERATORS[name]
     if (device, name) == ("cpu", "scaled_dot_product_attention"):
         pytest.skip("on the CPU it is torch's own, which does less")
     x = torch.randn(shape, dtype=DTYPE, generator=torch.Generator().manual_seed(3))
     make = TRANSFORMS[transform]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*performance drop.*")
-        actual = make(ours)(x.to(device))
+    actual = make(ours)(x.to(device))
+    # PyTorch prints this warning: where it gives it, there is no Python to warn.
+    assert "performance drop" not in capfd.readouterr().err
     assert actual.device.type == device
     torch.testing.assert_close(actual.cpu(), make(theirs)(x), atol=1e-12, rtol=1e-10)
 

@@ -151,6 +151,9 @@ def pow(x: Number, y: Number) -> Number:
     zero, infinity, nan = (x.constant(value) for value in (0.0, math.inf, math.nan))
     grows = _same(magnitude > 1.0, y > 0.0)
     result = _power_of_magnitude(magnitude, y)
+    # Of a constant exponent LLVM keeps one of these.
+    root = magnitude.square_root()
+    result = y.equals(0.5).choose(root, y.equals(-0.5).choose(1.0 / root, result))
     is_extreme = x.equals(0.0) | magnitude.equals(math.inf) | abs(y).equals(math.inf)
     result = is_extreme.choose(grows.choose(infinity, zero), result)
     result = (y.equals(0.0) | magnitude.equals(1.0)).choose(x.constant(1.0), result)

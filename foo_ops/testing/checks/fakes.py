@@ -72,7 +72,7 @@ def check_fake(case: Case) -> None:
 
     outputs = run(case, case.sample())
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    fake_sample = case.sample().map(mode.from_tensor)
+    fake_sample = case.sample().map(lambda tensor: fake_of(tensor, mode))
     with mode, failing_as("the fake kernel (torch.library.register_fake)"):
         try:
             fakes = case.spec.call(fake_sample)
@@ -89,6 +89,18 @@ def check_fake(case: Case) -> None:
                     f"the fake kernel gives output {position} the {what} {actual}, "
                     f"the kernel gives it {expected}"
                 )
+
+
+def fake_of(tensor: Tensor, mode: Any) -> Tensor:
+    """Make a fake tensor of the same shape and strides."""
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        converted: Tensor = mode.from_tensor(tensor)
+        return converted
+    # It takes a fifth of the time, since it does not look for what the tensor is a view of.
+    with mode:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
 
 
 def properties(output: Tensor, fake: Tensor) -> Iterator[tuple[str, Any, Any]]:
