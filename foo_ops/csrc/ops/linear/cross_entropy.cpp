@@ -22,8 +22,7 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// With what it is the product of, the logits of a block fit the second cache.
-constexpr int64_t kLogitColumns = 256, kLogitTile = 64;
+constexpr int64_t kLogitTile = 64;
 // The most splits of the classes: for each of them and each row there are three numbers.
 constexpr int64_t kMostSplits = 64;
 // So many jobs that threads have work, where there are enough rows.
@@ -127,6 +126,19 @@ ProductBlock block_of(int64_t row_start, int64_t band, int64_t rows, int64_t col
           std::min(column_start + kLogitColumns, column_stop)};
 }
 
+// What is kept of the first rows for their gradients, or nothing.
+struct Kept {
+  at::Tensor exponentials, bases;
+
+  void tell(CrossEntropy& parameters) const {
+    if (!exponentials.defined()) return;
+    parameters.kept_rows = exponentials.size(0);
+    parameters.block_columns = kLogitColumns;
+    parameters.exponentials = const_cast<void*>(exponentials.const_data_ptr());
+    parameters.bases = const_cast<void*>(bases.const_data_ptr());
+  }
+};
+
 // Jobs that follow one another have their columns in common.
 void compute_statistics(CrossEntropy& parameters, at::ScalarType dtype) {
   const int64_t splits = count_of(parameters.columns, parameters.split_columns);
@@ -166,10 +178,9 @@ void store_mean(const at::Tensor& loss, int64_t count, const at::Tensor& mean) {
 
 using Results = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-Results linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
-                             const at::Tensor& target, const OptionalTensor& bias,
-                             double label_smoothing, int64_t ignore_index, double softcap) {
-  check_linear_cross_entropy(hidden, weight, target, bias, label_smoothing, softcap);
+Results compute(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+                const OptionalTensor& bias, double label_smoothing, int64_t ignore_index,
+                double softcap, const Kept& kept) {
   const Targets targets("linear_cross_entropy", target, weight.size(0), ignore_index);
   const auto dtype = hidden.scalar_type(), sums = compute_type(dtype);
   const auto options = hidden.options().dtype(sums);
@@ -179,6 +190,7 @@ Results linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
     const Matrix left(hidden), right(weight);
     auto parameters =
         make_parameters(left, right, targets, bias, {label_smoothing, ignore_index, softcap});
+    kept.tell(parameters);
     const int64_t blocks = count_of(parameters.columns, kLogitColumns);
     parameters.split_columns = std::max<int64_t>(count_of(blocks, kMostSplits), 1) * kLogitColumns;
     const int64_t splits = count_of(parameters.columns, parameters.split_columns);
@@ -199,6 +211,32 @@ Results linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
     store_mean<float>(loss, targets.count(), mean);
   }
   return {loss, logsumexp, mean};
+}
+
+Results linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
+                             const at::Tensor& target, const OptionalTensor& bias,
+                             double label_smoothing, int64_t ignore_index, double softcap) {
+  check_linear_cross_entropy(hidden, weight, target, bias, label_smoothing, softcap);
+  return compute(hidden, weight, target, bias, label_smoothing, ignore_index, softcap, {});
+}
+
+using ResultsAndKept = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+ResultsAndKept linear_cross_entropy_training(const at::Tensor& hidden, const at::Tensor& weight,
+                                             const at::Tensor& target, const OptionalTensor& bias,
+                                             double label_smoothing, int64_t ignore_index,
+                                             double softcap) {
+  check_linear_cross_entropy(hidden, weight, target, bias, label_smoothing, softcap);
+  const auto [rows, blocks] =
+      kept_sizes(target.numel(), hidden.size(-1), weight.size(0), softcap);
+  const auto options = hidden.options();
+  const auto dtype = hidden.scalar_type();
+  const int64_t count = rows.expect_int();
+  const Kept kept{at::empty({count, weight.size(0)}, options.dtype(factor_type(dtype))),
+                  at::empty({blocks.expect_int(), count}, options.dtype(compute_type(dtype)))};
+  return std::tuple_cat(
+      compute(hidden, weight, target, bias, label_smoothing, ignore_index, softcap, kept),
+      std::make_tuple(kept.exponentials, kept.bases));
 }
 
 // ---------------------------------------------------------------------------------------- backward
@@ -282,23 +320,18 @@ class Gradients {
 };
 
 // A gradient that is not asked for has no elements.
-Results linear_cross_entropy_backward(const OptionalTensor& grad_loss,
-                                      const OptionalTensor& grad_logsumexp,
-                                      const OptionalTensor& grad_mean, const at::Tensor& hidden,
-                                      const at::Tensor& weight, const at::Tensor& target,
-                                      const OptionalTensor& bias, const at::Tensor& logsumexp,
-                                      bool hidden_requires_grad, bool weight_requires_grad,
-                                      bool bias_requires_grad, double label_smoothing,
-                                      int64_t ignore_index, double softcap) {
-  check_linear_cross_entropy_backward(grad_loss, grad_logsumexp, grad_mean, hidden, weight, target,
-                                      bias, logsumexp, bias_requires_grad, label_smoothing,
-                                      softcap);
-  const Targets targets("linear_cross_entropy_backward", target, weight.size(0), ignore_index);
+Results differentiate(const char* name, const OptionalTensor& grad_loss,
+                      const OptionalTensor& grad_logsumexp, const OptionalTensor& grad_mean,
+                      const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+                      const OptionalTensor& bias, const at::Tensor& logsumexp, const Kept& kept,
+                      bool hidden_requires_grad, bool weight_requires_grad,
+                      bool bias_requires_grad, const Options& options) {
+  const Targets targets(name, target, weight.size(0), options.ignore_index);
   Gradients gradients(hidden, weight, hidden_requires_grad, weight_requires_grad,
                       bias_requires_grad);
   const Matrix left(hidden), right(weight);
-  auto parameters =
-      make_parameters(left, right, targets, bias, {label_smoothing, ignore_index, softcap});
+  auto parameters = make_parameters(left, right, targets, bias, options);
+  kept.tell(parameters);
   const at::Tensor sums = logsumexp.contiguous();
   parameters.logsumexp = const_cast<void*>(sums.const_data_ptr());
   at::Tensor of_loss, of_logsumexp;
@@ -314,7 +347,7 @@ Results linear_cross_entropy_backward(const OptionalTensor& grad_loss,
   }
   if (grad_mean.has_value()) parameters.grad_mean_share = number_in(*grad_mean) / targets.count();
   if (parameters.columns == 0) return gradients.results();
-  const int64_t width = part_of(parameters.columns, kChunk, kLogitTile);
+  const int64_t width = part_of(parameters.columns, kChunk, kLogitColumns);
   const auto dtype = hidden.scalar_type();
   const at::Tensor chunk =
       at::empty({parameters.rows, width}, hidden.options().dtype(factor_type(dtype)));
@@ -330,12 +363,51 @@ Results linear_cross_entropy_backward(const OptionalTensor& grad_loss,
   return gradients.results();
 }
 
+Results linear_cross_entropy_backward(const OptionalTensor& grad_loss,
+                                      const OptionalTensor& grad_logsumexp,
+                                      const OptionalTensor& grad_mean, const at::Tensor& hidden,
+                                      const at::Tensor& weight, const at::Tensor& target,
+                                      const OptionalTensor& bias, const at::Tensor& logsumexp,
+                                      bool hidden_requires_grad, bool weight_requires_grad,
+                                      bool bias_requires_grad, double label_smoothing,
+                                      int64_t ignore_index, double softcap) {
+  check_linear_cross_entropy_backward(grad_loss, grad_logsumexp, grad_mean, hidden, weight, target,
+                                      bias, logsumexp, bias_requires_grad, label_smoothing,
+                                      softcap);
+  return differentiate("linear_cross_entropy_backward", grad_loss, grad_logsumexp, grad_mean,
+                       hidden, weight, target, bias, logsumexp, {}, hidden_requires_grad,
+                       weight_requires_grad, bias_requires_grad,
+                       {label_smoothing, ignore_index, softcap});
+}
+
+Results linear_cross_entropy_training_backward(
+    const OptionalTensor& grad_loss, const OptionalTensor& grad_logsumexp,
+    const OptionalTensor& grad_mean, const at::Tensor& hidden, const at::Tensor& weight,
+    const at::Tensor& target, const OptionalTensor& bias, const at::Tensor& logsumexp,
+    const at::Tensor& exponentials, const at::Tensor& bases, bool hidden_requires_grad,
+    bool weight_requires_grad, bool bias_requires_grad, double label_smoothing,
+    int64_t ignore_index, double softcap) {
+  check_linear_cross_entropy_backward(grad_loss, grad_logsumexp, grad_mean, hidden, weight, target,
+                                      bias, logsumexp, bias_requires_grad, label_smoothing,
+                                      softcap);
+  check_kept(hidden, weight, target, exponentials, bases, softcap);
+  return differentiate("linear_cross_entropy_training_backward", grad_loss, grad_logsumexp,
+                       grad_mean, hidden, weight, target, bias, logsumexp,
+                       {exponentials.contiguous(), bases.contiguous()}, hidden_requires_grad,
+                       weight_requires_grad, bias_requires_grad,
+                       {label_smoothing, ignore_index, softcap});
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
   register_shared_kernel<"foo::linear_cross_entropy", &linear_cross_entropy>(library);
   register_shared_kernel<"foo::linear_cross_entropy_backward", &linear_cross_entropy_backward>(
       library);
+  register_shared_kernel<"foo::linear_cross_entropy_training", &linear_cross_entropy_training>(
+      library);
+  register_shared_kernel<"foo::linear_cross_entropy_training_backward",
+                         &linear_cross_entropy_training_backward>(library);
 }
 
 }  // namespace foo
