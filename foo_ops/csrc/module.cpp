@@ -88,12 +88,7 @@ void bind_linear_checks(py::module_& module) {
   module.def("check_linear_cross_entropy_backward",
              torch::wrap_pybind_function(foo::check_linear_cross_entropy_backward));
   module.def("check_linear_cross_entropy_kept", torch::wrap_pybind_function(foo::check_kept));
-  module.def("linear_cross_entropy_kept_sizes",
-             [](const c10::SymInt& rows, const c10::SymInt& depth, const c10::SymInt& columns,
-                double softcap) {
-               const auto kept = foo::kept_sizes(rows, depth, columns, softcap);
-               return std::pair(kept.rows, kept.blocks);
-             });
+  module.def("linear_cross_entropy_kept_sizes", &foo::kept_sizes);
 }
 
 void bind_attention_checks(py::module_& module) {

@@ -258,7 +258,6 @@ library.register_autograd("foo::linear_cross_entropy_backward", composite=compos
 after_import("torch.distributed.tensor", linear_cross_entropy_sharding.register)
 
 
-@library.register_vmap("foo::linear_cross_entropy")
 def vmap_rule(info: Any, in_dims: Any, *inputs: Any, **keywords: Any) -> tuple[Any, Any]:
     """Map rows in one call; each element of the mapped dimension has a mean of its own."""
     operator = torch.ops.foo.linear_cross_entropy.default
@@ -276,6 +275,7 @@ def vmap_rule(info: Any, in_dims: Any, *inputs: Any, **keywords: Any) -> tuple[A
     return (loss, logsumexp, loss.flatten(1).sum(1) / count), (0, 0, 0)
 
 
+library.register_vmap("foo::linear_cross_entropy", vmap_rule)
 library.register_vmap_loop("foo::linear_cross_entropy_backward")
 library.register_autocast("foo::linear_cross_entropy")
 

@@ -172,7 +172,7 @@ def backward_flops(
 ) -> int:
     """Count one product for each gradient of a matrix, and one for rows that were not kept."""
     classes, depth = weight.shape
-    anew = product_flops((target.numel() - exponentials.shape[0], depth), classes)
+    anew = product_flops(torch.Size((target.numel() - exponentials.shape[0], depth)), classes)
     return anew + (hidden_requires_grad + weight_requires_grad) * product_flops(
         hidden.shape, classes
     )

@@ -63,9 +63,7 @@ def make_gradient_kernel(dtype: str) -> Kernel:
         """Bring what was kept of a block to where its logits would be."""
         panel, columns = panel_of_block(parameters, block), block.column_stop - block.column_start
         for row in range(block.row_start, block.row_stop):
-            place = shift(
-                parameters.exponentials, row * parameters.columns + block.column_start
-            )
+            place = shift(parameters.exponentials, row * parameters.columns + block.column_start)
             for start in range(0, columns, WIDTH):
                 line = start // WIDTH * panel + (row - block.row_start) * WIDTH
                 count = min(WIDTH, columns - start)

@@ -1,8 +1,6 @@
 #include "ops/linear/cross_entropy.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/ones.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -14,6 +12,7 @@
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
 #include "launch/read_once.h"
+#include "ops/linear/cross_entropy_gradients.h"
 #include "ops/linear/cut.h"
 
 namespace foo {
@@ -43,16 +42,6 @@ Kernel& loss_kernel() {
 Kernel& gradient_kernel() {
   static auto* kernel = new Kernel("cross_entropy_gradient");
   return *kernel;
-}
-
-at::ScalarType compute_type(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-// The dtype of gradients of logits, and of what they are multiplied by. In float16 they would be
-// too small, and its products are of float32 anyway.
-at::ScalarType factor_type(at::ScalarType dtype) {
-  return dtype == at::kHalf ? at::kFloat : dtype;
 }
 
 struct Options {
@@ -227,8 +216,7 @@ ResultsAndKept linear_cross_entropy_training(const at::Tensor& hidden, const at:
                                              double label_smoothing, int64_t ignore_index,
                                              double softcap) {
   check_linear_cross_entropy(hidden, weight, target, bias, label_smoothing, softcap);
-  const auto [rows, blocks] =
-      kept_sizes(target.numel(), hidden.size(-1), weight.size(0), softcap);
+  const auto [rows, blocks] = kept_sizes(target.numel(), hidden.size(-1), weight.size(0), softcap);
   const auto options = hidden.options();
   const auto dtype = hidden.scalar_type();
   const int64_t count = rows.expect_int();
@@ -261,71 +249,13 @@ void compute_gradients(CrossEntropy& parameters, at::ScalarType dtype, int64_t s
            block(0), [&](int64_t job, int64_t, const auto& call) { call(block(job)); });
 }
 
-// What the gradients of logits are multiplied by and added to.
-class Gradients {
- public:
-  Gradients(const at::Tensor& hidden, const at::Tensor& weight, bool hidden_requires_grad,
-            bool weight_requires_grad, bool bias_requires_grad)
-      : weight_(weight), factors_(factor_type(hidden.scalar_type())) {
-    const auto options = hidden.options();
-    if (hidden_requires_grad) {
-      hidden_sums_ = at::zeros(hidden.sizes(), options.dtype(compute_type(hidden.scalar_type())));
-    }
-    if (weight_requires_grad) {
-      hidden_ = hidden.to(factors_);
-      grad_weight_ = at::empty(weight.sizes(), options);
-    }
-    if (bias_requires_grad) {
-      one_ = at::ones({1}, options.dtype(factors_));
-      grad_bias_ = at::empty({weight.size(0)}, options);
-    }
-  }
-
-  // Takes the gradients of the logits of some classes, which are all rows by so many columns.
-  void add(const at::Tensor& grad_logits, int64_t start, int64_t count) {
-    const Matrix grad(grad_logits);
-    if (hidden_sums_.defined()) {
-      const Matrix weight(weight_.narrow(0, start, count).to(factors_));
-      add_product(hidden_sums_, grad, weight.transposed());
-    }
-    if (grad_weight_.defined()) {
-      store(grad_weight_.narrow(0, start, count), grad.transposed(), Matrix(hidden_).transposed());
-    }
-    if (grad_bias_.defined()) {
-      store(grad_bias_.narrow(0, start, count), Matrix(one_, grad.rows()), grad.transposed());
-    }
-  }
-
-  std::tuple<at::Tensor, at::Tensor, at::Tensor> results() const {
-    const auto none = [&] { return at::empty({0}, weight_.options()); };
-    return {hidden_sums_.defined() ? hidden_sums_.to(weight_.scalar_type()) : none(),
-            grad_weight_.defined() ? grad_weight_ : none(),
-            grad_bias_.defined() ? grad_bias_ : none()};
-  }
-
- private:
-  void store(const at::Tensor& output, const Matrix& left, const Matrix& right) const {
-    if (output.scalar_type() == factors_) {
-      multiply(output, left, right);
-    } else {
-      const at::Tensor wide = at::empty(output.sizes(), output.options().dtype(factors_));
-      multiply(wide, left, right);
-      output.copy_(wide);
-    }
-  }
-
-  at::Tensor weight_, hidden_, one_;
-  at::Tensor hidden_sums_, grad_weight_, grad_bias_;
-  at::ScalarType factors_;
-};
-
 // A gradient that is not asked for has no elements.
 Results differentiate(const char* name, const OptionalTensor& grad_loss,
                       const OptionalTensor& grad_logsumexp, const OptionalTensor& grad_mean,
                       const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
                       const OptionalTensor& bias, const at::Tensor& logsumexp, const Kept& kept,
-                      bool hidden_requires_grad, bool weight_requires_grad,
-                      bool bias_requires_grad, const Options& options) {
+                      bool hidden_requires_grad, bool weight_requires_grad, bool bias_requires_grad,
+                      const Options& options) {
   const Targets targets(name, target, weight.size(0), options.ignore_index);
   Gradients gradients(hidden, weight, hidden_requires_grad, weight_requires_grad,
                       bias_requires_grad);

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <utility>
 
 #include "launch/layout.h"
 #include "ops/linear/product.h"
@@ -15,8 +16,8 @@ namespace foo {
 // Logits are the product of left, whose rows are those of hidden, and right, whose columns are the
 // rows of weight, plus a bias. Strides are in elements. What has an element for each row is
 // adjacent; largest, total and plain have one for each row of each split of the columns. Of the
-// first rows, exponentials are kept for the gradients: exp(logit - base) for each column, contiguous,
-// and the base for each row of each block of so many columns.
+// first rows, exponentials are kept for the gradients: exp(logit - base) for each column,
+// contiguous, and the base for each row of each block of so many columns.
 struct CrossEntropy {
   int64_t rows, columns, depth, has_bias, ignore_index, split_columns, first_column;
   int64_t has_grad_loss, has_grad_logsumexp, kept_rows, block_columns;
@@ -41,10 +42,10 @@ struct Layout<CrossEntropy> {
   static constexpr const char* name = "CrossEntropy";
   static constexpr Field fields[] = FOO_FIELDS(
       rows, columns, depth, has_bias, ignore_index, split_columns, first_column, has_grad_loss,
-      has_grad_logsumexp, kept_rows, block_columns, softcap, softcap_inverse, label_smoothing, grad_mean_share, left,
-      left_row_stride, left_step_stride, right, right_column_stride, right_step_stride, bias,
-      bias_column_stride, target, largest, total, plain, loss, logsumexp, grad_loss, grad_logsumexp,
-      grad_logits, grad_logits_row_stride, exponentials, bases);
+      has_grad_logsumexp, kept_rows, block_columns, softcap, softcap_inverse, label_smoothing,
+      grad_mean_share, left, left_row_stride, left_step_stride, right, right_column_stride,
+      right_step_stride, bias, bias_column_stride, target, largest, total, plain, loss, logsumexp,
+      grad_loss, grad_logsumexp, grad_logits, grad_logits_row_stride, exponentials, bases);
 };
 static_assert(is_whole<CrossEntropy>());
 
@@ -68,9 +69,7 @@ constexpr int64_t kLogitColumns = 256;
 
 // What foo::linear_cross_entropy_training keeps: exponentials of so many rows, and the bases of so
 // many blocks of each of them.
-struct KeptSizes {
-  c10::SymInt rows, blocks;
-};
+using KeptSizes = std::pair<c10::SymInt, c10::SymInt>;
 
 // No more than weight has elements. The exponentials of a soft cap's logits do not tell its
 // derivative.

@@ -104,8 +104,8 @@ void check_kept(const at::Tensor& hidden, const at::Tensor& weight, const at::Te
   check_device(name, "exponentials", exponentials, hidden);
   check_dimensions(name, "exponentials", exponentials, 2, "(rows, V)");
   const c10::SymInt rows = exponentials.sym_size(0);
-  TORCH_CHECK_VALUE(rows <= most, name, ": exponentials must have at most ", most,
-                    " rows as hidden has, has columns, or 0 with softcap, got ", rows);
+  TORCH_CHECK_VALUE(rows <= most, name, ": exponentials must have at most ", most, " rows, got ",
+                    rows);
   check_count(name, "exponentials", "columns", exponentials.sym_size(1), weight.sym_size(0),
               "weight has rows");
   const auto dtype = hidden.scalar_type() == at::kHalf ? at::kFloat : hidden.scalar_type();
@@ -113,7 +113,8 @@ void check_kept(const at::Tensor& hidden, const at::Tensor& weight, const at::Te
                    dtype_name(dtype), " where hidden is ", dtype_name(hidden.scalar_type()),
                    ", got ", dtype_name(exponentials.scalar_type()));
   const c10::SymInt of_bases[] = {blocks, rows};
-  check_sum(name, "bases", bases, of_bases, "as it has blocks of columns and rows", hidden);
+  check_sum(name, "bases", bases, of_bases, "as exponentials have blocks of columns and rows",
+            hidden);
 }
 
 }  // namespace foo
