@@ -87,6 +87,8 @@ void bind_linear_checks(py::module_& module) {
              torch::wrap_pybind_function(foo::check_linear_cross_entropy));
   module.def("check_linear_cross_entropy_backward",
              torch::wrap_pybind_function(foo::check_linear_cross_entropy_backward));
+  module.def("check_linear_cross_entropy_kept", torch::wrap_pybind_function(foo::check_kept));
+  module.def("linear_cross_entropy_kept_sizes", &foo::kept_sizes);
 }
 
 void bind_attention_checks(py::module_& module) {

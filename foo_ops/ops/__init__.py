@@ -2,6 +2,7 @@
 
 from foo_ops.ops import (  # noqa: F401
     attention_part,
+    linear_cross_entropy_training,
     scaled_dot_product_attention,
     softmax_cross_entropy_part,
 )

@@ -133,9 +133,12 @@ def are_recorded(*inputs: Tensor | None) -> bool:
     compute the product once more, up to a third of the work of its backward pass. A graph that
     torch.compile traces keeps the one operator: the composite's checks are in C++.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return False
-    return any(it is not None and it.requires_grad for it in inputs)
+    return not torch.compiler.is_compiling() and any_requires_grad(*inputs)
+
+
+def any_requires_grad(*inputs: Tensor | None) -> bool:
+    """Whether an operator's results will have gradients, where it has any."""
+    return torch.is_grad_enabled() and any(it is not None and it.requires_grad for it in inputs)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -5,7 +5,8 @@
     loss = (1 - smoothing) (logsumexp - logits_target) + smoothing (logsumexp - mean_v logits_v)
 
 Logits exist a block at a time, in the caches. The backward pass computes them anew, some classes at
-a time for all rows, and multiplies their gradients by weight and hidden.
+a time for all rows, and multiplies their gradients by weight and hidden; or it reads exponentials
+that foo_ops/ops/linear_cross_entropy_training.py keeps.
 
 Computed in the forward pass, in chunks of rows (Liger-Kernel), the gradients take three products,
 not four. But with 1024 rows, 1024 wide, and 32000 classes, a step made of these operators in chunks
@@ -25,7 +26,7 @@ from foo_ops import _C, library
 from foo_ops._after_import import after_import
 from foo_ops.ops import linear_cross_entropy_sharding
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.linear import product_flops
+from foo_ops.ops.linear import any_requires_grad, product_flops
 from foo_ops.ops.softmax_cross_entropy import composite as composite_of_logits
 from foo_ops.ops.softmax_cross_entropy import composite_backward as composite_backward_of_logits
 from foo_ops.ops.softmax_cross_entropy import require_reduction
@@ -64,7 +65,9 @@ def linear_cross_entropy(
     """Compute the cross-entropy of softmax(hidden @ weight.T + bias) with the target classes.
 
     It is `foo_ops.softmax_cross_entropy` of `foo_ops.linear`, whose logits and their gradients take
-    no memory. In exchange the backward pass computes the logits once more.
+    no memory. Where gradients are recorded, it keeps exponentials of as many rows as hidden has
+    columns, which are no more numbers than weight has; without a softcap. The backward pass
+    computes the logits of other rows once more.
 
     Args:
         hidden: (..., K), float16, bfloat16, float32 or float64, any strides.
@@ -94,7 +97,11 @@ def linear_cross_entropy(
         tensor([0.6931, 0.6931])
     """
     require_reduction("linear_cross_entropy", reduction)
-    loss, logsumexp, mean = torch.ops.foo.linear_cross_entropy.default(
+    operator = torch.ops.foo.linear_cross_entropy
+    # Of the exponentials of capped logits nothing is kept.
+    if softcap == 0.0 and any_requires_grad(hidden, weight, bias):
+        operator = torch.ops.foo.linear_cross_entropy_training
+    loss, logsumexp, mean, *_ = operator.default(
         hidden,
         weight,
         target,
@@ -251,7 +258,6 @@ library.register_autograd("foo::linear_cross_entropy_backward", composite=compos
 after_import("torch.distributed.tensor", linear_cross_entropy_sharding.register)
 
 
-@library.register_vmap("foo::linear_cross_entropy")
 def vmap_rule(info: Any, in_dims: Any, *inputs: Any, **keywords: Any) -> tuple[Any, Any]:
     """Map rows in one call; each element of the mapped dimension has a mean of its own."""
     operator = torch.ops.foo.linear_cross_entropy.default
@@ -269,6 +275,7 @@ def vmap_rule(info: Any, in_dims: Any, *inputs: Any, **keywords: Any) -> tuple[A
     return (loss, logsumexp, loss.flatten(1).sum(1) / count), (0, 0, 0)
 
 
+library.register_vmap("foo::linear_cross_entropy", vmap_rule)
 library.register_vmap_loop("foo::linear_cross_entropy_backward")
 library.register_autocast("foo::linear_cross_entropy")
 

@@ -70,7 +70,10 @@ def test_the_loss_of_a_layer_counts_products(device):
     product = 2 * (3 * 5 * 7)
     for needed in ((True, True), (True, False), (False, True)):
         tensors = [it.requires_grad_(is_) for it, is_ in zip((hidden, weight), needed)]
+        # The logits' exponentials are kept, but with a soft cap.
         found = count(foo_ops.linear_cross_entropy, *tensors, target)
+        assert found == (product, sum(needed) * product)
+        found = count(foo_ops.linear_cross_entropy, *tensors, target, softcap=1.0)
         assert found == (product, (1 + sum(needed)) * product)
 
 

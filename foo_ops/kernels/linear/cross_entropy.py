@@ -24,7 +24,7 @@ from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
 from foo_ops.kernels.vectors.functions import exp, exp2, log, tanh
 from foo_ops.kernels.vectors.memory import load, load_vector, shift, store
 from foo_ops.kernels.vectors.reduction import accumulate, reduce_add, reduce_maximum
-from foo_ops.kernels.vectors.rows import round_up
+from foo_ops.kernels.vectors.rows import make_copy_row, round_up
 from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
 
 LOG2E = 1.0 / math.log(2.0)
@@ -50,13 +50,16 @@ def make_row_sums(dtype: str) -> tuple[Callable, ...]:
         return reduce_maximum(result)
 
     @njit
-    def sum_of_exponentials(line, panel, columns, base):
+    def leave_exponentials(line, panel, columns, base):
+        """Write exp(x - base) in the place of each x, and return their sum."""
         result, base_of_lanes = splat(compute(0.0), LANES), splat(base, LANES)
         factor = splat(compute(LOG2E), LANES)
         for start in range(0, columns, WIDTH):
             place = shift(line, start // WIDTH * panel)
             for column in range(0, min(WIDTH, columns - start), LANES):
-                result = result + exp2((load_vector(place, column, LANES) - base_of_lanes) * factor)
+                power = exp2((load_vector(place, column, LANES) - base_of_lanes) * factor)
+                store(place, column, power)
+                result = result + power
         return reduce_add(result)
 
     @njit
@@ -81,7 +84,7 @@ def make_row_sums(dtype: str) -> tuple[Callable, ...]:
                     result = value
         return result
 
-    return largest_of_row, sum_of_exponentials, sum_of_differences, one_or_nan
+    return largest_of_row, leave_exponentials, sum_of_differences, one_or_nan
 
 
 @functools.cache
@@ -101,8 +104,8 @@ def make_statistics_kernel(dtype: str) -> Kernel:
     compute, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))
     sums, compute_logits, layout = make_block_sums(dtype), make_logits(dtype), make_scratch(dtype)
     panel_of_block, WIDTH = sums.panel_of_block, sums.width
-    largest_of_row, sum_of_exponentials, sum_of_differences, one_or_nan = make_row_sums(dtype)
-    base_of = make_base(dtype)
+    largest_of_row, leave_exponentials, sum_of_differences, one_or_nan = make_row_sums(dtype)
+    base_of, copy_row = make_base(dtype), make_copy_row(compute_dtype(dtype))
 
     @njit
     def cap(parameters, line, panel, columns):
@@ -121,25 +124,40 @@ def make_statistics_kernel(dtype: str) -> Kernel:
 
     @njit
     def add_to_sums(parameters, line, panel, columns, index, seen):
-        """Take a row's logits into the statistics of its split, which has seen some columns."""
+        """Take a row's logits into the statistics of its split, which has seen some columns.
+
+        It leaves their exponentials, and returns the maximum so far, which is their base.
+        """
         before, total, plain = compute(-math.inf), compute(0.0), compute(0.0)
         if seen > 0:
             before, total = load(parameters.largest, index), load(parameters.total, index)
         largest = max(before, largest_of_row(line, panel, columns))
         base = base_of(largest)
-        if seen > 0 and largest > before:
-            total *= exp(before - largest)
-        if largest == compute(math.inf):
-            total += one_or_nan(line, panel, columns)
-        else:
-            total += sum_of_exponentials(line, panel, columns, base)
-        store(parameters.largest, index, largest)
-        store(parameters.total, index, total)
         if parameters.label_smoothing != 0.0:
             if seen > 0:
                 plain = load(parameters.plain, index) + (base_of(before) - base) * compute(seen)
             plain += sum_of_differences(line, panel, columns, base)
             store(parameters.plain, index, plain)
+        if seen > 0 and largest > before:
+            total *= exp(before - largest)
+        is_infinite = largest == compute(math.inf)
+        if is_infinite:
+            total += one_or_nan(line, panel, columns)
+        of_exponentials = leave_exponentials(line, panel, columns, base)
+        if not is_infinite:
+            total += of_exponentials
+        store(parameters.largest, index, largest)
+        store(parameters.total, index, total)
+        return largest
+
+    @njit
+    def keep(parameters, row, column_start, line, panel, columns, base):
+        block = column_start // parameters.block_columns
+        store(parameters.bases, block * parameters.kept_rows + row, base)
+        place = shift(parameters.exponentials, row * parameters.columns + column_start)
+        for start in range(0, columns, WIDTH):
+            count = min(WIDTH, columns - start)
+            copy_row(shift(place, start), shift(line, start // WIDTH * panel), 1, count, 0)
 
     def statistics(parameters, block, memory):
         compute_logits(parameters, block, memory)
@@ -151,12 +169,15 @@ def make_statistics_kernel(dtype: str) -> Kernel:
             if parameters.softcap > 0.0:
                 cap(parameters, line, panel, columns)
             fill_up(line, panel, columns)
-            add_to_sums(parameters, line, panel, columns, split * parameters.rows + row, seen)
             label = load(parameters.target, row) - block.column_start
             if 0 <= label < columns:
                 # The logit of the target waits where the loss will be.
                 value = load(shift(line, label // WIDTH * panel), label % WIDTH)
                 store(parameters.loss, row, value)
+            index = split * parameters.rows + row
+            base = add_to_sums(parameters, line, panel, columns, index, seen)
+            if row < parameters.kept_rows:
+                keep(parameters, row, block.column_start, line, panel, columns, base)
 
     return make_kernel_with_scratch(statistics, layout, argument_types(dtype))
 

@@ -1,6 +1,11 @@
-"""Compute a block of the gradients of logits, from the logsumexp of each row."""
+"""Compute a block of the gradients of logits, from the logsumexp of each row.
+
+The logits are computed anew, or their exponentials were kept.
+"""
 
 from __future__ import annotations
+
+import math
 
 from numba import njit
 
@@ -11,9 +16,9 @@ from foo_ops.kernels.linear.logits import make_logits, make_scratch
 from foo_ops.kernels.linear.product import make_block_sums
 from foo_ops.kernels.vectors.arithmetic import splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.functions import exp2, tanh, tanh_derivative
+from foo_ops.kernels.vectors.functions import exp, exp2, tanh, tanh_derivative
 from foo_ops.kernels.vectors.memory import load, load_vector, shift, store
-from foo_ops.kernels.vectors.rows import make_copy_row
+from foo_ops.kernels.vectors.rows import make_copy_row, round_up
 from foo_ops.kernels.vectors.scratch import make_kernel_with_scratch
 
 
@@ -48,6 +53,33 @@ def make_gradient_kernel(dtype: str) -> Kernel:
             store(line, column, (power * scales - all_) * tanh_derivative(share))
 
     @njit
+    def scale_exponentials(line, count, scale, each):
+        scales, all_ = splat(scale, LANES), splat(each, LANES)
+        for column in range(0, count, LANES):
+            store(line, column, load_vector(line, column, LANES) * scales - all_)
+
+    @njit
+    def load_exponentials(parameters, block, memory):
+        """Bring what was kept of a block to where its logits would be."""
+        panel, columns = panel_of_block(parameters, block), block.column_stop - block.column_start
+        for row in range(block.row_start, block.row_stop):
+            place = shift(parameters.exponentials, row * parameters.columns + block.column_start)
+            for start in range(0, columns, WIDTH):
+                line = start // WIDTH * panel + (row - block.row_start) * WIDTH
+                count = min(WIDTH, columns - start)
+                copy_row(
+                    shift(memory.sums, line), shift(place, start), 1, count, round_up(count, LANES)
+                )
+
+    @njit
+    def share_of_kept(parameters, block, row, logsumexp):
+        """Return what turns the exponentials of a row into probabilities."""
+        index = block.column_start // parameters.block_columns * parameters.kept_rows + row
+        base = load(parameters.bases, index)
+        # Infinities have no difference. Those of finite logits beside one are zero.
+        return compute(1.0) if base == compute(math.inf) == logsumexp else exp(base - logsumexp)
+
+    @njit
     def slopes(parameters, row, label):
         """Return the gradients of a row's loss and of its logsumexp through all ways."""
         of_loss, of_logsumexp = compute(0.0), compute(0.0)
@@ -67,7 +99,11 @@ def make_gradient_kernel(dtype: str) -> Kernel:
         return result
 
     def gradient(parameters, block, memory):
-        compute_logits(parameters, block, memory)
+        is_kept = block.row_stop <= parameters.kept_rows
+        if is_kept:
+            load_exponentials(parameters, block, memory)
+        else:
+            compute_logits(parameters, block, memory)
         panel = panel_of_block(parameters, block)
         columns = block.column_stop - block.column_start
         for row in range(block.row_start, block.row_stop):
@@ -75,6 +111,8 @@ def make_gradient_kernel(dtype: str) -> Kernel:
             slope, scale = slopes(parameters, row, target)
             each = compute(parameters.label_smoothing) * slope / compute(parameters.columns)
             base, label = load(parameters.logsumexp, row), target - block.column_start
+            if is_kept:
+                scale *= share_of_kept(parameters, block, row, base)
             place = row * parameters.grad_logits_row_stride
             place += block.column_start - parameters.first_column
             for start in range(0, columns, WIDTH):
@@ -84,7 +122,9 @@ def make_gradient_kernel(dtype: str) -> Kernel:
                 of_target = compute(0.0)
                 if has_target:
                     of_target = gradient_of_target(parameters, load(line, label - start), slope)
-                if parameters.softcap > 0.0:
+                if is_kept:
+                    scale_exponentials(line, count, scale, each)
+                elif parameters.softcap > 0.0:
                     differentiate_capped(parameters, line, count, base, scale, each)
                 else:
                     differentiate(line, count, base, scale, each)

@@ -13,7 +13,7 @@ from foo_ops.kernels.vectors.values import Pointer
 
 COUNTS = (
     *("rows", "columns", "depth", "has_bias", "ignore_index", "split_columns", "first_column"),
-    *("has_grad_loss", "has_grad_logsumexp"),
+    *("has_grad_loss", "has_grad_logsumexp", "kept_rows", "block_columns"),
 )
 NUMBERS = ("softcap", "softcap_inverse", "label_smoothing", "grad_mean_share")
 
@@ -43,5 +43,7 @@ def _parameters(dtype: str) -> Struct:
     fields += [("bias", pointer), ("bias_column_stride", number), ("target", Pointer("int64"))]
     fields += [(name, sums) for name in ("largest", "total", "plain", "loss", "logsumexp")]
     fields += [(name, sums) for name in ("grad_loss", "grad_logsumexp")]
-    fields += [("grad_logits", Pointer(gradient_dtype(dtype))), ("grad_logits_row_stride", number)]
+    factors = Pointer(gradient_dtype(dtype))
+    fields += [("grad_logits", factors), ("grad_logits_row_stride", number)]
+    fields += [("exponentials", factors), ("bases", sums)]
     return Struct("CrossEntropy", tuple(fields))

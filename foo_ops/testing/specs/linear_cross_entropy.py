@@ -69,8 +69,13 @@ def error_of_logits(hidden: Tensor, weight: Tensor, logits: Tensor, dtype: torch
     return 2 * error + error.amax(-1, keepdim=True)
 
 
-def gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tensors:
-    """Bound the gradients of those tensors that require one."""
+def gradient_budget(
+    sample: Sample, dtypes: Dtypes, cotangents: Tensors, *, roundings_of_logits: int = 1
+) -> Tensors:
+    """Bound the gradients of those tensors that require one.
+
+    Where exponentials are kept, the gradients of logits are rounded twice.
+    """
     hidden, weight, target, *bias = sample.inputs
     dtype = dtypes[0]
     assert dtype is not None
@@ -86,7 +91,8 @@ def gradient_budget(sample: Sample, dtypes: Dtypes, cotangents: Tensors) -> Tens
     magnitude = logits.softmax(-1) * (slope + of_logsumexp.unsqueeze(-1))
     magnitude = magnitude + slope * ((1 - smoothing) * wanted + smoothing / classes)
     rounding = roundoff(dtype if dtype == torch.bfloat16 else compute_type(dtype))
-    error = magnitude * (error_of_logits(hidden, weight, logits, dtype) + rounding)
+    error = magnitude * error_of_logits(hidden, weight, logits, dtype)
+    error = error + roundings_of_logits * magnitude * rounding
     products = (
         ("...v,vk->...k", (weight,), classes),
         ("...v,...k->vk", (hidden,), target.numel()),

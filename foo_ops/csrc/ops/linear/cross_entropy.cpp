@@ -1,8 +1,6 @@
 #include "ops/linear/cross_entropy.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/ones.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -14,6 +12,7 @@
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
 #include "launch/read_once.h"
+#include "ops/linear/cross_entropy_gradients.h"
 #include "ops/linear/cut.h"
 
 namespace foo {
@@ -22,8 +21,7 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// With what it is the product of, the logits of a block fit the second cache.
-constexpr int64_t kLogitColumns = 256, kLogitTile = 64;
+constexpr int64_t kLogitTile = 64;
 // The most splits of the classes: for each of them and each row there are three numbers.
 constexpr int64_t kMostSplits = 64;
 // So many jobs that threads have work, where there are enough rows.
@@ -44,16 +42,6 @@ Kernel& loss_kernel() {
 Kernel& gradient_kernel() {
   static auto* kernel = new Kernel("cross_entropy_gradient");
   return *kernel;
-}
-
-at::ScalarType compute_type(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-// The dtype of gradients of logits, and of what they are multiplied by. In float16 they would be
-// too small, and its products are of float32 anyway.
-at::ScalarType factor_type(at::ScalarType dtype) {
-  return dtype == at::kHalf ? at::kFloat : dtype;
 }
 
 struct Options {
@@ -127,6 +115,19 @@ ProductBlock block_of(int64_t row_start, int64_t band, int64_t rows, int64_t col
           std::min(column_start + kLogitColumns, column_stop)};
 }
 
+// What is kept of the first rows for their gradients, or nothing.
+struct Kept {
+  at::Tensor exponentials, bases;
+
+  void tell(CrossEntropy& parameters) const {
+    if (!exponentials.defined()) return;
+    parameters.kept_rows = exponentials.size(0);
+    parameters.block_columns = kLogitColumns;
+    parameters.exponentials = const_cast<void*>(exponentials.const_data_ptr());
+    parameters.bases = const_cast<void*>(bases.const_data_ptr());
+  }
+};
+
 // Jobs that follow one another have their columns in common.
 void compute_statistics(CrossEntropy& parameters, at::ScalarType dtype) {
   const int64_t splits = count_of(parameters.columns, parameters.split_columns);
@@ -166,10 +167,9 @@ void store_mean(const at::Tensor& loss, int64_t count, const at::Tensor& mean) {
 
 using Results = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-Results linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
-                             const at::Tensor& target, const OptionalTensor& bias,
-                             double label_smoothing, int64_t ignore_index, double softcap) {
-  check_linear_cross_entropy(hidden, weight, target, bias, label_smoothing, softcap);
+Results compute(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+                const OptionalTensor& bias, double label_smoothing, int64_t ignore_index,
+                double softcap, const Kept& kept) {
   const Targets targets("linear_cross_entropy", target, weight.size(0), ignore_index);
   const auto dtype = hidden.scalar_type(), sums = compute_type(dtype);
   const auto options = hidden.options().dtype(sums);
@@ -179,6 +179,7 @@ Results linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
     const Matrix left(hidden), right(weight);
     auto parameters =
         make_parameters(left, right, targets, bias, {label_smoothing, ignore_index, softcap});
+    kept.tell(parameters);
     const int64_t blocks = count_of(parameters.columns, kLogitColumns);
     parameters.split_columns = std::max<int64_t>(count_of(blocks, kMostSplits), 1) * kLogitColumns;
     const int64_t splits = count_of(parameters.columns, parameters.split_columns);
@@ -199,6 +200,31 @@ Results linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
     store_mean<float>(loss, targets.count(), mean);
   }
   return {loss, logsumexp, mean};
+}
+
+Results linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
+                             const at::Tensor& target, const OptionalTensor& bias,
+                             double label_smoothing, int64_t ignore_index, double softcap) {
+  check_linear_cross_entropy(hidden, weight, target, bias, label_smoothing, softcap);
+  return compute(hidden, weight, target, bias, label_smoothing, ignore_index, softcap, {});
+}
+
+using ResultsAndKept = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+ResultsAndKept linear_cross_entropy_training(const at::Tensor& hidden, const at::Tensor& weight,
+                                             const at::Tensor& target, const OptionalTensor& bias,
+                                             double label_smoothing, int64_t ignore_index,
+                                             double softcap) {
+  check_linear_cross_entropy(hidden, weight, target, bias, label_smoothing, softcap);
+  const auto [rows, blocks] = kept_sizes(target.numel(), hidden.size(-1), weight.size(0), softcap);
+  const auto options = hidden.options();
+  const auto dtype = hidden.scalar_type();
+  const int64_t count = rows.expect_int();
+  const Kept kept{at::empty({count, weight.size(0)}, options.dtype(factor_type(dtype))),
+                  at::empty({blocks.expect_int(), count}, options.dtype(compute_type(dtype)))};
+  return std::tuple_cat(
+      compute(hidden, weight, target, bias, label_smoothing, ignore_index, softcap, kept),
+      std::make_tuple(kept.exponentials, kept.bases));
 }
 
 // ---------------------------------------------------------------------------------------- backward
@@ -223,82 +249,19 @@ void compute_gradients(CrossEntropy& parameters, at::ScalarType dtype, int64_t s
            block(0), [&](int64_t job, int64_t, const auto& call) { call(block(job)); });
 }
 
-// What the gradients of logits are multiplied by and added to.
-class Gradients {
- public:
-  Gradients(const at::Tensor& hidden, const at::Tensor& weight, bool hidden_requires_grad,
-            bool weight_requires_grad, bool bias_requires_grad)
-      : weight_(weight), factors_(factor_type(hidden.scalar_type())) {
-    const auto options = hidden.options();
-    if (hidden_requires_grad) {
-      hidden_sums_ = at::zeros(hidden.sizes(), options.dtype(compute_type(hidden.scalar_type())));
-    }
-    if (weight_requires_grad) {
-      hidden_ = hidden.to(factors_);
-      grad_weight_ = at::empty(weight.sizes(), options);
-    }
-    if (bias_requires_grad) {
-      one_ = at::ones({1}, options.dtype(factors_));
-      grad_bias_ = at::empty({weight.size(0)}, options);
-    }
-  }
-
-  // Takes the gradients of the logits of some classes, which are all rows by so many columns.
-  void add(const at::Tensor& grad_logits, int64_t start, int64_t count) {
-    const Matrix grad(grad_logits);
-    if (hidden_sums_.defined()) {
-      const Matrix weight(weight_.narrow(0, start, count).to(factors_));
-      add_product(hidden_sums_, grad, weight.transposed());
-    }
-    if (grad_weight_.defined()) {
-      store(grad_weight_.narrow(0, start, count), grad.transposed(), Matrix(hidden_).transposed());
-    }
-    if (grad_bias_.defined()) {
-      store(grad_bias_.narrow(0, start, count), Matrix(one_, grad.rows()), grad.transposed());
-    }
-  }
-
-  std::tuple<at::Tensor, at::Tensor, at::Tensor> results() const {
-    const auto none = [&] { return at::empty({0}, weight_.options()); };
-    return {hidden_sums_.defined() ? hidden_sums_.to(weight_.scalar_type()) : none(),
-            grad_weight_.defined() ? grad_weight_ : none(),
-            grad_bias_.defined() ? grad_bias_ : none()};
-  }
-
- private:
-  void store(const at::Tensor& output, const Matrix& left, const Matrix& right) const {
-    if (output.scalar_type() == factors_) {
-      multiply(output, left, right);
-    } else {
-      const at::Tensor wide = at::empty(output.sizes(), output.options().dtype(factors_));
-      multiply(wide, left, right);
-      output.copy_(wide);
-    }
-  }
-
-  at::Tensor weight_, hidden_, one_;
-  at::Tensor hidden_sums_, grad_weight_, grad_bias_;
-  at::ScalarType factors_;
-};
-
 // A gradient that is not asked for has no elements.
-Results linear_cross_entropy_backward(const OptionalTensor& grad_loss,
-                                      const OptionalTensor& grad_logsumexp,
-                                      const OptionalTensor& grad_mean, const at::Tensor& hidden,
-                                      const at::Tensor& weight, const at::Tensor& target,
-                                      const OptionalTensor& bias, const at::Tensor& logsumexp,
-                                      bool hidden_requires_grad, bool weight_requires_grad,
-                                      bool bias_requires_grad, double label_smoothing,
-                                      int64_t ignore_index, double softcap) {
-  check_linear_cross_entropy_backward(grad_loss, grad_logsumexp, grad_mean, hidden, weight, target,
-                                      bias, logsumexp, bias_requires_grad, label_smoothing,
-                                      softcap);
-  const Targets targets("linear_cross_entropy_backward", target, weight.size(0), ignore_index);
+Results differentiate(const char* name, const OptionalTensor& grad_loss,
+                      const OptionalTensor& grad_logsumexp, const OptionalTensor& grad_mean,
+                      const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+                      const OptionalTensor& bias, const at::Tensor& logsumexp, const Kept& kept,
+                      bool hidden_requires_grad, bool weight_requires_grad, bool bias_requires_grad,
+                      const Options& options) {
+  const Targets targets(name, target, weight.size(0), options.ignore_index);
   Gradients gradients(hidden, weight, hidden_requires_grad, weight_requires_grad,
                       bias_requires_grad);
   const Matrix left(hidden), right(weight);
-  auto parameters =
-      make_parameters(left, right, targets, bias, {label_smoothing, ignore_index, softcap});
+  auto parameters = make_parameters(left, right, targets, bias, options);
+  kept.tell(parameters);
   const at::Tensor sums = logsumexp.contiguous();
   parameters.logsumexp = const_cast<void*>(sums.const_data_ptr());
   at::Tensor of_loss, of_logsumexp;
@@ -314,7 +277,7 @@ Results linear_cross_entropy_backward(const OptionalTensor& grad_loss,
   }
   if (grad_mean.has_value()) parameters.grad_mean_share = number_in(*grad_mean) / targets.count();
   if (parameters.columns == 0) return gradients.results();
-  const int64_t width = part_of(parameters.columns, kChunk, kLogitTile);
+  const int64_t width = part_of(parameters.columns, kChunk, kLogitColumns);
   const auto dtype = hidden.scalar_type();
   const at::Tensor chunk =
       at::empty({parameters.rows, width}, hidden.options().dtype(factor_type(dtype)));
@@ -330,12 +293,51 @@ Results linear_cross_entropy_backward(const OptionalTensor& grad_loss,
   return gradients.results();
 }
 
+Results linear_cross_entropy_backward(const OptionalTensor& grad_loss,
+                                      const OptionalTensor& grad_logsumexp,
+                                      const OptionalTensor& grad_mean, const at::Tensor& hidden,
+                                      const at::Tensor& weight, const at::Tensor& target,
+                                      const OptionalTensor& bias, const at::Tensor& logsumexp,
+                                      bool hidden_requires_grad, bool weight_requires_grad,
+                                      bool bias_requires_grad, double label_smoothing,
+                                      int64_t ignore_index, double softcap) {
+  check_linear_cross_entropy_backward(grad_loss, grad_logsumexp, grad_mean, hidden, weight, target,
+                                      bias, logsumexp, bias_requires_grad, label_smoothing,
+                                      softcap);
+  return differentiate("linear_cross_entropy_backward", grad_loss, grad_logsumexp, grad_mean,
+                       hidden, weight, target, bias, logsumexp, {}, hidden_requires_grad,
+                       weight_requires_grad, bias_requires_grad,
+                       {label_smoothing, ignore_index, softcap});
+}
+
+Results linear_cross_entropy_training_backward(
+    const OptionalTensor& grad_loss, const OptionalTensor& grad_logsumexp,
+    const OptionalTensor& grad_mean, const at::Tensor& hidden, const at::Tensor& weight,
+    const at::Tensor& target, const OptionalTensor& bias, const at::Tensor& logsumexp,
+    const at::Tensor& exponentials, const at::Tensor& bases, bool hidden_requires_grad,
+    bool weight_requires_grad, bool bias_requires_grad, double label_smoothing,
+    int64_t ignore_index, double softcap) {
+  check_linear_cross_entropy_backward(grad_loss, grad_logsumexp, grad_mean, hidden, weight, target,
+                                      bias, logsumexp, bias_requires_grad, label_smoothing,
+                                      softcap);
+  check_kept(hidden, weight, target, exponentials, bases, softcap);
+  return differentiate("linear_cross_entropy_training_backward", grad_loss, grad_logsumexp,
+                       grad_mean, hidden, weight, target, bias, logsumexp,
+                       {exponentials.contiguous(), bases.contiguous()}, hidden_requires_grad,
+                       weight_requires_grad, bias_requires_grad,
+                       {label_smoothing, ignore_index, softcap});
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {
   register_shared_kernel<"foo::linear_cross_entropy", &linear_cross_entropy>(library);
   register_shared_kernel<"foo::linear_cross_entropy_backward", &linear_cross_entropy_backward>(
       library);
+  register_shared_kernel<"foo::linear_cross_entropy_training", &linear_cross_entropy_training>(
+      library);
+  register_shared_kernel<"foo::linear_cross_entropy_training_backward",
+                         &linear_cross_entropy_training_backward>(library);
 }
 
 }  // namespace foo

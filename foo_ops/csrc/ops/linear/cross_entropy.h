@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <utility>
 
 #include "launch/layout.h"
 #include "ops/linear/product.h"
@@ -14,10 +15,12 @@ namespace foo {
 
 // Logits are the product of left, whose rows are those of hidden, and right, whose columns are the
 // rows of weight, plus a bias. Strides are in elements. What has an element for each row is
-// adjacent; largest, total and plain have one for each row of each split of the columns.
+// adjacent; largest, total and plain have one for each row of each split of the columns. Of the
+// first rows, exponentials are kept for the gradients: exp(logit - base) for each column,
+// contiguous, and the base for each row of each block of so many columns.
 struct CrossEntropy {
   int64_t rows, columns, depth, has_bias, ignore_index, split_columns, first_column;
-  int64_t has_grad_loss, has_grad_logsumexp;
+  int64_t has_grad_loss, has_grad_logsumexp, kept_rows, block_columns;
   double softcap, softcap_inverse, label_smoothing, grad_mean_share;
   const void* left;
   int64_t left_row_stride, left_step_stride;
@@ -30,6 +33,7 @@ struct CrossEntropy {
   const void *grad_loss, *grad_logsumexp;
   void* grad_logits;
   int64_t grad_logits_row_stride;
+  void *exponentials, *bases;
 };
 
 template <>
@@ -38,10 +42,10 @@ struct Layout<CrossEntropy> {
   static constexpr const char* name = "CrossEntropy";
   static constexpr Field fields[] = FOO_FIELDS(
       rows, columns, depth, has_bias, ignore_index, split_columns, first_column, has_grad_loss,
-      has_grad_logsumexp, softcap, softcap_inverse, label_smoothing, grad_mean_share, left,
-      left_row_stride, left_step_stride, right, right_column_stride, right_step_stride, bias,
-      bias_column_stride, target, largest, total, plain, loss, logsumexp, grad_loss, grad_logsumexp,
-      grad_logits, grad_logits_row_stride);
+      has_grad_logsumexp, kept_rows, block_columns, softcap, softcap_inverse, label_smoothing,
+      grad_mean_share, left, left_row_stride, left_step_stride, right, right_column_stride,
+      right_step_stride, bias, bias_column_stride, target, largest, total, plain, loss, logsumexp,
+      grad_loss, grad_logsumexp, grad_logits, grad_logits_row_stride, exponentials, bases);
 };
 static_assert(is_whole<CrossEntropy>());
 
@@ -58,5 +62,20 @@ void check_linear_cross_entropy_backward(
     const std::optional<at::Tensor>& grad_mean, const at::Tensor& hidden, const at::Tensor& weight,
     const at::Tensor& target, const std::optional<at::Tensor>& bias, const at::Tensor& logsumexp,
     bool bias_requires_grad, double label_smoothing, double softcap);
+
+// The logits of a block, which they share a base with, fit the second cache with what they are the
+// product of.
+constexpr int64_t kLogitColumns = 256;
+
+// What foo::linear_cross_entropy_training keeps: exponentials of so many rows, and the bases of so
+// many blocks of each of them.
+using KeptSizes = std::pair<c10::SymInt, c10::SymInt>;
+
+// No more than weight has elements. The exponentials of a soft cap's logits do not tell its
+// derivative.
+KeptSizes kept_sizes(const c10::SymInt& rows, const c10::SymInt& depth, const c10::SymInt& columns,
+                     double softcap);
+void check_kept(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+                const at::Tensor& exponentials, const at::Tensor& bases, double softcap);
 
 }  // namespace foo

@@ -90,4 +90,31 @@ void check_linear_cross_entropy_backward(const OptionalTensor& grad_loss,
                     ": bias must be given where bias_requires_grad is true, got None");
 }
 
+KeptSizes kept_sizes(const c10::SymInt& rows, const c10::SymInt& depth, const c10::SymInt& columns,
+                     double softcap) {
+  return {softcap > 0.0 ? c10::SymInt(0) : rows.min(depth),
+          (columns + kLogitColumns - 1) / kLogitColumns};
+}
+
+void check_kept(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+                const at::Tensor& exponentials, const at::Tensor& bases, double softcap) {
+  const char* const name = "linear_cross_entropy_training_backward";
+  const auto [most, blocks] =
+      kept_sizes(target.sym_numel(), weight.sym_size(1), weight.sym_size(0), softcap);
+  check_device(name, "exponentials", exponentials, hidden);
+  check_dimensions(name, "exponentials", exponentials, 2, "(rows, V)");
+  const c10::SymInt rows = exponentials.sym_size(0);
+  TORCH_CHECK_VALUE(rows <= most, name, ": exponentials must have at most ", most, " rows, got ",
+                    rows);
+  check_count(name, "exponentials", "columns", exponentials.sym_size(1), weight.sym_size(0),
+              "weight has rows");
+  const auto dtype = hidden.scalar_type() == at::kHalf ? at::kFloat : hidden.scalar_type();
+  TORCH_CHECK_TYPE(exponentials.scalar_type() == dtype, name, ": exponentials must be ",
+                   dtype_name(dtype), " where hidden is ", dtype_name(hidden.scalar_type()),
+                   ", got ", dtype_name(exponentials.scalar_type()));
+  const c10::SymInt of_bases[] = {blocks, rows};
+  check_sum(name, "bases", bases, of_bases, "as exponentials have blocks of columns and rows",
+            hidden);
+}
+
 }  // namespace foo
