@@ -2,12 +2,18 @@
 
 torch compiles these functions of ``torch.nn.parallel.comm`` for CUDA alone; its build for the CPU
 lacks them. They stand in ``torch._C`` here, and leave tensors of CUDA to torch's own.
+
+A program on the CPU may wrap its model, too: without an accelerator torch then calls the model.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
+
+from foo_ops.device import devices as foo_devices
+from foo_ops.device import streams as foo_streams
 
 Tensors = list[torch.Tensor]
 
@@ -29,7 +35,7 @@ def broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> Tensors:
     """Return the tensor itself for its own device, the first, and copies for the others."""
     if not devices:
         raise RuntimeError("Expected at least one device to broadcast to")
-    if tensor.is_foo and tensor.get_device() != devices[0]:
+    if tensor.device.type == "foo" and tensor.get_device() != devices[0]:
         raise RuntimeError("device of src tensor must be first in the broadcast list")
     return [tensor.to(_device(index), non_blocking=True) for index in devices]
 
@@ -83,7 +89,7 @@ def scatter(
     copies = []
     for position, chunk in enumerate(chunks):
         stream = streams[position] if streams else None
-        with torch.foo.stream(stream):
+        with foo_streams.stream(stream):
             copies.append(chunk.to(_device(devices[position]), non_blocking=True))
     return copies
 
@@ -99,7 +105,7 @@ def scatter_out(
     _check_on_foo(out)
     chunks = tensor.split_with_sizes([each.size(dim) for each in out], dim)
     for position, (each, chunk) in enumerate(zip(out, chunks)):
-        with torch.foo.stream(streams[position] if streams else None):
+        with foo_streams.stream(streams[position] if streams else None):
             each.copy_(chunk, non_blocking=True)
     return list(out)
 
@@ -109,7 +115,7 @@ def gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) -
         raise RuntimeError("Expected at least one tensor to gather from")
     _check_on_foo(tensors)
     if destination is None:
-        destination = torch.foo.current_device()
+        destination = foo_devices.current_device()
     # Copies to the CPU are waited for: they are read at once.
     device = _device(destination)
     return torch.cat([each.to(device, non_blocking=device.type == "foo") for each in tensors], dim)
@@ -120,7 +126,7 @@ def gather_out(tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int) -> 
         raise RuntimeError("Expected at least one tensor to gather from")
     _check_on_foo(tensors)
     for target, each in zip(out.split_with_sizes([t.size(dim) for t in tensors], dim), tensors):
-        target.copy_(each, non_blocking=out.is_foo)
+        target.copy_(each, non_blocking=out.device.type == "foo")
     return out
 
 
@@ -135,7 +141,23 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+_forward = torch.nn.DataParallel.forward
+
+
+def _is_on_cpu(module: torch.nn.Module) -> bool:
+    devices = {tensor.device.type for tensor in chain(module.parameters(), module.buffers())}
+    return devices == {"cpu"}
+
+
+def forward(self: torch.nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
+    """Call a model that is on the CPU, as where foo is not installed; torch would refuse it."""
+    if self.device_ids and self.src_device_obj.type == "foo" and _is_on_cpu(self.module):
+        return self.module(*inputs, **kwargs)
+    return _forward(self, *inputs, **kwargs)
+
+
 def register() -> None:
+    torch.nn.DataParallel.forward = forward  # type: ignore[method-assign]
     for name, function in FUNCTIONS.items():
         setattr(torch._C, name, _beside(function, getattr(torch._C, name, None)))
 
@@ -146,7 +168,7 @@ def _beside(function: Callable[..., Any], of_cuda: Callable[..., Any] | None) ->
 
     def call(tensors: Any, *arguments: Any) -> Any:
         first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
-        is_for_foo = torch.foo.is_available() and not (first is not None and first.is_cuda)
+        is_for_foo = foo_devices.is_available() and not (first is not None and first.is_cuda)
         return (function if is_for_foo else of_cuda)(tensors, *arguments)
 
     return call

@@ -3,6 +3,7 @@
 torch advises against them. ``tensor.type()`` returns their names.
 """
 
+import types
 from typing import Any
 
 import torch
@@ -31,13 +32,13 @@ class TensorType(type):
 
     # Tensor.type reads the name that C has for the class, in which the module must stand.
     @property
-    def __name__(cls) -> str:
+    def __name__(cls) -> str:  # type: ignore[override]
         return cls.__qualname__
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return (
             isinstance(instance, torch.Tensor)
-            and instance.is_foo
+            and instance.device.type == "foo"
             and (instance.dtype == cls.dtype and instance.layout == torch.strided)
         )
 
@@ -64,7 +65,7 @@ class TensorType(type):
 def _storage_class(name: str, dtype: torch.dtype) -> type:
     # torch reads the device from the name of the module.
     members = {"dtype": dtype, "_dtype": dtype, "__module__": "torch.foo"}
-    return type(_LegacyStorage)(name, (_LegacyStorage,), members)
+    return types.new_class(name, (_LegacyStorage,), exec_body=lambda body: body.update(members))
 
 
 def _tensor_class(name: str, dtype: torch.dtype) -> type:

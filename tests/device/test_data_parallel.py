@@ -138,6 +138,16 @@ def test_errors(call, message):
         call()
 
 
+def test_a_model_on_the_cpu_runs_there():
+    """A program that knows nothing of foo may have one; with foo installed it goes on."""
+    x = torch.rand(4, 5, dtype=torch.float64)
+    parallel = nn.DataParallel(model().eval())
+    assert torch.equal(parallel(x), model().eval()(x))
+    message = r"device foo:0 \(device_ids\[0\]\) but found one of them on device: foo:1"
+    with pytest.raises(RuntimeError, match=message):
+        nn.DataParallel(model().to("foo:1"))(x)
+
+
 def test_an_error_of_a_replica_comes_back():
     class Fails(nn.Module):
         def forward(self, x):

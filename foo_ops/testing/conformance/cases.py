@@ -35,9 +35,7 @@ from foo_ops.testing.conformance.fakes import check_announced, to_channels_last
 
 # Samples of an operator for a dtype that are run, evenly over all that there are.
 MAX_SAMPLES = 6
-
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.complex64)
-
 OPTIMIZER_STEPS = 3
 
 
@@ -64,7 +62,7 @@ def all_cases() -> list[Case]:
         for info in module_db
         for dtype in info.supported_dtypes("cpu")
     ]
-    cases += [Case("optimizers", info.optim_cls.__name__, "float32") for info in optim_db]
+    cases += [Case("optimizers", _class_name(info), "float32") for info in optim_db]
     return cases
 
 
@@ -81,17 +79,20 @@ def _name(op: Any) -> str:
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
 
 
+def _class_name(info: Any) -> str:
+    return info.optim_cls.__name__
+
+
 _OPERATORS = {_name(op): op for op in op_db}
 
 _MODULES = {info.name: info for info in module_db}
 
-_OPTIMIZERS = {info.optim_cls.__name__: info for info in optim_db}
+_OPTIMIZERS = {_class_name(info): info for info in optim_db}
 
 
 def _evenly(items: Iterator[Any], count: int) -> list[Any]:
-    items = list(itertools.islice(items, 200))
-    step = max(1, -(-len(items) // count))
-    return items[::step]
+    first = list(itertools.islice(items, 200))
+    return first[:: max(1, -(-len(first) // count))]
 
 
 def _call(op: Any, sample: Any) -> Callable[[], Any]:
@@ -383,7 +384,7 @@ def _check_optimizer(info: Any, kwargs: dict[str, Any], what: str) -> None:
 
         return steps
 
-    if info.optim_cls.__name__ == "Muon":
+    if _class_name(info) == "Muon":
         cpu, there = cpu[:2], there[:2]
     assert agree(train(there), train(cpu), what) is not None, f"{what}: both raise"
 

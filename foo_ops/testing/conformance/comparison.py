@@ -155,7 +155,7 @@ def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def tolerance(expected: torch.Tensor) -> dict[str, float]:
+def tolerance(expected: torch.Tensor) -> dict[str, Any]:
     """Return tolerances for assert_close: torch's own, and what dtype and largest element allow."""
     if not (expected.is_floating_point() and rounds_otherwise()):
         return {}
