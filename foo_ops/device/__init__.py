@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from foo_ops.device import _registration, _utils, amp, memory, random, streams
+from foo_ops.device import _registration, _utils, amp, memory, random, streams, typed
 from foo_ops.device.amp import (
     get_amp_supported_dtype,
     get_autocast_dtype,
@@ -50,9 +50,11 @@ from foo_ops.device.memory import (
     host_memory_stats,
     host_memory_stats_as_nested_dict,
     max_memory_allocated,
+    max_memory_cached,
     max_memory_reserved,
     mem_get_info,
     memory_allocated,
+    memory_cached,
     memory_reserved,
     memory_snapshot,
     memory_stats,
@@ -60,6 +62,8 @@ from foo_ops.device.memory import (
     memory_summary,
     reset_accumulated_host_memory_stats,
     reset_accumulated_memory_stats,
+    reset_max_memory_allocated,
+    reset_max_memory_cached,
     reset_peak_host_memory_stats,
     reset_peak_memory_stats,
     set_per_process_memory_fraction,
@@ -150,10 +154,12 @@ __all__ = [
     "manual_seed",
     "manual_seed_all",
     "max_memory_allocated",
+    "max_memory_cached",
     "max_memory_reserved",
     "mem_get_info",
     "memory",
     "memory_allocated",
+    "memory_cached",
     "memory_reserved",
     "memory_snapshot",
     "memory_stats",
@@ -163,6 +169,8 @@ __all__ = [
     "random",
     "reset_accumulated_host_memory_stats",
     "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
     "reset_operator_counts",
     "reset_peak_host_memory_stats",
     "reset_peak_memory_stats",
@@ -188,6 +196,8 @@ def __getattr__(name: str) -> Any:
     # torch.utils.checkpoint reads it, and it changes.
     if name == "_initialized":
         return is_initialized()
+    if name in typed.CLASSES:
+        return typed.CLASSES[name]
     raise AttributeError(f"module 'torch.foo' has no attribute {name!r}")
 
 

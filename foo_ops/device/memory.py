@@ -1,5 +1,6 @@
 """Report memory figures, exact to the byte, and manage the cache of freed blocks."""
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -256,6 +257,64 @@ def reset_accumulated_host_memory_stats() -> None:
         >>> torch.foo.reset_accumulated_host_memory_stats()
     """
     _C.reset_accumulated_pinned_memory_stats()
+
+
+def memory_cached(device: Any = None) -> int:
+    """Return :func:`memory_reserved`, whose former name this is.
+
+    Example:
+        >>> torch.foo.memory_cached() == torch.foo.memory_reserved()
+        True
+    """
+    _warn_renamed("memory_cached", "memory_reserved")
+    return memory_reserved(device)
+
+
+def max_memory_cached(device: Any = None) -> int:
+    """Return :func:`max_memory_reserved`, whose former name this is.
+
+    Example:
+        >>> torch.foo.max_memory_cached() == torch.foo.max_memory_reserved()
+        True
+    """
+    _warn_renamed("max_memory_cached", "max_memory_reserved")
+    return max_memory_reserved(device)
+
+
+def reset_max_memory_allocated(device: Any = None) -> None:
+    """Call :func:`reset_peak_memory_stats`: all peaks begin again.
+
+    Example:
+        >>> torch.foo.reset_max_memory_allocated()
+    """
+    _warn_resets_all("reset_max_memory_allocated")
+    reset_peak_memory_stats(device)
+
+
+def reset_max_memory_cached(device: Any = None) -> None:
+    """Call :func:`reset_peak_memory_stats`: all peaks begin again.
+
+    Example:
+        >>> torch.foo.reset_max_memory_cached()
+    """
+    _warn_resets_all("reset_max_memory_cached")
+    reset_peak_memory_stats(device)
+
+
+# torch.cuda warns in the same words.
+def _warn_renamed(old: str, new: str) -> None:
+    warnings.warn(
+        f"`torch.foo.{old}` has been renamed to `torch.foo.{new}`", FutureWarning, stacklevel=3
+    )
+
+
+def _warn_resets_all(name: str) -> None:
+    warnings.warn(
+        f"torch.foo.{name} now calls torch.foo.reset_peak_memory_stats, which resets /all/ peak "
+        "memory stats.",
+        FutureWarning,
+        stacklevel=3,
+    )
 
 
 def memory_snapshot() -> list[dict[str, Any]]:

@@ -294,6 +294,32 @@ def data_parallel_with_different_starts():
         assert torch.equal(*others)
 
 
+def sync_batch_norm():
+    """Parts of a batch, of different sizes, are normalized as the whole batch is."""
+    rank = dist.get_rank()
+    for dtype, shape in ((torch.float64, (5, 3)), (torch.float32, (5, 3, 4, 2))):
+        whole = torch.rand(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+        weights = torch.linspace(-1, 2, whole.numel(), dtype=dtype).reshape(shape)
+        rows = slice(0, 2) if rank == 0 else slice(2, 5)
+        kind = nn.BatchNorm1d if whole.dim() == 2 else nn.BatchNorm2d
+        reference = kind(3).double()
+        nn.init.uniform_(reference.weight, generator=torch.Generator().manual_seed(2))
+        synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(reference))
+        synchronized.to("foo", dtype)
+        expected_x = whole.double().clone().requires_grad_()
+        x = whole[rows].to("foo").requires_grad_()
+        expected, actual = reference(expected_x), synchronized(x)
+        (expected * weights).sum().backward()
+        (actual * weights[rows].to("foo")).sum().backward()
+        assert_near(actual, expected[rows])
+        assert_near(x.grad, expected_x.grad[rows])
+        assert_near(synchronized.running_mean, reference.running_mean)
+        assert_near(synchronized.running_var, reference.running_var)
+        for one, other in zip(synchronized.parameters(), reference.parameters()):
+            dist.all_reduce(one.grad)
+            assert_near(one.grad, other.grad)
+
+
 def fully_sharded():
     net = make_net().to("foo")
     mesh = dist.init_device_mesh("foo", (RANKS,))

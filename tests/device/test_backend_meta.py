@@ -1,4 +1,4 @@
-"""A tensor bears the numbers of a backend through copies, files and views."""
+"""A tensor bears numbers and flags of a backend through copies, files and views."""
 
 import copy
 import io
@@ -76,3 +76,47 @@ def test_file_for_the_cpu(tensor):
 def test_only_tensors_of_foo_take_it():
     with pytest.raises(ValueError, match="foo: tensor must be a dense one on foo, got one on cpu"):
         torch.foo.set_backend_meta(torch.ones(2), 1, 2)
+
+
+FLAGS = {"version_number": True, "format_number": True, "packed": False}
+
+
+def flags_of(tensor):
+    return torch._utils.get_tensor_metadata(tensor)
+
+
+def test_flags_that_torch_sets():
+    tensor = torch.rand(3, 3, device="foo")
+    assert flags_of(tensor) == {}
+    torch._utils.set_tensor_metadata(tensor, FLAGS)
+    assert flags_of(tensor) == flags_of(tensor[1:]) == flags_of(tensor.t()) == FLAGS
+    for same in (tensor.clone(), tensor.to("foo:1"), copy.deepcopy(tensor),
+                 saved_and_loaded(tensor), saved_and_loaded(tensor, map_location="foo:1"),
+                 tensor.cpu().foo()):  # fmt: skip
+        assert flags_of(same) == FLAGS
+        assert torch.equal(same.cpu(), tensor.cpu())
+    assert flags_of(saved_and_loaded(tensor, map_location="cpu")) == {}
+    torch._utils.set_tensor_metadata(tensor, {"other": True})
+    assert flags_of(tensor) == {"other": True}
+    assert flags_of(tensor * 2) == {}
+
+
+def test_flags_beside_numbers_and_pending_operations(tensor):
+    metadata = flags_of(tensor)
+    torch._utils.set_tensor_metadata(tensor, metadata | {"packed": True})
+    assert torch.foo.get_backend_meta(tensor) == (3, -29)
+    torch.foo.set_backend_meta(tensor, 7, 8)
+    assert flags_of(tensor)["packed"]
+    both = torch.ones(2, dtype=torch.complex64, device="foo")
+    torch._utils.set_tensor_metadata(both, FLAGS)
+    first, second = saved_and_loaded([both, both.conj()])
+    assert second.is_conj()
+    assert flags_of(first) == FLAGS
+    assert flags_of(second) == FLAGS | {"conj": True}
+
+
+def test_a_file_with_other_numbers():
+    tensor = torch.ones(2, device="foo")
+    message = "foo: backend metadata in a file must be two numbers, got 'foo.backend_meta 1 x'"
+    with pytest.raises(RuntimeError, match=message):
+        torch._utils.set_tensor_metadata(tensor, {"foo.backend_meta 1 x": True})

@@ -22,6 +22,7 @@ CHECKS = Path(__file__).with_name("distributed_checks.py")
                 "data_parallel_with_different_starts",
             ],
         ),
+        ("gloo", ["sync_batch_norm"]),
         ("gloo", ["fully_sharded", "fully_sharded_first_version", "distributed_tensors"]),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),

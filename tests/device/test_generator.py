@@ -125,6 +125,22 @@ def test_there_is_no_offset():
         generator.set_offset(4)
 
 
+def test_generators_can_share_a_state():
+    generator = torch.Generator("foo").manual_seed(3)
+    shared = generator.graphsafe_get_state()
+    expected = torch.rand(6, generator=torch.Generator().manual_seed(3))
+    drawn = [torch.rand(3, device="foo", generator=each).cpu() for each in (generator, shared)]
+    assert torch.equal(torch.cat(drawn), expected)
+    other = torch.Generator("foo").manual_seed(5)
+    assert other.graphsafe_set_state(shared) is other
+    assert other.initial_seed() == 3
+    other.manual_seed(3)
+    drawn = [torch.rand(3, device="foo", generator=each).cpu() for each in (other, generator)]
+    assert torch.equal(torch.cat(drawn), expected)
+    with pytest.raises(ValueError, match="foo: state must be a generator of foo, got one of cpu"):
+        generator.graphsafe_set_state(torch.Generator())
+
+
 def test_fork_rng():
     states = torch.foo.get_rng_state_all()
     with torch.random.fork_rng(devices=[0, 1], device_type="foo"):

@@ -26,18 +26,12 @@ MISSING = {
     "other allocators": "CUDAPluggableAllocator MemPool caching_allocator_disabled"
     " caching_allocator_enable change_current_allocator use_mem_pool",
     "streams of others": "ExternalStream GreenContext get_stream_from_external",
-    "deprecated": "has_half max_memory_cached memory_cached reset_max_memory_allocated"
-    " reset_max_memory_cached sparse",
+    "deprecated": "has_half sparse",
 }
 
 
-def is_typed(name):
-    """Return whether it is a class for one dtype, which torch itself advises against."""
-    return name.endswith(("Tensor", "Storage"))
-
-
 def test_names_of_cuda():
-    missing = {name for name in NAMES if not is_typed(name) and not hasattr(torch.foo, name)}
+    missing = {name for name in NAMES if not hasattr(torch.foo, name)}
     assert missing == set(" ".join(MISSING.values()).split())
 
 

@@ -15,8 +15,11 @@ from foo_ops import language
 from foo_ops.kernels.vectors import plain_language, views
 from foo_ops.kernels.vectors.plain_views import Pointer, View
 
-# Programs, and what needs a process of its own.
-LEFT_OUT = ("foo_ops.demo.__main__", "foo_ops.testing.pytest_plugin")
+# Programs, what needs a process of its own, and what needs a library that is not installed.
+LEFT_OUT = (
+    *("foo_ops.demo.__main__", "foo_ops.testing.pytest_plugin"),
+    *("foo_ops.testing.conformance.", "foo_ops.integrations.lightning"),
+)
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(foo_ops.__path__, "foo_ops.")

@@ -1,5 +1,6 @@
-// A pair of numbers that a tensor of foo may bear, as backends with memory formats of their own
-// use it. It belongs to the memory, and goes with it through views, copies and files.
+// What a tensor of foo may bear, as backends with memory formats of their own use it: a pair of
+// numbers, and flags that torch._utils.set_tensor_metadata gave. It belongs to the memory, and goes
+// with it through views, copies and files.
 #pragma once
 
 #include <ATen/core/Tensor.h>

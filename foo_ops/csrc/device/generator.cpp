@@ -56,6 +56,17 @@ c10::intrusive_ptr<c10::TensorImpl> GeneratorImpl::get_state() const {
   return host_.unsafeGetGeneratorImpl()->get_state();
 }
 
+c10::intrusive_ptr<c10::GeneratorImpl> GeneratorImpl::graphsafe_get_state() const {
+  return c10::make_intrusive<GeneratorImpl>(device_.index(), host_);
+}
+
+void GeneratorImpl::graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) {
+  const auto* other = dynamic_cast<const GeneratorImpl*>(state.get());
+  TORCH_CHECK_VALUE(other != nullptr, "foo: state must be a generator of foo, got one of ",
+                    state->device());
+  host_ = other->host_;
+}
+
 c10::DeviceType GeneratorImpl::device_type() {
   return kFoo;
 }

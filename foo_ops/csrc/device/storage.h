@@ -5,6 +5,8 @@
 #include <c10/core/Storage.h>
 
 #include <optional>
+#include <string>
+#include <unordered_map>
 #include <utility>
 
 namespace foo::device {
@@ -12,11 +14,21 @@ namespace foo::device {
 // Version and number of a format.
 using Format = std::pair<int64_t, int64_t>;
 
+// What torch._utils.set_tensor_metadata takes, and files keep.
+using Flags = std::unordered_map<std::string, bool>;
+
+struct Metadata {
+  std::optional<Format> format;
+  Flags flags;
+
+  bool is_empty() const { return !format.has_value() && flags.empty(); }
+};
+
 struct StorageImpl final : c10::StorageImpl {
   using c10::StorageImpl::StorageImpl;
 
-  // The metadata of backend_meta.h: all tensors over one memory have one format.
-  std::optional<Format> format;
+  // All tensors over one memory bear the same.
+  Metadata metadata;
 };
 
 // The memory is of `device`; the storage grows on that device.

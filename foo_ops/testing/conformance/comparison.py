@@ -1,4 +1,4 @@
-"""Bring samples to foo, and compare what comes out with the CPU."""
+"""Bring samples to a device, and compare what comes out with the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch.testing._comparison import default_tolerances
 from torch.testing._internal.opinfo.core import SampleInput
 from torch.utils._pytree import tree_leaves, tree_map
 
-# Their kernels on foo are its own, and round otherwise than those of the CPU; operators of the
+# On foo their kernels are its own, and round otherwise than those of the CPU; operators of the
 # package have only such.
 OWN_PRODUCTS = {
     "aten::addmm",
@@ -38,43 +38,65 @@ UNINITIALIZED = {
     "new_empty_strided",
 }
 
-# The name of the case that runs.
+# Devices that draw the same random numbers as the CPU.
+SAME_NUMBERS = {"cpu", "foo"}
+
+# The device that is compared, and the name of the case that runs.
+_device = torch.device("cpu")
 _current = ""
+
+
+def choose_device(name: str) -> None:
+    global _device
+    _device = torch.device(name)
 
 
 def begin(name: str) -> None:
     """Remember which operator or module is compared next."""
     global _current
     _current = name
-    torch.foo.reset_operator_counts()
+    if _device.type == "foo":
+        torch.foo.reset_operator_counts()  # type: ignore[attr-defined]
 
 
 def rounds_otherwise() -> bool:
-    """Tell whether a kernel of foo's own has computed a part of the case that runs."""
-    ran = {name for name, count in torch.foo.operator_counts().items() if count.own > 0}
+    """Tell whether kernels that round otherwise than the CPU's computed a part of the case.
+
+    foo knows of each operator which kernel ran. Others have kernels of their own for all.
+    """
+    if _device.type != "foo":
+        return True
+    counts = torch.foo.operator_counts().items()  # type: ignore[attr-defined]
+    ran = {name for name, count in counts if count.own > 0}
     return _current in OTHER_STEPS or any(
         name.startswith("foo::") or name.partition(".")[0] in OWN_PRODUCTS for name in ran
     )
 
 
-def to_foo(value: Any) -> Any:
-    """Copy a tensor to foo with strides, storage, pending conjugation and requires_grad."""
+def is_there(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == _device.type
+
+
+def to_device(value: Any) -> Any:
+    """Copy a tensor with strides, storage, pending conjugation and requires_grad."""
+    if isinstance(value, torch.nn.Module):
+        return value.to(_device)
     if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
-        return torch.device("foo")
+        return _device
     if isinstance(value, torch.Generator):
-        return torch.Generator("foo").manual_seed(value.initial_seed())
+        return torch.Generator(_device).manual_seed(value.initial_seed())
     if not isinstance(value, torch.Tensor):
         return value
     if value.layout != torch.strided or value.is_quantized or value.is_nested:
-        return value.detach().to("foo").requires_grad_(value.requires_grad)
+        return value.detach().to(_device, copy=True).requires_grad_(value.requires_grad)
     plain = value.detach()
     if plain.is_conj():
-        result = to_foo(plain.conj()).conj()
+        result = to_device(plain.conj()).conj()
     elif plain.is_neg():
-        result = to_foo(plain._neg_view())._neg_view()
+        result = to_device(plain._neg_view())._neg_view()
     else:
         storage = plain.untyped_storage()
-        memory = torch.empty(0, dtype=torch.uint8).set_(storage).to("foo")
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage).to(_device, copy=True)
         memory = memory[: len(memory) // value.itemsize * value.itemsize].view(value.dtype)
         result = memory.as_strided(plain.size(), plain.stride(), plain.storage_offset())
     return result.requires_grad_(value.requires_grad)
@@ -101,8 +123,8 @@ def mapper(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return call
 
 
-def sample_on_foo(op: Any, sample: SampleInput) -> SampleInput:
-    result = map_sample(mapper(to_foo), sample)
+def sample_there(op: Any, sample: SampleInput) -> SampleInput:
+    result = map_sample(mapper(to_device), sample)
     if op.name in HOST_ARGUMENTS:
         result.args = sample.args
     return result
@@ -120,7 +142,7 @@ def map_sample(function: Callable[[Any], Any], sample: SampleInput) -> SampleInp
     return result
 
 
-# The state of the CPU's generator when a call starts, which no call on foo may change.
+# The state of the CPU's generator when a call starts, which no call on another device may change.
 SEEDED = torch.manual_seed(0).get_state()
 
 
@@ -133,7 +155,7 @@ def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def tolerance(expected: torch.Tensor) -> dict[str, float]:
+def tolerance(expected: torch.Tensor) -> dict[str, Any]:
     """Return tolerances for assert_close: torch's own, and what dtype and largest element allow."""
     if not (expected.is_floating_point() and rounds_otherwise()):
         return {}
@@ -159,7 +181,7 @@ def compare(actual: Any, expected: Any, what: str, *, values: bool = True) -> No
 
 def compare_tensors(actual: Any, expected: torch.Tensor, what: str, values: bool) -> None:
     assert isinstance(actual, torch.Tensor), f"{what}: {type(actual)} instead of a tensor"
-    assert actual.device.type == "foo", f"{what}: result on {actual.device}"
+    assert is_there(actual), f"{what}: result on {actual.device}"
     for attribute in ("dtype", "layout", "requires_grad"):
         one, other = getattr(actual, attribute), getattr(expected, attribute)
         assert one == other, f"{what}: {attribute} {one} instead of {other}"
@@ -180,12 +202,15 @@ def compare_tensors(actual: Any, expected: torch.Tensor, what: str, values: bool
 
 
 def agree(
-    on_foo: Callable[[], Any], on_cpu: Callable[[], Any], what: str, *, values: bool = True
+    there: Callable[[], Any], on_cpu: Callable[[], Any], what: str, *, values: bool = True
 ) -> tuple[Any, Any] | None:
     """Check that both results are the same, and return them; None if both raise."""
     expected, expected_error = outcome(on_cpu)
-    actual, error = outcome(on_foo)
-    assert torch.equal(torch.get_rng_state(), SEEDED), f"{what}: draws from the CPU's generator"
+    is_random = not torch.equal(torch.get_rng_state(), SEEDED)
+    actual, error = outcome(there)
+    if _device.type != "cpu":
+        assert torch.equal(torch.get_rng_state(), SEEDED), f"{what}: draws from the CPU's generator"
+    values = values and not (is_random and _device.type not in SAME_NUMBERS)
     if expected_error is not None:
         assert error is not None, f"{what}: only the cpu raises {expected_error!r}"
         return None

@@ -1,4 +1,4 @@
-"""Run each operator, module and optimizer of torch's own tests on foo against the CPU.
+"""Run each operator, module and optimizer of torch's own tests on a device against the CPU.
 
 A case is a suite, a name and a dtype. Running it raises at the first difference.
 """
@@ -11,31 +11,31 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from comparison import (
-    UNINITIALIZED,
-    agree,
-    begin,
-    compare,
-    leaf,
-    map_sample,
-    mapper,
-    outcome,
-    sample_on_foo,
-    to_foo,
-)
-from compiled import check_compiled
-from fakes import check_announced, to_channels_last
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import optim_db
 from torch.testing._internal.opinfo.core import SampleInput
 from torch.utils._pytree import tree_leaves, tree_map
 
+from foo_ops.testing.conformance.comparison import (
+    UNINITIALIZED,
+    agree,
+    begin,
+    compare,
+    is_there,
+    leaf,
+    map_sample,
+    mapper,
+    outcome,
+    sample_there,
+    to_device,
+)
+from foo_ops.testing.conformance.compiled import check_compiled
+from foo_ops.testing.conformance.fakes import check_announced, to_channels_last
+
 # Samples of an operator for a dtype that are run, evenly over all that there are.
 MAX_SAMPLES = 6
-
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.complex64)
-
 OPTIMIZER_STEPS = 3
 
 
@@ -62,12 +62,12 @@ def all_cases() -> list[Case]:
         for info in module_db
         for dtype in info.supported_dtypes("cpu")
     ]
-    cases += [Case("optimizers", info.optim_cls.__name__, "float32") for info in optim_db]
+    cases += [Case("optimizers", _class_name(info), "float32") for info in optim_db]
     return cases
 
 
 def run(case: Case) -> None:
-    """Raise an AssertionError where foo differs from the CPU, or what foo raised."""
+    """Raise an AssertionError where the device differs from the CPU, or what it raised."""
     begin(case.name)
     dtype = getattr(torch, case.dtype)
     with warnings.catch_warnings():
@@ -79,17 +79,20 @@ def _name(op: Any) -> str:
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
 
 
+def _class_name(info: Any) -> str:
+    return info.optim_cls.__name__
+
+
 _OPERATORS = {_name(op): op for op in op_db}
 
 _MODULES = {info.name: info for info in module_db}
 
-_OPTIMIZERS = {info.optim_cls.__name__: info for info in optim_db}
+_OPTIMIZERS = {_class_name(info): info for info in optim_db}
 
 
 def _evenly(items: Iterator[Any], count: int) -> list[Any]:
-    items = list(itertools.islice(items, 200))
-    step = max(1, -(-len(items) // count))
-    return items[::step]
+    first = list(itertools.islice(items, 200))
+    return first[:: max(1, -(-len(first) // count))]
 
 
 def _call(op: Any, sample: Any) -> Callable[[], Any]:
@@ -133,7 +136,7 @@ def _run_strides(name: str, dtype: torch.dtype) -> None:
 
 
 def _check_strides(op: Any, sample: Any, what: str) -> None:
-    there = sample_on_foo(op, sample)
+    there = sample_there(op, sample)
     results = agree(_call(op, there), _call(op, sample), what, values=False)
     if results is not None:
         check_announced(
@@ -146,7 +149,7 @@ def _run_devices(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     samples = filter(_is_about_a_device, op.sample_inputs("cpu", dtype))
     for position, sample in enumerate(_evenly(samples, MAX_SAMPLES)):
-        _check_mixed_devices(op, sample_on_foo(op, sample), f"sample {position}")
+        _check_mixed_devices(op, sample_there(op, sample), f"sample {position}")
 
 
 def _run_compiled(name: str, dtype: torch.dtype) -> None:
@@ -155,7 +158,7 @@ def _run_compiled(name: str, dtype: torch.dtype) -> None:
     samples = filter(_is_about_a_device, op.sample_inputs("cpu", dtype))
     for sample in itertools.islice(samples, 1):
         values = name not in UNINITIALIZED and not _drops(name, sample)
-        check_compiled(op, sample_on_foo(op, sample), sample, "sample 0", values=values)
+        check_compiled(op, sample_there(op, sample), sample, "sample 0", values=values)
 
 
 def _with_one_on_cpu(sample: Any, moved: torch.Tensor) -> SampleInput:
@@ -163,9 +166,9 @@ def _with_one_on_cpu(sample: Any, moved: torch.Tensor) -> SampleInput:
 
 
 def _check_mixed_devices(op: Any, sample: Any, what: str) -> None:
-    """Put each tensor in its turn on the CPU, the others on foo, which must be refused."""
-    on_foo = [leaf for leaf in _leaves(sample) if isinstance(leaf, torch.Tensor) and leaf.is_foo]
-    tensors = list({id(tensor): tensor for tensor in on_foo}.values())
+    """Put each tensor in its turn on the CPU, the others there, which must be refused."""
+    there = [leaf for leaf in _leaves(sample) if is_there(leaf)]
+    tensors = list({id(tensor): tensor for tensor in there}.values())
     is_empty = any(tensor.numel() == 0 for tensor in tensors)
     if len(tensors) < 2 or is_empty or outcome(_call(op, sample))[1] is not None:
         return
@@ -193,14 +196,14 @@ def _is_strided(sample: Any) -> bool:
 
 
 def _drops(name: str, sample: Any) -> bool:
-    """Return whether attention drops weights: foo's kernels drop others than the CPU's."""
+    """Return whether attention drops weights, which each device chooses for itself."""
     is_attention = name == "nn.functional.scaled_dot_product_attention"
     return is_attention and sample.kwargs.get("dropout_p", 0) > 0
 
 
 def _check_sample(op: Any, sample: Any, what: str, gradients: bool, values: bool) -> None:
     sample = map_sample(mapper(leaf), sample)
-    there = sample_on_foo(op, sample)
+    there = sample_there(op, sample)
     results = agree(_call(op, there), _call(op, sample), what, values=values)
     if results is None or not gradients or not values:
         return
@@ -218,7 +221,7 @@ def _inputs_with_gradient(sample: Any) -> list[torch.Tensor]:
 
 
 def _check_gradients(
-    actual: Any, expected: Any, foo_inputs: list[Any], cpu_inputs: list[Any], what: str
+    actual: Any, expected: Any, there_inputs: list[Any], cpu_inputs: list[Any], what: str
 ) -> None:
     def differentiable(results: Any) -> list[torch.Tensor]:
         return [
@@ -237,15 +240,12 @@ def _check_gradients(
             .to(each.device)
             for each in outputs
         ]
-        return [
-            each if each is not None else None
-            for each in torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
-        ]
+        return list(torch.autograd.grad(outputs, inputs, weights, allow_unused=True))
 
     if not differentiable(expected) or not cpu_inputs:
         return
     agree(
-        lambda: gradients(actual, foo_inputs),
+        lambda: gradients(actual, there_inputs),
         lambda: gradients(expected, cpu_inputs),
         f"{what}, gradient",
     )
@@ -273,14 +273,14 @@ def _check_out(op: Any, sample: Any, what: str, values: bool) -> None:
         make = torch.zeros_like if size_matches else lambda each: each.new_empty(0)
         return tree_map(make, expected)
 
-    there = sample_on_foo(op, sample)
+    there = sample_there(op, sample)
     for size_matches in (True, False):
         cpu_out = fresh(size_matches)
-        foo_out = tree_map(to_foo, fresh(size_matches))
-        results = agree(call(there, foo_out), call(sample, cpu_out), what, values=values)
+        there_out = tree_map(to_device, fresh(size_matches))
+        results = agree(call(there, there_out), call(sample, cpu_out), what, values=values)
         if results is not None:
-            (foo_result, _), (cpu_result, _) = results
-            for leaves in zip(*map(tree_leaves, (foo_result, foo_out, cpu_result, cpu_out))):
+            (there_result, _), (cpu_result, _) = results
+            for leaves in zip(*map(tree_leaves, (there_result, there_out, cpu_result, cpu_out))):
                 is_out = leaves[0] is leaves[1], leaves[2] is leaves[3]
                 assert is_out[0] == is_out[1], f"{what}: another tensor comes back"
 
@@ -297,7 +297,7 @@ def _check_in_place(op: Any, sample: Any, what: str, values: bool) -> None:
         )
         return lambda: (in_place(target, *sample.args, **sample.kwargs), target)
 
-    agree(call(sample_on_foo(op, sample)), call(sample), what, values=values)
+    agree(call(sample_there(op, sample)), call(sample), what, values=values)
 
 
 def _run_module(name: str, dtype: torch.dtype) -> None:
@@ -322,10 +322,10 @@ def _check_module(info: Any, each: Any, dtype: torch.dtype, training: bool, what
     module.train(training)
     if info.is_lazy:  # its parameters are those of the first call
         module(*forward.args, **forward.kwargs)
-    there = copy.deepcopy(module).to("foo")
-    foo_args, foo_kwargs = tree_map(mapper(to_foo), (forward.args, forward.kwargs))
+    there = to_device(copy.deepcopy(module))
+    there_args, there_kwargs = tree_map(mapper(to_device), (forward.args, forward.kwargs))
     results = agree(
-        lambda: there(*foo_args, **foo_kwargs),
+        lambda: there(*there_args, **there_kwargs),
         lambda: module(*forward.args, **forward.kwargs),
         what,
     )
@@ -342,7 +342,7 @@ def _check_module(info: Any, each: Any, dtype: torch.dtype, training: bool, what
 
     actual, expected = results
     _check_gradients(
-        actual, expected, leaves((foo_args, foo_kwargs), there),
+        actual, expected, leaves((there_args, there_kwargs), there),
         leaves((forward.args, forward.kwargs), module), what,
     )  # fmt: skip
     compare(there.state_dict(), module.state_dict(), f"{what}, state")
@@ -365,7 +365,7 @@ def _check_optimizer(info: Any, kwargs: dict[str, Any], what: str) -> None:
     torch.manual_seed(0)
     shapes = ((4, 3), (5, 2), (2, 2, 3))
     cpu = [torch.rand(shape).requires_grad_() for shape in shapes]
-    foo = [to_foo(each) for each in cpu]
+    there = [to_device(each) for each in cpu]
     gradients = [[torch.rand(shape) for shape in shapes] for _ in range(OPTIMIZER_STEPS)]
 
     def train(parameters: list[torch.Tensor]) -> Callable[[], Any]:
@@ -384,9 +384,9 @@ def _check_optimizer(info: Any, kwargs: dict[str, Any], what: str) -> None:
 
         return steps
 
-    if info.optim_cls.__name__ == "Muon":
-        cpu, foo = cpu[:2], foo[:2]
-    assert agree(train(foo), train(cpu), what) is not None, f"{what}: both raise"
+    if _class_name(info) == "Muon":
+        cpu, there = cpu[:2], there[:2]
+    assert agree(train(there), train(cpu), what) is not None, f"{what}: both raise"
 
 
 _RUNNERS: dict[str, Callable[[str, torch.dtype], None]] = {

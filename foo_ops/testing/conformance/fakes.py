@@ -1,4 +1,4 @@
-"""Check that fake tensors of foo announce sizes and strides of results, for torch.compile."""
+"""Check that fake tensors of a device announce sizes and strides of results, for torch.compile."""
 
 from collections.abc import Callable
 from typing import Any

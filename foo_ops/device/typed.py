@@ -1,0 +1,82 @@
+"""Classes of tensors and storages for one dtype, as old programs name them: torch.foo.FloatTensor.
+
+torch advises against them. ``tensor.type()`` returns their names.
+"""
+
+import types
+from typing import Any
+
+import torch
+from torch.storage import _LegacyStorage
+
+DTYPES = {
+    "BFloat16": torch.bfloat16,
+    "Bool": torch.bool,
+    "Byte": torch.uint8,
+    "Char": torch.int8,
+    "Double": torch.float64,
+    "Float": torch.float32,
+    "Half": torch.float16,
+    "Int": torch.int32,
+    "Long": torch.int64,
+    "Short": torch.int16,
+}
+# torch has storages of complex numbers, but no such tensors.
+STORAGE_DTYPES = DTYPES | {"ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64}
+
+
+class TensorType(type):
+    """The type of these classes, whose instances are tensors of foo with one dtype."""
+
+    dtype: torch.dtype
+
+    # Tensor.type reads the name that C has for the class, in which the module must stand.
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        return cls.__qualname__
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return (
+            isinstance(instance, torch.Tensor)
+            and instance.device.type == "foo"
+            and (instance.dtype == cls.dtype and instance.layout == torch.strided)
+        )
+
+    def __call__(cls, *arguments: Any, device: Any = "foo") -> torch.Tensor:
+        """Make a tensor of sizes, of numbers, or with the memory of another one."""
+        device = torch.device(device)
+        if device.type != "foo":
+            raise RuntimeError(
+                f"legacy constructor expects device type: foo but device type: "
+                f"{device.type} was passed"
+            )
+        if len(arguments) == 1 and not isinstance(arguments[0], int):
+            (value,) = arguments
+            if isinstance(value, torch.Tensor):
+                if not isinstance(value, cls):
+                    raise TypeError(f"expected {cls.__name__} (got {value.type()})")
+                return torch.ops.aten.alias(value)
+            if isinstance(value, torch.Size):
+                return torch.empty(value, dtype=cls.dtype, device=device)
+            return torch.tensor(value, dtype=cls.dtype, device=device)
+        return torch.empty(arguments or (0,), dtype=cls.dtype, device=device)
+
+
+def _storage_class(name: str, dtype: torch.dtype) -> type:
+    # torch reads the device from the name of the module.
+    members = {"dtype": dtype, "_dtype": dtype, "__module__": "torch.foo"}
+    return types.new_class(name, (_LegacyStorage,), exec_body=lambda body: body.update(members))
+
+
+def _tensor_class(name: str, dtype: torch.dtype) -> type:
+    members = {"dtype": dtype, "__module__": "torch.foo", "__qualname__": name}
+    return TensorType(f"torch.foo.{name}", (), members)
+
+
+CLASSES: dict[str, type] = {
+    **{f"{name}Tensor": _tensor_class(f"{name}Tensor", dtype) for name, dtype in DTYPES.items()},
+    **{
+        f"{name}Storage": _storage_class(f"{name}Storage", dtype)
+        for name, dtype in STORAGE_DTYPES.items()
+    },
+}

@@ -1,0 +1,71 @@
+"""Compare PyTorch's own operators, modules and optimizers on a device with the CPU."""
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from foo_ops.testing.conformance.processes import Case, Outcome, Worker, run_all
+from foo_ops.testing.conformance.scores import Report, read_known, read_scores, write_scores
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="python -m foo_ops.testing.conformance", description=__doc__.splitlines()[0]
+    )
+    result.add_argument("--device", default="foo", help="the device to compare with the CPU")
+    result.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module to import first, that brings the device if torch does not find it",
+    )
+    result.add_argument("--out", type=Path, help="a file for the outcomes; a second run goes on")
+    result.add_argument("--page", type=Path, help="a file for a page with the scores")
+    result.add_argument("--only", default="", help="a pattern for suite/name/dtype")
+    result.add_argument("--skip", help="a pattern for suite/name/dtype of what is not run")
+    result.add_argument("--known", type=Path, help="a file with lines 'suite/name: reason'")
+    result.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    return result
+
+
+def run(arguments: argparse.Namespace, known: Mapping[Case, str]) -> bool:
+    """Run what is asked for, show it, and return whether all is as it should be."""
+    started = time.monotonic()
+    device, out = arguments.device, arguments.out
+    kept = read_scores(out, device, torch.__version__) if out else {}
+    workers = [Worker(device, arguments.modules) for _ in range(arguments.processes)]
+    selected = [case for case in workers[0].cases() if re.search(arguments.only, "/".join(case))]
+    if arguments.skip:
+        selected = [case for case in selected if not re.search(arguments.skip, "/".join(case))]
+    outcomes: dict[Case, Outcome] = dict(kept)
+
+    def save() -> None:
+        if out:
+            write_scores(out, device, torch.__version__, outcomes)
+
+    run_all([case for case in selected if case not in kept], workers, outcomes, save)
+    save()
+    report = Report({case: outcomes[case] for case in selected}, known)
+    report.print()
+    if arguments.page:
+        arguments.page.write_text(report.page(device, torch.__version__))
+    print(f"{time.monotonic() - started:.0f} s, {arguments.processes} processes")
+    return bool(selected) and not report.failed
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    known = read_known(arguments.known) if arguments.known else {}
+    sys.exit(not run(arguments, known))
+
+
+if __name__ == "__main__":
+    main()

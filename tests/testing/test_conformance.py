@@ -1,0 +1,119 @@
+"""The conformance runs for any device: what is found, kept and shown."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from foo_ops.testing.conformance.scores import Report, cause_of, read_known, read_scores
+
+TESTS = Path(__file__).parents[1]
+CASES = "^operators/(erfinv|cosh|sinc|neg)/float64"
+
+
+def conformance(*options):
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    return subprocess.run(
+        [sys.executable, "-m", "foo_ops.testing.conformance", "--processes", "1", *options],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+
+
+def test_faults_are_found_and_a_crash_costs_one_case(tmp_path):
+    out, page, known = tmp_path / "scores.json", tmp_path / "page.md", tmp_path / "known.txt"
+    known.write_text("# comment\noperators/sinc: not yet\n")
+    options = ["--device", "cpu", "--import", "support.faulty_operators", "--only", CASES]
+    options += ["--out", str(out), "--page", str(page), "--known", str(known)]
+    result = conformance(*options)
+    assert result.returncode == 1, result.stderr
+    cases = json.loads(out.read_text())["cases"]
+    assert sorted(cases) == [f"operators/{it}/float64" for it in ("cosh", "erfinv", "neg", "sinc")]
+    assert cases["operators/neg/float64"] is None
+    assert cases["operators/cosh/float64"] == "the process ended with 3"
+    assert "not close" in cases["operators/erfinv/float64"]
+    assert "sinc is not there" in cases["operators/sinc/float64"]
+    assert "operators          4       1       2       1" in result.stdout
+    text = page.read_text()
+    assert "| operators | 4 | 1 | 2 | 1 |" in text
+    assert "- **crashed**: 1 cases of `operators/cosh`" in text
+    assert "- **other values**: 1 cases of `operators/erfinv`" in text
+    assert "- `operators/sinc/float64`: not yet" in text
+
+    # What is in the file is not run again.
+    kept = json.loads(out.read_text())
+    kept["cases"] = {"operators/erfinv/float64": None, "operators/neg/float64": "of before"}
+    out.write_text(json.dumps(kept))
+    result = conformance(*options, "--skip", "cosh")
+    cases = json.loads(out.read_text())["cases"]
+    assert cases["operators/neg/float64"] == "of before"
+    assert cases["operators/erfinv/float64"] is None
+    assert "sinc is not there" in cases["operators/sinc/float64"]
+    assert "operators/cosh/float64" not in cases
+    assert "FAILED operators/neg/float64: of before" in result.stdout
+
+    result = conformance("--device", "foo", "--only", "nothing", "--out", str(out))
+    assert result.returncode == 1
+    assert f"{out} must be of device foo to be resumed, got cpu" in result.stderr
+
+
+def test_another_device_runs_without_foo(tmp_path):
+    """foo would take the one key that torch has for devices from outside."""
+    (tmp_path / "no_foo.py").write_text(
+        "import sys, torch\n"
+        "assert 'foo_ops._C' not in sys.modules\n"
+        "assert torch._C._get_privateuse1_backend_name() == 'privateuseone'\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(tmp_path)])}
+    command = [sys.executable, "-m", "foo_ops.testing.conformance", "--device", "cpu"]
+    result = subprocess.run(
+        [*command, "--import", "no_foo", "--only", "operators/neg/float32", "--processes", "1"],
+        capture_output=True,
+        text=True,
+        env=environment | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )
+    assert result.returncode == 0, result.stderr + result.stdout
+
+
+def test_a_worker_that_does_not_start():
+    result = conformance("--device", "cpu", "--import", "no_such_module")
+    assert result.returncode == 1
+    assert "conformance: a worker does not start (the process ended with 1)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ("the process ended with -11", "crashed"),
+        ("the process ended with -9", "took too long, or memory ran out"),
+        ("sample 0: raises NotImplementedError('x')", "is not implemented"),
+        ("sample 0: raises RuntimeError('Could not run')", "is not implemented"),
+        ("sample 0: raises RuntimeError('x')", "raises an error"),
+        ("sample 0: only the cpu raises ValueError()", "takes what the CPU refuses"),
+        ("sample 0: tensor 1 of 2 may be on the CPU", "tensors of two devices are not refused"),
+        ("sample 0: layout [], announced []", "torch.compile expects another layout"),
+        ("sample 0: draws from the CPU's generator", "draws from the generator of the CPU"),
+        ("sample 0: Tensor-likes are not close!", "other values"),
+        ("sample 0: dtype torch.int instead of torch.long", "other kind of result"),
+        ("?", "other"),
+    ],
+)
+def test_causes(message, cause):
+    assert cause_of(message) == cause
+
+
+def test_known_cases(tmp_path):
+    outcomes = {("a", "x", "int"): "bad", ("a", "y", "int"): None, ("a", "z", "int"): None}
+    report = Report(outcomes, {("a", "x"): "why", ("a", "y", "int"): "why not"})
+    assert report.rows() == [("a", [3, 1, 1, 1])]
+    assert report.failed == {("a", "y", "int"): "passes, but is listed as known"}
+    file = tmp_path / "known.txt"
+    file.write_text("operators\n")
+    message = "known.txt must have lines 'suite/name: reason', got 'operators'$"
+    with pytest.raises(ValueError, match=message):
+        read_known(file)
+    assert read_scores(tmp_path / "none.json", "foo", "2") == {}
