@@ -36,6 +36,7 @@ PYTHON_ROOMS = {
         *("_after_import.py", "__init__.py"),
     ),
     "__init__.py": ("_autoload.py",),
+    "_entry_point": ("__init__.py",),
     "custom_ops": ("library",),
     "testing": ("library", "sanitizer"),
     "integrations": ("ops",),
