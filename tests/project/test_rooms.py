@@ -41,6 +41,7 @@ PYTHON_ROOMS = {
     "testing": ("library", "sanitizer"),
     "integrations": ("ops",),
     "demo": ("__init__.py",),
+    "compile.py": ("__init__.py", "testing", "kernels/compiler"),
     "info.py": ("__init__.py", "kernels/compiler"),
 }
 CPP_ROOMS = {
