@@ -26,7 +26,7 @@ except ModuleNotFoundError:
         "foo_ops is built for the torch that is installed, and there is none: "
         "pip install torch setuptools ninja, then pip install --no-build-isolation foo_ops"
     )
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
 
 SOURCE_FOLDER = Path("foo_ops/csrc")
 # Packages outside of foo_ops, whose import is that of torch: pytest and torch import them at their

@@ -1,4 +1,4 @@
-"""``python -m foo_ops.compile`` compiles kernels ahead of time: for an image, a fleet, a read-only home.
+"""``python -m foo_ops.compile`` compiles kernels ahead of time: for an image, or a fleet.
 
 It calls the operators on the samples of their specs (foo_ops.testing), forward and backward, in the
 dtypes that models have, and leaves what they need in the cache of kernels (FOO_CACHE_DIR).

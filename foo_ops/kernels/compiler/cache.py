@@ -204,8 +204,8 @@ def _limit() -> int:
     match = re.fullmatch(r"(\d+)([KMG]?)", text)
     if match is None:
         _warn_once(
-            f"FOO_CACHE_LIMIT must be a number of bytes, such as 1000000, 512M or 2G, got {text!r}: "
-            f"{_LIMIT} is used"
+            "FOO_CACHE_LIMIT must be a number of bytes, such as 1000000, 512M or 2G, got "
+            f"{text!r}: {_LIMIT} is used"
         )
         return 2**30
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]
