@@ -1,8 +1,8 @@
 """Checks a wheel: what is in it, and that it works in a clean environment without a compiler.
 
-``python release/check_wheel.py build/dist/foo_ops-*.whl``. There the quick starts of the README run,
-which compile kernels, and the tests of the device. `torch.compile` needs a compiler of its own, and
-is left out.
+``python release/check_wheel.py build/dist/foo_ops-*.whl``. There the quick starts of the README
+run, which compile kernels, and the tests of the device. `torch.compile` needs a compiler of its
+own, and is left out.
 """
 
 from __future__ import annotations

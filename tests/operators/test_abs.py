@@ -2,11 +2,10 @@
 
 import itertools
 import math
+import warnings
 
 import hypothesis
 import numpy as np
-import warnings
-
 import pytest
 import torch
 from hypothesis import strategies
