@@ -1,12 +1,29 @@
 # Each target sets up what it needs and is quick the second time.
 PYTHON ?= python3
+
+# For another torch than that of constraints.txt (TORCH=2.15.0, or the file of a wheel) all of it
+# happens in a copy of the tree, which keeps an environment and a build of its own.
+ifneq ($(TORCH),)
+COPY := build/torch-$(notdir $(TORCH))
+GOALS := $(or $(MAKECMDGOALS),setup)
+.PHONY: $(GOALS)
+.NOTPARALLEL:
+
+$(GOALS):
+	@$(PYTHON) release/copy_tree.py $(TORCH) $(COPY)
+	$(MAKE) -C $(COPY) $@ TORCH=
+
+else
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CSRC := $(shell find foo_ops/csrc -name '*.cpp' -o -name '*.h')
+# zentorch is made for one version of torch, and not for each.
+ZENTORCH := $(if $(shell grep '^zentorch=' constraints.txt),"zentorch; platform_machine == 'x86_64'")
 CPP_TESTS := $(wildcard tests/cpp/*)
 
-.PHONY: setup demo examples test test-processors conformance sanitize reliability bench docs lint clean
+.PHONY: setup demo examples test test-processors conformance sanitize reliability bench docs lint wheel \
+	sdist release-check clean
 
 setup: $(VENV)/.built
 
@@ -18,7 +35,7 @@ $(VENV)/.created:
 # torch comes first, and the build uses that one: an isolated build would download it again.
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt setup.py
 	$(PIP) install -c constraints.txt torch numpy setuptools ninja
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,test,bench,docs,lint]'
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,test,bench,docs,lint]' $(ZENTORCH)
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(CSRC)
@@ -54,7 +71,7 @@ TESTS_memory := $(filter %.cpp,$(CPP_TESTS))
 TESTS_races := tests/cpp/main.cpp tests/cpp/test_threads.cpp
 SANITIZERS_memory := -fsanitize=address,undefined -fno-sanitize-recover=all -fopenmp
 SANITIZERS_races := -fsanitize=thread -fopenmp
-TORCH = $(shell $(BIN)/python -c 'import importlib.util as util; print(util.find_spec("torch").submodule_search_locations[0])')
+TORCH_FOLDER = $(shell $(BIN)/python -c 'import importlib.util as util; print(util.find_spec("torch").submodule_search_locations[0])')
 
 sanitize: $(SANITIZED)/memory/run $(SANITIZED)/races/run
 	OMP_NUM_THREADS=2 $(SANITIZED)/memory/run
@@ -62,12 +79,12 @@ sanitize: $(SANITIZED)/memory/run $(SANITIZED)/races/run
 
 define sanitized_tests
 $(SANITIZED)/$(1)/run: $(patsubst %.cpp,$(SANITIZED)/$(1)/%.o,$(SANITIZED_SOURCES) $(TESTS_$(1)))
-	$$(CXX) $$(SANITIZERS_$(1)) $$^ -o $$@ -L$$(TORCH)/lib -Wl,-rpath,$$(TORCH)/lib -ltorch -ltorch_cpu -lc10
+	$$(CXX) $$(SANITIZERS_$(1)) $$^ -o $$@ -L$$(TORCH_FOLDER)/lib -Wl,-rpath,$$(TORCH_FOLDER)/lib -ltorch -ltorch_cpu -lc10
 
 $(SANITIZED)/$(1)/%.o: %.cpp $(filter %.h,$(CSRC) $(CPP_TESTS)) | $(VENV)/.built
 	@mkdir -p $$(@D)
 	$$(CXX) -std=c++20 -O1 -g1 -Wall -Wno-unknown-pragmas $$(SANITIZERS_$(1)) -Ifoo_ops/csrc -Itests/cpp \
-		-isystem $$(TORCH)/include -isystem $$(TORCH)/include/torch/csrc/api/include -c $$< -o $$@
+		-isystem $$(TORCH_FOLDER)/include -isystem $$(TORCH_FOLDER)/include/torch/csrc/api/include -c $$< -o $$@
 endef
 $(eval $(call sanitized_tests,memory))
 $(eval $(call sanitized_tests,races))
@@ -94,6 +111,26 @@ lint: setup
 	$(BIN)/clang-format --dry-run --Werror $(CSRC) $(CPP_TESTS)
 	$(BIN)/mypy
 
+# For the torch that is installed, into build/dist. What setuptools has gathered before would be
+# packed, too.
+wheel: setup
+	rm -rf build/lib build/lib.* build/bdist.* build/dist/*.whl
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/dist .
+	$(BIN)/python release/check_wheel.py build/dist/*.whl
+
+sdist: setup
+	rm -f build/dist/*.tar.gz
+	$(BIN)/python -c 'from setuptools.build_meta import build_sdist; build_sdist("build/dist")' > build/sdist.log
+	$(BIN)/python release/check_sdist.py build/dist/*.tar.gz
+
+# On a clean clone of what is committed, as others get it.
+release-check:
+	rm -rf build/release
+	git clone --quiet . build/release
+	$(MAKE) -C build/release lint docs wheel sdist test conformance
+
 clean:
 	rm -rf $(VENV) build foo_ops.egg-info foo_ops/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find foo_ops tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+endif

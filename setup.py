@@ -1,19 +1,47 @@
-"""Builds the C++ companion foo_ops._C and says what is installed under which name.
+"""Builds the C++ companion foo_ops._C, for the torch that is installed, and says what is installed
+under which name.
 
 Everything else is in pyproject.toml.
 """
 
 import os
+import sys
 from pathlib import Path
 
-from setuptools import find_namespace_packages, setup
+import setuptools
+
+MODERN_SETUPTOOLS = 77
+if int(setuptools.__version__.partition(".")[0]) < MODERN_SETUPTOOLS:
+    sys.exit(
+        f"foo_ops needs setuptools {MODERN_SETUPTOOLS} or newer to be built, "
+        f"got {setuptools.__version__}: pip install --upgrade setuptools"
+    )
 
 # An earlier build that no longer loads must not keep torch, and so this build, from starting.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit(
+        "foo_ops is built for the torch that is installed, and there is none: "
+        "pip install torch setuptools ninja, then pip install --no-build-isolation foo_ops"
+    )
+from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
 
 SOURCE_FOLDER = Path("foo_ops/csrc")
-PLUGIN = "foo_ops.testing.pytest_plugin"
+# Packages outside of foo_ops, whose import is that of torch: pytest and torch import them at their
+# own start, and go on where they cannot be loaded.
+ENTRY_POINTS = {
+    "pytest_foo_ops": "foo_ops/testing/pytest_plugin",
+    "torch_foo_ops": "foo_ops/_entry_point",
+}
+WORKS_WITH = ("2.13", "2.14", "2.15")
+# What was compiled for one minor version of torch does not load with another.
+TORCH = ".".join(torch.__version__.split(".")[:2])
+if TORCH not in WORKS_WITH:
+    sys.exit(
+        f"foo_ops works with torch {WORKS_WITH[0]} to {WORKS_WITH[-1]}, got {torch.__version__}"
+    )
 
 
 class IncrementalBuildExtension(BuildExtension):
@@ -23,11 +51,25 @@ class IncrementalBuildExtension(BuildExtension):
         super().finalize_options()
         self.build_temp = "build/objects"
 
+    def run(self) -> None:
+        super().run()
+        # foo_ops/_autoload.py compares it before the companion is loaded.
+        built_for = Path(self.get_ext_fullpath("foo_ops._C")).parent / "_built_for.py"
+        built_for.write_text(f'TORCH = "{TORCH}"\n')
 
-setup(
-    # Outside of foo_ops, whose import is that of torch, so that a run of pytest can do without.
-    packages=[*find_namespace_packages(include=["foo_ops*"], exclude=[PLUGIN]), "pytest_foo_ops"],
-    package_dir={"pytest_foo_ops": PLUGIN.replace(".", "/")},
+
+setuptools.setup(
+    install_requires=[f"torch=={TORCH}.*", "numba>=0.68,<0.69", "numpy", "opt_einsum"],
+    # A source distribution serves all of WORKS_WITH.
+    options={} if "sdist" in sys.argv else {"egg_info": {"tag_build": f"+torch{TORCH}"}},
+    packages=[
+        *setuptools.find_namespace_packages(
+            include=["foo_ops*"],
+            exclude=[folder.replace("/", ".") for folder in ENTRY_POINTS.values()],
+        ),
+        *ENTRY_POINTS,
+    ],
+    package_dir=ENTRY_POINTS,
     ext_modules=[
         CppExtension(
             name="foo_ops._C",

@@ -1,6 +1,6 @@
 """Fast CPU operators with kernels in Python, the device ``foo``, and the kit to write more."""
 
-# Importing torch runs the entry point that loads the operators and the device (_autoload.py).
+# At its end torch calls the entry point (_entry_point), which finds this import under way.
 import torch  # noqa: F401
 
 from foo_ops._autoload import autoload

@@ -1,4 +1,4 @@
-"""Entry point of the group ``torch.backends``: torch calls it at the end of its own import.
+"""Loads the compiled companion, if it was built for the torch that is here, and what it needs.
 
 This module imports torch only inside its functions, so that ``import foo_ops`` and ``import torch``
 work in either order.
@@ -13,6 +13,7 @@ is_loaded = False
 def autoload() -> None:
     """Load the compiled companion, register the device and the operators. Idempotent."""
     global is_loaded
+    check_torch()
     import foo_ops._C
     import foo_ops.device
     import foo_ops.ops  # noqa: F401
@@ -25,6 +26,24 @@ def autoload() -> None:
 
             sanitizer.enable()
     is_loaded = True
+
+
+def check_torch() -> None:
+    """Raise an ImportError where the companion was built for another torch: it might end the
+    process.
+    """
+    import torch
+
+    try:
+        from foo_ops._built_for import TORCH
+    except ModuleNotFoundError:
+        raise ImportError("foo_ops is not built: `make setup` in its checkout does it") from None
+    installed = ".".join(torch.__version__.split(".")[:2])
+    if installed != TORCH:
+        raise ImportError(
+            f"foo_ops was built for torch {TORCH}, and torch {torch.__version__} is installed: "
+            f"install torch {TORCH}, or a foo_ops for torch {installed}"
+        )
 
 
 def install_context_parallel() -> None:

@@ -70,7 +70,7 @@ class Formula:
                 raise RuntimeError(
                     f"With output_differentiability={self._differentiability}. At idx {position}, "
                     f"we received an object of type {type(value)} that is not a Tensor, so it "
-                    "cannot have be marked as differentiable in output_differentiability."
+                    "cannot have been marked as differentiable in output_differentiability."
                 )
         ctx.mark_non_differentiable(*unmarked)
 

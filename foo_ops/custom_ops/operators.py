@@ -181,7 +181,7 @@ class CustomOp:
             if has(key):
                 raise RuntimeError(
                     f"impl_backward/impl_save_for_backward: the operator {self.qualname} already "
-                    f"has an Autograd kernel registered to DispatchKey::{key} vi a pre-existing "
+                    f"has an Autograd kernel registered to DispatchKey::{key} via a pre-existing "
                     "torch.library or TORCH_LIBRARY registration. Please either remove those "
                     "registrations or don't use the torch._custom_ops APIs"
                 )

@@ -297,10 +297,16 @@ def message_of(mistake, api):
     return caught.type, text.replace("'cpu', 'cuda', 'foo'", "'cpu', 'cuda'")
 
 
+# Of torch 2.13.
+SLIPS = {" vi a ": " via a ", "have be marked": "have been marked"}
+
+
 @pytest.mark.parametrize("mistake", MISTAKES, ids=name_of)
 def test_same_error_as_torch(mistake):
     expected_type, expected = message_of(mistake, APIS["torch"])
     type_, text = message_of(mistake, APIS["foo"])
+    for slip, right in SLIPS.items():
+        expected = expected.replace(slip, right)
     assert text == expected
     assert type_ is expected_type
 

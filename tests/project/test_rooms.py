@@ -36,10 +36,12 @@ PYTHON_ROOMS = {
         *("_after_import.py", "__init__.py"),
     ),
     "__init__.py": ("_autoload.py",),
+    "_entry_point": ("__init__.py",),
     "custom_ops": ("library",),
     "testing": ("library", "sanitizer"),
     "integrations": ("ops",),
     "demo": ("__init__.py",),
+    "compile.py": ("__init__.py", "testing", "kernels/compiler"),
     "info.py": ("__init__.py", "kernels/compiler"),
 }
 CPP_ROOMS = {
@@ -61,7 +63,7 @@ CPP_ROOMS = {
 ROOMS = PYTHON_ROOMS | CPP_ROOMS
 COMPANION = "foo_ops._C"
 # Every room may know these, but kernels not the companion, which calls them.
-IN_NO_ROOM = (COMPANION, "foo_ops.__version__")
+IN_NO_ROOM = (COMPANION, "foo_ops.__version__", "foo_ops._built_for")
 OUTSIDE_OF_KERNELS = [f"foo_ops/{it}" for it in PYTHON_ROOMS if not it.startswith("kernels")]
 LIBRARIES = {
     "torch": [*OUTSIDE_OF_KERNELS, "benchmarks"],
@@ -79,7 +81,12 @@ def module_name(path):
     return ".".join(folders if last == "__init__" else [*folders, last])
 
 
-MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+# The build writes this one.
+MODULES = {
+    module_name(path): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.name != "_built_for.py"
+}
 FILES = [
     *MODULES.values(),
     *(it for it in sorted((PACKAGE / "csrc").rglob("*")) if it.suffix in CPP),

@@ -1,6 +1,7 @@
 """Keep object code on disk, and load only what this user or root wrote.
 
-Whatever goes wrong here costs time alone: the kernel is compiled again.
+Whatever goes wrong here costs time alone: the kernel is compiled again. Where all of it is more
+than FOO_CACHE_LIMIT, what was not used for longest goes (`_remove_old`).
 
 Code that another user could have written would run with the rights of this one. So the folder and
 its files are opened first, and what was opened is asked for its owner: who may rename folders on
@@ -15,6 +16,7 @@ import hashlib
 import logging
 import os
 import pwd
+import re
 import stat
 import time
 from collections.abc import Iterator
@@ -27,6 +29,8 @@ CHECKSUM_SIZE = hashlib.sha256().digest_size
 # that was killed.
 UNFINISHED = ".foo_ops-unfinished"
 _SECONDS_TO_FINISH = 3600
+# A kernel has 5 to 300 KB.
+_LIMIT = "1G"
 # Some file systems take names of no more than 143 bytes.
 _LONGEST_TITLE = 100
 
@@ -102,10 +106,33 @@ def _content(name: str, folder: int) -> bytes | None:
         if distrust is not None:
             _warn_once(f"the cached kernel {name} is compiled again: {distrust}")
             return None
+        _mark_as_used(descriptor, status)
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:
         os.close(descriptor)
+
+
+def _mark_as_used(descriptor: int, status: os.stat_result) -> None:
+    """Set the time of the last access: most file systems do so once a day, or never."""
+    # It may be another user's file, or on a disk that cannot be written.
+    with contextlib.suppress(OSError):
+        os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
+
+
+def obstacle() -> str | None:
+    """Make the folder, and say why no kernel could be kept in it, if that is so."""
+    path = cache_directory()
+    if path is None:
+        return "there is no home folder: set FOO_CACHE_DIR"
+    try:
+        _make_private(path)
+        with _opened_folder(path) as folder:
+            _write_into(folder, f"probe{UNFINISHED}", b"")
+            os.unlink(f"probe{UNFINISHED}", dir_fd=folder)
+    except OSError as error:
+        return f"{path} cannot be used: {error.strerror}"
+    return None
 
 
 def write(name: str, code: bytes) -> None:
@@ -121,6 +148,7 @@ def write(name: str, code: bytes) -> None:
         with _opened_folder(path) as folder:
             _remove_unfinished(folder)
             _write_into(folder, name, hashlib.sha256(code).digest() + code)
+            _remove_old(folder, name)
     except IsADirectoryError:
         _warn_once(f"compiled kernels are not kept, since {path / name} is a folder")
     except OSError as error:
@@ -148,6 +176,39 @@ def _remove_unfinished(folder: int) -> None:
                     age = time.time() - entry.stat(follow_symlinks=False).st_mtime
                     if age > _SECONDS_TO_FINISH:
                         os.unlink(entry.name, dir_fd=folder)
+
+
+def _remove_old(folder: int, newest: str) -> None:
+    """Remove the kernels that were not used for longest, until the others are within the limit."""
+    limit = _limit()
+    with os.scandir(folder) as entries:
+        kernels = [entry for entry in entries if entry.name.endswith(".o")]
+    # Another process may have removed one by now.
+    found = []
+    for entry in kernels:
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(entry.name, dir_fd=folder, follow_symlinks=False)
+            found.append((status.st_atime_ns, entry.name, status.st_size))
+    excess = sum(size for _, _, size in found) - limit
+    for _, name, size in sorted(found):
+        if excess <= 0:
+            return
+        if name != newest:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+            excess -= size
+
+
+def _limit() -> int:
+    text = os.environ.get("FOO_CACHE_LIMIT") or _LIMIT
+    match = re.fullmatch(r"(\d+)([KMG]?)", text)
+    if match is None:
+        _warn_once(
+            "FOO_CACHE_LIMIT must be a number of bytes, such as 1000000, 512M or 2G, got "
+            f"{text!r}: {_LIMIT} is used"
+        )
+        return 2**30
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]
 
 
 def _make_private(path: Path) -> None:

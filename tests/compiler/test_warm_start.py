@@ -1,0 +1,163 @@
+"""Kernels are compiled ahead of time, and those not used for longest leave the cache."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.processes import BECOME, SECONDS, run
+
+from foo_ops import compile as warm_start
+from foo_ops.kernels.compiler import cache
+from foo_ops.testing import OPERATORS
+
+
+def compile_ahead(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "foo_ops.compile", *arguments],
+        env=os.environ | {"FOO_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+USE = """
+import torch
+from foo_ops.kernels.compiler import emit
+
+compiled = []
+compile_kernel = emit.compile_kernel
+emit.compile_kernel = lambda build: compiled.append(1) or compile_kernel(build)
+
+def use():
+    x = torch.randn(3, 8, requires_grad=True)
+    torch.ops.foo.silu_mul(x, x).sum().backward()
+    torch.ops.foo.rms_norm(x, torch.ones(8)).sum().backward()
+"""
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("warm") / "cache"
+    process = compile_ahead(folder, "silu_mul", "rms_norm", "--dtypes", "float32")
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    lines = process.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines[:2]] == ["silu_mul", "rms_norm"]
+    assert lines[2].startswith(f"{folder} has {len(list(folder.iterdir()))} kernels, ")
+    return folder
+
+
+def test_nothing_is_compiled_afterwards(warm):
+    assert run(f"{USE}\nuse()\nprint(len(compiled))", warm) == ("0", "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
+def test_folder_that_cannot_be_written(warm, tmp_path):
+    """It belongs to root, as in an image, and its user is somebody else: not a word is logged."""
+    # Others have no access to the folders above it, but what is opened before stays open.
+    program = f"""{BECOME}{USE}
+import os
+become(12345)
+assert not os.access(os.environ["FOO_CACHE_DIR"], os.W_OK)
+use()
+print(len(compiled) - 1)
+"""
+    paths = [warm, *warm.parents]
+    before = {path: path.stat().st_mode for path in paths}
+    try:
+        for path in paths:
+            path.chmod(before[path] | 0o055)
+        for path in warm.iterdir():
+            path.chmod(0o644)
+        assert run(program, warm) == ("0", "")
+    finally:
+        for path in paths:
+            path.chmod(before[path])
+
+
+def test_operators_are_named_once():
+    named = [spec for specs in warm_start.operators().values() for spec in specs]
+    assert named == list(OPERATORS)
+    assert {"abs", "attention", "linear"} <= warm_start.operators().keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["norm"], "foo_ops.compile: there is no operator norm; there are abs, attention, "),
+        ([], "foo_ops.compile: name operators, or --all: abs, attention, "),
+        (["abs", "--all"], "foo_ops.compile: name operators, or --all: abs, attention, "),
+    ],
+)
+def test_wrong_names(tmp_path, arguments, message):
+    process = compile_ahead(tmp_path / "cache", *arguments)
+    assert process.returncode == 1
+    assert process.stderr.startswith(message)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_no_place_for_kernels(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / "file" / "cache"
+    process = compile_ahead(folder, "abs")
+    assert process.returncode == 1
+    assert process.stderr == (
+        f"foo_ops.compile: compiled kernels are not kept, since {folder} cannot be used: Not a "
+        "directory\n"
+    )
+
+
+# ---------------------------------------------------------------------------------------- limit
+
+
+@pytest.fixture
+def limited(tmp_path, monkeypatch):
+    """Make a cache for three kernels of 1000 bytes, and write them."""
+    monkeypatch.setenv("FOO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FOO_CACHE_LIMIT", "4K")
+    tmp_path.chmod(0o700)
+    for number in range(3):
+        cache.write(f"k-{number}.o", bytes(1000))
+        os.utime(tmp_path / f"k-{number}.o", (1000 + number, 1000 + number))
+    return tmp_path
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_oldest_leave(limited):
+    cache.write("new-1.o", bytes(1000))
+    assert names(limited) == ["k-1.o", "k-2.o", "new-1.o"]
+    cache.write("new-2.o", bytes(2500))
+    assert names(limited) == ["new-1.o", "new-2.o"]
+
+
+def test_what_was_used_stays(limited):
+    written = (limited / "k-0.o").stat().st_mtime_ns
+    assert cache.read("k-0.o") == bytes(1000)
+    assert (limited / "k-0.o").stat().st_mtime_ns == written
+    cache.write("new-1.o", bytes(1000))
+    assert names(limited) == ["k-0.o", "k-2.o", "new-1.o"]
+
+
+def test_newest_stays_though_it_is_larger_than_the_limit(limited):
+    cache.write("new-1.o", bytes(9000))
+    assert names(limited) == ["new-1.o"]
+
+
+def test_what_is_no_kernel_stays(limited):
+    (limited / "notes.txt").write_bytes(bytes(9000))
+    cache.write("new-1.o", bytes(500))
+    assert names(limited) == ["k-0.o", "k-1.o", "k-2.o", "new-1.o", "notes.txt"]
+
+
+def test_limit_that_is_none(tmp_path):
+    program = "import torch; print(torch.ops.foo.abs(torch.tensor([-1.0])).item())"
+    assert run(program, tmp_path, FOO_CACHE_LIMIT="much") == (
+        "1.0",
+        "FOO_CACHE_LIMIT must be a number of bytes, such as 1000000, 512M or 2G, got 'much': 1G is "
+        "used",
+    )

@@ -1,0 +1,87 @@
+"""A build is for one torch and says so; its annotations are there for a user's mypy."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import foo_ops._built_for
+from foo_ops._autoload import check_torch
+
+ENTRY = Path(foo_ops.__file__).parent / "_entry_point" / "__init__.py"
+INSTALLED = ".".join(torch.__version__.split(".")[:2])
+
+
+@pytest.fixture
+def built_for_another(monkeypatch):
+    monkeypatch.setattr(foo_ops._built_for, "TORCH", "2.1")
+    return (
+        f"foo_ops was built for torch 2.1, and torch {torch.__version__} is installed: "
+        f"install torch 2.1, or a foo_ops for torch {INSTALLED}"
+    )
+
+
+def test_built_for_the_torch_that_is_installed():
+    assert foo_ops._built_for.TORCH == INSTALLED
+    check_torch()
+
+
+def test_another_torch(built_for_another):
+    with pytest.raises(ImportError) as caught:
+        check_torch()
+    assert str(caught.value) == built_for_another
+
+
+def test_import_of_torch_goes_on_with_another_torch():
+    """The companion is not loaded; `import foo_ops` afterwards says which torch is needed."""
+    program = """
+import importlib.util, sys, types, warnings
+sys.modules["foo_ops._built_for"] = types.SimpleNamespace(TORCH="2.1")
+with warnings.catch_warnings(record=True) as caught:
+    import torch
+    spec = importlib.util.spec_from_file_location("entry", sys.argv[1])
+    entry = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(entry)
+    entry.autoload()
+print(len(caught), str(caught[0].message).partition(",")[0])
+print(torch.ones(2).sum().item(), hasattr(torch, "foo"), "foo_ops._C" in sys.modules)
+try:
+    import foo_ops
+except ImportError as error:
+    print(str(error).partition(",")[0])
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", program, ENTRY],
+        env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == [
+        "1 device foo is left out: foo_ops was built for torch 2.1",
+        "2.0 False False",
+        "foo_ops was built for torch 2.1",
+    ]
+
+
+def test_annotations_in_a_program_of_a_user(tmp_path):
+    pytest.importorskip("mypy")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch\nimport foo_ops\n"
+        "reveal_type(foo_ops.silu_mul(torch.ones(3), torch.ones(3)))\n"
+        "foo_ops.silu_mul('text', torch.ones(3))\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", tmp_path, program],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert 'Revealed type is "torch._tensor.Tensor"' in process.stdout
+    assert 'Argument 1 to "silu_mul" has incompatible type "str"' in process.stdout
+    assert process.stdout.count("error:") == 1
