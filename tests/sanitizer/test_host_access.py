@@ -157,6 +157,39 @@ def test_what_kernels_of_the_cpu_keep_is_theirs():
         kept[0] += 1
 
 
+def test_arguments_that_kernels_of_the_cpu_keep_are_theirs():
+    kept = []
+    with torch.library._scoped_library("host_access_of_an_argument", "DEF") as kernels:
+        kernels.define("keep(Tensor x) -> ()")
+        kernels.impl("keep", kept.append, "CPU")
+        x = torch.ones(5, device="foo")
+        with sanitizer.check() as findings:
+            torch.ops.host_access_of_an_argument.keep(x)
+            kept[0].numpy()[:] = 7
+            assert x.tolist() == [7] * 5
+        # Also from before.
+        with sanitizer.check():
+            assert kept.pop().numpy().sum() == 35
+    assert findings == []
+
+
+def test_a_recurrent_network_and_its_gradients():
+    layer = torch.nn.GRU(4, 4, bias=False, device="foo")
+    x = torch.randn(3, 2, 4, device="foo", requires_grad=True)
+    with sanitizer.check() as findings:
+        layer(x)[0].sum().backward()
+        assert torch.isfinite(x.grad).all()
+    assert findings == []
+
+
+def test_storage_that_grows():
+    with sanitizer.check() as findings:
+        x = torch.arange(4, dtype=torch.uint8, device="foo")
+        x.untyped_storage().resize_(1000)
+        assert x.tolist() == [0, 1, 2, 3]
+    assert findings == []
+
+
 FAULTS = """
 import ctypes, faulthandler, torch
 from foo_ops import sanitizer

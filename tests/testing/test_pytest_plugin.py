@@ -238,3 +238,17 @@ def test_all_tests_run_under_the_sanitizer(run):
     assert counts(process) == {"passed": 2, "failed": 2}
     assert "::test_race" in process.stdout
     assert "::test_marked" in process.stdout
+
+
+def test_host_access_is_printed_although_pytest_captures(run):
+    test = """\
+import ctypes
+import torch
+
+def test_address():
+    ctypes.string_at(torch.ones(4, device="foo").data_ptr(), 4)
+"""
+    process = run(test, "--foo-sanitizer")
+    assert process.returncode != 0
+    assert "foo_ops.sanitizer: host access: " in process.stderr
+    assert "in test_address" in process.stderr
