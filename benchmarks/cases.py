@@ -120,6 +120,7 @@ def cases(sizes: Sizes, processors: int) -> list[Case]:
         # than processors OpenMP lets none wait by spinning, and what takes 160 us on two threads
         # takes 250 from there on.
         device.training_case(threads[-1]),
+        *device.sanitizer_cases(threads[-1]),
     ]
 
 

@@ -40,6 +40,9 @@ SECTIONS = {
     "kit": Section("The kit's tutorial, GB/s of memory read and written (more is better)", "GB/s"),
     "examples": Section("The operators of examples/operators, microseconds (less is better)", "us"),
     "device": Section("Device foo beside the CPU, microseconds (less is better)", "us"),
+    "sanitizer": Section(
+        "Device foo under its sanitizer and without, microseconds (less is better)", "us"
+    ),
     "attention forward": Section(
         "Attention forward, heads x head dimension, GFLOP/s of useful work (more is better)",
         "GFLOP/s",
