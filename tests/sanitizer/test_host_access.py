@@ -174,8 +174,9 @@ def test_arguments_that_kernels_of_the_cpu_keep_are_theirs():
 
 
 def test_a_recurrent_network_and_its_gradients():
-    layer = torch.nn.GRU(4, 4, bias=False, device="foo")
-    x = torch.randn(3, 2, 4, device="foo", requires_grad=True)
+    # With the batch first, its kernels keep a copy for the backward pass.
+    layer = torch.nn.GRU(4, 5, bias=False, batch_first=True, device="foo:1")
+    x = torch.randn(6, 3, 4, device="foo:1", requires_grad=True)
     with sanitizer.check() as findings:
         layer(x)[0].sum().backward()
         assert torch.isfinite(x.grad).all()
