@@ -198,6 +198,7 @@ from foo_ops import sanitizer
 {second}
 x = torch.ones(1000, device="foo") + 1
 assert x.sum().item() == 2000
+print("here", flush=True)
 ctypes.string_at(8)
 """
 
@@ -206,7 +207,7 @@ ctypes.string_at(8)
 def test_other_faults_are_left_to_others(order):
     first, second = (f"{name}.enable()" for name in order)
     process = run(FAULTS.format(first=first, second=second))
-    assert process.returncode == -signal.SIGSEGV
+    assert (process.returncode, process.stdout) == (-signal.SIGSEGV, "here\n")
     assert process.stderr.count("Fatal Python error: Segmentation fault") == 1
     assert "foo_ops.sanitizer" not in process.stderr
 
@@ -214,6 +215,38 @@ def test_other_faults_are_left_to_others(order):
 def test_other_faults_without_another_handler():
     process = run(FAULTS.format(first="sanitizer.enable()", second=""))
     assert (process.returncode, process.stderr) == (-signal.SIGSEGV, "")
+
+
+def test_findings_beside_the_small_stack_of_faulthandler():
+    process = run(
+        """
+import faulthandler, torch
+from foo_ops import sanitizer
+faulthandler.enable()
+with sanitizer.check() as findings:
+    torch.ones(4, device="foo").to("cpu", non_blocking=True).numpy().sum()
+print([finding.kind for finding in findings])
+"""
+    )
+    assert process.stdout == "['unsynchronized host read']\n", process.stderr
+
+
+def test_the_system_may_use_pinned_memory_after_a_wait(tmp_path):
+    with sanitizer.check() as findings, (tmp_path / "file").open("wb", buffering=0) as file:
+        host = torch.ones(5, device="foo").to("cpu", non_blocking=True)
+        torch.foo.synchronize()
+        file.write(host.numpy())
+    assert findings == []
+    assert np.fromfile(tmp_path / "file", dtype=np.float32).tolist() == [1] * 5
+
+
+def test_one_finding_for_a_copy():
+    with sanitizer.check() as findings:
+        host = torch.ones(5, device="foo").to("cpu", non_blocking=True)
+        host.numpy().sum()
+        host.sum()
+        host.tolist()
+    assert [finding.kind for finding in findings] == ["unsynchronized host read"]
 
 
 def test_other_handlers_are_back_after_check():
