@@ -22,8 +22,13 @@ HostRange whole_pages(const HostRange& range) {
           range.is_written};
 }
 
-bool contains(const std::vector<HostRange>& ranges, const HostRange& range) {
-  return std::find(ranges.begin(), ranges.end(), range) != ranges.end();
+// Those of the one that are not in the other; both are sorted.
+std::vector<HostRange> difference(const std::vector<HostRange>& one,
+                                  const std::vector<HostRange>& other) {
+  std::vector<HostRange> result;
+  std::set_difference(one.begin(), one.end(), other.begin(), other.end(),
+                      std::back_inserter(result));
+  return result;
 }
 
 bool overlap(const HostRange& one, const HostRange& other) {
@@ -39,15 +44,14 @@ HostProtection& host_protection() {
 
 void HostProtection::set(std::vector<HostRange> ranges) {
   for (HostRange& range : ranges) range = whole_pages(range);
+  std::sort(ranges.begin(), ranges.end());
   const std::lock_guard lock(mutex_);
+  const std::vector<HostRange> removed = difference(ranges_, ranges);
+  for (const HostRange& range : removed) protect(range, PROT_READ | PROT_WRITE);
   std::vector<HostRange> changed = std::exchange(opened_, {});
-  for (const HostRange& range : ranges_) {
-    if (contains(ranges, range)) continue;
-    protect(range, PROT_READ | PROT_WRITE);
-    changed.push_back(range);
-  }
-  std::copy_if(ranges.begin(), ranges.end(), std::back_inserter(changed),
-               [&](const HostRange& range) { return !contains(ranges_, range); });
+  changed.insert(changed.end(), removed.begin(), removed.end());
+  const std::vector<HostRange> added = difference(ranges, ranges_);
+  changed.insert(changed.end(), added.begin(), added.end());
   const auto is_touched = [&](const HostRange& range) {
     return std::any_of(changed.begin(), changed.end(),
                        [&](const HostRange& each) { return overlap(each, range); });

@@ -1,6 +1,7 @@
 // Keeps pinned memory from the host while a copy uses it, for the sanitizer.
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <vector>
 
@@ -15,7 +16,7 @@ struct HostRange {
   uintptr_t end;
   bool is_written;
 
-  friend bool operator==(const HostRange&, const HostRange&) = default;
+  friend auto operator<=>(const HostRange&, const HostRange&) = default;
 };
 
 // By whole pages: who asks has to look whether a fault concerns the bytes of a copy.

@@ -108,7 +108,8 @@ c10::DataPtr share(const c10::Storage& storage, c10::Device device) {
     const DeviceAccess access(data);
     Block* block = Block::of(data);
     add_owner(block->owners);
-    if (device.type() == kFoo) block->is_of_host = false;
+    // It is written once, as other threads may share the block, too.
+    if (block->is_of_host && device.type() == kFoo) block->is_of_host = false;
     return {data, data, deleter, device};
   }
   void* context = memory.get_context();

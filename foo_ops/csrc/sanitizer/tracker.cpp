@@ -278,8 +278,19 @@ void Tracker::note_pinned_use(Allocations::iterator allocation,
                               bool is_written) {
   if (!allocation->second.is_pinned || ranges.empty()) return;
   const uintptr_t address = allocation->first;
-  pinned_uses_.push_back(
-      {launch, {address + ranges.front().begin, address + ranges.back().end, is_written}});
+  const device::HostRange range = {address + ranges.front().begin, address + ranges.back().end,
+                                   is_written};
+  // A later copy of the same bytes on the same stream stands for the earlier ones, so that a
+  // program that never waits does not keep them all.
+  const auto known =
+      std::find_if(pinned_uses_.begin(), pinned_uses_.end(), [&](const PinnedUse& use) {
+        return use.range == range && use.launch->moment.stream == launch->moment.stream;
+      });
+  if (known != pinned_uses_.end()) {
+    known->launch = launch;
+  } else {
+    pinned_uses_.push_back({launch, range});
+  }
 }
 
 void Tracker::forget_pinned_use(const LaunchPtr& launch) {
