@@ -17,6 +17,7 @@ from foo_ops.library.elementwise import Backward, elementwise_kernel
 from foo_ops.library.kernels import register_kernel
 from foo_ops.library.keywords import KEYWORDS, is_finite, schema_default, schema_type
 from foo_ops.library.operators import describe
+from foo_ops.library.returned_kinds import returned_kinds
 
 # The meaning of the annotation of an element, from the narrowest.
 _DTYPES = {
@@ -178,6 +179,7 @@ class _Operator:
             if element is not self._widest
         }
         self.results = self._results()
+        self._check_returned()
 
     def _check_parameters(self, parameters: Iterable[inspect.Parameter]) -> None:
         for parameter in parameters:
@@ -215,6 +217,22 @@ class _Operator:
                     f"these, got {_written(result)}"
                 )
         return list(results)
+
+    def _check_returned(self) -> None:
+        """Refuse what a result cannot hold, where the source says it; the compiler does any."""
+        kinds = {name: self._element(name) for name in self._tensors}
+        kinds |= {p.name: hint for p in self._scalars if (hint := self._hints[p.name]) in _DTYPES}
+        for returned, line in returned_kinds(self._function, kinds):
+            # Another number of values has a message of its own.
+            for kind, result in zip(returned, self.results * (len(returned) == len(self.results))):
+                # A result of any kind can hold a bool and an int.
+                if kind in (None, bool, int) or _ORDER.index(kind) <= _ORDER.index(result):
+                    continue
+                way = "; int(...) makes an integer of a float" * (result is int)
+                raise self._error(
+                    f"is annotated to return {result.__name__}, and returns {kind.__name__} in "
+                    f"line {line}{way}"
+                )
 
     def result_type(self, result: type, common: torch.dtype) -> torch.dtype:
         """Return the dtype of the result where the tensors' common dtype is this one."""

@@ -173,6 +173,11 @@ def half(x: float) -> int:
     return x / 2
 
 
+def floored(x: float) -> int:
+    y = math.floor(x)
+    return y  # noqa: RET504
+
+
 def is_half(x: float) -> bool:
     return x / 2
 
@@ -181,16 +186,68 @@ def as_real(x: complex) -> float:
     return -x
 
 
+def half_or_none(x: int, by: float = 0.5) -> tuple[bool, int]:
+    if x < 0:
+        return False, 0
+    y = x if x > 3 else by
+    return True, y
+
+
+def sum_of_halves(x: int) -> int:
+    total = 0.0
+    total += x * FACTOR
+    return round(total)
+
+
+@pytest.mark.parametrize(
+    ("function", "kinds", "line"),
+    [
+        (half, ("int", "float"), 1),
+        (floored, ("int", "float"), 2),
+        (is_half, ("bool", "float"), 1),
+        (as_real, ("float", "complex"), 1),
+        (half_or_none, ("int", "float"), 4),
+        (sum_of_halves, ("int", "float"), 3),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_kinds_that_the_result_cannot_hold(function, kinds, line):
+    first = function.__code__.co_firstlineno
+    message = (
+        f"foo_numba::kinds: {function.__name__} ({__file__}:{first}) is annotated to return "
+        f"{kinds[0]}, and returns {kinds[1]} in line {first + line}"
+    )
+    message += "; int(...) makes an integer of a float" * (kinds[0] == "int")
+    with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\Z"):
+        library.numba_op("foo_numba::kinds", function)
+
+
+def either(x: float) -> int:
+    y = 0
+    if x > 1:
+        y = y + 0.5
+    return y
+
+
+def is_either(x: float) -> bool:
+    return x and True
+
+
+def as_real_part(x: complex) -> float:
+    return x and 1.0
+
+
 @pytest.mark.parametrize(
     ("function", "dtype", "kinds"),
     [
-        (half, torch.float32, ("float32", "int64")),
-        (is_half, torch.float64, ("float64", "bool")),
-        (as_real, torch.complex64, ("complex64", "float32")),
+        (either, torch.float32, ("float64", "int64")),
+        (is_either, torch.float64, ("float64", "bool")),
+        (as_real_part, torch.complex64, ("complex128", "float32")),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_numbers_that_the_result_cannot_hold(function, dtype, kinds, device):
+    """What the source does not say is found when the kernel is compiled."""
     operator = library.numba_op(f"foo_numba::{function.__name__}_{device}", function)
     message = "the kernel returns {}, and the operator {}, which cannot hold it".format(*kinds)
     message += "; int(...) makes an integer of a float" * (kinds[1] == "int64")
@@ -198,12 +255,52 @@ def test_numbers_that_the_result_cannot_hold(function, dtype, kinds, device):
         operator(torch.ones(2, dtype=dtype, device=device))
 
 
+def reused(x: float) -> int:
+    y = x / 2
+    y = int(y)
+    return y  # noqa: RET504
+
+
+def shadowed(x: float) -> int:
+    def inner(x):
+        return x / 2
+
+    return int(inner(x))
+
+
+def unpacked(x: int) -> int:
+    y, _ = x, 0.5
+    return y
+
+
+def counted(x: int) -> int:
+    total = 0
+    for step in range(3):
+        total += step * x
+    return total if total > 0 else abs(-total)
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "expected"),
+    [(reused, 7.0, 3), (unpacked, 5, 5), (counted, 2, 6), (shadowed, 9.0, 4)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_kinds_that_fit(function, value, expected):
+    operator = library.numba_op("foo_numba::fitting", function)
+    assert operator(torch.tensor([value])).tolist() == [expected]
+
+
 def product(a: float, b: float) -> float:
     return a * b
 
 
 @pytest.mark.parametrize(
-    ("backward", "count"), [(lambda g, a, b: g * b, 1), (lambda g, a, b: (g * b, g * a, 0.0), 3)]
+    ("backward", "count"),
+    [
+        (lambda g, a, b: g * b, 1),
+        (lambda g, a, b: g, 1),
+        (lambda g, a, b: (g * b, g * a, 0.0), 3),
+    ],
 )
 def test_number_of_gradients(backward, count):
     line = backward.__code__.co_firstlineno
@@ -213,13 +310,21 @@ def test_number_of_gradients(backward, count):
     )
     with pytest.raises(TypeError, match=rf"\A{re.escape(message)}\Z"):
         library.numba_op("foo_numba::product", product, backward=backward)
+    with pytest.raises(TypeError, match=r"one_gradient .* returns 1 in line"):
+        library.numba_op("foo_numba::product", product, backward=one_gradient)
     packet = library.numba_op("foo_numba::product", product, backward=both_gradients)
     a, b = torch.tensor([[2.0], [3.0]], requires_grad=True)
     packet(a, b).sum().backward()
 
 
+def one_gradient(g, a, b):
+    gradient = g * b
+    return gradient  # noqa: RET504
+
+
 def both_gradients(g, a, b):
-    return g * b, g * a
+    gradients = g * b, g * a
+    return gradients  # noqa: RET504
 
 
 FACTOR = 2.0
