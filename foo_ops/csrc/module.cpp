@@ -16,6 +16,7 @@
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/guard.h"
+#include "device/guarded_memory.h"
 #include "device/ownership.h"
 #include "device/pinned_memory.h"
 #include "device/process.h"
@@ -25,20 +26,15 @@
 #include "launch/overlap.h"
 #include "launch/parameter.h"
 #include "launch/registration.h"
-#include "ops/attention/checks.h"
-#include "ops/attention/flex.h"
-#include "ops/attention/int8_cache.h"
 #include "ops/bounds.h"
 #include "ops/elementwise.h"
-#include "ops/linear/cross_entropy.h"
-#include "ops/linear/linear.h"
-#include "ops/linear/quantized.h"
 #include "ops/tile.h"
 #include "ops/values.h"
 #include "python/arguments.h"
 #include "python/errors.h"
 #include "python/python_formula.h"
 #include "sanitizer/bindings.h"
+#include "shared_checks.h"
 
 namespace py = pybind11;
 
@@ -73,82 +69,6 @@ void rethrow_raised() {
   } catch (py::error_already_set& error) {
     foo::pass_on(error);
   }
-}
-
-// Fake kernels call these.
-void bind_linear_checks(py::module_& module) {
-  module.def("check_linear", torch::wrap_pybind_function(foo::check_linear));
-  module.def("check_linear_activation", torch::wrap_pybind_function(foo::check_linear_activation));
-  module.def("check_linear_silu_mul", torch::wrap_pybind_function(foo::check_linear_silu_mul));
-  module.def("check_linear_backward", torch::wrap_pybind_function(foo::check_linear_backward));
-  module.def("check_linear_int8", torch::wrap_pybind_function(foo::check_linear_int8));
-  module.def("check_linear_int4", torch::wrap_pybind_function(foo::check_linear_int4));
-  module.def("check_linear_cross_entropy",
-             torch::wrap_pybind_function(foo::check_linear_cross_entropy));
-  module.def("check_linear_cross_entropy_backward",
-             torch::wrap_pybind_function(foo::check_linear_cross_entropy_backward));
-  module.def("check_linear_cross_entropy_kept", torch::wrap_pybind_function(foo::check_kept));
-  module.def("linear_cross_entropy_kept_sizes", &foo::kept_sizes);
-}
-
-void bind_attention_checks(py::module_& module) {
-  using Optional = const std::optional<at::Tensor>&;
-  using Tensor = const at::Tensor&;
-  module.def(
-      "check_attention",
-      torch::wrap_pybind_function([](Tensor query, Tensor key, Tensor value, Optional attn_bias,
-                                     Optional alibi_slopes, Optional sinks, double dropout_p,
-                                     int64_t window_left, int64_t window_right, double softcap) {
-        foo::check_attention({query, key, value, alibi_slopes, sinks, attn_bias},
-                             {false, {}, dropout_p, window_left, window_right, softcap});
-      }));
-  module.def(
-      "check_attention_varlen",
-      torch::wrap_pybind_function([](Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,
-                                     Tensor cu_seqlens_k, Optional seqused_k, Optional block_table,
-                                     Optional alibi_slopes, Optional sinks, double dropout_p,
-                                     int64_t window_left, int64_t window_right, double softcap) {
-        foo::check_attention_varlen({query, key, value, alibi_slopes, sinks, foo::kNotGiven,
-                                     cu_seqlens_q, cu_seqlens_k, seqused_k, block_table},
-                                    {false, {}, dropout_p, window_left, window_right, softcap});
-      }));
-  module.def("check_attention_results", torch::wrap_pybind_function(foo::check_attention_results));
-  module.def("check_attention_int8_cache",
-             torch::wrap_pybind_function(foo::check_attention_int8_cache));
-  module.def("check_flex_attention", torch::wrap_pybind_function(foo::check_flex_attention));
-  module.def("check_flex_attention_varlen",
-             torch::wrap_pybind_function(foo::check_flex_attention_varlen));
-  module.def("check_captured_requirements",
-             torch::wrap_pybind_function([](const std::string& name,
-                                            const std::vector<at::Tensor>& captured,
-                                            const std::vector<bool>& requires_grad) {
-               foo::check_captured_requirements(name.c_str(), captured, requires_grad);
-             }));
-  module.def("check_attention_bias", torch::wrap_pybind_function(foo::check_attention_bias));
-  module.def("check_attention_seed", torch::wrap_pybind_function(foo::check_attention_seed));
-  module.def("check_attention_dropout_heads",
-             torch::wrap_pybind_function(foo::check_attention_dropout_heads));
-}
-
-// Fake kernels of operators with arguments `out` call these.
-void bind_checks_of_out(py::module_& module) {
-  using Tensor = const at::Tensor&;
-  module.def("check_devices",
-             torch::wrap_pybind_function(
-                 [](const std::string& name, const std::vector<foo::Parameter>& parameters,
-                    const std::vector<std::optional<at::Tensor>>& arguments) {
-                   const std::vector<c10::IValue> values(arguments.begin(), arguments.end());
-                   foo::common_device(name, parameters, values);
-                 }));
-  module.def("check_out", torch::wrap_pybind_function(
-                              [](const std::string& name, const std::string& parameter, Tensor out,
-                                 Tensor result, const std::vector<at::Tensor>& others) {
-                                foo::check_can_cast(name, parameter, result.scalar_type(), out);
-                                const auto sizes = result.sym_sizes();
-                                if (out.sym_sizes() != sizes) {
-                                  foo::check_resizable(name, parameter, out, sizes, others);
-                                }
-                              }));
 }
 
 // A handle of a registration with destroy(), as torch.library.Library keeps them.
@@ -225,6 +145,8 @@ void bind_kernels(py::module_& module) {
              });
   module.def("ask_for_bounds_checks", &foo::ask_for_bounds_checks);
   module.def("end_bounds_checks", &foo::end_bounds_checks);
+  module.def("guard_memory", &foo::device::guard_memory);
+  module.def("end_guarded_memory", &foo::device::end_guarded_memory);
 }
 
 // Facts that kernels must know as well, by name: structs, functions and constants.
@@ -279,9 +201,7 @@ void bind_operators(py::module_& module) {
   module.def("interpret_kernels", [] { foo::set_rethrower(rethrow_raised); });
   module.def("agreement", &describe_agreement);
   bind_kernels(module);
-  bind_attention_checks(module);
-  bind_linear_checks(module);
-  bind_checks_of_out(module);
+  foo::bind_shared_checks(module);
   bind_autograd(module);
 }
 

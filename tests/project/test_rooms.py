@@ -55,8 +55,10 @@ CPP_ROOMS = {
     "csrc/sanitizer": ("csrc/aten", "csrc/python"),
     "csrc/agreement.h": (),
     "csrc/agreement.cpp": ("csrc/agreement.h", "csrc/ops/attention", "csrc/ops/linear"),
+    "csrc/shared_checks.h": (),
+    "csrc/shared_checks.cpp": ("csrc/shared_checks.h", "csrc/ops/attention", "csrc/ops/linear"),
     "csrc/module.cpp": (
-        *("csrc/agreement.h", "csrc/ops/attention", "csrc/ops/linear"),
+        *("csrc/agreement.h", "csrc/shared_checks.h", "csrc/ops"),
         *("csrc/aten", "csrc/python", "csrc/sanitizer"),
     ),
 }

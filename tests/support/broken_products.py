@@ -1,5 +1,6 @@
 """Operators that are wrong in one way each."""
 
+import ctypes
 import dataclasses
 from collections.abc import Callable
 
@@ -59,6 +60,30 @@ def writing_beside_a(a, b):
     if a.storage_offset() > 0:
         torch.as_strided(a, (1,), (1,), 0).fill_(5)
     return product(a, b)
+
+
+def writing_byte(tensor, offset):
+    """Write a byte at a distance from the first one; memory of foo is not guarded."""
+    if tensor.device.type == "cpu" and tensor.numel() > 0:
+        ctypes.memset(tensor.data_ptr() + offset, 0, 1)
+
+
+def writing_beside_the_result(a, b):
+    result = product(a, b)
+    writing_byte(result, result.nbytes + 2)
+    return result
+
+
+def writing_before_the_result(a, b):
+    result = product(a, b)
+    writing_byte(result, -4)
+    return result
+
+
+def writing_beside_working_memory(a, b):
+    copy = a.clone()
+    writing_byte(copy, copy.nbytes)
+    return product(copy, b)
 
 
 def aliasing(a, b):
@@ -209,6 +234,24 @@ BROKEN = {
         "writes_only_what_is_declared",
         "it writes to the memory of its argument a beside the elements that it got",
         make=writing_beside_a,
+    ),
+    "memory beside the result written": Broken(
+        "writes_only_what_is_declared",
+        "it writes beside output 0, (84|42|168) bytes that it allocated: the first such byte is "
+        "2 bytes after its end",
+        make=writing_beside_the_result,
+    ),
+    "memory before the result written": Broken(
+        "writes_only_what_is_declared",
+        r"it writes beside output 0, \d+ bytes that it allocated: the first such byte is 4 bytes "
+        "before it",
+        make=writing_before_the_result,
+    ),
+    "memory beside working memory written": Broken(
+        "writes_only_what_is_declared",
+        r"it writes beside memory to work in, \d+ bytes that it allocated: the first such byte is "
+        "0 bytes after its end",
+        make=writing_beside_working_memory,
     ),
     "argument returned": Broken(
         "aliases_only_what_is_declared",

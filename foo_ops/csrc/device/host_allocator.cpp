@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "device/device.h"
+#include "device/guarded_memory.h"
 #include "device/ownership.h"
 #include "device/segment_map.h"
 #include "launch/device_access.h"
@@ -22,7 +23,7 @@ c10::Allocator* host_allocator = nullptr;
 void free_raw(void* data) {
   if (device_of_address(data).has_value()) {
     free_block(data);
-  } else {
+  } else if (!free_guarded(data)) {
     host_allocator->raw_deallocate(data);
   }
 }
@@ -31,7 +32,12 @@ void free_raw(void* data) {
 class HostAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    if (C10_LIKELY(target_of_host_tensors == kNoDevice)) return host_allocator->allocate(bytes);
+    if (C10_LIKELY(target_of_host_tensors == kNoDevice)) {
+      // Empty tensors have no memory.
+      const bool is_guarded = guards_memory() && bytes > 0;
+      if (C10_UNLIKELY(is_guarded)) return allocate_guarded(*host_allocator, bytes);
+      return host_allocator->allocate(bytes);
+    }
     return allocate_on(target_of_host_tensors, bytes, c10::Device(c10::kCPU));
   }
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from foo_ops import _C
+
 
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
@@ -43,6 +45,24 @@ def poisoned_memory() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+Damage = tuple[int, int, int]
+"""An address, the bytes that were allocated there, and which one was written beside them."""
+
+
+@contextlib.contextmanager
+def guarded_memory() -> Iterator[list[Damage]]:
+    """Put guard bytes around memory of the CPU; the list is what was written beside it, at the end.
+
+    A byte before the memory is negative. Memory of foo is not guarded.
+    """
+    damages: list[Damage] = []
+    _C.guard_memory()
+    try:
+        yield damages
+    finally:
+        damages += _C.end_guarded_memory()
 
 
 @contextlib.contextmanager

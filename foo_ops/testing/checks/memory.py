@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foo_ops.testing.checks.calls import arguments
-from foo_ops.testing.checks.contexts import failing_as
+from foo_ops.testing.checks.contexts import Damage, failing_as, guarded_memory
 from foo_ops.testing.checks.matrix import Case, all_layouts, check, essential, in_layouts
 from foo_ops.testing.layouts import inside_padding
 from foo_ops.testing.schema import as_tuple, named_tensors, tensors_in, writes, written_tensors
@@ -21,18 +22,20 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 @check(
-    "given to it, and compared with what it was before",
+    "given to it, and compared with what it was before, as were bytes around what it allocates",
     names=essential,
     layouts=lambda spec: (None, inside_padding),
 )
 def writes_only_what_is_declared(case: Case) -> None:
-    """Check that nothing is written, arguments or memory beside them, but ``Tensor(a!)``."""
+    """Check that nothing is written but ``Tensor(a!)``: no other argument, nothing beside one."""
     sample, operator = arguments(case), case.spec.operator
     named = list(named_tensors(operator, sample.inputs, sample.keywords))
     declared = {id(tensor) for tensor in written_tensors(operator, sample.inputs, sample.keywords)}
     before = [(tensor.clone(), whole(tensor).clone()) for _, tensor in named]
-    with failing_as(case.spec.name):
-        sample.call(operator)
+    with guarded_memory() as damages, failing_as(case.spec.name):
+        results = sample.call(operator)
+    for damage in damages:
+        raise AssertionError(f"it writes beside {allocation(damage, results)}")
     for (name, tensor), (elements, memory) in zip(named, before):
         if id(tensor) not in declared and not same_bytes(tensor, elements):
             raise AssertionError(
@@ -44,6 +47,15 @@ def writes_only_what_is_declared(case: Case) -> None:
             raise AssertionError(
                 f"it writes to the memory of its argument {name} beside the elements that it got"
             )
+
+
+def allocation(damage: Damage, results: Sequence[Tensor]) -> str:
+    """Say which memory something was written beside, and where."""
+    address, size, first = damage
+    places = [result.untyped_storage().data_ptr() for result in results]
+    what = f"output {places.index(address)}" if address in places else "memory to work in"
+    place = f"{-first} bytes before it" if first < 0 else f"{first - size} bytes after its end"
+    return f"{what}, {size} bytes that it allocated: the first such byte is {place}"
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:

@@ -1,0 +1,10 @@
+// Gives Python the checks that fake kernels share with native ones, so that both refuse the same.
+#pragma once
+
+#include <torch/extension.h>
+
+namespace foo {
+
+void bind_shared_checks(pybind11::module_& module);
+
+}  // namespace foo
