@@ -30,12 +30,19 @@ class Context:
     saved_tensors: tuple[Tensor | None, ...] = ()
     _non_differentiable: tuple[Tensor, ...] = ()
     _materializes_gradients = True
-    _needed: Callable[[], _Flags]
+    # Flags for each tensor one by one, or the inputs, whose flags they are.
+    _needed: Sequence[bool] | None = None
+    _inputs: tuple[Any, ...] = ()
+    _held: tuple[_Holds, ...]
 
     @property
     def needs_input_grad(self) -> _Flags:
         """For each input whether its gradient is needed; a list where the input is one."""
-        return self._needed()
+        needed = self._needed
+        if needed is None:
+            tensors = _tensors(self._inputs, self._held)
+            needed = [it is not None and it.requires_grad for it in tensors]
+        return _arranged(needed, self._held, False)
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep tensors, which are found in ``saved_tensors`` then; later changes are noticed."""
@@ -60,6 +67,32 @@ class Kept(NamedTuple):
     results: tuple[_Holds, ...]
 
 
+class _Kinds:
+    """Says which values of a schema's arguments or returns are tensors, and which are lists."""
+
+    def __init__(self, declared: Sequence[torch._C.Argument]) -> None:
+        types = [str(it.type) for it in declared]
+        self._are_lists = ["List[" in it and "Tensor" in it for it in types]
+        # Where nothing is optional and no list, all calls hold the same.
+        self._always: tuple[_Holds, ...] | None = None
+        if not any("Tensor" in it and it != "Tensor" for it in types):
+            self._always = tuple(_ONE if it == "Tensor" else None for it in types)
+
+    def held(self, values: tuple[Any, ...]) -> tuple[_Holds, ...]:
+        if self._always is not None:
+            return self._always
+        return tuple(
+            [
+                _ONE
+                if isinstance(value, Tensor)
+                else len(value)
+                if is_list and value is not None
+                else None
+                for value, is_list in zip(values, self._are_lists)
+            ]
+        )
+
+
 class _Gradients:
     """Says what the tensors among an operator's arguments and results are."""
 
@@ -67,8 +100,9 @@ class _Gradients:
         arguments, results = operator._schema.arguments, operator._schema.returns
         self._number = next(_numbers)
         self._keyword_only = tuple(it.name for it in arguments if it.kwarg_only)
-        self._are_lists = tuple(map(_is_list, arguments))
-        self._are_result_lists = tuple(map(_is_list, results))
+        self._inputs = _Kinds([it for it in arguments if not it.kwarg_only])
+        self._all = _Kinds(arguments)
+        self._results = _Kinds(results)
 
     def key(self, kept: Kept) -> str:
         """Return the same for calls whose backward passes differ only in their tensors."""
@@ -109,11 +143,15 @@ class Formula(_Gradients):
         to save, results without gradients, and whether zeros stand for missing gradients.
         """
         inputs = arguments[: len(self._names)] if self._keyword_only else arguments
-        kept = Kept({}, _held(inputs, self._are_lists), _held(results, self._are_result_lists))
+        held = self._inputs.held(inputs)
+        context = Context()
+        # What is set on the context is what is kept: most calls are short, and so is this.
+        attributes = vars(context)
+        kept = Kept(attributes, held, self._results.held(results))
         if self._setup_context is None:
             return kept, (), (), True
-        context = Context()
-        context._needed = lambda: _required(inputs, kept.inputs)
+        context._inputs = inputs
+        context._held = held
         output = results[0] if len(results) == 1 else results
         if self._keyword_only:
             keywords = dict(zip(self._keyword_only, arguments[len(inputs) :]))
@@ -122,9 +160,7 @@ class Formula(_Gradients):
             )
         else:
             self._setup_context(ctx=context, inputs=inputs, output=output)
-        attributes = kept.attributes
-        attributes.update(vars(context))
-        del attributes["_needed"]
+        del attributes["_inputs"], attributes["_held"]
         return (
             kept,
             attributes.pop("saved_tensors", ()),
@@ -143,7 +179,8 @@ class Formula(_Gradients):
         context = Context()
         vars(context).update(kept.attributes)
         context.saved_tensors = saved_tensors
-        context._needed = lambda: _arranged(needed, kept.inputs, False)
+        context._needed = needed
+        context._held = kept.inputs
         if not self._gives_tensors:
             of_results = _arranged(of_results, kept.results, None)
         found = self._backward(context, *of_results)
@@ -195,13 +232,13 @@ class CompositeFormula(_Gradients):
         self, arguments: tuple[Any, ...], results: tuple[Any, ...]
     ) -> tuple[Kept, tuple[Tensor | None, ...], tuple[Tensor, ...], bool]:
         """Return what a call leaves for its backward pass, as `Formula.keep` does."""
-        inputs = _held(arguments, self._are_lists)
+        inputs = self._all.held(arguments)
         others = {
             str(place): argument
             for place, (argument, holds) in enumerate(zip(arguments, inputs))
             if holds is None
         }
-        kept = Kept(others, inputs, _held(results, self._are_result_lists))
+        kept = Kept(others, inputs, self._results.held(results))
         return kept, tuple(_tensors(arguments, inputs)), (), True
 
     def gradients(
@@ -249,24 +286,6 @@ def _described(value: Any) -> str:
     return type(value).__name__
 
 
-def _is_list(argument: torch._C.Argument) -> bool:
-    type_ = str(argument.type)
-    return "List[" in type_ and "Tensor" in type_
-
-
-def _held(values: tuple[Any, ...], are_lists: tuple[bool, ...]) -> tuple[_Holds, ...]:
-    return tuple(
-        [
-            _ONE
-            if isinstance(value, Tensor)
-            else len(value)
-            if is_list and value is not None
-            else None
-            for value, is_list in zip(values, are_lists)
-        ]
-    )
-
-
 def _tensors(values: Sequence[Any], held: tuple[_Holds, ...]) -> list[Any]:
     """Return the tensors among values, those of lists one by one."""
     tensors: list[Any] = []
@@ -274,11 +293,6 @@ def _tensors(values: Sequence[Any], held: tuple[_Holds, ...]) -> list[Any]:
         if holds is not None:
             tensors += [value] if holds == _ONE else value
     return tensors
-
-
-def _required(values: tuple[Any, ...], held: tuple[_Holds, ...]) -> _Flags:
-    flags = [it is not None and it.requires_grad for it in _tensors(values, held)]
-    return _arranged(flags, held, False)
 
 
 def _arranged(items: Sequence[Any], held: tuple[_Holds, ...], other: Any) -> tuple[Any, ...]:
