@@ -18,6 +18,10 @@ LAYERS = {
     "batch_first": lambda: nn.GRU(5, 7, batch_first=True, bias=False),
     "projection": lambda: nn.LSTM(5, 7, proj_size=3),
     "dropout": lambda: nn.LSTM(5, 7, num_layers=2, dropout=0.5),
+    "dropout_batch_first": lambda: nn.GRU(
+        5, 7, num_layers=3, dropout=0.3, batch_first=True, bidirectional=True
+    ),
+    "dropout_projection": lambda: nn.LSTM(5, 7, num_layers=2, dropout=0.5, proj_size=3),
 }
 
 
@@ -60,6 +64,38 @@ def test_same_kernels(dtype):
     counts = torch.foo.operator_counts()
     assert counts["aten::lstm.input"].fallback == 2
     assert "aten::_thnn_fused_lstm_cell" not in counts
+
+
+def test_kernels_with_dropout():
+    """Each layer is one operator; dropout draws from the generator of foo, as it is told to."""
+    layer = nn.LSTM(5, 7, num_layers=3, dropout=0.5).foo()
+    x = torch.randn(6, 4, 5, device="foo", requires_grad=True)
+    layer(x)
+    torch.foo.reset_operator_counts()
+    torch.foo.manual_seed(3)
+    output = layer(x)[0]
+    counts = torch.foo.operator_counts()
+    assert counts["aten::lstm.input"].fallback == 3
+    assert "aten::_thnn_fused_lstm_cell" not in counts
+    torch.foo.manual_seed(3)
+    assert torch.equal(layer(x)[0], output)
+    assert not torch.equal(layer(x)[0], output)
+    assert torch.equal(layer.eval()(x)[0], layer(x)[0])
+
+
+def test_only_what_needs_a_gradient():
+    layer = nn.GRU(5, 7).foo()
+    layer.bias_hh_l0.requires_grad_(False)
+    x = torch.randn(6, 4, 5, device="foo")
+    output, state = layer(x)
+    output.sum().backward()
+    assert x.grad is None
+    assert layer.bias_hh_l0.grad is None
+    assert layer.weight_hh_l0.grad is not None
+    with torch.no_grad():
+        output, state = layer(x)
+    assert not output.requires_grad
+    assert not state.requires_grad
 
 
 def test_written_weights():

@@ -2,13 +2,17 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/dropout.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "aten/boxed_tensors.h"
 #include "aten/host_call.h"
@@ -24,41 +28,106 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// The host alias of a tensor, and its way back, for autograd: the gradient of one is the other.
+// The host aliases of tensors, and their way back, for autograd: the gradients of ones are the
+// others. One node stands for all tensors of a call, since each costs as much as a small operator.
 struct ToHost : torch::autograd::Function<ToHost> {
-  static Tensor forward(AutogradContext* context, const Tensor& foo);
+  static variable_list forward(AutogradContext* context, at::TensorList foo, c10::Device device);
   static variable_list backward(AutogradContext* context, const variable_list& gradients);
 };
 
 struct ToFoo : torch::autograd::Function<ToFoo> {
-  static Tensor forward(AutogradContext*, const Tensor& host, c10::Device device) {
-    return HostCall(device).to_foo(host.detach());
-  }
-  static variable_list backward(AutogradContext*, const variable_list& gradients) {
-    const Tensor& gradient = gradients[0];
-    return {gradient.defined() ? ToHost::apply(gradient) : Tensor(), Tensor()};
-  }
+  static variable_list forward(AutogradContext* context, at::TensorList host, c10::Device device);
+  static variable_list backward(AutogradContext* context, const variable_list& gradients);
 };
 
-Tensor ToHost::forward(AutogradContext* context, const Tensor& foo) {
-  context->saved_data["device"] = foo.device();
-  return HostCall(foo.device()).to_host(foo.detach());
+// Where none is needed, the other side's operators compute none either.
+void keep_differentiability(AutogradContext* context, at::TensorList from,
+                            const variable_list& to) {
+  variable_list without;
+  for (size_t i = 0; i < from.size(); ++i) {
+    if (!from[i].requires_grad()) without.push_back(to[i]);
+  }
+  context->mark_non_differentiable(without);
+  context->set_materialize_grads(false);
+}
+
+// For each gradient that is there what the other side makes of it; and nothing for the device.
+template <typename Other>
+variable_list gradients_by(AutogradContext* context, const variable_list& gradients) {
+  const auto device = context->saved_data["device"].toDevice();
+  variable_list given;
+  for (const Tensor& gradient : gradients) {
+    if (gradient.defined()) given.push_back(gradient);
+  }
+  variable_list made = Other::apply(at::TensorList(given), device);
+  variable_list results(gradients.size() + 1);
+  auto next = made.begin();
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (gradients[i].defined()) results[i] = std::move(*next++);
+  }
+  return results;
+}
+
+variable_list ToHost::forward(AutogradContext* context, at::TensorList foo, c10::Device device) {
+  context->saved_data["device"] = device;
+  HostCall call(device);
+  variable_list host;
+  for (const Tensor& tensor : foo) host.push_back(call.to_host(tensor.detach()));
+  keep_differentiability(context, foo, host);
+  return host;
 }
 
 variable_list ToHost::backward(AutogradContext* context, const variable_list& gradients) {
-  const Tensor& gradient = gradients[0];
-  const auto device = context->saved_data["device"].toDevice();
-  return {gradient.defined() ? ToFoo::apply(gradient, device) : Tensor()};
+  return gradients_by<ToFoo>(context, gradients);
 }
 
-// The alias counts as written when the tensor is: autograd then refuses what it has saved.
-Tensor to_host(const Tensor& foo) {
-  if (foo.is_cpu()) return foo;
-  Tensor host = ToHost::apply(foo);
-  if (!foo.is_inference() && !host.is_inference()) {
-    host.unsafeGetTensorImpl()->set_version_counter(foo.unsafeGetTensorImpl()->version_counter());
+variable_list ToFoo::forward(AutogradContext* context, at::TensorList host, c10::Device device) {
+  context->saved_data["device"] = device;
+  HostCall call(device);
+  variable_list foo;
+  for (const Tensor& tensor : host) foo.push_back(call.to_foo(tensor.detach()));
+  keep_differentiability(context, host, foo);
+  return foo;
+}
+
+variable_list ToFoo::backward(AutogradContext* context, const variable_list& gradients) {
+  return gradients_by<ToHost>(context, gradients);
+}
+
+// Replaces the tensors of foo on a stack from some position on, by aliases for the CPU.
+void to_host(torch::jit::Stack& stack, size_t first, c10::Device device) {
+  variable_list foo;
+  for (size_t i = first; i < stack.size(); ++i) {
+    for_each_tensor(stack[i], [&](const Tensor& tensor) {
+      if (!tensor.is_cpu()) foo.push_back(tensor);
+    });
   }
-  return host;
+  const variable_list host = ToHost::apply(at::TensorList(foo), device);
+  auto next = host.begin();
+  const auto host_of = [&](const Tensor& tensor) {
+    if (tensor.is_cpu()) return tensor;
+    const Tensor& alias = *next++;
+    // It counts as written when the tensor is: autograd then refuses what it has saved.
+    if (!tensor.is_inference() && !alias.is_inference()) {
+      alias.unsafeGetTensorImpl()->set_version_counter(
+          tensor.unsafeGetTensorImpl()->version_counter());
+    }
+    return alias;
+  };
+  for (size_t i = first; i < stack.size(); ++i) replace_tensors(stack[i], host_of);
+}
+
+// Replaces all tensors, which are results of the CPU.
+void to_foo(torch::jit::Stack& stack, size_t first, c10::Device device) {
+  variable_list host;
+  for (size_t i = first; i < stack.size(); ++i) {
+    for_each_tensor(stack[i], [&](const Tensor& tensor) { host.push_back(tensor); });
+  }
+  const variable_list foo = ToFoo::apply(at::TensorList(host), device);
+  auto next = foo.begin();
+  for (size_t i = first; i < stack.size(); ++i) {
+    replace_tensors(stack[i], [&](const Tensor&) { return *next++; });
+  }
 }
 
 // Wrappers, such as fake tensors, and modes see the operators that the composite is made of.
@@ -73,17 +142,97 @@ bool is_mode_active() {
   return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Python);
 }
 
-// Dropout between the layers would draw from the generator of the CPU.
-bool drops(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
-  const auto& parameters = op.schema().arguments();
-  double dropout = 0.0;
-  bool train = false;
-  for (size_t position = 0; position < arguments.size(); ++position) {
-    if (parameters[position].name() == "dropout") dropout = arguments[position].toDouble();
-    if (parameters[position].name() == "train") train = arguments[position].toBool();
+// The arguments of a call, by their names; null for one that this operator has not.
+class Arguments {
+ public:
+  Arguments(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> values)
+      : values_(values.vec()) {
+    const auto& parameters = op.schema().arguments();
+    for (size_t i = 0; i < values_.size(); ++i) places_[parameters[i].name()] = i;
   }
-  return train && dropout > 0.0;
-}
+
+  c10::IValue* operator[](const std::string& name) {
+    const auto place = places_.find(name);
+    return place == places_.end() ? nullptr : &values_[place->second];
+  }
+
+  torch::jit::Stack stack() const { return values_; }
+
+ private:
+  std::vector<c10::IValue> values_;
+  std::map<std::string, size_t> places_;
+};
+
+// Layers with dropout between them. That of the CPU's operator would draw from the generator of the
+// CPU; on tensors of foo it draws the same numbers from foo's.
+class DroppingLayers {
+ public:
+  DroppingLayers(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments)
+      : op_(op), arguments_(op, arguments) {
+    count_ = arguments_["num_layers"]->toInt();
+    dropout_ = arguments_["dropout"]->toDouble();
+    parameters_ = arguments_["params"]->toTensorVector();
+    const c10::IValue& states = *arguments_["hx"];
+    states_ = states.isTensor() ? variable_list{states.toTensor()} : states.toTensorVector();
+  }
+
+  // Whether there is such dropout, and all layers have their share, so that there is no mistake.
+  bool are_there() {
+    const bool drops = arguments_["train"]->toBool() && dropout_ > 0.0 && count_ > 1;
+    const auto has_share = [&](const Tensor& state) {
+      return state.dim() == 3 && state.size(0) % count_ == 0;
+    };
+    return drops && parameters_.size() % count_ == 0 &&
+           std::all_of(states_.begin(), states_.end(), has_share);
+  }
+
+  // Calls the operator for one layer after the other.
+  torch::jit::Stack operator()() {
+    *arguments_["num_layers"] = int64_t{1};
+    *arguments_["dropout"] = 0.0;
+    // Dropout draws along the time first, as the CPU's does.
+    c10::IValue* const is_batch_first = arguments_["batch_first"];
+    const bool transposes = is_batch_first != nullptr && is_batch_first->toBool();
+    if (transposes) *is_batch_first = false;
+    c10::IValue& sequence = *arguments_[is_batch_first != nullptr ? "input" : "data"];
+    if (transposes) sequence = sequence.toTensor().transpose(0, 1);
+    std::vector<variable_list> states(states_.size());
+    for (int64_t layer = 0; layer < count_; ++layer) {
+      torch::jit::Stack results = run(layer);
+      for (size_t i = 0; i < states.size(); ++i) states[i].push_back(results[1 + i].toTensor());
+      const Tensor output = results[0].toTensor();
+      sequence = layer + 1 < count_ ? at::dropout(output, dropout_, /*train=*/true) : output;
+    }
+    const Tensor output = sequence.toTensor();
+    torch::jit::Stack results = {transposes ? output.transpose(0, 1) : output};
+    for (const variable_list& state : states) results.emplace_back(at::cat(state));
+    return results;
+  }
+
+ private:
+  torch::jit::Stack run(int64_t layer) {
+    const auto share = int64_t(parameters_.size()) / count_;
+    const auto first = parameters_.begin() + layer * share;
+    *arguments_["params"] = variable_list(first, first + share);
+    variable_list states;
+    for (const Tensor& state : states_) {
+      const int64_t directions = state.size(0) / count_;
+      states.push_back(state.narrow(0, layer * directions, directions));
+    }
+    c10::IValue& given = *arguments_["hx"];
+    given = given.isTensor() ? c10::IValue(states[0]) : c10::IValue(states);
+    torch::jit::Stack stack = arguments_.stack();
+    op_.callBoxed(stack);
+    return stack;
+  }
+
+  const c10::OperatorHandle& op_;
+  Arguments arguments_;
+  int64_t count_;
+  double dropout_;
+  variable_list parameters_;
+  variable_list states_;
+};
 
 // The one device of foo of all tensors; packed sequences have their lengths on the CPU.
 std::optional<c10::Device> common_device(const c10::OperatorHandle& op,
@@ -109,25 +258,26 @@ class Layer final : public c10::OperatorKernel {
     const size_t count = op.schema().arguments().size();
     const auto arguments = torch::jit::last(*stack, count);
     const auto device = common_device(op, arguments);
-    if (!device || is_mode_active() || drops(op, arguments) || has_tangent(op, *stack) ||
+    if (!device || is_mode_active() || has_tangent(op, *stack) ||
         at::autocast::is_autocast_enabled(device::kFoo)) {
       composite_.callBoxed(op, keys, stack);
       return;
     }
+    DroppingLayers dropping(op, arguments);
+    if (dropping.are_there()) {
+      torch::jit::drop(*stack, count);
+      for (c10::IValue& result : dropping()) stack->push_back(std::move(result));
+      return;
+    }
     count_fallback(op);
     const size_t first = stack->size() - count;
-    for (size_t position = first; position < stack->size(); ++position) {
-      replace_tensors((*stack)[position], to_host);
-    }
+    to_host(*stack, first, *device);
     {
       const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
       const device::HostTensorsInDeviceMemory in_device_memory(device->index());
       op.callBoxed(stack);
     }
-    for (size_t position = first; position < stack->size(); ++position) {
-      replace_tensors((*stack)[position],
-                      [&](const Tensor& host) { return ToFoo::apply(host, *device); });
-    }
+    to_foo(*stack, first, *device);
   }
 
  private:
