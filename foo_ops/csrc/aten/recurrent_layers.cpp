@@ -142,7 +142,7 @@ bool is_mode_active() {
   return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Python);
 }
 
-// The arguments of a call, by their names; null for one that this operator has not.
+// The arguments of a call, by their names.
 class Arguments {
  public:
   Arguments(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> values)
@@ -151,10 +151,8 @@ class Arguments {
     for (size_t i = 0; i < values_.size(); ++i) places_[parameters[i].name()] = i;
   }
 
-  c10::IValue* operator[](const std::string& name) {
-    const auto place = places_.find(name);
-    return place == places_.end() ? nullptr : &values_[place->second];
-  }
+  c10::IValue& operator[](const std::string& name) { return values_[places_.at(name)]; }
+  c10::IValue& first() { return values_.front(); }
 
   torch::jit::Stack stack() const { return values_; }
 
@@ -169,16 +167,16 @@ class DroppingLayers {
  public:
   DroppingLayers(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments)
       : op_(op), arguments_(op, arguments) {
-    count_ = arguments_["num_layers"]->toInt();
-    dropout_ = arguments_["dropout"]->toDouble();
-    parameters_ = arguments_["params"]->toTensorVector();
-    const c10::IValue& states = *arguments_["hx"];
+    count_ = arguments_["num_layers"].toInt();
+    dropout_ = arguments_["dropout"].toDouble();
+    parameters_ = arguments_["params"].toTensorVector();
+    const c10::IValue& states = arguments_["hx"];
     states_ = states.isTensor() ? variable_list{states.toTensor()} : states.toTensorVector();
   }
 
   // Whether there is such dropout, and all layers have their share, so that there is no mistake.
   bool are_there() {
-    const bool drops = arguments_["train"]->toBool() && dropout_ > 0.0 && count_ > 1;
+    const bool drops = arguments_["train"].toBool() && dropout_ > 0.0 && count_ > 1;
     const auto has_share = [&](const Tensor& state) {
       return state.dim() == 3 && state.size(0) % count_ == 0;
     };
@@ -188,14 +186,9 @@ class DroppingLayers {
 
   // Calls the operator for one layer after the other.
   torch::jit::Stack operator()() {
-    *arguments_["num_layers"] = int64_t{1};
-    *arguments_["dropout"] = 0.0;
-    // Dropout draws along the time first, as the CPU's does.
-    c10::IValue* const is_batch_first = arguments_["batch_first"];
-    const bool transposes = is_batch_first != nullptr && is_batch_first->toBool();
-    if (transposes) *is_batch_first = false;
-    c10::IValue& sequence = *arguments_[is_batch_first != nullptr ? "input" : "data"];
-    if (transposes) sequence = sequence.toTensor().transpose(0, 1);
+    arguments_["num_layers"] = int64_t{1};
+    arguments_["dropout"] = 0.0;
+    c10::IValue& sequence = arguments_.first();
     std::vector<variable_list> states(states_.size());
     for (int64_t layer = 0; layer < count_; ++layer) {
       torch::jit::Stack results = run(layer);
@@ -203,8 +196,7 @@ class DroppingLayers {
       const Tensor output = results[0].toTensor();
       sequence = layer + 1 < count_ ? at::dropout(output, dropout_, /*train=*/true) : output;
     }
-    const Tensor output = sequence.toTensor();
-    torch::jit::Stack results = {transposes ? output.transpose(0, 1) : output};
+    torch::jit::Stack results = {sequence};
     for (const variable_list& state : states) results.emplace_back(at::cat(state));
     return results;
   }
@@ -213,13 +205,13 @@ class DroppingLayers {
   torch::jit::Stack run(int64_t layer) {
     const auto share = int64_t(parameters_.size()) / count_;
     const auto first = parameters_.begin() + layer * share;
-    *arguments_["params"] = variable_list(first, first + share);
+    arguments_["params"] = variable_list(first, first + share);
     variable_list states;
     for (const Tensor& state : states_) {
       const int64_t directions = state.size(0) / count_;
       states.push_back(state.narrow(0, layer * directions, directions));
     }
-    c10::IValue& given = *arguments_["hx"];
+    c10::IValue& given = arguments_["hx"];
     given = given.isTensor() ? c10::IValue(states[0]) : c10::IValue(states);
     torch::jit::Stack stack = arguments_.stack();
     op_.callBoxed(stack);
