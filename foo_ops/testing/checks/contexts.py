@@ -47,6 +47,15 @@ def poisoned_memory() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def without_cached_fakes() -> Iterator[None]:
+    """Compute each fake tensor: with symbolic sizes an entry of torch's cache costs more."""
+    import torch._dynamo.config
+
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        yield
+
+
 Damage = tuple[int, int, int]
 """An address, the bytes that were allocated there, and which one was written beside them."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foo_ops import library
 from foo_ops.testing.checks.calls import arguments, run, strides_differ
-from foo_ops.testing.checks.contexts import failing_as
+from foo_ops.testing.checks.contexts import failing_as, without_cached_fakes
 from foo_ops.testing.checks.matrix import (
     Case,
     all_layouts,
@@ -34,9 +34,10 @@ def opcheck(case: Case) -> None:
     sample = arguments(case)
     if case.gradient:
         sample = sample.requiring_grad()
-    results = library.opcheck(
-        case.spec.operator, sample.inputs, dict(sample.keywords), raise_exception=False
-    )
+    with without_cached_fakes():
+        results = library.opcheck(
+            case.spec.operator, sample.inputs, dict(sample.keywords), raise_exception=False
+        )
     failed = [f"{name}: {result}" for name, result in results.items() if result != "SUCCESS"]
     if failed:
         raise AssertionError("; ".join(failed) + hint_at_tag(case.spec.operator))
