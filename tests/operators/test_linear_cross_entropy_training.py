@@ -63,6 +63,20 @@ def test_sizes_around_those_of_blocks(dtype):
         check(Sample(tuple(draw(*shape, dtype)), {"label_smoothing": 0.1}), dtype, "cpu")
 
 
+def test_an_infinite_logit(device):
+    """Only its own class is not a number, as where logits are computed anew."""
+    hidden, weight, target, bias = draw(8, 8, 300, device=device)
+    bias[270] = torch.inf
+    tensors = [it.requires_grad_() for it in (hidden, weight, bias)]
+    found = []
+    for operator in (TRAINING, PLAIN):
+        loss = operator(*tensors[:2], target, bias)[0]
+        found.append(torch.autograd.grad(loss, tensors[1:], torch.ones_like(loss)))
+    for ours, expected in zip(*found):
+        assert ours.isnan().any(-1).sum() <= 1
+        torch.testing.assert_close(ours, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", SPEC.dtypes)
 def test_what_is_kept(dtype, device):
     """Exponentials of as many rows as hidden has columns: exp(logit - base), at most 1."""
