@@ -1,6 +1,7 @@
 """Capture what a stream is given as a graph, and replay it."""
 
 import contextlib
+import functools
 import gc
 from types import TracebackType
 from typing import Any, Literal
@@ -9,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from foo_ops._C import device as _C
-from foo_ops.device import devices, memory, streams
+from foo_ops.device import _compiled_kernels, devices, memory, streams
 
 PoolHandle = tuple[int, int]
 CaptureErrorMode = Literal["default", "global", "thread_local", "relaxed"]
@@ -158,6 +159,14 @@ class graph(contextlib.AbstractContextManager[None]):
             self._stream_context.__exit__(exception_type, exception, traceback)
 
 
+def _captured(name: str, written: list[bool | None], kernel: Any) -> Any:
+    return functools.partial(_C.capture_kernel, name, written, kernel)
+
+
+def _change_kernels(is_capturing: bool) -> None:
+    _compiled_kernels.put_around("capture", _captured if is_capturing else None)
+
+
 def _refuse_step_on_host(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _C.is_current_stream_capturing():
         return
@@ -169,4 +178,5 @@ def _refuse_step_on_host(optimizer: torch.optim.Optimizer, args: Any, kwargs: An
         )
 
 
+_C.set_capture_listener(_change_kernels)
 register_optimizer_step_pre_hook(_refuse_step_on_host)

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -145,8 +146,8 @@ std::unique_ptr<at::ObserverContext> observe_call(const at::RecordFunction& call
 }
 
 bool is_observed() {
-  return call_observer(Observing::kSanitizer) != nullptr ||
-         call_observer(Observing::kCapture) != nullptr;
+  return std::any_of(call_observers.begin(), call_observers.end(),
+                     [](const auto& observer) { return observer.load() != nullptr; });
 }
 
 void start() {

@@ -30,10 +30,11 @@ class CallObserver {
   virtual bool sees_all_devices() { return false; }
 };
 
-// The first is called around the second.
-enum class Observing { kSanitizer, kCapture };
+// Each is called around those after it.
+enum class Observing { kSanitizer, kCapture, kProfiler };
+inline constexpr size_t kObservers = 3;
 
-inline std::array<std::atomic<CallObserver*>, 2> call_observers{};
+inline std::array<std::atomic<CallObserver*>, kObservers> call_observers{};
 
 inline CallObserver* call_observer(Observing kind) {
   return call_observers[static_cast<size_t>(kind)].load(std::memory_order_acquire);
@@ -41,22 +42,26 @@ inline CallObserver* call_observer(Observing kind) {
 
 // Calls observers around an operator, and runs it.
 inline void observe_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack,
-                             c10::function_ref<void()> run) {
-  CallObserver* const sanitizer = call_observer(Observing::kSanitizer);
-  CallObserver* const capture = call_observer(Observing::kCapture);
-  const auto run_captured = [&] {
-    capture != nullptr ? capture->around_operator(op, stack, run) : run();
-  };
-  sanitizer != nullptr ? sanitizer->around_operator(op, stack, run_captured) : run_captured();
+                             c10::function_ref<void()> run, size_t first = 0) {
+  for (size_t kind = first; kind < kObservers; ++kind) {
+    CallObserver* const observer = call_observer(static_cast<Observing>(kind));
+    if (observer == nullptr) [[likely]]
+      continue;
+    return observer->around_operator(op, stack,
+                                     [&] { observe_operator(op, stack, run, kind + 1); });
+  }
+  run();
 }
 
-inline Tensors observe_graph(const Tensors& inputs, c10::function_ref<Tensors()> run) {
-  CallObserver* const sanitizer = call_observer(Observing::kSanitizer);
-  CallObserver* const capture = call_observer(Observing::kCapture);
-  const auto run_captured = [&] {
-    return capture != nullptr ? capture->around_graph(inputs, run) : run();
-  };
-  return sanitizer != nullptr ? sanitizer->around_graph(inputs, run_captured) : run_captured();
+inline Tensors observe_graph(const Tensors& inputs, c10::function_ref<Tensors()> run,
+                             size_t first = 0) {
+  for (size_t kind = first; kind < kObservers; ++kind) {
+    CallObserver* const observer = call_observer(static_cast<Observing>(kind));
+    if (observer == nullptr) [[likely]]
+      continue;
+    return observer->around_graph(inputs, [&] { return observe_graph(inputs, run, kind + 1); });
+  }
+  return run();
 }
 
 }  // namespace foo::aten

@@ -12,6 +12,7 @@
 #include "aten/boxed_tensors.h"
 #include "aten/implicit_synchronization.h"
 #include "aten/layouts.h"
+#include "aten/operator_kinds.h"
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/ownership.h"
@@ -22,6 +23,8 @@ namespace foo::graphs {
 namespace {
 
 constexpr const char* kWaits = "the host would wait for the device";
+constexpr const char* kDense =
+    "its tensors must be dense, got one that is quantized, sparse or nested";
 
 bool is_of_device(const at::Tensor& tensor) {
   return tensor.device().type() == device::kFoo;
@@ -33,20 +36,6 @@ bool is_pinned(const at::Tensor& tensor) {
 
 bool is_copy(const std::string& name) {
   return name.starts_with("aten::_copy_from") || name == "aten::copy_";
-}
-
-// It gives a tensor other sizes or strides, and touches no byte.
-bool is_view(const c10::OperatorHandle& op) {
-  const auto& schema = op.schema();
-  const auto is_written = [](const c10::Argument& argument) {
-    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-  };
-  const auto is_alias = [&](const c10::Argument& result) {
-    return result.alias_info() != nullptr && !is_written(result);
-  };
-  return !schema.returns().empty() &&
-         std::none_of(schema.arguments().begin(), schema.arguments().end(), is_written) &&
-         std::all_of(schema.returns().begin(), schema.returns().end(), is_alias);
 }
 
 // Where a tensor is, and what.
@@ -144,9 +133,7 @@ at::Tensor Capture::host_tensor(const std::string& operator_name, const at::Tens
 
 at::Tensor Capture::borrow(const std::string& operator_name, const at::Tensor& tensor) {
   if (!is_of_device(tensor)) return host_tensor(operator_name, tensor);
-  if (!aten::is_dense(tensor)) {
-    fail(operator_name, "its tensors must be dense, got one that is quantized, sparse or nested");
-  }
+  if (!aten::is_dense(tensor)) fail(operator_name, kDense);
   const c10::Storage& storage = tensor.storage();
   // Memory that is copied when it is written would move then.
   void* const data = storage.mutable_data();
@@ -172,14 +159,17 @@ torch::jit::Stack Capture::borrow(const c10::OperatorHandle& op,
   return borrowed;
 }
 
-at::Tensor Capture::outcome(const at::Tensor& tensor) {
-  if (is_of_device(tensor)) return aten::is_dense(tensor) ? borrower_.borrow(tensor) : at::Tensor();
+at::Tensor Capture::outcome(const std::string& operator_name, const at::Tensor& tensor) {
+  if (is_of_device(tensor)) {
+    if (!aten::is_dense(tensor)) fail(operator_name, kDense);
+    return borrower_.borrow(tensor);
+  }
   if (tensor.has_storage()) own_host_storages_.insert(tensor.storage().unsafeGetStorageImpl());
   return tensor;
 }
 
 // What lies in none of the results was for the operator alone, which may have kept it.
-void Capture::keep(Step& step, device::AllocationScript allocations,
+void Capture::keep(OperatorStep& step, device::AllocationScript allocations,
                    const std::vector<at::Tensor>& outcome) {
   for (device::ScriptedAllocation& each : allocations) {
     const bool is_kept = std::any_of(outcome.begin(), outcome.end(), [&](const at::Tensor& tensor) {
@@ -197,11 +187,11 @@ void Capture::keep(Step& step, device::AllocationScript allocations,
 
 void Capture::record(const c10::OperatorHandle& op, torch::jit::Stack* stack,
                      c10::function_ref<void()> run) {
-  if (is_view(op)) return run();
+  if (aten::is_view(op)) return run();
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   const size_t first = stack->size() - arguments.size();
   refuse_synchronization(op, arguments);
-  Step step(op, borrow(op, arguments));
+  auto step = std::make_unique<OperatorStep>(op, borrow(op, arguments));
   save_what_changes(op, arguments);
   const std::vector<at::Tensor> written = written_tensors(op, arguments);
   const std::vector<Place> places = places_of(written);
@@ -212,19 +202,29 @@ void Capture::record(const c10::OperatorHandle& op, torch::jit::Stack* stack,
   std::vector<at::Tensor> results = tensors_of(torch::jit::last(*stack, stack->size() - first));
   std::vector<at::Tensor> outcome_of_all = results;
   outcome_of_all.insert(outcome_of_all.end(), written.begin(), written.end());
-  keep(step, allocations.take(), outcome_of_all);
+  keep(*step, allocations.take(), outcome_of_all);
   std::vector<at::Tensor> changed(written.size());
   bool has_moved = false;
   for (const auto i : c10::irange(written.size())) {
     const Place now(written[i]);
     if (now == places[i]) continue;
-    changed[i] = outcome(written[i]);
+    changed[i] = outcome(op.schema().name(), written[i]);
     has_moved |= now.data != places[i].data;
   }
   // What gives a tensor other sizes, as transpose_ does, has nothing to do again.
   if (op.hasTag(at::Tag::inplace_view) && !has_moved) return;
-  for (at::Tensor& result : results) result = outcome(result);
-  step.set_outcome(std::move(results), std::move(changed));
+  for (at::Tensor& result : results) result = outcome(op.schema().name(), result);
+  step->set_outcome(std::move(results), std::move(changed));
+  add(std::move(step));
+}
+
+at::Tensor Capture::borrow(const std::string& name, const at::Tensor& tensor, bool is_written) {
+  at::Tensor borrowed = borrow(name, tensor);
+  if (is_written) save(tensor);
+  return borrowed;
+}
+
+void Capture::add(std::unique_ptr<Step> step) {
   const std::lock_guard lock(mutex_);
   recording_.steps.push_back(std::move(step));
 }

@@ -33,7 +33,7 @@ struct Input {
 
 // What a capture leaves.
 struct Recording {
-  std::vector<Step> steps;
+  std::vector<std::unique_ptr<Step>> steps;
   std::vector<Input> inputs;
   std::vector<KeptMemory> memory;
 };
@@ -44,6 +44,9 @@ class Capture {
 
   void record(const c10::OperatorHandle& op, torch::jit::Stack* stack,
               c10::function_ref<void()> run);
+  // For what is no operator: first each of its tensors, then the step.
+  at::Tensor borrow(const std::string& name, const at::Tensor& tensor, bool is_written);
+  void add(std::unique_ptr<Step> step);
   // Notes that nothing of it can be replayed, and raises.
   [[noreturn]] void fail(const std::string& operator_name, const std::string& reason);
 
@@ -64,12 +67,12 @@ class Capture {
   torch::jit::Stack borrow(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
   at::Tensor borrow(const std::string& operator_name, const at::Tensor& tensor);
   at::Tensor host_tensor(const std::string& operator_name, const at::Tensor& tensor);
-  at::Tensor outcome(const at::Tensor& tensor);
+  at::Tensor outcome(const std::string& operator_name, const at::Tensor& tensor);
   bool is_own(const void* data) const { return own_memory_.count(data) > 0; }
   void save(const at::Tensor& tensor);
   void save(at::Generator generator);
   void save_what_changes(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
-  void keep(Step& step, device::AllocationScript allocations,
+  void keep(OperatorStep& step, device::AllocationScript allocations,
             const std::vector<at::Tensor>& outcome);
   void restore();
 

@@ -74,7 +74,7 @@ class Graph final : public at::GraphImplInterface {
     check_inputs();
     const c10::impl::ExcludeDispatchKeyGuard below_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                                                             c10::autocast_dispatch_keyset);
-    for (const Step& step : recording_->steps) step.replay();
+    for (const auto& step : recording_->steps) step->replay();
   }
 
   void reset() override {
@@ -99,7 +99,7 @@ class Graph final : public at::GraphImplInterface {
     TORCH_CHECK(file.is_open(), "debug_dump: cannot write to ", path);
     file << "digraph {\n";
     for (size_t i = 0; i < recording_->steps.size(); ++i) {
-      file << "  " << i << " [label=\"" << recording_->steps[i].describe() << "\"];\n";
+      file << "  " << i << " [label=\"" << recording_->steps[i]->describe() << "\"];\n";
       if (i > 0) file << "  " << i - 1 << " -> " << i << ";\n";
     }
     file << "}\n";

@@ -1,11 +1,10 @@
 #include "graphs/recorder.h"
 
 #include <mutex>
-#include <set>
 #include <utility>
 
-#include "aten/boxed_tensors.h"
 #include "aten/observed_operators.h"
+#include "aten/streams_of_call.h"
 #include "device/device.h"
 #include "device/stream.h"
 
@@ -20,22 +19,6 @@ class InOperator {
   InOperator() { is_in_operator = true; }
   ~InOperator() { is_in_operator = false; }
 };
-
-// The devices of the tensors, or else those that arguments name, or else the current one.
-std::set<c10::DeviceIndex> devices_of(c10::ArrayRef<c10::IValue> arguments) {
-  std::set<c10::DeviceIndex> of_tensors;
-  std::set<c10::DeviceIndex> named;
-  for (const c10::IValue& argument : arguments) {
-    aten::for_each_tensor(argument, [&](const at::Tensor& tensor) {
-      if (tensor.device().type() == device::kFoo) of_tensors.insert(tensor.device().index());
-    });
-    if (argument.isDevice() && argument.toDevice().type() == device::kFoo) {
-      named.insert(device::with_index(argument.toDevice()).index());
-    }
-  }
-  if (!of_tensors.empty()) return of_tensors;
-  return named.empty() ? std::set{device::current_device()} : named;
-}
 
 constexpr const char* kHostWaits = "the host would wait for a stream that is captured";
 
@@ -60,6 +43,7 @@ std::shared_ptr<Capture> Recorder::begin(c10::Stream stream, device::PoolId pool
   if (is_first) {
     device::capture_observer.store(this, std::memory_order_release);
     aten::add_call_observer(aten::Observing::kCapture, *this);
+    listener_(true);
   }
   return capture;
 }
@@ -77,6 +61,7 @@ Recording Recorder::end(const std::shared_ptr<Capture>& capture) {
     is_last = streams_.empty();
   }
   if (is_last) {
+    listener_(false);
     aten::remove_call_observer(aten::Observing::kCapture);
     device::capture_observer.store(nullptr, std::memory_order_release);
   }
@@ -90,7 +75,7 @@ std::shared_ptr<Capture> Recorder::capture_of(c10::Stream stream) {
 }
 
 std::shared_ptr<Capture> Recorder::capture_of(c10::ArrayRef<c10::IValue> arguments) {
-  for (const c10::DeviceIndex index : devices_of(arguments)) {
+  for (const c10::DeviceIndex index : aten::devices_of_call(arguments)) {
     if (auto capture = capture_of(device::current_stream(index))) return capture;
   }
   return nullptr;

@@ -1,8 +1,10 @@
 // All captures that are under way, and what belongs to which.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <unordered_map>
+#include <utility>
 
 #include "aten/observers.h"
 #include "device/observer.h"
@@ -20,7 +22,11 @@ class Recorder final : public aten::CallObserver, public device::Observer {
   Recording end(const std::shared_ptr<Capture>& capture);
   // Null where the stream is not captured.
   std::shared_ptr<Capture> capture_of(c10::Stream stream);
+  // That of one of the devices that a call is about; null where there is none.
+  std::shared_ptr<Capture> capture_of(c10::ArrayRef<c10::IValue> arguments);
   bool is_capturing();
+  // Called when the first capture begins, and when the last one has ended.
+  void set_listener(std::function<void(bool)> listener) { listener_ = std::move(listener); }
 
   void around_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack,
                        c10::function_ref<void()> run) override;
@@ -36,9 +42,8 @@ class Recorder final : public aten::CallObserver, public device::Observer {
   void host_waits_for_device(c10::DeviceIndex index) override;
 
  private:
-  std::shared_ptr<Capture> capture_of(c10::ArrayRef<c10::IValue> arguments);
-
   ForkMutex mutex_;
+  std::function<void(bool)> listener_;
   std::unordered_map<c10::Stream, std::shared_ptr<Capture>> streams_;
   std::unordered_map<const void*, std::shared_ptr<Capture>> events_;
 };

@@ -54,22 +54,22 @@ std::vector<at::Tensor> written_tensors(const c10::OperatorHandle& op,
   return written;
 }
 
-Step::Step(const c10::OperatorHandle& op, torch::jit::Stack arguments)
+OperatorStep::OperatorStep(const c10::OperatorHandle& op, torch::jit::Stack arguments)
     : op_(op),
       arguments_(std::move(arguments)),
       device_(device::current_device()),
       grad_mode_(at::GradMode::is_enabled()) {}
 
-void Step::set_outcome(std::vector<at::Tensor> results, std::vector<at::Tensor> changed) {
+void OperatorStep::set_outcome(std::vector<at::Tensor> results, std::vector<at::Tensor> changed) {
   results_ = std::move(results);
   changed_ = std::move(changed);
 }
 
-void Step::set_allocations(device::AllocationScript allocations) {
+void OperatorStep::set_allocations(device::AllocationScript allocations) {
   allocations_ = std::move(allocations);
 }
 
-void Step::replay() const {
+void OperatorStep::replay() const {
   torch::jit::Stack stack = arguments_;
   // An operator that gives its argument another size or memory finds it again as it was.
   const bool changes_arguments =
@@ -94,7 +94,7 @@ void Step::replay() const {
   if (changes_arguments) put_into_place(changed_, written);
 }
 
-std::string Step::describe() const {
+std::string OperatorStep::describe() const {
   std::string text = c10::toString(op_.operator_name());
   for (const at::Tensor& tensor : tensors_of(arguments_)) {
     text += c10::str(" ", tensor.scalar_type(), tensor.sizes());

@@ -1,4 +1,4 @@
-// One operator of a graph, with all that it needs to run again.
+// What a graph consists of, each with all that it needs to run again.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -13,19 +13,26 @@ namespace foo::graphs {
 
 class Step {
  public:
+  virtual ~Step() = default;
+
+  // Runs in the current stream, with its results where they were.
+  virtual void replay() const = 0;
+  virtual std::string describe() const = 0;
+};
+
+class OperatorStep final : public Step {
+ public:
   // What a call is given. Tensors of foo are borrowed.
-  Step(const c10::OperatorHandle& op, torch::jit::Stack arguments);
+  OperatorStep(const c10::OperatorHandle& op, torch::jit::Stack arguments);
 
   // What it left: the tensors among its results and, where they got other memory or another size,
   // among its arguments. Undefined where there is nothing to compare.
   void set_outcome(std::vector<at::Tensor> results, std::vector<at::Tensor> changed);
   void set_allocations(device::AllocationScript allocations);
 
-  // Runs the operator in the current stream, with its results where they were.
-  void replay() const;
-
+  void replay() const override;
   // The operator, and the shapes of the tensors that it takes.
-  std::string describe() const;
+  std::string describe() const override;
 
  private:
   c10::OperatorHandle op_;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "aten/boxed_tensors.h"
+#include "aten/streams_of_call.h"
 #include "device/device.h"
 #include "device/device_memory.h"
 #include "device/host_protection.h"
@@ -21,23 +22,6 @@ namespace foo::sanitizer {
 namespace {
 
 using aten::for_each_tensor;
-
-// The stream of the first tensor's device, else that of the device that an argument names, else
-// that of the current one.
-c10::Stream stream_of(c10::ArrayRef<c10::IValue> arguments) {
-  std::optional<c10::DeviceIndex> of_tensor;
-  std::optional<c10::DeviceIndex> named;
-  for (const c10::IValue& argument : arguments) {
-    for_each_tensor(argument, [&](const at::Tensor& tensor) {
-      const bool is_first = !of_tensor && tensor.device().type() == device::kFoo;
-      if (is_first) of_tensor = tensor.device().index();
-    });
-    if (argument.isDevice() && argument.toDevice().type() == device::kFoo) {
-      named = device::with_index(argument.toDevice()).index();
-    }
-  }
-  return device::current_stream(of_tensor.value_or(named.value_or(device::current_device())));
-}
 
 // A result may also be an argument that was returned as it is.
 bool is_new(const at::Tensor& tensor, const std::vector<const void*>& allocations) {
@@ -165,7 +149,7 @@ void Sanitizer::call(const OperatorUses& uses, c10::ArrayRef<c10::IValue> argume
   const auto copy = Copy::of(uses, arguments);
   const auto resize = Resize::of(uses, arguments);
   const bool waits = uses.synchronization.is_there(arguments);
-  const c10::Stream stream = copy ? copy->stream() : stream_of(arguments);
+  const c10::Stream stream = copy ? copy->stream() : aten::stream_of_call(arguments);
   Stack trace = gather_stack();
   LaunchPtr launch;
   Findings findings;
