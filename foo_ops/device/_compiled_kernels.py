@@ -19,13 +19,13 @@ class _Module(NamedTuple):
 
 
 _modules: list[_Module] = []
-# By who puts it there. The last in the order of names is the outermost.
-_arounds: dict[str, Around] = {}
+# By who puts it there. The last one is the outermost.
+_arounds: dict[str, Around | None] = {"sanitizer": None, "capture": None}
 
 
 def _put_in(module: _Module) -> None:
     for name, kernel in module.kernels.items():
-        for _, around in sorted(_arounds.items()):
+        for around in filter(None, _arounds.values()):
             kernel = around(name, module.written[name], kernel)
         module.names[name] = kernel
 
@@ -43,8 +43,6 @@ def add(names: dict[str, Any], types: dict[str, list[str]]) -> None:
 
 def put_around(who: str, around: Around | None) -> None:
     """Replace each kernel by what the function makes of it; for None that of ``who`` is gone."""
-    _arounds.pop(who, None)
-    if around is not None:
-        _arounds[who] = around
+    _arounds[who] = around
     for module in _modules:
         _put_in(module)

@@ -31,7 +31,7 @@ class CallObserver {
 };
 
 // Each is called around those after it.
-enum class Observing { kSanitizer, kCapture, kProfiler };
+enum class Observing { kCapture, kSanitizer, kProfiler };
 inline constexpr size_t kObservers = 3;
 
 inline std::array<std::atomic<CallObserver*>, kObservers> call_observers{};
@@ -39,6 +39,21 @@ inline std::array<std::atomic<CallObserver*>, kObservers> call_observers{};
 inline CallObserver* call_observer(Observing kind) {
   return call_observers[static_cast<size_t>(kind)].load(std::memory_order_acquire);
 }
+
+// While one lives, this thread runs an operator for a graph to have its results' shapes. On a GPU
+// it would not run.
+class InCapturedOperator {
+ public:
+  InCapturedOperator() { is_there_ = true; }
+  ~InCapturedOperator() { is_there_ = false; }
+  InCapturedOperator(const InCapturedOperator&) = delete;
+  InCapturedOperator& operator=(const InCapturedOperator&) = delete;
+
+  static bool is_there() { return is_there_; }
+
+ private:
+  static inline thread_local bool is_there_ = false;
+};
 
 // Calls observers around an operator, and runs it.
 inline void observe_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack,

@@ -8,6 +8,7 @@
 
 #include "device/allocator.h"
 #include "device/device.h"
+#include "device/memory_figures.h"
 #include "device/memory_protection.h"
 #include "device/segment_map.h"
 #include "device/system_memory.h"
@@ -17,11 +18,7 @@ namespace foo::device {
 namespace {
 
 using c10::CachingAllocator::format_size;
-using c10::CachingAllocator::Stat;
-using c10::CachingAllocator::StatArray;
-using c10::CachingAllocator::StatType;
 using c10::CachingDeviceAllocator::BlockInfo;
-using c10::CachingDeviceAllocator::DeviceStats;
 using c10::CachingDeviceAllocator::SegmentInfo;
 
 // Larger blocks have segments of their own, so that small ones do not cut them up.
@@ -37,46 +34,13 @@ constexpr size_t kLargestRequest = size_t{1} << 62;
 
 static_assert(kBlockHeaderBytes == sizeof(Block));
 
-// The figures of one pool and of all, changed together.
-class PoolStat {
- public:
-  PoolStat(StatArray& stat, StatType pool) : stat_(stat), pool_(static_cast<size_t>(pool)) {}
-  void increase(size_t amount) {
-    stat_[kAll].increase(amount);
-    stat_[pool_].increase(amount);
-  }
-  void decrease(size_t amount) {
-    stat_[kAll].decrease(amount);
-    stat_[pool_].decrease(amount);
-  }
-  void change(int64_t amount) { amount >= 0 ? increase(amount) : decrease(-amount); }
-
- private:
-  static constexpr auto kAll = static_cast<size_t>(StatType::AGGREGATE);
-  StatArray& stat_;
-  size_t pool_;
-};
-
-template <typename Function>
-void for_each_figure(DeviceStats& statistics, Function function) {
-  for (StatArray* statistic :
-       {&statistics.allocation, &statistics.segment, &statistics.active, &statistics.inactive_split,
-        &statistics.allocated_bytes, &statistics.reserved_bytes, &statistics.active_bytes,
-        &statistics.inactive_split_bytes, &statistics.requested_bytes}) {
-    for (Stat& figure : *statistic) function(figure);
-  }
-}
-
-int64_t current_of(const StatArray& statistic) {
-  return statistic[static_cast<size_t>(StatType::AGGREGATE)].current;
-}
-
 }  // namespace
 
 DeviceMemory::Pools::Pools(PoolId its_id, PoolOptions its_options)
     : id(its_id),
       options(its_options),
-      small(StatType::SMALL_POOL, kSmallSegment, options.no_split ? kNeverSplit : kSmallestSmallRest),
+      small(StatType::SMALL_POOL, kSmallSegment,
+            options.no_split ? kNeverSplit : kSmallestSmallRest),
       large(StatType::LARGE_POOL, kLargeSegment,
             options.no_split ? kNeverSplit : kSmallestLargeRest) {}
 

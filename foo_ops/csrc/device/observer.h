@@ -18,6 +18,8 @@ class Observer {
   virtual void allocated(const void* /*memory*/, size_t /*bytes*/, c10::DeviceIndex /*index*/) {}
   virtual void allocated_by_host_kernel(const void* /*memory*/, size_t /*bytes*/,
                                         c10::DeviceIndex /*index*/) {}
+  // Memory that a graph gives one of its operators each time.
+  virtual void allocated_again(const void* /*memory*/) {}
   virtual void freed(const void* /*memory*/) noexcept {}
   // By what is no operator, such as copy-on-write.
   virtual void written(const void* /*memory*/, size_t /*bytes*/) {}

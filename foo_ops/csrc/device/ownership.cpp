@@ -79,7 +79,10 @@ bool is_unshared(const c10::DataPtr& memory) {
 c10::DataPtr allocate_on(c10::DeviceIndex index, size_t bytes, c10::Device label) {
   initialize();
   if (bytes == 0) return {nullptr, nullptr, &free_block, label};
-  if (void* again = scripted_memory(bytes)) return {again, again, &free_block, label};
+  if (void* again = scripted_memory(bytes)) {
+    observe([&](Observer& observer) { observer.allocated_again(again); });
+    return {again, again, &free_block, label};
+  }
   void* data = memory_of(index).allocate(bytes, label.is_cpu());
   c10::DataPtr memory(data, data, &free_block, label);
   note_allocation(bytes, data);

@@ -66,7 +66,11 @@ py::object call_kernel(const std::string& name, const std::vector<std::optional<
     if (!written[i].has_value()) continue;
     borrowed[i] = capture->borrow(name, arguments[i].cast<at::Tensor>(), *written[i]);
   }
-  py::object result = kernel(*arguments);
+  py::object result;
+  {
+    const aten::InCapturedOperator scope;
+    result = kernel(*arguments);
+  }
   capture->add(std::make_unique<KernelStep>(name, kernel, std::move(borrowed)));
   return result;
 }

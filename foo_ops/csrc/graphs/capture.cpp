@@ -12,6 +12,7 @@
 #include "aten/boxed_tensors.h"
 #include "aten/implicit_synchronization.h"
 #include "aten/layouts.h"
+#include "aten/observers.h"
 #include "aten/operator_kinds.h"
 #include "device/device.h"
 #include "device/generator.h"
@@ -41,8 +42,7 @@ bool is_copy(const std::string& name) {
 // Where a tensor is, and what.
 struct Place {
   explicit Place(const at::Tensor& tensor)
-      : data(tensor.has_storage() ? tensor.storage().data() : nullptr),
-        sizes(tensor.sizes()) {}
+      : data(tensor.has_storage() ? tensor.storage().data() : nullptr), sizes(tensor.sizes()) {}
   friend bool operator==(const Place&, const Place&) = default;
 
   const void* data;
@@ -152,9 +152,8 @@ torch::jit::Stack Capture::borrow(const c10::OperatorHandle& op,
                                   c10::ArrayRef<c10::IValue> arguments) {
   torch::jit::Stack borrowed(arguments.begin(), arguments.end());
   for (c10::IValue& value : borrowed) {
-    aten::replace_tensors(value, [&](const at::Tensor& tensor) {
-      return borrow(op.schema().name(), tensor);
-    });
+    aten::replace_tensors(
+        value, [&](const at::Tensor& tensor) { return borrow(op.schema().name(), tensor); });
   }
   return borrowed;
 }
@@ -197,7 +196,10 @@ void Capture::record(const c10::OperatorHandle& op, torch::jit::Stack* stack,
   const std::vector<Place> places = places_of(written);
 
   device::RecordedAllocations allocations;
-  run();
+  {
+    const aten::InCapturedOperator scope;
+    run();
+  }
 
   std::vector<at::Tensor> results = tensors_of(torch::jit::last(*stack, stack->size() - first));
   std::vector<at::Tensor> outcome_of_all = results;

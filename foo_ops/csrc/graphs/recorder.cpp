@@ -11,15 +11,6 @@
 namespace foo::graphs {
 namespace {
 
-// What an operator is made of belongs to it.
-thread_local bool is_in_operator = false;
-
-class InOperator {
- public:
-  InOperator() { is_in_operator = true; }
-  ~InOperator() { is_in_operator = false; }
-};
-
 constexpr const char* kHostWaits = "the host would wait for a stream that is captured";
 
 }  // namespace
@@ -88,17 +79,17 @@ bool Recorder::is_capturing() {
 
 void Recorder::around_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack,
                                c10::function_ref<void()> run) {
-  if (is_in_operator) return run();
+  // What an operator is made of belongs to it.
+  if (aten::InCapturedOperator::is_there()) return run();
   const auto capture = capture_of(torch::jit::last(*stack, op.schema().arguments().size()));
   if (capture == nullptr) return run();
-  const InOperator scope;
   capture->record(op, stack, run);
 }
 
 aten::Tensors Recorder::around_graph(const aten::Tensors& inputs,
                                      c10::function_ref<aten::Tensors()> run) {
   const auto capture = capture_of(std::vector<c10::IValue>{c10::IValue(inputs)});
-  if (capture == nullptr || is_in_operator) return run();
+  if (capture == nullptr || aten::InCapturedOperator::is_there()) return run();
   capture->fail("compiled graph", "it was compiled as a whole, with the C++ wrapper");
 }
 

@@ -1,6 +1,7 @@
 // The times of kernels on foo for torch.profiler, as Kineto takes them from a device of its own.
 //
-// Each operator is done when it returns, so its kernel is on the device as long as the host is in it.
+// Each operator is done when it returns, so its kernel is on the device as long as the host is in
+// it.
 
 #define FMT_HEADER_ONLY
 #define USE_KINETO
@@ -46,14 +47,14 @@ class Clock final : public aten::CallObserver {
  public:
   void around_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack,
                        c10::function_ref<void()> run) override {
-    if (is_in_kernel || aten::touches_no_bytes(op)) return run();
+    if (is_part() || aten::touches_no_bytes(op)) return run();
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
     time(op.schema().name(), aten::stream_of_call(arguments), run);
   }
 
   aten::Tensors around_graph(const aten::Tensors& inputs,
                              c10::function_ref<aten::Tensors()> run) override {
-    if (is_in_kernel) return run();
+    if (is_part()) return run();
     aten::Tensors results;
     const std::vector<c10::IValue> arguments{c10::IValue(inputs)};
     time("compiled graph", aten::stream_of_call(arguments), [&] { results = run(); });
@@ -66,6 +67,9 @@ class Clock final : public aten::CallObserver {
   }
 
  private:
+  // A capture launches no kernels.
+  static bool is_part() { return is_in_kernel || aten::InCapturedOperator::is_there(); }
+
   void time(const std::string& name, c10::Stream stream, c10::function_ref<void()> run) {
     struct InKernel {
       InKernel() { is_in_kernel = true; }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "aten/boxed_tensors.h"
+#include "aten/observers.h"
 #include "aten/streams_of_call.h"
 #include "device/device.h"
 #include "device/device_memory.h"
@@ -146,6 +147,7 @@ void Sanitizer::call(const OperatorUses& uses, c10::ArrayRef<c10::IValue> argume
                      c10::function_ref<c10::ArrayRef<c10::IValue>()> results_of) {
   // What an operator is made of belongs to it.
   if (OperatorScope::is_active()) return run();
+  if (aten::InCapturedOperator::is_there()) return call_captured(run, results_of);
   const auto copy = Copy::of(uses, arguments);
   const auto resize = Resize::of(uses, arguments);
   const bool waits = uses.synchronization.is_there(arguments);
@@ -176,16 +178,46 @@ void Sanitizer::call(const OperatorUses& uses, c10::ArrayRef<c10::IValue> argume
     end_call(launch, others, scope.allocations());
     throw;
   }
+  findings.clear();
+  {
+    const std::lock_guard lock(mutex_);
+    hold_open(scope.allocations());
+    const auto results = results_of();
+    use_results(uses, results, launch, scope.allocations());
+    use_repeated_results(results, launch, scope.repeated_allocations(), findings);
+    end_call(launch, others, {});
+    end_call(launch, other_streams(results, stream), {});
+    if (copy) copy->end(tracker_, launch);
+    if (resize) resize->end(tracker_);
+    if (waits) tracker_.clocks().host_waits_for_stream(launch->moment.stream);
+    if (waits || copy) protect_pinned_memory();
+  }
+  report(findings);
+}
+
+void Sanitizer::use_repeated_results(c10::ArrayRef<c10::IValue> results, const LaunchPtr& launch,
+                                     const std::vector<const void*>& allocations,
+                                     Findings& findings) {
+  if (allocations.empty()) return;
+  for (const c10::IValue& result : results) {
+    for_each_tensor(result, [&](const at::Tensor& tensor) {
+      if (is_new(tensor, allocations)) tracker_.write(tensor, launch, findings);
+    });
+  }
+}
+
+void Sanitizer::call_captured(c10::function_ref<void()> run,
+                              c10::function_ref<c10::ArrayRef<c10::IValue>()> results_of) {
+  const DeviceAccess access;
+  OperatorScope scope;
+  run();
   const std::lock_guard lock(mutex_);
   hold_open(scope.allocations());
-  const auto results = results_of();
-  use_results(uses, results, launch, scope.allocations());
-  end_call(launch, others, {});
-  end_call(launch, other_streams(results, stream), {});
-  if (copy) copy->end(tracker_, launch);
-  if (resize) resize->end(tracker_);
-  if (waits) tracker_.clocks().host_waits_for_stream(launch->moment.stream);
-  if (waits || copy) protect_pinned_memory();
+  for (const c10::IValue& result : results_of()) {
+    for_each_tensor(result, [&](const at::Tensor& tensor) {
+      if (is_new(tensor, scope.allocations())) tracker_.unwritten(tensor);
+    });
+  }
 }
 
 bool Sanitizer::watches_host() {
@@ -245,6 +277,10 @@ void Sanitizer::allocated_by_host_kernel(const void* memory, size_t bytes, c10::
   written(memory, bytes);
   // An operator knows in the end what it keeps; layers of a recurrent network are none.
   if (!OperatorScope::is_active()) device::memory_protection().hold_open(memory);
+}
+
+void Sanitizer::allocated_again(const void* memory) {
+  OperatorScope::note_repeated_allocation(memory);
 }
 
 void Sanitizer::freed(const void* memory) noexcept {
