@@ -175,6 +175,7 @@ def test_an_input_that_has_moved():
 
 def test_a_graph_that_goes_while_it_captures():
     tensor = x()
+    torch.foo.synchronize()
     with torch.foo.stream(torch.foo.Stream()):
         graph = torch.foo.FooGraph()
         graph.capture_begin()

@@ -72,6 +72,7 @@ def test_kernels_of_a_backward_pass():
 def test_kernels_in_the_trace(tmp_path):
     stream = torch.foo.Stream("foo:1")
     x = torch.rand(100, device="foo:1")
+    torch.foo.synchronize(1)
 
     def function():
         with torch.foo.stream(stream):
