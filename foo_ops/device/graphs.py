@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -93,7 +93,7 @@ class FooGraph(torch._C._acceleratorGraph):
         """
 
 
-class graph(contextlib.AbstractContextManager[None]):
+class graph(contextlib.AbstractContextManager[None]):  # noqa: N801
     """Captures what is done inside of ``with``.
 
     Args:
@@ -113,7 +113,7 @@ class graph(contextlib.AbstractContextManager[None]):
         3.0
     """
 
-    default_capture_streams: dict[int, torch.Stream] = {}
+    default_capture_streams: ClassVar[dict[int, torch.Stream]] = {}
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ def test_memory_goes_back():
     before = torch.foo.memory_allocated()
     x = torch.rand(1000, device="foo")
     with_input = torch.foo.memory_allocated()
-    graph, y = captured(lambda: (x + 1).sin())
+    graph, y = captured(lambda x=x: (x + 1).sin())
     assert torch.foo.memory_allocated() == with_input + 2 * 4032
     pool = graph.pool()
     assert torch.foo.memory_snapshot(pool)
@@ -74,7 +74,7 @@ def test_results_outlive_their_graph():
 def test_graphs_share_a_pool():
     x = torch.rand(1000, device="foo")
     first, y = captured(lambda: x * 2)
-    second, z = captured(lambda: y + 1, pool=first.pool())
+    second, z = captured(lambda y=y: y + 1, pool=first.pool())
     assert second.pool() == first.pool()
     third, _ = captured(lambda: x * 2)
     assert third.pool() != first.pool()

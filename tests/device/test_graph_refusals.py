@@ -1,5 +1,6 @@
 """What a graph cannot hold is refused by the operator's name, and leaves the device usable."""
 
+import contextlib
 import gc
 import re
 
@@ -14,6 +15,11 @@ DENSE = (
     "cannot be captured in a graph: its tensors must be dense, got one that is quantized, sparse "
     "or nested"
 )
+
+
+def capture(graph, function):
+    with torch.foo.graph(graph):
+        function()
 
 
 def x():
@@ -56,9 +62,8 @@ def test_refused(name):
     function, message = REFUSED[name]
     tensor = x()
     graph = torch.foo.FooGraph()
-    with pytest.raises(RuntimeError) as error, torch.foo.graph(graph):
-        tensor.add_(1)
-        function(tensor)
+    with pytest.raises(RuntimeError) as error:
+        capture(graph, lambda: function(tensor.add_(1)))
     assert str(error.value).splitlines()[0] == message
     # The capture is over, changed nothing, and cannot be replayed.
     assert not torch.foo.is_current_stream_capturing()
@@ -73,11 +78,14 @@ def test_refused(name):
 
 def test_a_refusal_that_is_caught_ends_in_an_error():
     graph, tensor = torch.foo.FooGraph(), x()
-    with pytest.raises(RuntimeError) as error, torch.foo.graph(graph):
-        try:
+
+    def function():
+        with contextlib.suppress(RuntimeError):
             tensor.nonzero()
-        except RuntimeError:
-            tensor.add_(1)
+        tensor.add_(1)
+
+    with pytest.raises(RuntimeError) as error:
+        capture(graph, function)
     assert str(error.value).splitlines()[0] == (
         f"graph: the capture has failed: aten::nonzero: {WAITS}"
     )
@@ -89,8 +97,7 @@ def test_sparse_and_nested_tensors_from_before():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device="foo")
     for tensor in (sparse, nested):
         with pytest.raises(RuntimeError, match=re.escape(DENSE)):
-            with torch.foo.graph(torch.foo.FooGraph()):
-                tensor * 2
+            capture(torch.foo.FooGraph(), tensor.neg)
 
 
 def test_other_errors_leave_a_graph_without_the_operator():

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
-
 from support.exact import assert_near
+from torch import nn
 
 N = 33
 
@@ -276,12 +275,12 @@ def test_operators_of_foo_ops():
     import foo_ops
 
     query, key, value = (numbers(1, 2, 9, 16) for _ in range(3))
-    graph, result = capture(lambda: foo_ops.silu_mul(foo_ops.attention(query, key, value)[0], value))
+    graph, result = capture(
+        lambda: foo_ops.silu_mul(foo_ops.attention(query, key, value)[0], value)
+    )
     query.normal_()
     graph.replay()
-    assert torch.equal(
-        result, foo_ops.silu_mul(foo_ops.attention(query, key, value)[0], value)
-    )
+    assert torch.equal(result, foo_ops.silu_mul(foo_ops.attention(query, key, value)[0], value))
 
 
 def test_dropout_of_attention():
