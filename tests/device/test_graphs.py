@@ -181,6 +181,23 @@ def test_outputs_that_grow_and_views():
             assert torch.equal(actual, expected)
 
 
+def test_copies_that_wait_for_a_write():
+    x = numbers(N)
+    shared = torch._lazy_clone(x)  # from before
+
+    def function():
+        copy = torch._lazy_clone(x)
+        return copy.add_(1), shared * 2
+
+    graph, (copied, doubled) = capture(function)
+    for _ in range(2):
+        x.normal_()
+        shared.uniform_()
+        graph.replay()
+        assert torch.equal(copied, x + 1)
+        assert torch.equal(doubled, shared * 2)
+
+
 def test_scalars_of_the_cpu_are_arguments():
     x, scale = numbers(N), torch.tensor(2.0)
     graph, result = capture(lambda: x * scale)
