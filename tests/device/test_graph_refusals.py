@@ -170,13 +170,16 @@ def test_an_input_that_is_gone():
     assert y.tolist() == [0, 3, 6, 9, 12, 15]
 
 
-def test_an_input_that_has_moved():
+@pytest.mark.parametrize("moves", ["to_other_memory", "within_its_storage"])
+def test_an_input_that_has_moved(moves):
     model = nn.Linear(6, 2, device="foo")
     tensor = x()
     graph = torch.foo.FooGraph()
-    with torch.foo.graph(graph):
-        model(tensor)
-    tensor.data = torch.ones(6, device="foo")
+    capture(graph, lambda: model(tensor))
+    if moves == "to_other_memory":
+        tensor.data = torch.ones(6, device="foo")
+    else:
+        tensor.resize_(100_000)
     assert "memory that aten::addmm uses has been freed or moved" in message_of(graph.replay)
 
 

@@ -181,6 +181,22 @@ def test_outputs_that_grow_and_views():
             assert torch.equal(actual, expected)
 
 
+def test_what_a_tensor_held_before_it_grew():
+    x = numbers(2)
+
+    def function():
+        grown = x * 1
+        grown.resize_(4)
+        grown[2:].zero_()
+        return grown
+
+    graph, result = capture(function)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(result, torch.cat([x, torch.zeros_like(x)]))
+
+
 def test_copies_that_wait_for_a_write():
     x = numbers(N)
     shared = torch._lazy_clone(x)  # from before

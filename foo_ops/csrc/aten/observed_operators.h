@@ -1,5 +1,5 @@
-// Puts observers around every operator on foo: what stands in front of kernels for that is gone when
-// the last one leaves.
+// Puts observers around every operator on foo: what stands in front of kernels for that is gone
+// when the last one leaves.
 #pragma once
 
 #include "aten/observers.h"
