@@ -29,6 +29,8 @@ except ModuleNotFoundError:
 from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
 
 SOURCE_FOLDER = Path("foo_ops/csrc")
+# torch's header for profilers of devices includes them without a folder.
+KINETO_HEADERS = Path(torch.__file__).parent / "include" / "kineto"
 # Packages outside of foo_ops, whose import is that of torch: pytest and torch import them at their
 # own start, and go on where they cannot be loaded.
 ENTRY_POINTS = {
@@ -74,7 +76,7 @@ setuptools.setup(
         CppExtension(
             name="foo_ops._C",
             sources=sorted(str(path) for path in SOURCE_FOLDER.rglob("*.cpp")),
-            include_dirs=[str(SOURCE_FOLDER.resolve())],
+            include_dirs=[str(SOURCE_FOLDER.resolve()), str(KINETO_HEADERS)],
             extra_compile_args=[
                 "-std=c++20",
                 "-O3",

@@ -10,22 +10,21 @@
 #include "aten/flash_attention_of_cpu.h"
 #include "aten/matrix_products.h"
 #include "aten/recurrent_layers.h"
-#include "device/allocator.h"
 #include "device/autograd_threads.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/guard.h"
 #include "device/guarded_memory.h"
-#include "device/ownership.h"
-#include "device/pinned_memory.h"
 #include "device/process.h"
+#include "graphs/bindings.h"
 #include "launch/autograd.h"
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
 #include "launch/parameter.h"
 #include "launch/registration.h"
+#include "memory_bindings.h"
 #include "ops/bounds.h"
 #include "ops/elementwise.h"
 #include "ops/tile.h"
@@ -205,75 +204,6 @@ void bind_operators(py::module_& module) {
   bind_autograd(module);
 }
 
-py::list describe_blocks(const c10::CachingDeviceAllocator::SegmentInfo& segment) {
-  py::list blocks;
-  size_t address = segment.address + foo::device::kBlockHeaderBytes;
-  for (const auto& block : segment.blocks) {
-    py::dict description;
-    description["address"] = address;
-    description["size"] = block.size;
-    description["requested_size"] = block.requested_size;
-    description["state"] = block.allocated ? "active_allocated" : "inactive";
-    blocks.append(description);
-    address += block.size + foo::device::kBlockHeaderBytes;
-  }
-  return blocks;
-}
-
-// As torch.cuda.memory_snapshot describes its segments.
-py::list memory_snapshot() {
-  py::list segments;
-  for (const auto& segment : foo::device::memory_snapshot()) {
-    py::dict description;
-    description["device"] = int{segment.device};
-    description["address"] = segment.address;
-    description["total_size"] = segment.total_size;
-    description["allocated_size"] = segment.allocated_size;
-    description["active_size"] = segment.active_size;
-    description["requested_size"] = segment.requested_size;
-    description["stream"] = 0;
-    description["segment_type"] = segment.is_large ? "large" : "small";
-    description["blocks"] = describe_blocks(segment);
-    segments.append(description);
-  }
-  return segments;
-}
-
-uintptr_t allocate(size_t bytes, int64_t index) {
-  foo::device::check_device_index(index);
-  const foo::device::DeviceGuard guard(
-      c10::Device(foo::device::kFoo, static_cast<c10::DeviceIndex>(index)));
-  return reinterpret_cast<uintptr_t>(foo::device::allocator().raw_allocate(bytes));
-}
-
-void deallocate(uintptr_t address) {
-  foo::device::allocator().raw_deallocate(reinterpret_cast<void*>(address));
-}
-
-// Repeats the call in C++ for the benchmark: a call from Python takes longer than the allocator.
-void allocate_and_free(size_t bytes, int64_t index, int64_t times) {
-  for (int64_t i = 0; i < times; ++i) deallocate(allocate(bytes, index));
-}
-
-// A storage of foo in the memory of one of the CPU, which may be shared with other processes.
-void place_in(const at::Storage& foo, const at::Storage& host) {
-  foo::device::set_memory(foo, foo::device::adopt(host, foo.device()), host.nbytes());
-}
-
-void bind_memory(py::module_& device) {
-  device.def("memory_snapshot", &memory_snapshot);
-  device.def("set_memory_fraction", &foo::device::set_memory_fraction);
-  device.def("memory_fraction", &foo::device::memory_fraction);
-  device.def("allocate", &allocate);
-  device.def("deallocate", &deallocate);
-  device.def("allocate_and_free", &allocate_and_free);
-  device.def("place_in", &place_in);
-  device.def("pinned_memory_stats", &foo::device::pinned_memory_stats);
-  device.def("reset_accumulated_pinned_memory_stats",
-             &foo::device::reset_accumulated_pinned_memory_stats);
-  device.def("reset_peak_pinned_memory_stats", &foo::device::reset_peak_pinned_memory_stats);
-}
-
 // The graph is a function of Python that calls C++.
 foo::aten::Tensors run_compiled_graph(const at::Device& device, const py::function& graph,
                                       const foo::aten::Tensors& inputs,
@@ -303,7 +233,8 @@ void bind_device(py::module_& module) {
   device.def("run_compiled_graph", &run_compiled_graph);
   device.def("has_own_products", &foo::aten::has_own_products);
   device.def("set_own_products", &foo::aten::set_own_products);
-  bind_memory(device);
+  foo::bind_memory(device);
+  foo::graphs::bind_graphs(device);
 }
 
 }  // namespace

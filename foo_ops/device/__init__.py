@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from foo_ops.device import _registration, _utils, amp, memory, random, streams, typed
+from foo_ops.device import _registration, _utils, amp, graphs, memory, random, streams, typed
 from foo_ops.device.amp import (
     get_amp_supported_dtype,
     get_autocast_dtype,
@@ -40,6 +40,13 @@ from foo_ops.device.devices import (
     set_device,
     synchronize,
 )
+from foo_ops.device.graphed_callables import make_graphed_callables
+from foo_ops.device.graphs import (
+    FooGraph,
+    graph,
+    graph_pool_handle,
+    is_current_stream_capturing,
+)
 from foo_ops.device.memory import (
     caching_allocator_alloc,
     caching_allocator_delete,
@@ -68,6 +75,7 @@ from foo_ops.device.memory import (
     reset_peak_memory_stats,
     set_per_process_memory_fraction,
 )
+from foo_ops.device.memory_pools import MemPool, change_current_allocator, use_mem_pool
 from foo_ops.device.operators import (
     OperatorCount,
     get_matmul_kernels,
@@ -93,7 +101,6 @@ from foo_ops.device.streams import (
     StreamContext,
     current_stream,
     default_stream,
-    is_current_stream_capturing,
     set_stream,
     stream,
 )
@@ -105,6 +112,8 @@ OutOfMemoryError = torch.OutOfMemoryError
 __all__ = [
     "DeviceProperties",
     "Event",
+    "FooGraph",
+    "MemPool",
     "OperatorCount",
     "OutOfMemoryError",
     "Stream",
@@ -119,6 +128,7 @@ __all__ = [
     "caching_allocator_alloc",
     "caching_allocator_delete",
     "can_device_access_peer",
+    "change_current_allocator",
     "current_device",
     "current_stream",
     "default_generators",
@@ -140,6 +150,9 @@ __all__ = [
     "get_rng_state",
     "get_rng_state_all",
     "get_sync_debug_mode",
+    "graph",
+    "graph_pool_handle",
+    "graphs",
     "host_memory_stats",
     "host_memory_stats_as_nested_dict",
     "init",
@@ -151,6 +164,7 @@ __all__ = [
     "is_current_stream_capturing",
     "is_initialized",
     "is_tf32_supported",
+    "make_graphed_callables",
     "manual_seed",
     "manual_seed_all",
     "max_memory_allocated",
@@ -189,6 +203,7 @@ __all__ = [
     "stream",
     "streams",
     "synchronize",
+    "use_mem_pool",
 ]
 
 

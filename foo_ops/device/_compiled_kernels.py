@@ -1,4 +1,4 @@
-"""Keep the kernels of compiled graphs where the sanitizer can put itself around them.
+"""Keep the kernels of compiled graphs where observers can put themselves around them.
 
 A graph calls them by their names in its module and passes tensors: no operator is there to watch.
 """
@@ -19,12 +19,15 @@ class _Module(NamedTuple):
 
 
 _modules: list[_Module] = []
-_around: Around | None = None
+# By who puts it there. The last one is the outermost.
+_arounds: dict[str, Around | None] = {"sanitizer": None, "capture": None}
 
 
 def _put_in(module: _Module) -> None:
     for name, kernel in module.kernels.items():
-        module.names[name] = _around(name, module.written[name], kernel) if _around else kernel
+        for around in filter(None, _arounds.values()):
+            kernel = around(name, module.written[name], kernel)
+        module.names[name] = kernel
 
 
 def add(names: dict[str, Any], types: dict[str, list[str]]) -> None:
@@ -38,9 +41,8 @@ def add(names: dict[str, Any], types: dict[str, list[str]]) -> None:
     _put_in(module)
 
 
-def put_around(around: Around | None) -> None:
-    """Replace each kernel by what the function makes of it, or put it back for None."""
-    global _around
-    _around = around
+def put_around(who: str, around: Around | None) -> None:
+    """Replace each kernel by what the function makes of it; for None that of ``who`` is gone."""
+    _arounds[who] = around
     for module in _modules:
         _put_in(module)

@@ -317,8 +317,11 @@ def _warn_resets_all(name: str) -> None:
     )
 
 
-def memory_snapshot() -> list[dict[str, Any]]:
+def memory_snapshot(mempool_id: tuple[int, int] | None = None) -> list[dict[str, Any]]:
     """List every segment of every device, with its blocks, as ``torch.cuda.memory_snapshot``.
+
+    Args:
+        mempool_id: The pool whose segments are listed; None for those of all.
 
     Example:
         >>> tensor = torch.ones(1000, device="foo")
@@ -326,7 +329,10 @@ def memory_snapshot() -> list[dict[str, Any]]:
         >>> any(segment["address"] <= tensor.data_ptr() for segment in segments)
         True
     """
-    return _C.memory_snapshot()
+    segments = _C.memory_snapshot()
+    if mempool_id is None:
+        return segments
+    return [it for it in segments if it["segment_pool_id"] == tuple(mempool_id)]
 
 
 def _format_bytes(count: int) -> str:

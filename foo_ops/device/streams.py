@@ -98,13 +98,3 @@ def stream(stream: torch.Stream | None) -> StreamContext:
         3.0
     """
     return StreamContext(stream)
-
-
-def is_current_stream_capturing() -> bool:
-    """Return False: streams cannot be captured.
-
-    Example:
-        >>> torch.foo.is_current_stream_capturing()
-        False
-    """
-    return False

@@ -64,13 +64,13 @@ def _push(taker: Taker) -> None:
         _takers.append(taker)
         if len(_takers) == 1:
             _C.start(_report)
-            _compiled_kernels.put_around(_watched)
+            _compiled_kernels.put_around("sanitizer", _watched)
 
 
 def _remove(taker: Taker) -> None:
     with _lock:
         if len(_takers) == 1:
-            _compiled_kernels.put_around(None)
+            _compiled_kernels.put_around("sanitizer", None)
             _C.stop()
         _takers.remove(taker)
 

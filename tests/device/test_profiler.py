@@ -1,7 +1,9 @@
 """torch's profilers see the time of operators on foo, and memory by device."""
 
+import json
 import time
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,3 +29,84 @@ def test_memory_on_the_device():
     assert event.device_memory_usage == 4032
     assert event.cpu_memory_usage == 0
     assert kept.sum().item() == 1000
+
+
+def profiled(function):
+    """Return what a function returns, and the profiler that saw it."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]) as profiler:
+        result = function()
+    return result, profiler
+
+
+def times_of(profiler):
+    averages = profiler.key_averages()
+    return {it.key: it.device_time_total for it in averages if it.device_time_total > 0}
+
+
+def test_kernels_have_times():
+    """A large product takes more microseconds than none, and fewer than passed on the clock."""
+    matrix = torch.rand(300, 300, device="foo")
+    start = time.perf_counter()
+    _, profiler = profiled(lambda: (matrix @ matrix).view(-1).relu())
+    passed = 1e6 * (time.perf_counter() - start)
+    times = times_of(profiler)
+    kernel = times["kernel of aten::mm"]
+    assert 0 < kernel < passed
+    assert times["aten::mm"] == times["aten::matmul"] == pytest.approx(kernel)
+    assert set(times) == {
+        "kernel of aten::mm",
+        "aten::mm",
+        "aten::matmul",
+        "kernel of aten::relu",
+        "aten::relu",
+    }
+    assert "Self FOO time total" in profiler.key_averages().table()
+
+
+def test_kernels_of_a_backward_pass():
+    weight = torch.rand(50, 50, device="foo", requires_grad=True)
+    _, profiler = profiled(lambda: weight.exp().sum().backward())
+    assert times_of(profiler)["kernel of aten::mul"] > 0
+
+
+def test_kernels_in_the_trace(tmp_path):
+    stream = torch.foo.Stream("foo:1")
+    x = torch.rand(100, device="foo:1")
+    torch.foo.synchronize(1)
+
+    def function():
+        with torch.foo.stream(stream):
+            x.exp()
+        torch.ones(2) + 1
+
+    _, profiler = profiled(function)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    [kernel] = [event for event in events if event.get("cat") == "kernel"]
+    [operator] = [event for event in events if event["name"] == "aten::exp"]
+    assert kernel["name"] == "kernel of aten::exp"
+    assert (kernel["pid"], kernel["tid"]) == (1, stream.stream_id)
+    assert operator["ts"] <= kernel["ts"] + 1
+    assert kernel["ts"] + kernel["dur"] <= operator["ts"] + operator["dur"] + 1
+
+
+def test_nothing_is_left_of_a_profiler():
+    x = torch.rand(10, device="foo")
+    profiled(lambda: x.exp())
+    x.sin()
+    _, profiler = profiled(lambda: x.cos())
+    kernels = [event.name for event in profiler.events() if event.name.startswith("kernel of")]
+    assert kernels == ["kernel of aten::cos"]
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        x.cos()
+    assert not [event for event in profiler.events() if event.name.startswith("kernel of")]
+
+
+def test_replays_of_graphs():
+    x = torch.rand(10, device="foo")
+    graph = torch.foo.FooGraph()
+    with torch.foo.graph(graph):
+        x.exp().sin()
+    _, profiler = profiled(graph.replay)
+    kernels = [event.name for event in profiler.events() if event.name.startswith("kernel of")]
+    assert kernels == ["kernel of aten::exp", "kernel of aten::sin"]

@@ -18,13 +18,13 @@ NAMES = [
 ]
 # Names of torch.cuda for what foo does not have.
 MISSING = {
-    "graphs of kernels": "CUDAGraph graph graph_pool_handle graphs make_graphed_callables",
+    "FooGraph": "CUDAGraph",
     "libraries of CUDA": "CudaError DeferredCudaCallError check_error cudaStatus cudart"
     " current_blas_handle current_solver_handle has_magma jiterator nccl nvtx profiler tunable",
     "sensors": "clock_rate list_gpu_processes memory_usage power_draw temperature utilization",
     "code for processors": "get_arch_list get_gencode_flags",
-    "other allocators": "CUDAPluggableAllocator MemPool caching_allocator_disabled"
-    " caching_allocator_enable change_current_allocator use_mem_pool",
+    "other allocators": "CUDAPluggableAllocator caching_allocator_disabled"
+    " caching_allocator_enable",
     "streams of others": "ExternalStream GreenContext get_stream_from_external",
     "deprecated": "has_half sparse",
 }

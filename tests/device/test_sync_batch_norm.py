@@ -76,3 +76,25 @@ def test_errors():
         torch.batch_norm_gather_stats_with_counts(
             x, numbers, numbers, None, None, 0.1, 1e-5, torch.ones(3, device="foo")
         )
+
+
+def test_parts_of_different_sizes_are_one_batch():
+    torch.manual_seed(0)
+    x = torch.rand(7, 3, 5, dtype=torch.float64)
+    x[2:] += 3  # the means differ, too
+    parts = [x[:2].foo(), x[2:].foo()]
+    means, invstds = zip(*(torch.batch_norm_stats(part, 1e-5) for part in parts), strict=True)
+    running = [torch.full((3,), 2.0, dtype=torch.float64, device="foo") for _ in range(2)]
+    counts = torch.tensor([10.0, 25.0], device="foo")
+    mean, invstd = torch.batch_norm_gather_stats_with_counts(
+        parts[0], torch.stack(means), torch.stack(invstds), *running, 0.1, 1e-5, counts
+    )
+    dimensions = (0, 2)
+    exact = (
+        x.mean(dimensions),
+        (x.var(dimensions, unbiased=False) + 1e-5).rsqrt(),
+        0.9 * 2 + 0.1 * x.mean(dimensions),
+        0.9 * 2 + 0.1 * x.var(dimensions),
+    )
+    for actual, expected in zip((mean, invstd, *running), exact, strict=True):
+        close(actual, expected, torch.float64)

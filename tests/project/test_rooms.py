@@ -53,13 +53,17 @@ CPP_ROOMS = {
     "csrc/device": ("csrc/launch",),
     "csrc/aten": ("csrc/device",),
     "csrc/sanitizer": ("csrc/aten", "csrc/python"),
+    "csrc/graphs": ("csrc/aten", "csrc/python"),
+    "csrc/profiling": ("csrc/aten",),
+    "csrc/memory_bindings.h": (),
+    "csrc/memory_bindings.cpp": ("csrc/memory_bindings.h", "csrc/device"),
     "csrc/agreement.h": (),
     "csrc/agreement.cpp": ("csrc/agreement.h", "csrc/ops/attention", "csrc/ops/linear"),
     "csrc/shared_checks.h": (),
     "csrc/shared_checks.cpp": ("csrc/shared_checks.h", "csrc/ops/attention", "csrc/ops/linear"),
     "csrc/module.cpp": (
         *("csrc/agreement.h", "csrc/shared_checks.h", "csrc/ops"),
-        *("csrc/aten", "csrc/python", "csrc/sanitizer"),
+        *("csrc/aten", "csrc/python", "csrc/sanitizer", "csrc/graphs", "csrc/memory_bindings.h"),
     ),
 }
 ROOMS = PYTHON_ROOMS | CPP_ROOMS

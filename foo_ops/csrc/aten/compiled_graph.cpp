@@ -88,11 +88,7 @@ Tensors run_unobserved(c10::Device device, const Tensors& inputs, std::string_vi
 
 Tensors run_compiled_graph(c10::Device device, const Tensors& inputs, std::string_view devices,
                            c10::function_ref<Tensors(Tensors)> run) {
-  const CallObserver* const observer = call_observer.load(std::memory_order_acquire);
-  if (observer == nullptr) [[likely]]
-    return run_unobserved(device, inputs, devices, run);
-  return observer->around_graph(inputs,
-                                [&] { return run_unobserved(device, inputs, devices, run); });
+  return observe_graph(inputs, [&] { return run_unobserved(device, inputs, devices, run); });
 }
 
 }  // namespace foo::aten

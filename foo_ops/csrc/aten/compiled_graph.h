@@ -8,11 +8,10 @@
 #include <c10/util/FunctionRef.h>
 
 #include <string_view>
-#include <vector>
+
+#include "aten/observers.h"
 
 namespace foo::aten {
-
-using Tensors = std::vector<at::Tensor>;
 
 // Runs code for the CPU on tensors of one device of foo; those of the CPU pass unchanged. `devices`
 // has a letter for each result: 'c' stays on the CPU, 'f' goes to foo.

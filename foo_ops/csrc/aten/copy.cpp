@@ -7,6 +7,7 @@
 
 #include "aten/fallback.h"
 #include "aten/host_call.h"
+#include "aten/observers.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
 #include "device/synchronization.h"
@@ -74,12 +75,14 @@ at::Tensor& copy_(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& 
   return self;
 }
 
-// Memory that is shared with what a kernel keeps cannot become copy-on-write.
+// Memory that is shared with what a kernel keeps cannot become copy-on-write. Nor can that of a
+// graph, where the later copy would be missing.
 at::Tensor lazy_clone(const at::Tensor& self) {
   const c10::StorageImpl& storage = *self.storage().unsafeGetStorageImpl();
   const bool can_be_lazy = c10::impl::cow::has_simple_data_ptr(storage) ||
                            c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
-  return can_be_lazy ? at::native::_lazy_clone(self) : self.clone();
+  const bool is_captured = InCapturedOperator::is_there();
+  return can_be_lazy && !is_captured ? at::native::_lazy_clone(self) : self.clone();
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& destination) {

@@ -287,12 +287,7 @@ void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
                   HostKernel* own) {
-  const CallObserver* const observer = call_observer.load(std::memory_order_acquire);
-  if (observer != nullptr) [[unlikely]] {
-    observer->around_operator(op, stack, [&] { call_unobserved(op, keys, stack, own); });
-  } else {
-    call_unobserved(op, keys, stack, own);
-  }
+  observe_operator(op, stack, [&] { call_unobserved(op, keys, stack, own); });
 }
 
 void register_host_kernels() {

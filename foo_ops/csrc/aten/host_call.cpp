@@ -24,17 +24,6 @@ constexpr c10::DispatchKeySet kExcludedKeys =
 constexpr c10::DispatchKeySet kLazyKeys({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
                                          c10::DispatchKey::ZeroTensor});
 
-// Returns a tensor like `source` in everything but the memory and the device.
-at::Tensor with_storage(const at::Tensor& source, c10::Storage storage, c10::DispatchKey backend) {
-  const auto* source_impl = source.unsafeGetTensorImpl();
-  const auto keys = c10::DispatchKeySet(backend) | (source_impl->key_set() & kLazyKeys);
-  auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, source.dtype());
-  auto* impl = result.unsafeGetTensorImpl();
-  impl->set_sizes_and_strides(source.sizes(), source.strides(), source.storage_offset());
-  if (source_impl->is_wrapped_number()) impl->set_wrapped_number(true);
-  return result;
-}
-
 // Operators on lists of tensors, and a few others, leave it to their kernels to count the versions
 // of what they write.
 void count_versions(const at::Tensor& host, const at::Tensor& foo) {
@@ -45,6 +34,16 @@ void count_versions(const at::Tensor& host, const at::Tensor& foo) {
 }
 
 }  // namespace
+
+at::Tensor with_storage(const at::Tensor& source, c10::Storage storage, c10::DispatchKey backend) {
+  const auto* source_impl = source.unsafeGetTensorImpl();
+  const auto keys = c10::DispatchKeySet(backend) | (source_impl->key_set() & kLazyKeys);
+  auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, source.dtype());
+  auto* impl = result.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(source.sizes(), source.strides(), source.storage_offset());
+  if (source_impl->is_wrapped_number()) impl->set_wrapped_number(true);
+  return result;
+}
 
 HostCall::Layout::Layout(const at::Tensor& tensor)
     : storage(tensor.storage().unsafeGetStorageImpl()), offset(tensor.storage_offset()) {

@@ -70,6 +70,9 @@ class HostCall {
   HostAliases<c10::Storage> host_storages_;
 };
 
+// A tensor like `source` in everything but the memory and the device.
+at::Tensor with_storage(const at::Tensor& source, c10::Storage storage, c10::DispatchKey backend);
+
 // The foo tensor over the storage that a host alias stands for; none for any other CPU tensor.
 std::optional<at::Tensor> foo_tensor_over(const at::Tensor& host);
 

@@ -1,24 +1,82 @@
-// The sanitizer's place around what runs on foo. Null while it is off.
+// Who is called around what runs on foo. Nobody is as a rule, and each place costs a load.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
 #include <c10/util/FunctionRef.h>
 
+#include <array>
 #include <atomic>
 #include <vector>
 
 namespace foo::aten {
 
-struct CallObserver {
+using Tensors = std::vector<at::Tensor>;
+
+class CallObserver {
+ public:
+  virtual ~CallObserver() = default;
+
   // An operator, whose arguments and then results are on the stack.
-  void (*around_operator)(const c10::OperatorHandle& op, torch::jit::Stack* stack,
-                          c10::function_ref<void()> run);
+  virtual void around_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack,
+                               c10::function_ref<void()> run) = 0;
   // A graph that was compiled as a whole.
-  std::vector<at::Tensor> (*around_graph)(const std::vector<at::Tensor>& inputs,
-                                          c10::function_ref<std::vector<at::Tensor>()> run);
+  virtual Tensors around_graph(const Tensors& inputs, c10::function_ref<Tensors()> run) = 0;
+  // Any operator, on whatever device.
+  virtual void before_operator(const c10::OperatorHandle& /*op*/,
+                               const at::RecordFunction& /*call*/) {}
+  // Whether it wants before_operator just now.
+  virtual bool sees_all_devices() { return false; }
 };
 
-inline std::atomic<const CallObserver*> call_observer = nullptr;
+// Each is called around those after it.
+enum class Observing { kCapture, kSanitizer, kProfiler };
+inline constexpr size_t kObservers = 3;
+
+inline std::array<std::atomic<CallObserver*>, kObservers> call_observers{};
+
+inline CallObserver* call_observer(Observing kind) {
+  return call_observers[static_cast<size_t>(kind)].load(std::memory_order_acquire);
+}
+
+// While one lives, this thread runs an operator for a graph to have its results' shapes. On a GPU
+// it would not run.
+class InCapturedOperator {
+ public:
+  InCapturedOperator() { is_there_ = true; }
+  ~InCapturedOperator() { is_there_ = false; }
+  InCapturedOperator(const InCapturedOperator&) = delete;
+  InCapturedOperator& operator=(const InCapturedOperator&) = delete;
+
+  static bool is_there() { return is_there_; }
+
+ private:
+  static inline thread_local bool is_there_ = false;
+};
+
+// Calls observers around an operator, and runs it.
+inline void observe_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack,
+                             c10::function_ref<void()> run, size_t first = 0) {
+  for (size_t kind = first; kind < kObservers; ++kind) {
+    CallObserver* const observer = call_observer(static_cast<Observing>(kind));
+    if (observer == nullptr) [[likely]]
+      continue;
+    return observer->around_operator(op, stack,
+                                     [&] { observe_operator(op, stack, run, kind + 1); });
+  }
+  run();
+}
+
+inline Tensors observe_graph(const Tensors& inputs, c10::function_ref<Tensors()> run,
+                             size_t first = 0) {
+  for (size_t kind = first; kind < kObservers; ++kind) {
+    CallObserver* const observer = call_observer(static_cast<Observing>(kind));
+    if (observer == nullptr) [[likely]]
+      continue;
+    return observer->around_graph(inputs, [&] { return observe_graph(inputs, run, kind + 1); });
+  }
+  return run();
+}
 
 }  // namespace foo::aten

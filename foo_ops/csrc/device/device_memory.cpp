@@ -8,6 +8,7 @@
 
 #include "device/allocator.h"
 #include "device/device.h"
+#include "device/memory_figures.h"
 #include "device/memory_protection.h"
 #include "device/segment_map.h"
 #include "device/system_memory.h"
@@ -17,11 +18,7 @@ namespace foo::device {
 namespace {
 
 using c10::CachingAllocator::format_size;
-using c10::CachingAllocator::Stat;
-using c10::CachingAllocator::StatArray;
-using c10::CachingAllocator::StatType;
 using c10::CachingDeviceAllocator::BlockInfo;
-using c10::CachingDeviceAllocator::DeviceStats;
 using c10::CachingDeviceAllocator::SegmentInfo;
 
 // Larger blocks have segments of their own, so that small ones do not cut them up.
@@ -30,66 +27,52 @@ constexpr size_t kSmallSegment = kHugePage;
 constexpr size_t kLargeSegment = 10 * kHugePage;
 constexpr size_t kSmallestSmallRest = kAlignment;
 constexpr size_t kSmallestLargeRest = kLargestSmallBlock;
+constexpr size_t kNeverSplit = size_t{1} << 62;
 
 // Beyond it, sums of sizes and headers could overflow.
 constexpr size_t kLargestRequest = size_t{1} << 62;
 
 static_assert(kBlockHeaderBytes == sizeof(Block));
 
-// The figures of one pool and of all, changed together.
-class PoolStat {
- public:
-  PoolStat(StatArray& stat, StatType pool) : stat_(stat), pool_(static_cast<size_t>(pool)) {}
-  void increase(size_t amount) {
-    stat_[kAll].increase(amount);
-    stat_[pool_].increase(amount);
-  }
-  void decrease(size_t amount) {
-    stat_[kAll].decrease(amount);
-    stat_[pool_].decrease(amount);
-  }
-  void change(int64_t amount) { amount >= 0 ? increase(amount) : decrease(-amount); }
-
- private:
-  static constexpr auto kAll = static_cast<size_t>(StatType::AGGREGATE);
-  StatArray& stat_;
-  size_t pool_;
-};
-
-template <typename Function>
-void for_each_figure(DeviceStats& statistics, Function function) {
-  for (StatArray* statistic :
-       {&statistics.allocation, &statistics.segment, &statistics.active, &statistics.inactive_split,
-        &statistics.allocated_bytes, &statistics.reserved_bytes, &statistics.active_bytes,
-        &statistics.inactive_split_bytes, &statistics.requested_bytes}) {
-    for (Stat& figure : *statistic) function(figure);
-  }
-}
-
-int64_t current_of(const StatArray& statistic) {
-  return statistic[static_cast<size_t>(StatType::AGGREGATE)].current;
-}
-
 }  // namespace
 
-DeviceMemory::DeviceMemory()
-    : small_{Heap(kSmallestSmallRest), StatType::SMALL_POOL, kSmallSegment, {}},
-      large_{Heap(kSmallestLargeRest), StatType::LARGE_POOL, kLargeSegment, {}} {}
+DeviceMemory::Pools::Pools(PoolId its_id, PoolOptions its_options)
+    : id(its_id),
+      options(its_options),
+      small(StatType::SMALL_POOL, kSmallSegment,
+            options.no_split ? kNeverSplit : kSmallestSmallRest),
+      large(StatType::LARGE_POOL, kLargeSegment,
+            options.no_split ? kNeverSplit : kSmallestLargeRest) {}
+
+DeviceMemory::Pool& DeviceMemory::Pools::pool_for(size_t bytes) {
+  return bytes <= kLargestSmallBlock ? small : large;
+}
+
+bool DeviceMemory::Pools::has_segments() const {
+  return small.first_segment() != nullptr || large.first_segment() != nullptr;
+}
+
+template <typename Function>
+void DeviceMemory::for_each_pools(Function function) {
+  function(common_);
+  for (auto& [id, pools] : private_) function(*pools);
+}
 
 void* DeviceMemory::allocate(size_t bytes, bool is_for_host) {
   const DeviceAccess access;
   const size_t rounded = round_up(std::min(bytes, kLargestRequest), kAlignment);
-  Pool& pool = rounded <= kLargestSmallBlock ? small_ : large_;
+  const PoolId id = chosen_pool(index_);
   Block* block = nullptr;
   Totals totals;
   {
     const std::lock_guard lock(mutex_);
-    block = take(pool, rounded);
+    Pools& pools = id == kCommonPool ? common_ : *private_.at(id);
+    block = take(pools.pool_for(rounded), rounded);
     if (block != nullptr) {
       block->requested_bytes = bytes;
       block->is_of_host = is_for_host;
       block->owners.store(1, std::memory_order_relaxed);
-      count_block(pool, *block, 1);
+      count_block(pool_of(*block), *block, 1);
       totals = current_totals();
     }
   }
@@ -106,7 +89,7 @@ void DeviceMemory::free(Block* block) {
     const std::lock_guard lock(mutex_);
     Pool& pool = pool_of(*block);
     count_block(pool, *block, -1);
-    pool.heap.give_back(block);
+    pool.give_back(block);
     count_splits(pool);
     totals = current_totals();
   }
@@ -117,7 +100,7 @@ void DeviceMemory::count_adopted(void* address, size_t bytes, int64_t sign) {
   Totals totals;
   {
     const std::lock_guard lock(mutex_);
-    Pool& pool = bytes <= kLargestSmallBlock ? small_ : large_;
+    const Pool& pool = common_.pool_for(bytes);
     for (StatArray* count : {&statistics_.allocation, &statistics_.active, &statistics_.segment}) {
       PoolStat(*count, pool.type).change(sign);
     }
@@ -134,6 +117,32 @@ void DeviceMemory::empty_cache() {
   const DeviceAccess access;
   const std::lock_guard lock(mutex_);
   release_unused_segments();
+}
+
+void DeviceMemory::empty_cache_of(PoolId id) {
+  const DeviceAccess access;
+  const std::lock_guard lock(mutex_);
+  const auto found = private_.find(id);
+  if (found != private_.end()) release_unused_segments(*found->second);
+}
+
+void DeviceMemory::add_user(PoolId id, PoolOptions options) {
+  const std::lock_guard lock(mutex_);
+  std::unique_ptr<Pools>& pools = private_[id];
+  if (pools == nullptr) pools = std::make_unique<Pools>(id, options);
+  ++pools->users;
+}
+
+void DeviceMemory::remove_user(PoolId id) {
+  const DeviceAccess access;
+  const std::lock_guard lock(mutex_);
+  if (--private_.at(id)->users == 0) release_unused_segments();
+}
+
+int64_t DeviceMemory::count_users(PoolId id) {
+  const std::lock_guard lock(mutex_);
+  const auto found = private_.find(id);
+  return found == private_.end() ? 0 : found->second->users;
 }
 
 DeviceStats DeviceMemory::statistics() {
@@ -177,29 +186,33 @@ double DeviceMemory::fraction() {
 void DeviceMemory::append_snapshot(std::vector<SegmentInfo>& segments) {
   const DeviceAccess access;
   const std::lock_guard lock(mutex_);
-  for (Pool* pool : {&small_, &large_}) {
-    for (Segment* each = pool->heap.first_segment(); each != nullptr; each = each->next) {
-      segments.push_back(describe(*each, pool->type == StatType::LARGE_POOL));
+  for_each_pools([&](const Pools& pools) {
+    for (const Pool* pool : {&pools.small, &pools.large}) {
+      for (Segment* each = pool->first_segment(); each != nullptr; each = each->next) {
+        segments.push_back(describe(*each, *pool, pools.id));
+      }
     }
-  }
+  });
 }
 
 std::vector<const void*> DeviceMemory::used_by_host() {
   std::vector<const void*> memory;
   const DeviceAccess access;
   const std::lock_guard lock(mutex_);
-  for (Pool* pool : {&small_, &large_}) {
-    for (Segment* each = pool->heap.first_segment(); each != nullptr; each = each->next) {
-      for (Block* block = each->first_block(); block != nullptr; block = block->next()) {
-        if (!block->is_free && block->may_be_used_by_host()) memory.push_back(block->memory());
+  for_each_pools([&](const Pools& pools) {
+    for (const Pool* pool : {&pools.small, &pools.large}) {
+      for (Segment* each = pool->first_segment(); each != nullptr; each = each->next) {
+        for (Block* block = each->first_block(); block != nullptr; block = block->next()) {
+          if (!block->is_free && block->may_be_used_by_host()) memory.push_back(block->memory());
+        }
       }
     }
-  }
+  });
   return memory;
 }
 
 DeviceMemory::Pool& DeviceMemory::pool_of(const Block& block) {
-  return block.segment->heap == &small_.heap ? small_ : large_;
+  return static_cast<Pool&>(*block.segment->heap);
 }
 
 size_t DeviceMemory::total_memory() const {
@@ -225,16 +238,30 @@ void DeviceMemory::report(void* address, int64_t bytes, const Totals& totals) co
 }
 
 Block* DeviceMemory::take(Pool& pool, size_t bytes) {
-  Block* block = pool.heap.take(bytes);
-  if (block == nullptr && reserve(pool, bytes)) block = pool.heap.take(bytes);
+  Block* block = pool.take(bytes);
+  if (block == nullptr && reserve(pool, bytes)) block = pool.take(bytes);
   if (block == nullptr) {
     ++statistics_.num_alloc_retries;
     release_unused_segments();
-    if (reserve(pool, bytes)) block = pool.heap.take(bytes);
+    if (reserve(pool, bytes)) block = pool.take(bytes);
   }
   count_splits(pool);
+  if (block == nullptr) block = take_from_others(pool, bytes);
   if (block == nullptr) ++statistics_.num_ooms;
   return block;
+}
+
+Block* DeviceMemory::take_from_others(const Pool& full, size_t bytes) {
+  const bool is_common = &full == &common_.small || &full == &common_.large;
+  if (!is_common) return nullptr;
+  for (auto& [id, pools] : private_) {
+    if (!pools->options.use_on_oom) continue;
+    Pool& pool = pools->pool_for(bytes);
+    Block* block = pool.take(bytes);
+    count_splits(pool);
+    if (block != nullptr) return block;
+  }
+  return nullptr;
 }
 
 bool DeviceMemory::reserve(Pool& pool, size_t bytes) {
@@ -247,7 +274,7 @@ bool DeviceMemory::reserve_segment(Pool& pool, size_t bytes) {
   if (reserved_bytes() + bytes > allowed_bytes()) return false;
   char* begin = map_memory(bytes);
   if (begin == nullptr) return false;
-  pool.heap.add(begin, bytes, index_);
+  pool.add(begin, bytes, index_);
   segment_map().add(begin, bytes, index_);
   memory_protection().segment_added(begin, bytes);
   PoolStat(statistics_.segment, pool.type).increase(1);
@@ -257,8 +284,17 @@ bool DeviceMemory::reserve_segment(Pool& pool, size_t bytes) {
 }
 
 void DeviceMemory::release_unused_segments() {
-  for (Pool* pool : {&small_, &large_}) {
-    while (Segment* segment = pool->heap.remove_unused_segment()) {
+  release_unused_segments(common_);
+  for (auto each = private_.begin(); each != private_.end();) {
+    Pools& pools = *each->second;
+    if (pools.users == 0) release_unused_segments(pools);
+    each = pools.users == 0 && !pools.has_segments() ? private_.erase(each) : std::next(each);
+  }
+}
+
+void DeviceMemory::release_unused_segments(Pools& pools) {
+  for (Pool* pool : {&pools.small, &pools.large}) {
+    while (Segment* segment = pool->remove_unused_segment()) {
       segment_map().remove(segment->begin);
       memory_protection().segment_removed(segment->begin);
       munmap(segment->begin, segment->bytes);
@@ -282,7 +318,7 @@ void DeviceMemory::count_block(const Pool& pool, const Block& block, int64_t sig
 }
 
 void DeviceMemory::count_splits(Pool& pool) {
-  const SplitFigures& now = pool.heap.split_figures();
+  const SplitFigures& now = pool.split_figures();
   PoolStat(statistics_.inactive_split, pool.type).change(now.blocks - pool.counted.blocks);
   PoolStat(statistics_.inactive_split_bytes, pool.type).change(now.bytes - pool.counted.bytes);
   pool.counted = now;
@@ -301,12 +337,13 @@ std::string DeviceMemory::out_of_memory(size_t bytes) {
       format_size(totals.reserved - totals.allocated), " is reserved but not allocated.");
 }
 
-SegmentInfo DeviceMemory::describe(const Segment& segment, bool is_large) const {
+SegmentInfo DeviceMemory::describe(const Segment& segment, const Pool& pool, PoolId id) const {
   SegmentInfo info;
   info.device = index_;
   info.address = reinterpret_cast<size_t>(segment.begin);
   info.total_size = segment.bytes;
-  info.is_large = is_large;
+  info.is_large = pool.type == StatType::LARGE_POOL;
+  info.owner_private_pool_id = id;
   for (Block* block = segment.first_block(); block != nullptr; block = block->next()) {
     BlockInfo each;
     each.size = block->bytes;

@@ -4,11 +4,14 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "device/heap.h"
+#include "device/memory_pools.h"
 #include "launch/fork_mutex.h"
 
 namespace foo::device {
@@ -19,8 +22,6 @@ class DeviceMemory {
   using StatType = c10::CachingAllocator::StatType;
 
  public:
-  DeviceMemory();
-
   void set_index(c10::DeviceIndex index) { index_ = index; }
 
   // For the host: for a kernel of the CPU, until a storage of foo shares it.
@@ -28,7 +29,14 @@ class DeviceMemory {
   // Inside of a DeviceAccess.
   void free(Block* block);
   void count_adopted(void* address, size_t bytes, int64_t sign);
+  // Of the pool that is for everyone, and of those that nobody uses any more.
   void empty_cache();
+  void empty_cache_of(PoolId id);
+  // A pool is there as long as it has users, and then until the last of its blocks is free. The
+  // first user says what it does.
+  void add_user(PoolId id, PoolOptions options);
+  void remove_user(PoolId id);
+  int64_t count_users(PoolId id);
   DeviceStats statistics();
   void reset_accumulated();
   void reset_peak();
@@ -40,12 +48,25 @@ class DeviceMemory {
   std::vector<const void*> used_by_host();
 
  private:
-  struct Pool {
-    Heap heap;
+  struct Pool : Heap {
+    Pool(StatType its_type, size_t its_segments, size_t smallest_rest)
+        : Heap(smallest_rest), type(its_type), segment_bytes(its_segments) {}
+
     StatType type;
     size_t segment_bytes;
     // The last figures of the heap that went into the statistics.
     SplitFigures counted;
+  };
+
+  struct Pools {
+    explicit Pools(PoolId its_id, PoolOptions its_options = {});
+    Pool& pool_for(size_t bytes);
+    bool has_segments() const;
+
+    PoolId id;
+    PoolOptions options;
+    int64_t users = 0;
+    Pool small, large;
   };
 
   // The figures that torch's profiler gets after each change.
@@ -54,30 +75,35 @@ class DeviceMemory {
     int64_t reserved = 0;
   };
 
-  Pool& pool_of(const Block& block);
+  static Pool& pool_of(const Block& block);
+  template <typename Function>
+  void for_each_pools(Function function);
   size_t total_memory() const;
   size_t allowed_bytes() const;
   size_t reserved_bytes() const;
   Totals current_totals() const;
   void report(void* address, int64_t bytes, const Totals& totals) const;
   // A block from the free ones, else from the system, else from the system after all that is
-  // cached went back to it.
+  // cached went back to it, else from pools that serve then.
   Block* take(Pool& pool, size_t bytes);
+  Block* take_from_others(const Pool& full, size_t bytes);
   // A segment of the pool's usual size, or where the limit forbids it, one that just suffices.
   bool reserve(Pool& pool, size_t bytes);
   bool reserve_segment(Pool& pool, size_t bytes);
   void release_unused_segments();
+  void release_unused_segments(Pools& pools);
   // Counts a block that is taken (1) or given back (-1).
   void count_block(const Pool& pool, const Block& block, int64_t sign);
   void count_splits(Pool& pool);
   std::string out_of_memory(size_t bytes);
-  SegmentInfo describe(const Segment& segment, bool is_large) const;
+  SegmentInfo describe(const Segment& segment, const Pool& pool, PoolId id) const;
 
   ForkMutex mutex_;
   c10::DeviceIndex index_ = 0;
   double fraction_ = 1;
   DeviceStats statistics_;
-  Pool small_, large_;
+  Pools common_{kCommonPool};
+  std::map<PoolId, std::unique_ptr<Pools>> private_;
 };
 
 // It is never destroyed: storages may be freed after the static objects of this library.

@@ -6,6 +6,7 @@
 #include <memory>
 #include <utility>
 
+#include "device/allocation_script.h"
 #include "device/device.h"
 #include "device/device_memory.h"
 #include "device/heap.h"
@@ -47,6 +48,11 @@ void release_storage(void* context) {
 
 }  // namespace
 
+void add_block_owner(void* data) {
+  const DeviceAccess access(data);
+  add_owner(Block::of(data)->owners);
+}
+
 void free_block(void* data) {
   // The memory goes with the process, whose figures are those of its parent.
   if (data == nullptr || is_in_bad_fork()) return;
@@ -72,14 +78,18 @@ bool is_unshared(const c10::DataPtr& memory) {
 
 c10::DataPtr allocate_on(c10::DeviceIndex index, size_t bytes, c10::Device label) {
   initialize();
-  void* data = bytes == 0 ? nullptr : memory_of(index).allocate(bytes, label.is_cpu());
-  c10::DataPtr memory(data, data, &free_block, label);
-  if (data != nullptr) {
-    observe([&](Observer& observer) {
-      label.is_cpu() ? observer.allocated_by_host_kernel(data, bytes, index)
-                     : observer.allocated(data, bytes, index);
-    });
+  if (bytes == 0) return {nullptr, nullptr, &free_block, label};
+  if (void* again = scripted_memory(bytes)) {
+    observe([&](Observer& observer) { observer.allocated_again(again); });
+    return {again, again, &free_block, label};
   }
+  void* data = memory_of(index).allocate(bytes, label.is_cpu());
+  c10::DataPtr memory(data, data, &free_block, label);
+  note_allocation(bytes, data);
+  observe([&](Observer& observer) {
+    label.is_cpu() ? observer.allocated_by_host_kernel(data, bytes, index)
+                   : observer.allocated(data, bytes, index);
+  });
   return memory;
 }
 

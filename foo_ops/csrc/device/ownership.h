@@ -27,6 +27,9 @@ bool may_be_used_by_host(const void* data);
 // Memory of a device, in a pointer that says it is on `label`.
 c10::DataPtr allocate_on(c10::DeviceIndex index, size_t bytes, c10::Device label);
 
+// One owner more of such memory.
+void add_block_owner(void* data);
+
 // Frees such memory when its last owner is gone.
 void free_block(void* data);
 

@@ -6,7 +6,7 @@
 
 #include "device/synchronization.h"
 #include "python/errors.h"
-#include "sanitizer/observed_operators.h"
+#include "sanitizer/call_observer.h"
 #include "sanitizer/sanitizer.h"
 
 namespace py = pybind11;
@@ -94,13 +94,13 @@ Report report_to(py::function function) {
 
 void start(py::function report) {
   sanitizer().start(report_to(std::move(report)));
-  device::observer.store(&sanitizer(), std::memory_order_release);
+  device::sanitizer_observer.store(&sanitizer(), std::memory_order_release);
   observe_operators();
 }
 
 void stop() {
   stop_observing_operators();
-  device::observer.store(nullptr, std::memory_order_release);
+  device::sanitizer_observer.store(nullptr, std::memory_order_release);
   sanitizer().stop();
 }
 

@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "aten/boxed_tensors.h"
+#include "aten/observers.h"
+#include "aten/streams_of_call.h"
 #include "device/device.h"
 #include "device/device_memory.h"
 #include "device/host_protection.h"
@@ -21,23 +23,6 @@ namespace foo::sanitizer {
 namespace {
 
 using aten::for_each_tensor;
-
-// The stream of the first tensor's device, else that of the device that an argument names, else
-// that of the current one.
-c10::Stream stream_of(c10::ArrayRef<c10::IValue> arguments) {
-  std::optional<c10::DeviceIndex> of_tensor;
-  std::optional<c10::DeviceIndex> named;
-  for (const c10::IValue& argument : arguments) {
-    for_each_tensor(argument, [&](const at::Tensor& tensor) {
-      const bool is_first = !of_tensor && tensor.device().type() == device::kFoo;
-      if (is_first) of_tensor = tensor.device().index();
-    });
-    if (argument.isDevice() && argument.toDevice().type() == device::kFoo) {
-      named = device::with_index(argument.toDevice()).index();
-    }
-  }
-  return device::current_stream(of_tensor.value_or(named.value_or(device::current_device())));
-}
 
 // A result may also be an argument that was returned as it is.
 bool is_new(const at::Tensor& tensor, const std::vector<const void*>& allocations) {
@@ -162,10 +147,11 @@ void Sanitizer::call(const OperatorUses& uses, c10::ArrayRef<c10::IValue> argume
                      c10::function_ref<c10::ArrayRef<c10::IValue>()> results_of) {
   // What an operator is made of belongs to it.
   if (OperatorScope::is_active()) return run();
+  if (aten::InCapturedOperator::is_there()) return call_captured(run, results_of);
   const auto copy = Copy::of(uses, arguments);
   const auto resize = Resize::of(uses, arguments);
   const bool waits = uses.synchronization.is_there(arguments);
-  const c10::Stream stream = copy ? copy->stream() : stream_of(arguments);
+  const c10::Stream stream = copy ? copy->stream() : aten::stream_of_call(arguments);
   Stack trace = gather_stack();
   LaunchPtr launch;
   Findings findings;
@@ -192,16 +178,46 @@ void Sanitizer::call(const OperatorUses& uses, c10::ArrayRef<c10::IValue> argume
     end_call(launch, others, scope.allocations());
     throw;
   }
+  findings.clear();
+  {
+    const std::lock_guard lock(mutex_);
+    hold_open(scope.allocations());
+    const auto results = results_of();
+    use_results(uses, results, launch, scope.allocations());
+    use_repeated_results(results, launch, scope.repeated_allocations(), findings);
+    end_call(launch, others, {});
+    end_call(launch, other_streams(results, stream), {});
+    if (copy) copy->end(tracker_, launch);
+    if (resize) resize->end(tracker_);
+    if (waits) tracker_.clocks().host_waits_for_stream(launch->moment.stream);
+    if (waits || copy) protect_pinned_memory();
+  }
+  report(findings);
+}
+
+void Sanitizer::use_repeated_results(c10::ArrayRef<c10::IValue> results, const LaunchPtr& launch,
+                                     const std::vector<const void*>& allocations,
+                                     Findings& findings) {
+  if (allocations.empty()) return;
+  for (const c10::IValue& result : results) {
+    for_each_tensor(result, [&](const at::Tensor& tensor) {
+      if (is_new(tensor, allocations)) tracker_.write(tensor, launch, findings);
+    });
+  }
+}
+
+void Sanitizer::call_captured(c10::function_ref<void()> run,
+                              c10::function_ref<c10::ArrayRef<c10::IValue>()> results_of) {
+  const DeviceAccess access;
+  OperatorScope scope;
+  run();
   const std::lock_guard lock(mutex_);
   hold_open(scope.allocations());
-  const auto results = results_of();
-  use_results(uses, results, launch, scope.allocations());
-  end_call(launch, others, {});
-  end_call(launch, other_streams(results, stream), {});
-  if (copy) copy->end(tracker_, launch);
-  if (resize) resize->end(tracker_);
-  if (waits) tracker_.clocks().host_waits_for_stream(launch->moment.stream);
-  if (waits || copy) protect_pinned_memory();
+  for (const c10::IValue& result : results_of()) {
+    for_each_tensor(result, [&](const at::Tensor& tensor) {
+      if (is_new(tensor, scope.allocations())) tracker_.unwritten(tensor);
+    });
+  }
 }
 
 bool Sanitizer::watches_host() {
@@ -261,6 +277,10 @@ void Sanitizer::allocated_by_host_kernel(const void* memory, size_t bytes, c10::
   written(memory, bytes);
   // An operator knows in the end what it keeps; layers of a recurrent network are none.
   if (!OperatorScope::is_active()) device::memory_protection().hold_open(memory);
+}
+
+void Sanitizer::allocated_again(const void* memory) {
+  OperatorScope::note_repeated_allocation(memory);
 }
 
 void Sanitizer::freed(const void* memory) noexcept {

@@ -40,6 +40,7 @@ class Sanitizer final : public device::Observer {
 
   void allocated(const void* memory, size_t bytes, c10::DeviceIndex index) override;
   void allocated_by_host_kernel(const void* memory, size_t bytes, c10::DeviceIndex index) override;
+  void allocated_again(const void* memory) override;
   void freed(const void* memory) noexcept override;
   void written(const void* memory, size_t bytes) override;
   void used_on(const void* memory, c10::Stream stream) override;
@@ -60,6 +61,12 @@ class Sanitizer final : public device::Observer {
   // The current streams of the other devices that tensors lie on. A call comes after what these
   // have been given, and before what comes there next, as copies between devices do on CUDA.
   std::vector<uint32_t> other_streams(c10::ArrayRef<c10::IValue> tensors, c10::Stream stream);
+  // An operator that a graph captures: on a GPU, nothing would read or write now.
+  void call_captured(c10::function_ref<void()> run,
+                     c10::function_ref<c10::ArrayRef<c10::IValue>()> results_of);
+  // Results of a graph's operator, in memory that others may still use.
+  void use_repeated_results(c10::ArrayRef<c10::IValue> results, const LaunchPtr& launch,
+                            const std::vector<const void*>& allocations, Findings& findings);
   void end_call(const LaunchPtr& launch, const std::vector<uint32_t>& others,
                 const std::vector<const void*>& allocations);
   void use_arguments(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments,

@@ -1,25 +1,20 @@
-#include "sanitizer/observed_operators.h"
+#include "aten/observed_operators.h"
 
-#include <ATen/record_function.h>
 #include <torch/library.h>
 
-#include <atomic>
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
-#include <vector>
 
-#include "aten/observers.h"
 #include "launch/device_access.h"
 #include "launch/fork_mutex.h"
 #include "launch/no_warnings.h"
 #include "launch/registration.h"
-#include "sanitizer/sanitizer.h"
 
-namespace foo::sanitizer {
+namespace foo::aten {
 namespace {
 
 constexpr c10::DispatchKey kKeys[] = {
@@ -27,23 +22,13 @@ constexpr c10::DispatchKey kKeys[] = {
     c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCsrPrivateUse1,
     c10::DispatchKey::NestedTensorPrivateUse1};
 
-// Reading a schema takes longer than most calls.
-const OperatorUses& uses_of(const c10::OperatorHandle& op) {
-  static auto* mutex = new ForkMutex();
-  static auto* known = new std::unordered_map<c10::OperatorName, std::unique_ptr<OperatorUses>>();
-  const std::lock_guard lock(*mutex);
-  std::unique_ptr<OperatorUses>& uses = (*known)[op.operator_name()];
-  if (uses == nullptr) uses = std::make_unique<OperatorUses>(op);
-  return *uses;
-}
-
 class ObservedKernel final : public c10::OperatorKernel {
  public:
   explicit ObservedKernel(c10::SafeKernelFunction kernel) : kernel_(std::move(kernel)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    sanitizer().call(uses_of(op), stack, [&] { kernel_.callBoxed(op, keys, stack); });
+    observe_operator(op, stack, [&] { kernel_.callBoxed(op, keys, stack); });
   }
 
  private:
@@ -73,36 +58,6 @@ c10::KernelFunction observed(c10::SafeKernelFunction kernel, bool is_native) {
   }
   return c10::KernelFunction::makeFromBoxedFunctor(
       std::make_unique<KernelInPython>(std::move(kernel)));
-}
-
-void around_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack,
-                     c10::function_ref<void()> run) {
-  sanitizer().call(uses_of(op), stack, run);
-}
-
-// Of its inputs, what is written is not known.
-std::vector<at::Tensor> around_graph(const std::vector<at::Tensor>& inputs,
-                                     c10::function_ref<std::vector<at::Tensor>()> run) {
-  OperatorUses uses;
-  uses.name = "compiled graph";
-  uses.arguments = {{Reads::kNothing, true, false}};
-  uses.results = {ResultUse::kNew};
-  std::vector<at::Tensor> results;
-  std::vector<c10::IValue> boxed;
-  sanitizer().call(
-      uses, {c10::IValue(inputs)}, [&] { results = run(); },
-      [&]() -> c10::ArrayRef<c10::IValue> {
-        boxed = {c10::IValue(results)};
-        return boxed;
-      });
-  return results;
-}
-
-constexpr aten::CallObserver kCallObserver = {&around_operator, &around_graph};
-
-// What consists of other operators is seen when it calls them.
-bool runs_on_cpu(const c10::OperatorHandle& op) {
-  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || op.schema().name() == "aten::copy_";
 }
 
 // Operators whose kernels were not looked at yet: in the beginning all of them. Those that are
@@ -176,26 +131,26 @@ void observe_kernels(const c10::OperatorHandle& op) {
 }
 
 // Before each operator, on whatever device.
-std::unique_ptr<at::ObserverContext> observe_call(const at::RecordFunction& function) {
-  const auto name = function.operator_name();
+std::unique_ptr<at::ObserverContext> observe_call(const at::RecordFunction& call) {
+  const auto name = call.operator_name();
   if (!name.has_value()) return nullptr;
   const bool is_new = observation().new_operators.take(*name);
-  const bool watches_host = sanitizer().watches_host();
-  if (!is_new && !watches_host) return nullptr;
+  CallObserver* const sanitizer = call_observer(Observing::kSanitizer);
+  const bool is_seen = sanitizer != nullptr && sanitizer->sees_all_devices();
+  if (!is_new && !is_seen) return nullptr;
   const auto op = c10::Dispatcher::singleton().findSchema(*name);
   if (!op.has_value()) return nullptr;
   if (is_new) observe_kernels(*op);
-  if (!watches_host || !runs_on_cpu(*op)) return nullptr;
-  const OperatorUses& uses = uses_of(*op);
-  if (function.inputs().size() == uses.arguments.size()) {
-    sanitizer().call_on_cpu(uses, function.inputs());
-  }
+  if (is_seen) sanitizer->before_operator(*op, call);
   return nullptr;
 }
 
-}  // namespace
+bool is_observed() {
+  return std::any_of(call_observers.begin(), call_observers.end(),
+                     [](const auto& observer) { return observer.load() != nullptr; });
+}
 
-void observe_operators() {
+void start() {
   // It is told of all operators that there are.
   observation().listener =
       c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>());
@@ -203,17 +158,35 @@ void observe_operators() {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     if (op.has_value()) observe_kernels(*op);
   }
-  aten::call_observer.store(&kCallObserver, std::memory_order_release);
   observation().calls = at::addGlobalCallback(at::RecordFunctionCallback(&observe_call)
                                                   .needsInputs(true)
                                                   .scopes({at::RecordScope::FUNCTION}));
 }
 
-void stop_observing_operators() {
+void stop() {
   at::removeCallback(observation().calls);
-  aten::call_observer.store(nullptr, std::memory_order_release);
   observation().listener.reset();
   observation().kernels.clear();
 }
 
-}  // namespace foo::sanitizer
+// One at a time comes or goes.
+ForkMutex& change_mutex() {
+  static auto* mutex = new ForkMutex();
+  return *mutex;
+}
+
+}  // namespace
+
+void add_call_observer(Observing kind, CallObserver& observer) {
+  const std::lock_guard lock(change_mutex());
+  if (!is_observed()) start();
+  call_observers[static_cast<size_t>(kind)].store(&observer, std::memory_order_release);
+}
+
+void remove_call_observer(Observing kind) {
+  const std::lock_guard lock(change_mutex());
+  call_observers[static_cast<size_t>(kind)].store(nullptr, std::memory_order_release);
+  if (!is_observed()) stop();
+}
+
+}  // namespace foo::aten

@@ -1,0 +1,252 @@
+#include "graphs/capture.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/clone.h>
+#include <c10/util/irange.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <utility>
+
+#include "aten/boxed_tensors.h"
+#include "aten/implicit_synchronization.h"
+#include "aten/layouts.h"
+#include "aten/observers.h"
+#include "aten/operator_kinds.h"
+#include "device/device.h"
+#include "device/generator.h"
+#include "device/ownership.h"
+#include "device/pinned_memory.h"
+#include "launch/device_access.h"
+
+namespace foo::graphs {
+namespace {
+
+constexpr const char* kWaits = "the host would wait for the device";
+constexpr const char* kDense =
+    "its tensors must be dense, got one that is quantized, sparse or nested";
+
+bool is_of_device(const at::Tensor& tensor) {
+  return tensor.device().type() == device::kFoo;
+}
+
+bool is_pinned(const at::Tensor& tensor) {
+  return tensor.has_storage() && device::is_pinned(tensor.storage().data());
+}
+
+bool is_copy(const std::string& name) {
+  return name.starts_with("aten::_copy_from") || name == "aten::copy_";
+}
+
+// Where a tensor is, and what.
+struct Place {
+  explicit Place(const at::Tensor& tensor)
+      : data(tensor.has_storage() ? tensor.storage().data() : nullptr), sizes(tensor.sizes()) {}
+  friend bool operator==(const Place&, const Place&) = default;
+
+  const void* data;
+  at::DimVector sizes;
+};
+
+std::vector<Place> places_of(const std::vector<at::Tensor>& tensors) {
+  return {tensors.begin(), tensors.end()};
+}
+
+}  // namespace
+
+std::string refusal(const std::string& operator_name, const std::string& reason) {
+  return operator_name + ": cannot be captured in a graph: " + reason;
+}
+
+Capture::Capture(c10::Stream stream, device::PoolId pool) : stream_(stream), pool_(pool) {
+  for (const auto index : c10::irange(device::device_count())) {
+    save(device::default_generator(index));
+  }
+}
+
+void Capture::fail(const std::string& operator_name, const std::string& reason) {
+  const std::string message = refusal(operator_name, reason);
+  {
+    const std::lock_guard lock(mutex_);
+    if (!failure_) failure_ = message;
+  }
+  TORCH_CHECK(false, message);
+}
+
+void Capture::refuse_synchronization(const c10::OperatorHandle& op,
+                                     c10::ArrayRef<c10::IValue> arguments) {
+  const std::string& name = op.schema().name();
+  if (name == "aten::_local_scalar_dense") fail("aten::item", kWaits);
+  if (aten::ImplicitSynchronization(op).is_there(arguments)) fail(name, kWaits);
+  if (name.starts_with("c10d::")) fail(name, "collectives are not the device's alone");
+  if (!is_copy(name)) return;
+  const at::Tensor& first = arguments[0].toTensor();
+  const at::Tensor& second = arguments[1].toTensor();
+  if (first.device().type() == second.device().type()) return;
+  const bool is_non_blocking = arguments.size() > 2 && arguments[2].toBool();
+  if (!is_non_blocking || !is_pinned(is_of_device(first) ? second : first)) {
+    fail("aten::copy_", "a copy between cpu and foo needs pinned memory and non_blocking=True");
+  }
+}
+
+void Capture::save(at::Generator generator) {
+  const auto is_known = [&](const auto& each) { return each.first == generator; };
+  if (std::any_of(generators_.begin(), generators_.end(), is_known)) return;
+  const std::lock_guard lock(generator.mutex());
+  generators_.emplace_back(generator, generator.get_state());
+}
+
+void Capture::save(const at::Tensor& tensor) {
+  if (!tensor.has_storage() || tensor.storage().data() == nullptr) return;
+  const c10::Storage& storage = tensor.storage();
+  const bool is_new = is_of_device(tensor)
+                          ? is_own(storage.data())
+                          : own_host_storages_.count(storage.unsafeGetStorageImpl()) > 0;
+  if (is_new || saved_.count(storage.data()) > 0) return;
+  std::unique_ptr<char[]> bytes(new char[storage.nbytes()]);
+  const DeviceAccess access;
+  std::memcpy(bytes.get(), storage.data(), storage.nbytes());
+  saved_.emplace(storage.data(), Saved{storage, storage.data(), std::move(bytes)});
+}
+
+void Capture::save_what_changes(const c10::OperatorHandle& op,
+                                c10::ArrayRef<c10::IValue> arguments) {
+  for (const at::Tensor& tensor : written_tensors(op, arguments)) save(tensor);
+  for (const c10::IValue& value : arguments) {
+    if (value.isGenerator()) save(value.toGenerator());
+  }
+}
+
+at::Tensor Capture::host_tensor(const std::string& operator_name, const at::Tensor& tensor) {
+  const bool stays = tensor.numel() == 0 || is_pinned(tensor) ||
+                     tensor.unsafeGetTensorImpl()->is_wrapped_number() ||
+                     own_host_storages_.count(tensor.storage().unsafeGetStorageImpl()) > 0;
+  if (stays) return tensor;
+  if (tensor.dim() > 0) {
+    fail(operator_name, "a tensor of the cpu would be copied to the device");
+  }
+  // Its value is an argument of the kernel.
+  const at::NoGradGuard no_grad;
+  return tensor.clone();
+}
+
+at::Tensor Capture::borrow(const std::string& operator_name, const at::Tensor& tensor) {
+  if (!is_of_device(tensor)) return host_tensor(operator_name, tensor);
+  if (!aten::is_dense(tensor)) fail(operator_name, kDense);
+  const c10::Storage& storage = tensor.storage();
+  // Memory that is copied when it is written would move then.
+  void* const data = storage.mutable_data();
+  const bool is_input = data != nullptr && !is_own(data);
+  if (is_input && known_inputs_.insert(storage.unsafeGetStorageImpl()).second) {
+    if (auto kept = KeptMemory::of_other_graph(data)) {
+      recording_.memory.push_back(std::move(*kept));
+    } else {
+      recording_.inputs.push_back({storage.getWeakStorageImpl(), data, operator_name});
+    }
+  }
+  return borrower_.borrow(tensor);
+}
+
+torch::jit::Stack Capture::borrow(const c10::OperatorHandle& op,
+                                  c10::ArrayRef<c10::IValue> arguments) {
+  torch::jit::Stack borrowed(arguments.begin(), arguments.end());
+  for (c10::IValue& value : borrowed) {
+    aten::replace_tensors(
+        value, [&](const at::Tensor& tensor) { return borrow(op.schema().name(), tensor); });
+  }
+  return borrowed;
+}
+
+at::Tensor Capture::outcome(const std::string& operator_name, const at::Tensor& tensor) {
+  if (is_of_device(tensor)) {
+    if (!aten::is_dense(tensor)) fail(operator_name, kDense);
+    return borrower_.borrow(tensor);
+  }
+  if (tensor.has_storage()) own_host_storages_.insert(tensor.storage().unsafeGetStorageImpl());
+  return tensor;
+}
+
+// What lies in none of the results was for the operator alone, which may have kept it.
+void Capture::keep(OperatorStep& step, device::AllocationScript allocations,
+                   const std::vector<at::Tensor>& outcome) {
+  for (device::ScriptedAllocation& each : allocations) {
+    const bool is_kept = std::any_of(outcome.begin(), outcome.end(), [&](const at::Tensor& tensor) {
+      return tensor.has_storage() && tensor.storage().data() == each.memory;
+    });
+    if (is_kept) {
+      own_memory_.insert(each.memory);
+      recording_.memory.emplace_back(each.memory);
+    } else {
+      device::free_block(std::exchange(each.memory, nullptr));
+    }
+  }
+  step.set_allocations(std::move(allocations));
+}
+
+void Capture::record(const c10::OperatorHandle& op, torch::jit::Stack* stack,
+                     c10::function_ref<void()> run) {
+  if (aten::is_view(op)) return run();
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  const size_t first = stack->size() - arguments.size();
+  refuse_synchronization(op, arguments);
+  auto step = std::make_unique<OperatorStep>(op, borrow(op, arguments));
+  save_what_changes(op, arguments);
+  const std::vector<at::Tensor> written = written_tensors(op, arguments);
+  const std::vector<Place> places = places_of(written);
+
+  device::RecordedAllocations allocations;
+  {
+    const aten::InCapturedOperator scope;
+    run();
+  }
+
+  std::vector<at::Tensor> results = tensors_of(torch::jit::last(*stack, stack->size() - first));
+  std::vector<at::Tensor> outcome_of_all = results;
+  outcome_of_all.insert(outcome_of_all.end(), written.begin(), written.end());
+  keep(*step, allocations.take(), outcome_of_all);
+  std::vector<at::Tensor> changed(written.size());
+  bool has_moved = false;
+  for (const auto i : c10::irange(written.size())) {
+    const Place now(written[i]);
+    if (now == places[i]) continue;
+    changed[i] = outcome(op.schema().name(), written[i]);
+    has_moved |= now.data != places[i].data;
+  }
+  // What gives a tensor other sizes, as transpose_ does, has nothing to do again.
+  if (op.hasTag(at::Tag::inplace_view) && !has_moved) return;
+  for (at::Tensor& result : results) result = outcome(op.schema().name(), result);
+  step->set_outcome(std::move(results), std::move(changed));
+  add(std::move(step));
+}
+
+at::Tensor Capture::borrow(const std::string& name, const at::Tensor& tensor, bool is_written) {
+  at::Tensor borrowed = borrow(name, tensor);
+  if (is_written) save(tensor);
+  return borrowed;
+}
+
+void Capture::add(std::unique_ptr<Step> step) {
+  const std::lock_guard lock(mutex_);
+  recording_.steps.push_back(std::move(step));
+}
+
+void Capture::restore() {
+  const DeviceAccess access;
+  for (const auto& [data, saved] : saved_) {
+    if (saved.storage.data() != data) continue;
+    std::memcpy(saved.storage.mutable_data(), saved.bytes.get(), saved.storage.nbytes());
+  }
+  for (auto& [generator, state] : generators_) {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(state);
+  }
+}
+
+Recording Capture::end() {
+  restore();
+  TORCH_CHECK(!failure_, "graph: the capture has failed: ", *failure_);
+  return std::move(recording_);
+}
+
+}  // namespace foo::graphs
