@@ -38,6 +38,7 @@ _MODULES = {
     "periodic": ("cos", "sin"),
     "error_function": ("erf",),
     "philox": ("random",),
+    "remainders": ("floor_divide", "fmod", "remainder"),
     "rounding": ("ceil", "floor", "round", "sqrt", "trunc"),
     "arithmetic": ("absolute", "any_lane", "fma", "less", "maximum", "select", "splat"),
     "products.dot": ("add_dot", "dot"),

@@ -76,7 +76,8 @@ class _Tabled(WholeFunction):
     gelu of bfloat16 takes 0.63 of the time that it takes with the exponential.
     """
 
-    def formula(self, x: Number) -> Number:
+    def formula(self, *numbers: Number) -> Number:
+        (x,) = numbers
         magnitude = abs(x)
         part = piecewise(magnitude.clamped(0.0, _LAST), _WIDTH, _tables())
         m = magnitude.clamped(0.0, _END)

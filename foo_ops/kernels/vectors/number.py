@@ -13,6 +13,8 @@ from llvmlite import ir
 from numba.core import errors, types
 from numba.extending import intrinsic
 
+from foo_ops.kernels.compiler.numba_target.constants import let_fold
+from foo_ops.kernels.compiler.plain_math import MATH, round_whole
 from foo_ops.kernels.vectors.instructions import (
     DOUBLE,
     FLOAT,
@@ -105,6 +107,12 @@ class Number:
 
     def equals(self, other: Number | float) -> Mask:
         return self._compared("==", other)
+
+    def differs_in_sign(self, other: Number) -> Mask:
+        """Whether one has a minus, also where it is zero."""
+        both = self.builder.xor(self.bits(), other.bits())
+        zero = constant_of(both.type, 0)
+        return Mask(self.builder, self.builder.icmp_signed("<", both, zero))
 
     def _of_llvm(self, name: str, *others: Number | float) -> Number:
         operands = [self.value, *map(self.operand, others)]
@@ -204,7 +212,10 @@ def make_function(formula: Callable[..., Number]) -> Any:
     function.__name__, function.__doc__ = formula.__name__, formula.__doc__
     function.__module__ = formula.__module__
     made = intrinsic(function)
-    made.emit, made.arguments = emit, count
+    made.emit = emit
+    plain = MATH.get(formula.__name__, round_whole if formula.__name__ == "round" else None)
+    if plain is not None:
+        let_fold(made, plain)
     return made
 
 

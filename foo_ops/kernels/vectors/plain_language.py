@@ -21,6 +21,7 @@ from foo_ops.kernels.vectors import (
     philox,
     powers,
     reduction,
+    remainders,
     rounding,
 )
 from foo_ops.kernels.vectors.elements import ELEMENTS
@@ -102,6 +103,7 @@ ceil, cos, exp, expm1, floor, log, log1p, log2, pow, round, sin, sqrt, tanh, tru
         *(np.rint, np.sin, np.sqrt, np.tanh, np.trunc),
     ),
 )
+floor_divide, fmod, remainder = map(_function, (np.floor_divide, np.fmod, np.remainder))
 erf = _function(np.vectorize(math.erf, otypes=[np.float64]))
 
 
@@ -220,7 +222,7 @@ def shift_bytes(pointer: Pointer, count: Any) -> Pointer:
 
 for _module in (
     *(arithmetic, error_function, functions, memory, periodic, philox, powers, reduction),
-    rounding,
+    *(remainders, rounding),
 ):
     for _name, _function in list(globals().items()):
         if getattr(_function, "__module__", None) == __name__ and hasattr(_module, _name):
