@@ -15,15 +15,15 @@ from foo_ops.kernels.compiler.processor import vector_bits
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 # Units in the last place, as docs/kit.md has them.
 BOUNDS = {
-    **dict.fromkeys(("exp", "exp2", "erf", "pow"), 1.5),
-    **dict.fromkeys(("log", "sin", "cos"), 1),
     "sqrt": 0.5,
-    "log1p": 2,
-    "log2": 2,
-    "expm1": 3,
+    **dict.fromkeys(("log", "sin", "cos", "hypot", "cbrt"), 1),
+    **dict.fromkeys(("exp", "exp2", "erf", "pow", "cosh", "asin", "acos", "atan"), 1.5),
+    **dict.fromkeys(("log1p", "log2", "log10", "tan", "sinh", "atan2"), 2),
+    **dict.fromkeys(("expm1", "asinh", "acosh", "atanh"), 3),
     "tanh": 4,
 }
-POSITIVE = ("log", "log2", "sqrt", "pow")
+OF_TWO = ("atan2", "hypot", "pow")
+POSITIVE = ("log", "log2", "log10", "sqrt", "pow")
 
 
 def define(name, function):
@@ -37,12 +37,15 @@ def of_one(function):
     return kernel
 
 
-def power(x: float, y: float) -> float:
-    return x**y
+def of_two(function):
+    def kernel(x: float, y: float) -> float:
+        return function(x, y)
+
+    return kernel
 
 
 OPERATORS = {
-    name: define(name, power if name == "pow" else of_one(getattr(math, name)))
+    name: define(name, (of_two if name in OF_TWO else of_one)(getattr(math, name)))
     for name in BOUNDS
     if hasattr(math, name)
 }
@@ -92,25 +95,45 @@ def exactly(name, *numbers):
         power = others[0] * mpmath.log(x)
         return mpmath.exp(max(min(power, 2000), -2000))
     bases = {"exp2": lambda: mpmath.mpf(2) ** x, "log2": lambda: mpmath.log(x, 2)}
-    return bases.get(name, lambda: getattr(mpmath, name)(x))()
+    exact = bases.get(name, lambda: getattr(mpmath, name)(x, *others))()
+    return mpmath.sign(x) * mpmath.cbrt(abs(x)) if name == "cbrt" else exact
+
+
+def arguments(name, dtype):
+    """Return numbers in the domain of a function, also beside its ends."""
+    x, limits = samples(dtype), torch.finfo(dtype)
+    if name == "pow":
+        return x[x != 0].abs(), x[x != 0].abs().log2().clamp(-2, 2).flip(0) * 7
+    if name in OF_TWO:
+        mixed = torch.from_numpy(np.random.default_rng(1).permutation(x.numpy()))
+        others = torch.cat((mixed, x * 1.001, x.flip(0)))
+        return x.repeat(3)[others != 0], others[others != 0]
+    if name in POSITIVE:
+        x = x.abs()
+    elif name == "log1p":
+        x = x[x > -1]
+    elif name in ("asin", "acos", "atanh"):
+        below = 1 - limits.eps * torch.arange(1, 40, dtype=dtype) ** 3
+        x = torch.cat((x[x.abs() < 1], below, -below, x[x.abs() < 2] / 2))
+    elif name == "acosh":
+        x = torch.cat((x.abs() + 1, 1 + limits.eps * torch.arange(1, 40, dtype=dtype) ** 3))
+    return (x[x != 0],)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_bounds(name, dtype):
-    x = samples(dtype)
-    x = x.abs() if name in POSITIVE else x[x > -1] if name == "log1p" else x
-    x = x[x != 0]
-    others = [x.abs().log2().clamp(-2, 2).flip(0) * 7] if name == "pow" else []
-    result = OPERATORS[name](x, *others)
+    numbers = arguments(name, dtype)
+    result = OPERATORS[name](*numbers)
     assert result.dtype == dtype
     with mpmath.workprec(1200):
         errors = [
-            units(float(value), exactly(name, *map(float, numbers)), dtype)
-            for value, *numbers in zip(result, x, *others)
+            units(float(value), exactly(name, *map(float, each)), dtype)
+            for value, *each in zip(result, *numbers)
         ]
     worst = int(np.argmax(errors))
-    assert errors[worst] <= BOUNDS[name], (float(x[worst]), float(result[worst]))
+    where = [float(it[worst]) for it in (*numbers, result)]
+    assert errors[worst] <= BOUNDS[name], (errors[worst], where)
 
 
 def test_the_documents_have_the_same_bounds():
@@ -123,12 +146,14 @@ def test_the_documents_have_the_same_bounds():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", sorted(OPERATORS.keys() - {"pow"}))
+@pytest.mark.parametrize("name", sorted(OPERATORS.keys() - {*OF_TWO}))
 def test_special_values(name, dtype):
     """Infinity, NaN, signed zeros, the ends of the domain."""
-    special = [math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, 1.0, -2.5]
+    special = [math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, 1.0, -2.5, 1e30, -1e30]
+    special += [torch.finfo(dtype).smallest_normal / 8, -torch.finfo(dtype).smallest_normal / 8]
     x = torch.tensor(special, dtype=dtype)
-    result, expected = OPERATORS[name](x), getattr(torch, name)(x)
+    result = OPERATORS[name](x)
+    expected = torch.from_numpy(np.cbrt(x.numpy())) if name == "cbrt" else getattr(torch, name)(x)
     assert torch.equal(result.isnan(), expected.isnan())
     assert torch.equal(result.isinf(), expected.isinf())
     assert torch.equal(result.signbit()[~result.isnan()], expected.signbit()[~expected.isnan()])
@@ -149,6 +174,29 @@ def test_powers_of_special_values(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["atan2", "hypot"])
+def test_special_values_of_two(name, dtype):
+    special = [math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 1e30, -1e-40]
+    special = torch.tensor(special, dtype=dtype)
+    x, y = special[:, None], special[None, :]
+    result = OPERATORS[name](x, y)
+    expected = torch.from_numpy(
+        getattr(np, {"atan2": "arctan2"}.get(name, name))(x.numpy(), y.numpy())
+    )
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.signbit()[~result.isnan()], expected.signbit()[~expected.isnan()])
+    torch.testing.assert_close(result, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logarithms_of_powers_are_exact(dtype):
+    tens = torch.tensor([10.0**power for power in range(11)], dtype=dtype)
+    assert OPERATORS["log10"](tens).tolist() == list(range(11))
+    twos = torch.tensor([2.0**power for power in range(-120, 121)], dtype=dtype)
+    assert OPERATORS["log2"](twos).tolist() == list(range(-120, 121))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ROUNDING)
 def test_rounding(name, dtype):
     """To floats, so that no size is too large, and zeros keep their signs."""
@@ -161,11 +209,11 @@ def test_rounding(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["exp", "tanh", "erf", "sin", "pow", "floor"])
+@pytest.mark.parametrize("name", ["exp", "tanh", "erf", "sin", "pow", "floor", "atan2", "tan"])
 def test_half_precision_computes_in_float32(name, dtype):
     operator = {**OPERATORS, **ROUNDING}[name]
     x = torch.linspace(0.125, 9, 200).to(dtype)
-    arguments = (x, x.flip(0)) if name == "pow" else (x,)
+    arguments = (x, x.flip(0)) if name in OF_TWO else (x,)
     expected = operator(*(argument.float() for argument in arguments)).to(dtype)
     assert torch.equal(operator(*arguments), expected)
 
@@ -243,7 +291,7 @@ def test_explicit_vectors_take_them_too():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["sin", "cos"])
+@pytest.mark.parametrize("name", ["sin", "cos", "tan"])
 def test_a_result_does_not_depend_on_its_neighbours(name, dtype):
     """Huge numbers take another way, alone or in a vector."""
     x = torch.linspace(-9, 9, 83, dtype=dtype)

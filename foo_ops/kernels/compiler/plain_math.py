@@ -53,8 +53,8 @@ _FUNCTIONS = (
     *("hypot", "lgamma", "log", "log10", "log1p", "log2", "radians", "sin", "sinh", "sqrt", "tan"),
     *("tanh", *_NUMPYS),
 )
-# Python 3.10 has no math.exp2.
-_FUNCTIONS += ("exp2",) * hasattr(math, "exp2")
+# Python 3.10 has neither.
+_FUNCTIONS += tuple(name for name in ("cbrt", "exp2") if hasattr(math, name))
 MATH = {
     name: _lifted(getattr(np, _NUMPYS.get(name, name), None) or getattr(math, name))
     for name in _FUNCTIONS

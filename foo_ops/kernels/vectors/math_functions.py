@@ -1,4 +1,4 @@
-"""Let Python's ``math``, ``round``, ``**``, ``%`` and ``//`` mean this package's functions in kernels.
+"""Let Python's ``math``, ``round``, ``**``, ``%`` and ``//`` mean our functions in kernels.
 
 Numba calls the C library for each number. These functions are vectorised with the loop around
 them, in the type of their argument.
@@ -19,13 +19,20 @@ from foo_ops.kernels.compiler.numba_target.registry import define_signature, fun
 
 # Functions of math by the module that they are in here. Integers are converted to float64 first.
 _OF_ONE = {
+    "angles": ("acos", "asin", "atan"),
     "error_function": ("erf",),
     "functions": ("exp", "log", "tanh"),
-    "periodic": ("cos", "sin"),
-    "powers": ("expm1", "log1p", "log2"),
+    "hyperbolic": ("acosh", "asinh", "atanh", "cosh", "sinh"),
+    "periodic": ("cos", "sin", "tan"),
+    "powers": ("expm1", "log10", "log1p", "log2"),
     "rounding": ("sqrt",),
 }
-_OF_TWO = {"powers": ("pow",), "remainders": ("fmod",)}
+_OF_TWO = {
+    "angles": ("atan2",),
+    "powers": ("pow",),
+    "remainders": ("fmod",),
+    "roots": ("hypot",),
+}
 # Numba's own are for integers, which they return.
 _ROUNDING = ("ceil", "floor", "trunc")
 
@@ -90,9 +97,10 @@ for _table, _find, _count in ((_OF_ONE, _of_one, 1), (_OF_TWO, _float_of_two, 2)
     for _module, _names in _table.items():
         for _name in _names:
             _define(getattr(math, _name), _module, _name, _find, _count)
-# Python 3.10 has none.
-if hasattr(math, "exp2"):
-    _define(math.exp2, "functions", "exp2_of_all", _of_one, 1)
+# Python 3.10 has none of these.
+for _name, _module, _ours in (("exp2", "functions", "exp2_of_all"), ("cbrt", "roots", "cbrt")):
+    if hasattr(math, _name):
+        _define(getattr(math, _name), _module, _ours, _of_one, 1)
 for _name in _ROUNDING:
     _define(getattr(math, _name), "rounding", _name, _float_of_one, 1)
 _define(round, "rounding", "round", _float_of_one, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import errors, types
 from numba.extending import intrinsic
@@ -40,6 +41,9 @@ class Mask:
 
     def __or__(self, other: Mask) -> Mask:
         return Mask(self.builder, self.builder.or_(self.value, other.value))
+
+    def __xor__(self, other: Mask) -> Mask:
+        return Mask(self.builder, self.builder.xor(self.value, other.value))
 
     def __invert__(self) -> Mask:
         return Mask(self.builder, self.builder.not_(self.value))
@@ -108,11 +112,21 @@ class Number:
     def equals(self, other: Number | float) -> Mask:
         return self._compared("==", other)
 
+    def in_two_parts(self, value: float, loss: float) -> tuple[float, float]:
+        """Split a constant, of which float64 loses a part, into one of this type and the rest."""
+        if self.is_double:
+            return value, loss
+        upper = float(np.float32(value))
+        return upper, value - upper
+
+    def has_minus(self) -> Mask:
+        """Whether there is a minus, also where it is zero."""
+        bits = self.bits()
+        zero = constant_of(bits.type, 0)
+        return Mask(self.builder, self.builder.icmp_signed("<", bits, zero))
+
     def differs_in_sign(self, other: Number) -> Mask:
-        """Whether one has a minus, also where it is zero."""
-        both = self.builder.xor(self.bits(), other.bits())
-        zero = constant_of(both.type, 0)
-        return Mask(self.builder, self.builder.icmp_signed("<", both, zero))
+        return self.has_minus() ^ other.has_minus()
 
     def _of_llvm(self, name: str, *others: Number | float) -> Number:
         operands = [self.value, *map(self.operand, others)]

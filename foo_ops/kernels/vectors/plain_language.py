@@ -13,15 +13,18 @@ import numpy as np
 from foo_ops.kernels.compiler.plain_math import are_constants
 from foo_ops.kernels.compiler.processor import vector_bits
 from foo_ops.kernels.vectors import (
+    angles,
     arithmetic,
     error_function,
     functions,
+    hyperbolic,
     memory,
     periodic,
     philox,
     powers,
     reduction,
     remainders,
+    roots,
     rounding,
 )
 from foo_ops.kernels.vectors.elements import ELEMENTS
@@ -104,6 +107,13 @@ ceil, cos, exp, expm1, floor, log, log1p, log2, pow, round, sin, sqrt, tanh, tru
     ),
 )
 floor_divide, fmod, remainder = map(_function, (np.floor_divide, np.fmod, np.remainder))
+acos, acosh, asin, asinh, atan, atan2, atanh = map(
+    _function,
+    (*(np.arccos, np.arccosh, np.arcsin, np.arcsinh, np.arctan, np.arctan2, np.arctanh),),
+)
+cbrt, cosh, hypot, log10, sinh, tan = map(
+    _function, (np.cbrt, np.cosh, np.hypot, np.log10, np.sinh, np.tan)
+)
 erf = _function(np.vectorize(math.erf, otypes=[np.float64]))
 
 
@@ -221,7 +231,19 @@ def shift_bytes(pointer: Pointer, count: Any) -> Pointer:
 # --------------------------------------------------------------------------------------- docstrings
 
 for _module in (
-    *(arithmetic, error_function, functions, memory, periodic, philox, powers, reduction),
+    *(
+        angles,
+        hyperbolic,
+        roots,
+        arithmetic,
+        error_function,
+        functions,
+        memory,
+        periodic,
+        philox,
+        powers,
+        reduction,
+    ),
     *(remainders, rounding),
 ):
     for _name, _function in list(globals().items()):

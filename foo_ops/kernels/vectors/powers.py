@@ -9,6 +9,8 @@ from foo_ops.kernels.vectors.functions import (
     format_of,
     fraction_and_power,
     growth,
+    logarithm_or_limit,
+    parts_of_log,
     power_of_two,
     scale,
     split_exponent,
@@ -17,6 +19,13 @@ from foo_ops.kernels.vectors.number import Mask, Number, make_function
 
 # 1 / log(2), and what rounding loses.
 _LOG2E, _LOG2E_LOSS = 1 / math.log(2.0), float.fromhex("0x1.777d0ffda0d24p-56")
+
+# log10(e) and log10(2) in the same way.
+_LOG10E, _LOG10E_LOSS = 0.4342944819032518, float.fromhex("0x1.95355baaafad3p-57")
+_LOG10_2, _LOG10_2_LOSS = (
+    float.fromhex("0x1.34413509f79ffp-2"),
+    float.fromhex("-0x1.9dc1da994fd21p-59"),
+)
 
 
 @make_function
@@ -47,6 +56,10 @@ def log1p(x: Number) -> Number:
     Example:
         >>> y[i] = language.log1p(language.exp(x[i]))
     """
+    return log_of_one_more(x)
+
+
+def log_of_one_more(x: Number) -> Number:
     total, lost = x.plus_exactly(x.constant(1.0))
     logarithm = total.made(emit_log(total.builder, total.value))
     has_loss = (total > 0.0) & (total < math.inf)
@@ -75,11 +88,31 @@ def log2(x: Number) -> Number:
     Example:
         >>> y[i] = language.log2(x[i])
     """
+    one_more, power = _logarithm_and_power(x)
+    return logarithm_or_limit(x, one_more.fma(_LOG2E, power))
+
+
+@make_function
+def log10(x: Number) -> Number:
+    """Compute the logarithm to base 10 within 2 units in the last place; exact for powers of 10.
+
+    The result is -infinity for 0, NaN for less and for NaN, and infinity for infinity.
+
+    Example:
+        >>> y[i] = 20 * language.log10(x[i])
+    """
+    one_more, power = _logarithm_and_power(x)
+    upper, lower = x.in_two_parts(_LOG10_2, _LOG10_2_LOSS)
+    factor, factor_loss = x.in_two_parts(_LOG10E, _LOG10E_LOSS)
+    small = one_more.fma(factor, one_more * factor_loss)
+    return logarithm_or_limit(x, power.fma(upper, power.fma(lower, small)))
+
+
+def _logarithm_and_power(x: Number) -> tuple[Number, Number]:
+    """Return log(1 + f) and n of x = 2^n (1 + f)."""
     fraction, power = _parts(x)
-    one_more = x.made(emit_log(x.builder, (fraction + 1.0).value))
-    result = one_more.fma(_LOG2E, power)
-    is_finite = (x > 0.0) & (x < math.inf)
-    return is_finite.choose(result, x.made(emit_log(x.builder, x.value)))
+    half, s, series = parts_of_log(fraction)
+    return fraction - (-s).fma(series, half), power
 
 
 def _log2_exactly(x: Number) -> tuple[Number, Number]:

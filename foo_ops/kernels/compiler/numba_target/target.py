@@ -279,7 +279,8 @@ def compile_module(
 ) -> llvm.ModuleRef:
     """Make the LLVM module of a function, which a C function ``entry`` calls with its arguments.
 
-    Where LLVM ``vectorizes`` its loops, functions are emitted for vectors, too. To be used under Numba's global compiler lock.
+    Where LLVM ``vectorizes`` its loops, functions are emitted for vectors, too. To be used under
+    Numba's global compiler lock.
     """
     flags = compiler.Flags()
     # A division by zero gives infinity or NaN, as in NumPy: a kernel has nobody to raise to.
