@@ -39,7 +39,7 @@ _MODULES = {
     "angles": ("acos", "asin", "atan", "atan2"),
     "hyperbolic": ("acosh", "asinh", "atanh", "cosh", "sinh"),
     "roots": ("cbrt", "hypot"),
-    "error_function": ("erf",),
+    "error_function": ("erf", "erfc"),
     "philox": ("random",),
     "remainders": ("floor_divide", "fmod", "remainder"),
     "rounding": ("ceil", "floor", "round", "sqrt", "trunc"),

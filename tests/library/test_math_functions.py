@@ -21,6 +21,7 @@ BOUNDS = {
     **dict.fromkeys(("log1p", "log2", "log10", "tan", "sinh", "atan2"), 2),
     **dict.fromkeys(("expm1", "asinh", "acosh", "atanh"), 3),
     "tanh": 4,
+    "erfc": 5,
 }
 OF_TWO = ("atan2", "hypot", "pow")
 POSITIVE = ("log", "log2", "log10", "sqrt", "pow")
@@ -94,6 +95,8 @@ def exactly(name, *numbers):
         # mpmath would compute all the digits of an integer.
         power = others[0] * mpmath.log(x)
         return mpmath.exp(max(min(power, 2000), -2000))
+    if name == "erfc" and abs(x) > 100:
+        return mpmath.mpf(0 if x > 0 else 2)
     bases = {"exp2": lambda: mpmath.mpf(2) ** x, "log2": lambda: mpmath.log(x, 2)}
     exact = bases.get(name, lambda: getattr(mpmath, name)(x, *others))()
     return mpmath.sign(x) * mpmath.cbrt(abs(x)) if name == "cbrt" else exact

@@ -20,7 +20,7 @@ from foo_ops.kernels.compiler.numba_target.registry import define_signature, fun
 # Functions of math by the module that they are in here. Integers are converted to float64 first.
 _OF_ONE = {
     "angles": ("acos", "asin", "atan"),
-    "error_function": ("erf",),
+    "error_function": ("erf", "erfc"),
     "functions": ("exp", "log", "tanh"),
     "hyperbolic": ("acosh", "asinh", "atanh", "cosh", "sinh"),
     "periodic": ("cos", "sin", "tan"),

@@ -114,7 +114,9 @@ acos, acosh, asin, asinh, atan, atan2, atanh = map(
 cbrt, cosh, hypot, log10, sinh, tan = map(
     _function, (np.cbrt, np.cosh, np.hypot, np.log10, np.sinh, np.tan)
 )
-erf = _function(np.vectorize(math.erf, otypes=[np.float64]))
+erf, erfc = (
+    _function(np.vectorize(function, otypes=[np.float64])) for function in (math.erf, math.erfc)
+)
 
 
 def exp2(x: Any) -> Any:
