@@ -16,10 +16,8 @@ from foo_ops.kernels.vectors.instructions import (
     DOUBLE,
     INT64,
     bits_of,
-    call_intrinsic,
     constant_of,
     shaped,
-    suffix,
 )
 from foo_ops.kernels.vectors.number import Mask, Number
 from foo_ops.kernels.vectors.rare_branches import RareBranch
@@ -176,7 +174,7 @@ def _emit(
     if isinstance(y, ir.Constant) or not context.vectorizes:
         return division.rare(*numbers).value
     # It may become one when functions are inlined.
-    is_constant = call_intrinsic(builder, f"llvm.is.constant.{suffix(y.type)}", ir.IntType(1), [y])
+    is_constant = numbers[1].is_constant().value
     constant, other, end = map(builder.append_basic_block, ("constant", "other", "end"))
     builder.cbranch(is_constant, constant, other)
     builder.position_at_end(constant)

@@ -24,6 +24,7 @@ from foo_ops.kernels.vectors.instructions import (
     call_intrinsic,
     constant_of,
     emit_fma,
+    emit_splat,
     shaped,
     suffix,
 )
@@ -125,6 +126,15 @@ class Number:
         zero = constant_of(bits.type, 0)
         return Mask(self.builder, self.builder.icmp_signed("<", bits, zero))
 
+    def is_constant(self) -> Mask:
+        """Whether LLVM knows the number when it has inlined functions, and before it vectorises."""
+        truth = shaped(ir.IntType(1), self.type)
+        name = f"llvm.is.constant.{suffix(self.type)}"
+        known = call_intrinsic(self.builder, name, ir.IntType(1), [self.value])
+        if truth != known.type:
+            known = emit_splat(self.builder, known, truth.count)
+        return Mask(self.builder, known)
+
     def differs_in_sign(self, other: Number) -> Mask:
         return self.has_minus() ^ other.has_minus()
 
@@ -191,6 +201,11 @@ class Number:
         total = self + other
         part = total - self
         return total, (self - (total - part)) + (other - part)
+
+    def plus_smaller_exactly(self, other: Number) -> tuple[Number, Number]:
+        """Add a smaller number exactly, or any to zero (Dekker 1971)."""
+        total = self + other
+        return total, other - (total - self)
 
     def times_exactly(self, other: Number | float) -> tuple[Number, Number]:
         """Return the rounded product and what rounding has lost."""

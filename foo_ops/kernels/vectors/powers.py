@@ -122,33 +122,35 @@ def _log2_exactly(x: Number) -> tuple[Number, Number]:
     """
     f, n = _parts(x)
     divisor = f + 2.0
-    s = f / divisor
+    inverse = 1.0 / divisor
+    s = f * inverse
     # What the division has lost, and the addition before.
     s_loss = (-s).fma(divisor, f) - s * (f - (divisor - 2.0))
-    s_loss = s_loss / divisor
+    s_loss = s_loss * inverse
     z, z_loss = s.times_exactly(s)
     z_loss = (2 * s).fma(s_loss, z_loss)
     third = 1 / 3
-    rest = z * _series(z, 5, 12)
+    rest = z * _series(z, 5, 11)
     c = third + rest
     c_loss = rest - (c - third) + float.fromhex("0x1.5555555555555p-56")
     d, d_loss = z.times_exactly(c)
     d_loss = d_loss + z.fma(c_loss, z_loss * c)
     e, e_loss = s.times_exactly(d)
     e_loss = e_loss + s.fma(d_loss, s_loss * d)
-    total, loss = s.plus_exactly(e)
+    total, loss = s.plus_smaller_exactly(e)
     loss = loss + (s_loss + e_loss)
     product, product_loss = total.times_exactly(2 * _LOG2E)
     product_loss = product_loss + total.fma(2 * _LOG2E_LOSS, loss * (2 * _LOG2E))
-    upper, lower = n.plus_exactly(product)
+    # Zero, or more than the product.
+    upper, lower = n.plus_smaller_exactly(product)
     return upper, lower + product_loss
 
 
 def _log2_of_float32(x: Number) -> Number:
-    """Compute log2 of a float64 that was a positive float32, to more digits than that has."""
-    f, n = _parts(x)
+    """Compute log2 of a positive float32 as a float64, to more digits than that has."""
+    f, n = (part.widened() for part in _parts(x))
     s = f / (f + 2.0)
-    return (s * (2 * _LOG2E)).fma(_series(s * s, 1, 8), n)
+    return (s * (2 * _LOG2E)).fma(_series(s * s, 1, 7), n)
 
 
 def _power_of_magnitude(x: Number, y: Number) -> Number:
@@ -163,10 +165,10 @@ def _power_of_magnitude(x: Number, y: Number) -> Number:
         exponent = exponent.clamped(-bound, bound)
         whole = exponent.nearest()
         return scale(1.0 + growth((exponent - whole) + loss), whole)
-    wide, y = x.widened(), y.widened()
-    exponent = (_log2_of_float32(wide) * y).clamped(-bound, bound)
+    exponent = (_log2_of_float32(x) * y.widened()).clamped(-bound, bound)
     whole = exponent.nearest()
-    return (power_of_two(whole) * (1.0 + growth(exponent - whole))).narrowed()
+    fraction = (exponent - whole).narrowed()
+    return scale(1.0 + growth(fraction), whole.narrowed())
 
 
 @make_function
@@ -184,9 +186,10 @@ def pow(x: Number, y: Number) -> Number:
     zero, infinity, nan = (x.constant(value) for value in (0.0, math.inf, math.nan))
     grows = _same(magnitude > 1.0, y > 0.0)
     result = _power_of_magnitude(magnitude, y)
-    # Of a constant exponent LLVM keeps one of these.
-    root = magnitude.square_root()
-    result = y.equals(0.5).choose(root, y.equals(-0.5).choose(1.0 / root, result))
+    # Of a constant exponent LLVM keeps one of these, and none of others.
+    root, is_constant = magnitude.square_root(), y.is_constant()
+    result = (is_constant & y.equals(-0.5)).choose(1.0 / root, result)
+    result = (is_constant & y.equals(0.5)).choose(root, result)
     is_extreme = x.equals(0.0) | magnitude.equals(math.inf) | abs(y).equals(math.inf)
     result = is_extreme.choose(grows.choose(infinity, zero), result)
     result = (y.equals(0.0) | magnitude.equals(1.0)).choose(x.constant(1.0), result)
