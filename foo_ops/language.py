@@ -37,6 +37,7 @@ _MODULES = {
     "powers": ("expm1", "log10", "log1p", "log2", "pow"),
     "periodic": ("cos", "sin", "tan"),
     "angles": ("acos", "asin", "atan", "atan2"),
+    "gamma_function": ("gamma", "lgamma"),
     "hyperbolic": ("acosh", "asinh", "atanh", "cosh", "sinh"),
     "roots": ("cbrt", "hypot"),
     "error_function": ("erf", "erfc"),

@@ -21,7 +21,8 @@ BOUNDS = {
     **dict.fromkeys(("log1p", "log2", "log10", "tan", "sinh", "atan2"), 2),
     **dict.fromkeys(("expm1", "asinh", "acosh", "atanh"), 3),
     "tanh": 4,
-    "erfc": 5,
+    **dict.fromkeys(("erfc", "lgamma"), 5),
+    "gamma": 6,
 }
 OF_TWO = ("atan2", "hypot", "pow")
 POSITIVE = ("log", "log2", "log10", "sqrt", "pow")
@@ -97,6 +98,8 @@ def exactly(name, *numbers):
         return mpmath.exp(max(min(power, 2000), -2000))
     if name == "erfc" and abs(x) > 100:
         return mpmath.mpf(0 if x > 0 else 2)
+    if name == "lgamma":
+        return mpmath.loggamma(x)
     bases = {"exp2": lambda: mpmath.mpf(2) ** x, "log2": lambda: mpmath.log(x, 2)}
     exact = bases.get(name, lambda: getattr(mpmath, name)(x, *others))()
     return mpmath.sign(x) * mpmath.cbrt(abs(x)) if name == "cbrt" else exact
@@ -118,6 +121,10 @@ def arguments(name, dtype):
     elif name in ("asin", "acos", "atanh"):
         below = 1 - limits.eps * torch.arange(1, 40, dtype=dtype) ** 3
         x = torch.cat((x[x.abs() < 1], below, -below, x[x.abs() < 2] / 2))
+    elif name == "lgamma":
+        x = torch.cat((x.abs(), *(around + x[x.abs() < 0.5] for around in (1, 2, 3, 9))))
+    elif name == "gamma":
+        x = x[(x.abs() < 184) & (x != x.trunc())]
     elif name == "acosh":
         x = torch.cat((x.abs() + 1, 1 + limits.eps * torch.arange(1, 40, dtype=dtype) ** 3))
     return (x[x != 0],)
@@ -156,7 +163,14 @@ def test_special_values(name, dtype):
     special += [torch.finfo(dtype).smallest_normal / 8, -torch.finfo(dtype).smallest_normal / 8]
     x = torch.tensor(special, dtype=dtype)
     result = OPERATORS[name](x)
-    expected = torch.from_numpy(np.cbrt(x.numpy())) if name == "cbrt" else getattr(torch, name)(x)
+    if name == "gamma":
+        values = [math.inf, math.nan, math.nan, math.inf, -math.inf, math.nan, 1.0]
+        values += [-0.9453087204829419, math.inf, math.nan, math.inf, -math.inf]
+        expected = torch.tensor(values, dtype=dtype)
+    elif name == "cbrt":
+        expected = torch.from_numpy(np.cbrt(x.numpy()))
+    else:
+        expected = getattr(torch, name)(x)
     assert torch.equal(result.isnan(), expected.isnan())
     assert torch.equal(result.isinf(), expected.isinf())
     assert torch.equal(result.signbit()[~result.isnan()], expected.signbit()[~expected.isnan()])
@@ -189,6 +203,27 @@ def test_special_values_of_two(name, dtype):
     assert torch.equal(result.isnan(), expected.isnan())
     assert torch.equal(result.signbit()[~result.isnan()], expected.signbit()[~expected.isnan()])
     torch.testing.assert_close(result, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lgamma_below_zero(dtype):
+    x = samples(dtype)
+    x = -x[(x.abs() < 1e6) & (x != x.trunc())].abs()
+    for value, number in zip(OPERATORS["lgamma"](x).tolist(), x.tolist()):
+        exact = float(mpmath.log(abs(mpmath.gamma(number)))) if number > -1e4 else None
+        if exact is None:
+            exact = float(mpmath.re(mpmath.loggamma(number)))
+        size = max(1, abs(number) * math.log(2 - number), abs(exact))
+        assert abs(value - exact) <= 2 * size * torch.finfo(dtype).eps, number
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_factorials_are_exact(dtype):
+    count = 15 if dtype == torch.float32 else 17
+    factorials = [float(np.float32(math.factorial(n))) for n in range(count)]
+    if dtype == torch.float64:
+        factorials = [float(math.factorial(n)) for n in range(count)]
+    assert OPERATORS["gamma"](torch.arange(1, count + 1, dtype=dtype)).tolist() == factorials
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

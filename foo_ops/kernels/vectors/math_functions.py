@@ -22,6 +22,7 @@ _OF_ONE = {
     "angles": ("acos", "asin", "atan"),
     "error_function": ("erf", "erfc"),
     "functions": ("exp", "log", "tanh"),
+    "gamma_function": ("gamma", "lgamma"),
     "hyperbolic": ("acosh", "asinh", "atanh", "cosh", "sinh"),
     "periodic": ("cos", "sin", "tan"),
     "powers": ("expm1", "log10", "log1p", "log2"),

@@ -251,6 +251,10 @@ _COSINE = _make_periodic("cos", _cosine, is_even=True)
 _TANGENT = _make_periodic("tan", _tangent, is_even=False)
 
 
+def sine_of(x: Number) -> Number:
+    return _SINE.of(x)
+
+
 @make_function
 def sin(x: Number) -> Number:
     """Compute the sine of x radians within 1 unit in the last place, also of huge numbers.
@@ -260,7 +264,7 @@ def sin(x: Number) -> Number:
     Example:
         >>> y[i] = language.sin(x[i])
     """
-    return _SINE.of(x)
+    return sine_of(x)
 
 
 @make_function

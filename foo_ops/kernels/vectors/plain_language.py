@@ -5,18 +5,18 @@ A vector is an array. The docstrings are those of the compiled functions of the 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from foo_ops.kernels.compiler.plain_math import are_constants
+from foo_ops.kernels.compiler.plain_math import MATH, are_constants
 from foo_ops.kernels.compiler.processor import vector_bits
 from foo_ops.kernels.vectors import (
     angles,
     arithmetic,
     error_function,
     functions,
+    gamma_function,
     hyperbolic,
     memory,
     periodic,
@@ -114,8 +114,9 @@ acos, acosh, asin, asinh, atan, atan2, atanh = map(
 cbrt, cosh, hypot, log10, sinh, tan = map(
     _function, (np.cbrt, np.cosh, np.hypot, np.log10, np.sinh, np.tan)
 )
-erf, erfc = (
-    _function(np.vectorize(function, otypes=[np.float64])) for function in (math.erf, math.erfc)
+erf, erfc, gamma, lgamma = (
+    _function(np.vectorize(MATH[name], otypes=[np.float64]))
+    for name in ("erf", "erfc", "gamma", "lgamma")
 )
 
 
@@ -233,20 +234,8 @@ def shift_bytes(pointer: Pointer, count: Any) -> Pointer:
 # --------------------------------------------------------------------------------------- docstrings
 
 for _module in (
-    *(
-        angles,
-        hyperbolic,
-        roots,
-        arithmetic,
-        error_function,
-        functions,
-        memory,
-        periodic,
-        philox,
-        powers,
-        reduction,
-    ),
-    *(remainders, rounding),
+    *(angles, arithmetic, error_function, functions, gamma_function, hyperbolic, memory),
+    *(periodic, philox, powers, reduction, remainders, roots, rounding),
 ):
     for _name, _function in list(globals().items()):
         if getattr(_function, "__module__", None) == __name__ and hasattr(_module, _name):

@@ -18,7 +18,7 @@ from foo_ops.kernels.vectors.functions import (
 from foo_ops.kernels.vectors.number import Mask, Number, make_function
 
 # 1 / log(2), and what rounding loses.
-_LOG2E, _LOG2E_LOSS = 1 / math.log(2.0), float.fromhex("0x1.777d0ffda0d24p-56")
+LOG2E, LOG2E_LOSS = 1 / math.log(2.0), float.fromhex("0x1.777d0ffda0d24p-56")
 
 # log10(e) and log10(2) in the same way.
 _LOG10E, _LOG10E_LOSS = 0.4342944819032518, float.fromhex("0x1.95355baaafad3p-57")
@@ -89,7 +89,7 @@ def log2(x: Number) -> Number:
         >>> y[i] = language.log2(x[i])
     """
     one_more, power = _logarithm_and_power(x)
-    return logarithm_or_limit(x, one_more.fma(_LOG2E, power))
+    return logarithm_or_limit(x, one_more.fma(LOG2E, power))
 
 
 @make_function
@@ -115,7 +115,7 @@ def _logarithm_and_power(x: Number) -> tuple[Number, Number]:
     return fraction - (-s).fma(series, half), power
 
 
-def _log2_exactly(x: Number) -> tuple[Number, Number]:
+def log2_exactly(x: Number) -> tuple[Number, Number]:
     """Compute log2 of a positive float64 as a sum of two.
 
     With s = f / (2 + f), log(1 + f) = 2 (s + s^3 / 3 + s^5 / 5 + ...).
@@ -139,8 +139,8 @@ def _log2_exactly(x: Number) -> tuple[Number, Number]:
     e_loss = e_loss + s.fma(d_loss, s_loss * d)
     total, loss = s.plus_smaller_exactly(e)
     loss = loss + (s_loss + e_loss)
-    product, product_loss = total.times_exactly(2 * _LOG2E)
-    product_loss = product_loss + total.fma(2 * _LOG2E_LOSS, loss * (2 * _LOG2E))
+    product, product_loss = total.times_exactly(2 * LOG2E)
+    product_loss = product_loss + total.fma(2 * LOG2E_LOSS, loss * (2 * LOG2E))
     # Zero, or more than the product.
     upper, lower = n.plus_smaller_exactly(product)
     return upper, lower + product_loss
@@ -150,14 +150,14 @@ def _log2_of_float32(x: Number) -> Number:
     """Compute log2 of a positive float32 as a float64, to more digits than that has."""
     f, n = (part.widened() for part in _parts(x))
     s = f / (f + 2.0)
-    return (s * (2 * _LOG2E)).fma(_series(s * s, 1, 7), n)
+    return (s * (2 * LOG2E)).fma(_series(s * s, 1, 7), n)
 
 
 def _power_of_magnitude(x: Number, y: Number) -> Number:
     """Compute |x|^y where both are finite and x is not zero."""
     bound = 2.0 * format_of(x.value).exponent_bias
     if x.is_double:
-        upper, lower = _log2_exactly(x)
+        upper, lower = log2_exactly(x)
         exponent, loss = upper.times_exactly(y)
         loss = lower.fma(y, loss)
         # Beyond it is zero or infinity.
