@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from foo_ops import language, library
+from foo_ops.kernels.compiler import emit
+from foo_ops.kernels.compiler.plain_math import MATH
 from foo_ops.kernels.compiler.processor import vector_bits
 
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
@@ -109,7 +111,11 @@ def arguments(name, dtype):
     """Return numbers in the domain of a function, also beside its ends."""
     x, limits = samples(dtype), torch.finfo(dtype)
     if name == "pow":
-        return x[x != 0].abs(), x[x != 0].abs().log2().clamp(-2, 2).flip(0) * 7
+        x = x[x != 0].abs()
+        # Beside the largest powers, too, where digits of the logarithm count.
+        near, size = torch.linspace(0.6, 1.7, 300, dtype=dtype), math.log2(limits.max)
+        large = torch.linspace(-size, size, 300, dtype=dtype).flip(0) / near.log2()
+        return torch.cat((x, near)), torch.cat((x.log2().clamp(-2, 2).flip(0) * 7, large))
     if name in OF_TWO:
         mixed = torch.from_numpy(np.random.default_rng(1).permutation(x.numpy()))
         others = torch.cat((mixed, x * 1.001, x.flip(0)))
@@ -144,6 +150,21 @@ def test_bounds(name, dtype):
     worst = int(np.argmax(errors))
     where = [float(it[worst]) for it in (*numbers, result)]
     assert errors[worst] <= BOUNDS[name], (errors[worst], where)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_function_calls_the_c_library(dtype, tmp_path, monkeypatch):
+    """But for remainders of huge quotients. Others than these would take a call for each number."""
+    monkeypatch.setenv("FOO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(emit, "ALLOWED_SYMBOLS", {"memcpy", "memset", "memmove", "fmod", "fmodf"})
+    x = torch.ones(8, dtype=dtype)
+    for name in dir(math):
+        function = getattr(math, name)
+        if name not in MATH or name in ("ceil", "floor", "trunc"):
+            continue
+        count = 2 if name in (*OF_TWO, "copysign", "fmod") else 1
+        operator = define(f"inlined_{name}_{dtype.itemsize}", (of_one, of_two)[count - 1](function))
+        operator(*[x] * count)
 
 
 def test_the_documents_have_the_same_bounds():
