@@ -349,6 +349,35 @@ def test_explicit_vectors_take_them_too():
         torch.testing.assert_close(torch.ops.foo_math.vectors(x), expected)
 
 
+@pytest.mark.parametrize("name", sorted(OPERATORS.keys() - {"exp2", "erf"}))
+def test_explicit_vectors_give_the_same(name):
+    """To the last bit, with their branches for rare ones."""
+    function, of_one, operator = getattr(language, name), name not in OF_TWO, OPERATORS[name]
+    library.define(f"foo_math::vector_{name}", "(Tensor input, Tensor other) -> Tensor")
+    library.register_fake(f"foo_math::vector_{name}", lambda input, other: torch.empty_like(input))
+
+    @library.register_kernel(f"foo_math::vector_{name}", "cpu")
+    @library.tile_kernel(contiguous_rows=True)
+    def vectors(input, other, output, rows):
+        step = language.lanes(input)
+        for row in rows:
+            x, y, z = input.row(row), other.row(row), output.row(row)
+            for start in range(0, input.shape[-1], step):
+                v = language.load_vector(x, start, step)
+                if of_one:
+                    language.store(z, start, function(v))
+                else:
+                    language.store(z, start, function(v, language.load_vector(y, start, step)))
+
+    for dtype in DTYPES:
+        x = torch.cat((torch.linspace(-3, 3, 64, dtype=dtype), samples(dtype)[:320]))
+        arguments = (x,) if of_one else (x, x.flip(0))
+        result = getattr(torch.ops.foo_math, f"vector_{name}")(x, x.flip(0))
+        expected = operator(*arguments)
+        assert torch.equal(result.isnan(), expected.isnan())
+        assert torch.equal(result.nan_to_num(), expected.nan_to_num())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["sin", "cos", "tan"])
 def test_a_result_does_not_depend_on_its_neighbours(name, dtype):

@@ -239,7 +239,8 @@ def make_function(formula: Callable[..., Number]) -> Any:
 
     function = of_one if count == 1 else of_two
     function.__name__, function.__doc__ = formula.__name__, formula.__doc__
-    function.__module__ = formula.__module__
+    # By which kernels on disk tell functions apart.
+    function.__module__, function.__qualname__ = formula.__module__, formula.__qualname__
     made = intrinsic(function)
     made.emit = emit
     plain = MATH.get(formula.__name__, round_whole if formula.__name__ == "round" else None)
