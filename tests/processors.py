@@ -28,6 +28,8 @@ REPOSITORY = Path(__file__).parents[1]
 FILES = (
     "tests/operators/test_matrix.py",
     "tests/library/test_elementwise.py",
+    "tests/library/test_math_functions.py",
+    "tests/library/test_division.py",
     "tests/library/test_products.py",
     "tests/products/test_on_amx.py",
     "tests/products/test_bytes_on_amx.py",
@@ -38,7 +40,10 @@ ALL = (*PRODUCTS, "float64")
 # Products of tiles, in float32, bfloat16 and all integers that are not multiplied one by one.
 TILES = ("test_strides", "test_integers")
 # Kernels are made of these: functions, limbs, and products in limbs.
-VOCABULARY = ("test_exp", "test_tanh", "test_log", "on_amx", "test_limbs")
+VOCABULARY = (
+    *("test_exp", "test_tanh", "test_log", "test_bounds", "test_fmod", "test_quotients"),
+    *("on_amx", "test_limbs"),
+)
 SHOWN_LINES = 100
 """Of pytest's output where tests fail: some of hundreds that fail alike are enough."""
 HAS_AVX512 = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")

@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 
+from foo_ops import language
 from foo_ops.kernels import table
 from foo_ops.kernels.compiler.fingerprint import fingerprint
 from foo_ops.kernels.user.user_kernel import UserKernel
@@ -95,3 +96,9 @@ def test_what_makes_the_kernel_and_its_options_count():
         for options in ((("tensor",),), (("tensor?",),))
     ]
     assert len({kernel.fingerprint("float32") for kernel in kernels}) == len(kernels)
+
+
+def test_the_functions_of_the_language_differ():
+    """A kernel that closes over one of them has no other's object code."""
+    parts = {fingerprint(closing_over(getattr(language, name))) for name in language.__all__}
+    assert len(parts) == len(language.__all__)

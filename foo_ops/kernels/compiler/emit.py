@@ -39,7 +39,9 @@ def compile_kernel(build: Callable[[], Kernel]) -> bytes:
 
         with global_compiler_lock:
             kernel = build()
-            module = compile_module(kernel.function, kernel.argument_types, ENTRY)
+            module = compile_module(
+                kernel.function, kernel.argument_types, ENTRY, vectorizes=kernel.vectorizes
+            )
             return _emit(module, kernel.vectorizes)
 
 
@@ -48,7 +50,8 @@ def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
     for function in module.functions:
         # What is weak is kept for loops that LLVM vectorises: see
         # foo_ops/kernels/vectors/whole_functions.py.
-        is_kept = function.name == ENTRY or function.linkage == llvm.Linkage.weak_odr
+        is_for_loops = vectorizes and function.linkage == llvm.Linkage.weak_odr
+        is_kept = function.name == ENTRY or is_for_loops
         if not function.is_declaration and not is_kept:
             function.linkage = "internal"
     # load.py links the sections of an object next to each other. "jitdefault" would take an
@@ -65,8 +68,11 @@ def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
     with _more_unswitching():
         if vectorizes:
             passes.getModulePassManager().run(module, passes)
-            if any(it.linkage == llvm.Linkage.weak_odr for it in module.functions):
+            whole = [it for it in module.functions if it.linkage == llvm.Linkage.weak_odr]
+            if whole:
                 # Vectorised loops call functions for vectors now.
+                for function in whole:
+                    function.linkage = "internal"
                 _simplify(module, passes)
         else:
             _simplify(module, passes)

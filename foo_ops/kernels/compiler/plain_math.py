@@ -17,6 +17,12 @@ def are_constants(*numbers: Any) -> bool:
     return all(isinstance(n, (int, float)) and not isinstance(n, np.generic) for n in numbers)
 
 
+_AT_POLES: dict[Callable[..., Any], Callable[..., float]] = {
+    math.gamma: lambda number: math.copysign(math.inf, number) if number == 0 else math.nan,
+    math.lgamma: lambda number: math.inf,
+}
+
+
 def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function of ``math`` return the type of its arguments, float64 for integers."""
 
@@ -28,7 +34,7 @@ def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
         except OverflowError:
             result = math.inf
         except ValueError:
-            result = math.nan
+            result = _AT_POLES.get(function, lambda *_: math.nan)(*numbers)
         return float(result) if are_constants(*numbers) else kind.type(result)
 
     return call
@@ -53,8 +59,8 @@ _FUNCTIONS = (
     *("hypot", "lgamma", "log", "log10", "log1p", "log2", "radians", "sin", "sinh", "sqrt", "tan"),
     *("tanh", *_NUMPYS),
 )
-# Python 3.10 has no math.exp2.
-_FUNCTIONS += ("exp2",) * hasattr(math, "exp2")
+# Python 3.10 has neither.
+_FUNCTIONS += tuple(name for name in ("cbrt", "exp2") if hasattr(math, name))
 MATH = {
     name: _lifted(getattr(np, _NUMPYS.get(name, name), None) or getattr(math, name))
     for name in _FUNCTIONS

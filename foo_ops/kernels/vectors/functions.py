@@ -160,10 +160,9 @@ def exp2_of_all(x: Number) -> Number:
 
 def split_exponent(x: Number) -> tuple[Number, Number]:
     """Return n and f of e^x = 2^(n + f), with the digits that the product x log2(e) loses."""
-    log2e = 1.0 / math.log(2.0)
-    upper = log2e if x.is_double else float(np.float32(log2e))
     # Of log2(e) = 0x1.71547652b82fe1777d0f...
-    lower = float.fromhex("0x1.777d0ffda0d24p-56") if x.is_double else log2e - upper
+    loss = float.fromhex("0x1.777d0ffda0d24p-56")
+    upper, lower = x.in_two_parts(1.0 / math.log(2.0), loss)
     product, lost = x.times_exactly(upper)
     whole = product.nearest()
     return whole, (product - whole) + x.fma(lower, lost)
@@ -262,38 +261,38 @@ def tanh_derivative(x: Number) -> Number:
 
 
 # Rounding loses this of log(2).
-_LOG2_LOSS = float.fromhex("0x1.abc9e3b39803fp-56")
+LOG2_LOSS = float.fromhex("0x1.abc9e3b39803fp-56")
 
 
 def emit_log(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Compute n log(2) + log(1 + f), where x = 2^n (1 + f) and 1 + f is from sqrt(1/2) to sqrt(2).
-
-    With s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + 2/3 s^2 + 2/5 s^4 + ...).
-    """
-
-    def constant(value: float) -> ir.Constant:
-        return constant_of(x.type, value)
-
-    fraction, power = fraction_and_power(builder, x)
-    s = builder.fdiv(fraction, builder.fadd(fraction, constant(2.0)))
-    square, half = builder.fmul(s, s), builder.fmul(constant(0.5), fraction)
-    half = builder.fmul(half, fraction)
-    terms = format_of(x).log_terms
-    series = constant(2.0 / (2 * terms + 1))
-    for term in range(terms - 1, 0, -1):
-        series = emit_fma(builder, series, square, constant(2.0 / (2 * term + 1)))
-    series = emit_fma(builder, series, square, half)
+    """Compute n log(2) + log(1 + f), where x = 2^n (1 + f), and 1 + f is near 1."""
+    number = Number(builder, x)
+    fraction, power = map(number.made, fraction_and_power(builder, x))
+    half, s, series = parts_of_log(fraction)
     # log(2) in two parts, of which the product with n and the first is exact.
     bits = format_of(x).mantissa_bits - 11
     upper = math.floor(math.log(2.0) * 2.0**bits) / 2.0**bits
-    lower = math.log(2.0) - upper + _LOG2_LOSS
-    rest = emit_fma(builder, s, series, builder.fmul(power, constant(lower)))
-    rest = builder.fsub(fraction, builder.fsub(half, rest))
-    result = emit_fma(builder, power, constant(upper), rest)
-    is_zero = builder.fcmp_ordered("==", x, constant(0.0))
-    of_others = builder.select(is_zero, constant(-math.inf), constant(math.nan))
-    result = builder.select(builder.fcmp_ordered(">", x, constant(0.0)), result, of_others)
-    return builder.select(builder.fcmp_ordered("==", x, constant(math.inf)), x, result)
+    lower = math.log(2.0) - upper + LOG2_LOSS
+    rest = fraction - (half - s.fma(series, power * lower))
+    return logarithm_or_limit(number, power.fma(upper, rest)).value
+
+
+def parts_of_log(f: Number) -> tuple[Number, Number, Number]:
+    """Return a, b and c of log(1 + f) = f - (a - b c).
+
+    With s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + 2/3 s^2 + 2/5 s^4 + ...).
+    """
+    s = f / (f + 2.0)
+    square, half = s * s, 0.5 * f * f
+    terms = range(format_of(f.value).log_terms, 0, -1)
+    series = square.polynomial([2.0 / (2 * term + 1) for term in terms])
+    return half, s, series.fma(square, half)
+
+
+def logarithm_or_limit(x: Number, result: Number) -> Number:
+    """Return the logarithm of a finite positive number, and what those of others are."""
+    of_others = x.equals(0.0).choose(x.constant(-math.inf), x.constant(math.nan))
+    return x.equals(math.inf).choose(x, (x > 0.0).choose(result, of_others))
 
 
 def fraction_and_power(builder: ir.IRBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:

@@ -42,6 +42,14 @@ def suffix(type_: ir.Type) -> str:
     return {HALF: "f16", FLOAT: "f32", DOUBLE: "f64"}[type_]
 
 
+def bits_of(type_: ir.Type) -> int:
+    """Return the size of a number, or of a vector's element."""
+    element = type_.element if isinstance(type_, ir.VectorType) else type_
+    if isinstance(element, ir.IntType):
+        return int(element.width)
+    return {HALF: 16, FLOAT: 32, DOUBLE: 64}[element]
+
+
 def emit_shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Iterable[int]) -> ir.Value:
     """Pick the lanes with these numbers of a followed by b."""
     numbers = list(lanes)

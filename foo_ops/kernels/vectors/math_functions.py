@@ -1,4 +1,4 @@
-"""Let Python's ``math``, ``round`` and ``**`` mean this package's functions in kernels.
+"""Let Python's ``math``, ``round``, ``**``, ``%`` and ``//`` mean our functions in kernels.
 
 Numba calls the C library for each number. These functions are vectorised with the loop around
 them, in the type of their argument.
@@ -6,6 +6,7 @@ them, in the type of their argument.
 
 from __future__ import annotations
 
+import importlib
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -14,28 +15,44 @@ from typing import Any
 from numba.core import types
 from numba.core.typing.templates import signature
 
-from foo_ops.kernels.compiler.numba_target.constants import let_fold
 from foo_ops.kernels.compiler.numba_target.registry import define_signature, functions
-from foo_ops.kernels.compiler.plain_math import MATH, round_whole
-from foo_ops.kernels.vectors import error_function, periodic, powers, rounding
-from foo_ops.kernels.vectors import functions as exponentials
 
-_MODULES = (error_function, exponentials, periodic, powers, rounding)
-# Names in math. Integers are converted to float64 first.
-_UNARY = (*("cos", "erf", "exp", "expm1", "log", "log1p", "log2", "sin", "sqrt", "tanh"),)
+# Functions of math by the module that they are in here. Integers are converted to float64 first.
+_OF_ONE = {
+    "angles": ("acos", "asin", "atan"),
+    "error_function": ("erf", "erfc"),
+    "functions": ("exp", "log", "tanh"),
+    "gamma_function": ("gamma", "lgamma"),
+    "hyperbolic": ("acosh", "asinh", "atanh", "cosh", "sinh"),
+    "periodic": ("cos", "sin", "tan"),
+    "powers": ("expm1", "log10", "log1p", "log2"),
+    "rounding": ("sqrt",),
+}
+_OF_TWO = {
+    "angles": ("atan2",),
+    "powers": ("pow",),
+    "remainders": ("fmod",),
+    "roots": ("hypot",),
+}
 # Numba's own are for integers, which they return.
 _ROUNDING = ("ceil", "floor", "trunc")
 
 
-def _function(name: str) -> Any:
-    """Find the function of kernels that has a name."""
-    return next(getattr(module, name) for module in _MODULES if hasattr(module, name))
+def _emitter(module: str, name: str) -> Callable[..., Any]:
+    """Make what emits a function; its module is imported when a kernel is the first to call it."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        found = getattr(importlib.import_module(f"foo_ops.kernels.vectors.{module}"), name)
+        return getattr(found, "emit", found)(context, builder, signature, args)
+
+    return emit
 
 
-def _define(function: Callable[..., Any], ours: Any, find: Callable[..., Any]) -> None:
+def _define(
+    function: Callable[..., Any], module: str, name: str, find: Callable[..., Any], count: int
+) -> None:
     define_signature(function, find)
-    functions.lower(function, *[types.Float] * ours.arguments)(ours.emit)
-    let_fold(ours, MATH.get(function.__name__, round_whole))
+    functions.lower(function, *[types.Float] * count)(_emitter(module, name))
 
 
 def _float_of_one(args: Sequence[types.Type]) -> Any:
@@ -65,14 +82,39 @@ def _float_of_two(args: Sequence[types.Type]) -> Any:
     return _of_two((types.float64, types.float64) if are_integers else args)
 
 
-for _name in _UNARY:
-    _define(getattr(math, _name), _function(_name), _of_one)
-# Python 3.10 has none.
-if hasattr(math, "exp2"):
-    _define(math.exp2, exponentials.exp2_of_all, _of_one)
+def _integers_of_two(args: Sequence[types.Type]) -> Any:
+    """Divide in 32 bits what has no more. The result has 64, as Numba's integers have."""
+    if len(args) != 2 or not all(isinstance(arg, types.Integer) for arg in args):
+        return None
+    are_signed = any(arg.signed for arg in args)
+    widths = [arg.bitwidth if arg.signed else 2 * arg.bitwidth for arg in args]
+    if max(widths) > 64:
+        return None
+    operand = types.int32 if max(widths) <= 32 else types.int64
+    return signature(types.int64 if are_signed else types.uint64, operand, operand)
+
+
+for _table, _find, _count in ((_OF_ONE, _of_one, 1), (_OF_TWO, _float_of_two, 2)):
+    for _module, _names in _table.items():
+        for _name in _names:
+            _define(getattr(math, _name), _module, _name, _find, _count)
+# Python 3.10 has none of these.
+for _name, _module, _ours in (("exp2", "functions", "exp2_of_all"), ("cbrt", "roots", "cbrt")):
+    if hasattr(math, _name):
+        _define(getattr(math, _name), _module, _ours, _of_one, 1)
 for _name in _ROUNDING:
-    _define(getattr(math, _name), _function(_name), _float_of_one)
-_define(round, rounding.round, _float_of_one)
-_define(math.pow, powers.pow, _float_of_two)
+    _define(getattr(math, _name), "rounding", _name, _float_of_one, 1)
+_define(round, "rounding", "round", _float_of_one, 1)
 for _power in (operator.pow, operator.ipow, pow):
-    _define(_power, powers.pow, _of_two)
+    _define(_power, "powers", "pow", _of_two, 2)
+for _operators, _of_floats, _of_integers in (
+    ((operator.floordiv, operator.ifloordiv), "floor_divide", "emit_floor_divide"),
+    ((operator.mod, operator.imod), "remainder", "emit_remainder"),
+):
+    for _operator in _operators:
+        define_signature(_operator, _integers_of_two)
+        for _kind, _module, _name in (
+            (types.Float, "remainders", _of_floats),
+            (types.Integer, "integer_division", _of_integers),
+        ):
+            functions.lower(_operator, _kind, _kind)(_emitter(_module, _name))

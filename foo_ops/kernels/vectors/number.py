@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import errors, types
 from numba.extending import intrinsic
 
+from foo_ops.kernels.compiler.numba_target.constants import let_fold
+from foo_ops.kernels.compiler.plain_math import MATH, round_whole
 from foo_ops.kernels.vectors.instructions import (
     DOUBLE,
     FLOAT,
@@ -21,6 +24,7 @@ from foo_ops.kernels.vectors.instructions import (
     call_intrinsic,
     constant_of,
     emit_fma,
+    emit_splat,
     shaped,
     suffix,
 )
@@ -38,6 +42,9 @@ class Mask:
 
     def __or__(self, other: Mask) -> Mask:
         return Mask(self.builder, self.builder.or_(self.value, other.value))
+
+    def __xor__(self, other: Mask) -> Mask:
+        return Mask(self.builder, self.builder.xor(self.value, other.value))
 
     def __invert__(self) -> Mask:
         return Mask(self.builder, self.builder.not_(self.value))
@@ -106,6 +113,31 @@ class Number:
     def equals(self, other: Number | float) -> Mask:
         return self._compared("==", other)
 
+    def in_two_parts(self, value: float, loss: float) -> tuple[float, float]:
+        """Split a constant, of which float64 loses a part, into one of this type and the rest."""
+        if self.is_double:
+            return value, loss
+        upper = float(np.float32(value))
+        return upper, value - upper
+
+    def has_minus(self) -> Mask:
+        """Whether there is a minus, also where it is zero."""
+        bits = self.bits()
+        zero = constant_of(bits.type, 0)
+        return Mask(self.builder, self.builder.icmp_signed("<", bits, zero))
+
+    def is_constant(self) -> Mask:
+        """Whether LLVM knows the number when it has inlined functions, and before it vectorises."""
+        truth = shaped(ir.IntType(1), self.type)
+        name = f"llvm.is.constant.{suffix(self.type)}"
+        known = call_intrinsic(self.builder, name, ir.IntType(1), [self.value])
+        if truth != known.type:
+            known = emit_splat(self.builder, known, truth.count)
+        return Mask(self.builder, known)
+
+    def differs_in_sign(self, other: Number) -> Mask:
+        return self.has_minus() ^ other.has_minus()
+
     def _of_llvm(self, name: str, *others: Number | float) -> Number:
         operands = [self.value, *map(self.operand, others)]
         name = f"llvm.{name}.{suffix(self.type)}"
@@ -170,6 +202,11 @@ class Number:
         part = total - self
         return total, (self - (total - part)) + (other - part)
 
+    def plus_smaller_exactly(self, other: Number) -> tuple[Number, Number]:
+        """Add a smaller number exactly, or any to zero (Dekker 1971)."""
+        total = self + other
+        return total, other - (total - self)
+
     def times_exactly(self, other: Number | float) -> tuple[Number, Number]:
         """Return the rounded product and what rounding has lost."""
         product = self * other
@@ -202,9 +239,13 @@ def make_function(formula: Callable[..., Number]) -> Any:
 
     function = of_one if count == 1 else of_two
     function.__name__, function.__doc__ = formula.__name__, formula.__doc__
-    function.__module__ = formula.__module__
+    # By which kernels on disk tell functions apart.
+    function.__module__, function.__qualname__ = formula.__module__, formula.__qualname__
     made = intrinsic(function)
-    made.emit, made.arguments = emit, count
+    made.emit = emit
+    plain = MATH.get(formula.__name__, round_whole if formula.__name__ == "round" else None)
+    if plain is not None:
+        let_fold(made, plain)
     return made
 
 

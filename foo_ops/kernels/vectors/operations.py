@@ -14,7 +14,14 @@ from numba.core import types
 from numba.core.typing.templates import signature
 
 from foo_ops.kernels.compiler.program import COMPARISONS, FLOATS, FUNCTIONS
-from foo_ops.kernels.vectors import error_function, functions, periodic, powers, rounding
+from foo_ops.kernels.vectors import (
+    error_function,
+    functions,
+    periodic,
+    powers,
+    remainders,
+    rounding,
+)
 from foo_ops.kernels.vectors.instructions import (
     DOUBLE,
     FLOAT,
@@ -22,6 +29,7 @@ from foo_ops.kernels.vectors.instructions import (
     INT16,
     INT32,
     INT64,
+    bits_of,
     call_intrinsic,
     constant_of,
     shaped,
@@ -46,6 +54,11 @@ ELEMENT_TYPES = {
 
 _MODULES = (functions, periodic, error_function, rounding, powers)
 _RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_OF_TWO = {
+    "pow": powers.pow,
+    "fmod": remainders.fmod,
+    "floor_divide": remainders.floor_divide,
+}
 # For floats and for integers.
 _SIMPLE = {
     "add": ("fadd", "add"),
@@ -95,14 +108,9 @@ def emit_cast(builder: ir.IRBuilder, source: str, value: ir.Value, target: str) 
     is_signed = source not in ("bool", "uint8")
     if is_float(target):
         return builder.sitofp(value, type_) if is_signed else builder.uitofp(value, type_)
-    if _bits(type_) <= _bits(value.type):
+    if bits_of(type_) <= bits_of(value.type):
         return builder.trunc(value, type_) if type_ != value.type else value
     return builder.sext(value, type_) if is_signed else builder.zext(value, type_)
-
-
-def _bits(type_: ir.Type) -> int:
-    element = type_.element if isinstance(type_, ir.VectorType) else type_
-    return int(element.width)
 
 
 def _to_integer(
@@ -128,8 +136,8 @@ def _of_floats(builder: ir.IRBuilder, operation: str, values: tuple[ir.Value, ..
     numbers = [Number(builder, value) for value in values]
     if operation in FUNCTIONS:
         return _function(operation, builder, *values)
-    if operation == "pow":
-        return _call(powers.pow, builder, *values)
+    if operation in _OF_TWO:
+        return _call(_OF_TWO[operation], builder, *values)
     return _FORMULAS[operation](*numbers).value
 
 
@@ -149,10 +157,6 @@ def _propagating(x: Number, y: Number, is_first: Mask) -> Number:
     return (is_first | is_nan).choose(x, y)
 
 
-def _fmod(x: Number, y: Number) -> Number:
-    return x.made(x.builder.frem(x.value, y.value))
-
-
 def _differ_in_sign(remainder: Number, divisor: Number) -> Mask:
     zero = remainder.constant(0.0)
     below, divisor_below = remainder < zero, divisor < zero
@@ -161,19 +165,9 @@ def _differ_in_sign(remainder: Number, divisor: Number) -> Mask:
 
 
 def _remainder(x: Number, y: Number) -> Number:
-    rest = _fmod(x, y)
+    """Compute what torch.remainder does, which unlike Python leaves a zero the sign of x."""
+    rest = x.made(_call(remainders.fmod, x.builder, x.value, y.value))
     return _differ_in_sign(rest, y).choose(rest + y, rest)
-
-
-def _floor_divide(x: Number, y: Number) -> Number:
-    """Divide as Python does, so that the quotient fits the remainder."""
-    rest = _fmod(x, y)
-    quotient = (x - rest) / y
-    quotient = _differ_in_sign(rest, y).choose(quotient - 1.0, quotient)
-    whole = quotient.floor()
-    whole = ((quotient - whole) > 0.5).choose(whole + 1.0, whole)
-    whole = quotient.equals(0.0).choose(quotient.constant(0.0).with_sign_of(x / y), whole)
-    return y.equals(0.0).choose(x / y, whole)
 
 
 def _sign(x: Number) -> Number:
@@ -188,9 +182,7 @@ _FORMULAS: dict[str, Callable[..., Number]] = {
     "sign": _sign,
     "minimum": lambda x, y: _propagating(x, y, x < y),
     "maximum": lambda x, y: _propagating(x, y, x > y),
-    "fmod": _fmod,
     "remainder": _remainder,
-    "floor_divide": _floor_divide,
     "trunc_divide": lambda x, y: (x / y).truncated(),
 }
 
@@ -235,18 +227,18 @@ class _Integers:
         return self._shifted(self.builder.shl(a, self._in_range(b)), b, constant_of(a.type, 0))
 
     def _shift_right(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        last = constant_of(a.type, _bits(a.type) - 1)
+        last = constant_of(a.type, bits_of(a.type) - 1)
         if not self.is_signed:
             shifted = self.builder.lshr(a, self._in_range(b))
             return self._shifted(shifted, b, constant_of(a.type, 0))
         return self._shifted(self.builder.ashr(a, self._in_range(b)), b, self.builder.ashr(a, last))
 
     def _in_range(self, count: ir.Value) -> ir.Value:
-        return self.builder.and_(count, constant_of(count.type, _bits(count.type) - 1))
+        return self.builder.and_(count, constant_of(count.type, bits_of(count.type) - 1))
 
     def _shifted(self, value: ir.Value, count: ir.Value, beyond: ir.Value) -> ir.Value:
         """A processor takes the count modulo the bits."""
-        bits = constant_of(count.type, _bits(count.type))
+        bits = constant_of(count.type, bits_of(count.type))
         return self.builder.select(self.builder.icmp_unsigned("<", count, bits), value, beyond)
 
     def _trunc_divide(self, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -270,7 +262,7 @@ class _Integers:
         """Divide by way of float64, which is exact up to 32 bits, as no vector of integers is."""
         builder, zero = self.builder, constant_of(b.type, 0)
         is_zero = builder.icmp_unsigned("==", b, zero)
-        if _bits(a.type) > 32:
+        if bits_of(a.type) > 32:
             return builder.select(is_zero, zero, self._divided_exactly(a, b, rounds_down))
         wide = shaped(DOUBLE, a.type)
         convert = builder.sitofp if self.is_signed else builder.uitofp

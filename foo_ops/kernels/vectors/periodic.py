@@ -1,4 +1,4 @@
-"""Compute the sine and the cosine of vectors and scalars, also of huge ones.
+"""Compute the sine, the cosine and the tangent of vectors and scalars, also of huge ones.
 
 From a number that is not huge, quarters of a turn are subtracted. A huge one x = m * 2^e, where m
 is an integer, is m * (2^e * 2/pi mod 4) quarters of a turn, but for whole turns. The factor is
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -201,12 +202,25 @@ def _in_quarter(whole: Number, angle: Number, loss: Number | None, quarters_ahea
     return is_behind.choose(-result, result)
 
 
-def _make_turned(name: str, quarters_ahead: int, is_even: bool) -> RareBranch:
-    """Make the sine of an angle that is so many quarters of a turn ahead."""
+def _tangent(whole: Number, angle: Number, loss: Number | None) -> Number:
+    """Compute the tangent of an angle behind whole quarters of a turn."""
+    sine, cosine = _sine_and_cosine(angle, loss)
+    bits = (whole + _MAGIC).bits()
+    one = constant_of(bits.type, 1)
+    is_odd = Mask(
+        angle.builder, angle.builder.icmp_signed("==", angle.builder.and_(bits, one), one)
+    )
+    return is_odd.choose(-cosine, sine) / is_odd.choose(sine, cosine)
+
+
+def _make_periodic(
+    name: str, compute: Callable[[Number, Number, Number | None], Number], is_even: bool
+) -> RareBranch:
+    """Make a function of an angle that is so many quarters of a turn and a rest."""
 
     def usual(x: Number) -> tuple[Number, Mask]:
         wide = x if x.is_double else x.widened()
-        result = _in_quarter(*_near(wide, not x.is_double), quarters_ahead)
+        result = compute(*_near(wide, not x.is_double))
         result = result if x.is_double else result.narrowed()
         # A zero keeps its sign.
         return result if is_even else x.equals(0.0).choose(x, result), abs(x) < _NEAR
@@ -214,17 +228,31 @@ def _make_turned(name: str, quarters_ahead: int, is_even: bool) -> RareBranch:
     def rare(x: Number) -> Number:
         magnitude = abs(x)
         if x.is_double:
-            result = _in_quarter(*_reduce_float64(magnitude), quarters_ahead)
+            result = compute(*_reduce_float64(magnitude))
         else:
             whole, angle = _reduce_float32(magnitude.widened())
-            result = _in_quarter(whole, angle, None, quarters_ahead).narrowed()
+            result = compute(whole, angle, None).narrowed()
         result = result if is_even else (x < 0.0).choose(-result, result)
         return (magnitude < math.inf).choose(result, x - x)
 
     return RareBranch(name, usual, rare)
 
 
-_SINE, _COSINE = _make_turned("sin", 0, is_even=False), _make_turned("cos", 1, is_even=True)
+def _sine(whole: Number, angle: Number, loss: Number | None) -> Number:
+    return _in_quarter(whole, angle, loss, 0)
+
+
+def _cosine(whole: Number, angle: Number, loss: Number | None) -> Number:
+    return _in_quarter(whole, angle, loss, 1)
+
+
+_SINE = _make_periodic("sin", _sine, is_even=False)
+_COSINE = _make_periodic("cos", _cosine, is_even=True)
+_TANGENT = _make_periodic("tan", _tangent, is_even=False)
+
+
+def sine_of(x: Number) -> Number:
+    return _SINE.of(x)
 
 
 @make_function
@@ -236,7 +264,7 @@ def sin(x: Number) -> Number:
     Example:
         >>> y[i] = language.sin(x[i])
     """
-    return _SINE.of(x)
+    return sine_of(x)
 
 
 @make_function
@@ -249,3 +277,15 @@ def cos(x: Number) -> Number:
         >>> y[i] = language.cos(x[i])
     """
     return _COSINE.of(x)
+
+
+@make_function
+def tan(x: Number) -> Number:
+    """Compute the tangent of x radians within 2 units in the last place, also of huge numbers.
+
+    The result is NaN for infinity and NaN.
+
+    Example:
+        >>> y[i] = language.tan(x[i])
+    """
+    return _TANGENT.of(x)

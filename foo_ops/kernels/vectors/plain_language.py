@@ -5,22 +5,26 @@ A vector is an array. The docstrings are those of the compiled functions of the 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from foo_ops.kernels.compiler.plain_math import are_constants
+from foo_ops.kernels.compiler.plain_math import MATH, are_constants
 from foo_ops.kernels.compiler.processor import vector_bits
 from foo_ops.kernels.vectors import (
+    angles,
     arithmetic,
     error_function,
     functions,
+    gamma_function,
+    hyperbolic,
     memory,
     periodic,
     philox,
     powers,
     reduction,
+    remainders,
+    roots,
     rounding,
 )
 from foo_ops.kernels.vectors.elements import ELEMENTS
@@ -102,7 +106,18 @@ ceil, cos, exp, expm1, floor, log, log1p, log2, pow, round, sin, sqrt, tanh, tru
         *(np.rint, np.sin, np.sqrt, np.tanh, np.trunc),
     ),
 )
-erf = _function(np.vectorize(math.erf, otypes=[np.float64]))
+floor_divide, fmod, remainder = map(_function, (np.floor_divide, np.fmod, np.remainder))
+acos, acosh, asin, asinh, atan, atan2, atanh = map(
+    _function,
+    (*(np.arccos, np.arccosh, np.arcsin, np.arcsinh, np.arctan, np.arctan2, np.arctanh),),
+)
+cbrt, cosh, hypot, log10, sinh, tan = map(
+    _function, (np.cbrt, np.cosh, np.hypot, np.log10, np.sinh, np.tan)
+)
+erf, erfc, gamma, lgamma = (
+    _function(np.vectorize(MATH[name], otypes=[np.float64]))
+    for name in ("erf", "erfc", "gamma", "lgamma")
+)
 
 
 def exp2(x: Any) -> Any:
@@ -219,8 +234,8 @@ def shift_bytes(pointer: Pointer, count: Any) -> Pointer:
 # --------------------------------------------------------------------------------------- docstrings
 
 for _module in (
-    *(arithmetic, error_function, functions, memory, periodic, philox, powers, reduction),
-    rounding,
+    *(angles, arithmetic, error_function, functions, gamma_function, hyperbolic, memory),
+    *(periodic, philox, powers, reduction, remainders, roots, rounding),
 ):
     for _name, _function in list(globals().items()):
         if getattr(_function, "__module__", None) == __name__ and hasattr(_module, _name):

@@ -9,6 +9,8 @@ from foo_ops.kernels.vectors.functions import (
     format_of,
     fraction_and_power,
     growth,
+    logarithm_or_limit,
+    parts_of_log,
     power_of_two,
     scale,
     split_exponent,
@@ -16,7 +18,14 @@ from foo_ops.kernels.vectors.functions import (
 from foo_ops.kernels.vectors.number import Mask, Number, make_function
 
 # 1 / log(2), and what rounding loses.
-_LOG2E, _LOG2E_LOSS = 1 / math.log(2.0), float.fromhex("0x1.777d0ffda0d24p-56")
+LOG2E, LOG2E_LOSS = 1 / math.log(2.0), float.fromhex("0x1.777d0ffda0d24p-56")
+
+# log10(e) and log10(2) in the same way.
+_LOG10E, _LOG10E_LOSS = 0.4342944819032518, float.fromhex("0x1.95355baaafad3p-57")
+_LOG10_2, _LOG10_2_LOSS = (
+    float.fromhex("0x1.34413509f79ffp-2"),
+    float.fromhex("-0x1.9dc1da994fd21p-59"),
+)
 
 
 @make_function
@@ -47,6 +56,10 @@ def log1p(x: Number) -> Number:
     Example:
         >>> y[i] = language.log1p(language.exp(x[i]))
     """
+    return log_of_one_more(x)
+
+
+def log_of_one_more(x: Number) -> Number:
     total, lost = x.plus_exactly(x.constant(1.0))
     logarithm = total.made(emit_log(total.builder, total.value))
     has_loss = (total > 0.0) & (total < math.inf)
@@ -75,54 +88,76 @@ def log2(x: Number) -> Number:
     Example:
         >>> y[i] = language.log2(x[i])
     """
+    one_more, power = _logarithm_and_power(x)
+    return logarithm_or_limit(x, one_more.fma(LOG2E, power))
+
+
+@make_function
+def log10(x: Number) -> Number:
+    """Compute the logarithm to base 10 within 2 units in the last place; exact for powers of 10.
+
+    The result is -infinity for 0, NaN for less and for NaN, and infinity for infinity.
+
+    Example:
+        >>> y[i] = 20 * language.log10(x[i])
+    """
+    one_more, power = _logarithm_and_power(x)
+    upper, lower = x.in_two_parts(_LOG10_2, _LOG10_2_LOSS)
+    factor, factor_loss = x.in_two_parts(_LOG10E, _LOG10E_LOSS)
+    small = one_more.fma(factor, one_more * factor_loss)
+    return logarithm_or_limit(x, power.fma(upper, power.fma(lower, small)))
+
+
+def _logarithm_and_power(x: Number) -> tuple[Number, Number]:
+    """Return log(1 + f) and n of x = 2^n (1 + f)."""
     fraction, power = _parts(x)
-    one_more = x.made(emit_log(x.builder, (fraction + 1.0).value))
-    result = one_more.fma(_LOG2E, power)
-    is_finite = (x > 0.0) & (x < math.inf)
-    return is_finite.choose(result, x.made(emit_log(x.builder, x.value)))
+    half, s, series = parts_of_log(fraction)
+    return fraction - (-s).fma(series, half), power
 
 
-def _log2_exactly(x: Number) -> tuple[Number, Number]:
+def log2_exactly(x: Number) -> tuple[Number, Number]:
     """Compute log2 of a positive float64 as a sum of two.
 
     With s = f / (2 + f), log(1 + f) = 2 (s + s^3 / 3 + s^5 / 5 + ...).
     """
     f, n = _parts(x)
     divisor = f + 2.0
-    s = f / divisor
+    inverse = 1.0 / divisor
+    s = f * inverse
     # What the division has lost, and the addition before.
     s_loss = (-s).fma(divisor, f) - s * (f - (divisor - 2.0))
-    s_loss = s_loss / divisor
+    s_loss = s_loss * inverse
     z, z_loss = s.times_exactly(s)
     z_loss = (2 * s).fma(s_loss, z_loss)
     third = 1 / 3
-    rest = z * _series(z, 5, 12)
+    rest = z * _series(z, 5, 11)
     c = third + rest
     c_loss = rest - (c - third) + float.fromhex("0x1.5555555555555p-56")
     d, d_loss = z.times_exactly(c)
     d_loss = d_loss + z.fma(c_loss, z_loss * c)
     e, e_loss = s.times_exactly(d)
     e_loss = e_loss + s.fma(d_loss, s_loss * d)
-    total, loss = s.plus_exactly(e)
+    total, loss = s.plus_smaller_exactly(e)
     loss = loss + (s_loss + e_loss)
-    product, product_loss = total.times_exactly(2 * _LOG2E)
-    product_loss = product_loss + total.fma(2 * _LOG2E_LOSS, loss * (2 * _LOG2E))
-    upper, lower = n.plus_exactly(product)
+    product, product_loss = total.times_exactly(2 * LOG2E)
+    product_loss = product_loss + total.fma(2 * LOG2E_LOSS, loss * (2 * LOG2E))
+    # Zero, or more than the product.
+    upper, lower = n.plus_smaller_exactly(product)
     return upper, lower + product_loss
 
 
 def _log2_of_float32(x: Number) -> Number:
-    """Compute log2 of a float64 that was a positive float32, to more digits than that has."""
-    f, n = _parts(x)
+    """Compute log2 of a positive float32 as a float64, to more digits than that has."""
+    f, n = (part.widened() for part in _parts(x))
     s = f / (f + 2.0)
-    return (s * (2 * _LOG2E)).fma(_series(s * s, 1, 8), n)
+    return (s * (2 * LOG2E)).fma(_series(s * s, 1, 7), n)
 
 
 def _power_of_magnitude(x: Number, y: Number) -> Number:
     """Compute |x|^y where both are finite and x is not zero."""
     bound = 2.0 * format_of(x.value).exponent_bias
     if x.is_double:
-        upper, lower = _log2_exactly(x)
+        upper, lower = log2_exactly(x)
         exponent, loss = upper.times_exactly(y)
         loss = lower.fma(y, loss)
         # Beyond it is zero or infinity.
@@ -130,10 +165,10 @@ def _power_of_magnitude(x: Number, y: Number) -> Number:
         exponent = exponent.clamped(-bound, bound)
         whole = exponent.nearest()
         return scale(1.0 + growth((exponent - whole) + loss), whole)
-    wide, y = x.widened(), y.widened()
-    exponent = (_log2_of_float32(wide) * y).clamped(-bound, bound)
+    exponent = (_log2_of_float32(x) * y.widened()).clamped(-bound, bound)
     whole = exponent.nearest()
-    return (power_of_two(whole) * (1.0 + growth(exponent - whole))).narrowed()
+    fraction = (exponent - whole).narrowed()
+    return scale(1.0 + growth(fraction), whole.narrowed())
 
 
 @make_function
@@ -151,9 +186,10 @@ def pow(x: Number, y: Number) -> Number:
     zero, infinity, nan = (x.constant(value) for value in (0.0, math.inf, math.nan))
     grows = _same(magnitude > 1.0, y > 0.0)
     result = _power_of_magnitude(magnitude, y)
-    # Of a constant exponent LLVM keeps one of these.
-    root = magnitude.square_root()
-    result = y.equals(0.5).choose(root, y.equals(-0.5).choose(1.0 / root, result))
+    # Of a constant exponent LLVM keeps one of these, and none of others.
+    root, is_constant = magnitude.square_root(), y.is_constant()
+    result = (is_constant & y.equals(-0.5)).choose(1.0 / root, result)
+    result = (is_constant & y.equals(0.5)).choose(root, result)
     is_extreme = x.equals(0.0) | magnitude.equals(math.inf) | abs(y).equals(math.inf)
     result = is_extreme.choose(grows.choose(infinity, zero), result)
     result = (y.equals(0.0) | magnitude.equals(1.0)).choose(x.constant(1.0), result)

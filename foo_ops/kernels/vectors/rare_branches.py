@@ -18,28 +18,29 @@ from foo_ops.kernels.vectors.whole_functions import WholeFunction
 
 @dataclass(frozen=True)
 class RareBranch(WholeFunction):
-    """A function of one number.
+    """A function of numbers.
 
     Attributes:
         usual: returns the result, and where it is right.
-        rare: returns the result for any number.
+        rare: returns the result for any numbers.
     """
 
-    usual: Callable[[Number], tuple[Number, Mask]]
-    rare: Callable[[Number], Number]
+    usual: Callable[..., tuple[Number, Mask]]
+    rare: Callable[..., Number]
 
-    def formula(self, x: Number) -> Number:
+    def formula(self, *numbers: Number) -> Number:
         # Inlined after loops are vectorised it is no quicker: the calls of the rare branch leave no
         # registers to the constants of the loop.
-        builder = x.builder
-        usual, is_right = self.usual(x)
+        x, builder = numbers[0], numbers[0].builder
+        usual, is_right = self.usual(*numbers)
         start, rare, end = (
             builder.block,
             *(builder.append_basic_block(it) for it in ("rare", "end")),
         )
         builder.cbranch(_in_all_lanes(builder, is_right.value), end, rare)
         builder.position_at_end(rare)
-        result = self._each(x) if isinstance(x.type, ir.VectorType) else self.rare(x).value
+        is_vector = isinstance(x.type, ir.VectorType)
+        result = self.rare_of_lanes(*numbers) if is_vector else self.rare(*numbers).value
         stop = builder.block
         builder.branch(end)
         builder.position_at_end(end)
@@ -48,13 +49,14 @@ class RareBranch(WholeFunction):
         value.add_incoming(result, stop)
         return x.made(value)
 
-    def _each(self, x: Number) -> ir.Value:
+    def rare_of_lanes(self, *numbers: Number) -> ir.Value:
         """Call the function for each lane: so no result depends on those beside it."""
-        builder, result = x.builder, x.value
-        function = self.function(builder.module, x.type.element)
-        for lane in range(x.type.count):
-            value = builder.call(function, [builder.extract_element(x.value, INT32(lane))])
-            result = builder.insert_element(result, value, INT32(lane))
+        builder, vector = numbers[0].builder, numbers[0].type
+        function = self.function(builder.module, vector.element, len(numbers))
+        result = numbers[0].value
+        for lane in map(INT32, range(vector.count)):
+            values = [builder.extract_element(number.value, lane) for number in numbers]
+            result = builder.insert_element(result, builder.call(function, values), lane)
         return result
 
 

@@ -183,6 +183,8 @@ class _TypingContext(_RefreshedIfNew, BaseContext):
 
 
 class _Context(_RefreshedIfNew, cpu.CPUContext):
+    vectorizes = False
+
     def init(self) -> None:
         self.is32bit = False
         self._internal_codegen = _Codegen()
@@ -269,16 +271,22 @@ class _Compiler(compiler.CompilerBase):
 
 
 def compile_module(
-    function: Callable[..., None], argument_types: tuple[types.Type, ...], entry: str
+    function: Callable[..., None],
+    argument_types: tuple[types.Type, ...],
+    entry: str,
+    *,
+    vectorizes: bool,
 ) -> llvm.ModuleRef:
     """Make the LLVM module of a function, which a C function ``entry`` calls with its arguments.
 
-    To be used under Numba's global compiler lock.
+    Where LLVM ``vectorizes`` its loops, functions are emitted for vectors, too. To be used under
+    Numba's global compiler lock.
     """
     flags = compiler.Flags()
     # A division by zero gives infinity or NaN, as in NumPy: a kernel has nobody to raise to.
     flags.error_model = "numpy"
     context = _descriptor.target_context
+    context.vectorizes = vectorizes
     # Without the override, Numba loads its own target too, and with it all that it knows of arrays.
     with target_override(NAME):
         result = compiler.compile_extra(
