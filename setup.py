@@ -42,6 +42,13 @@ if TORCH not in WORKS_WITH:
     sys.exit(
         f"foo_ops works with torch {WORKS_WITH[0]} to {WORKS_WITH[-1]}, got {torch.__version__}"
     )
+# In the source folder it would be found wherever that folder is on sys.path, and name the packages
+# of ENTRY_POINTS, which are there under other names: `import torch` and pytest would fail.
+EGG_INFO = {"egg_base": "build"}
+Path(EGG_INFO["egg_base"]).mkdir(exist_ok=True)
+# A source distribution serves all of WORKS_WITH.
+if "sdist" not in sys.argv:
+    EGG_INFO["tag_build"] = f"+torch{TORCH}"
 
 
 class IncrementalBuildExtension(BuildExtension):
@@ -60,8 +67,7 @@ class IncrementalBuildExtension(BuildExtension):
 
 setuptools.setup(
     install_requires=[f"torch=={TORCH}.*", "numba>=0.68,<0.69", "numpy", "opt_einsum"],
-    # A source distribution serves all of WORKS_WITH.
-    options={} if "sdist" in sys.argv else {"egg_info": {"tag_build": f"+torch{TORCH}"}},
+    options={"egg_info": EGG_INFO},
     packages=[
         *setuptools.find_namespace_packages(
             include=["foo_ops*"],
