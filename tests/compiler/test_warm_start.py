@@ -1,6 +1,7 @@
 """Kernels are compiled ahead of time, and those not used for longest leave the cache."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -43,9 +44,17 @@ def warm(tmp_path_factory):
     process = compile_ahead(folder, "silu_mul", "rms_norm", "--dtypes", "float32")
     assert process.returncode == 0, process.stderr
     assert process.stderr == ""
-    lines = process.stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines[:2]] == ["silu_mul", "rms_norm"]
-    assert lines[2].startswith(f"{folder} has {len(list(folder.iterdir()))} kernels, ")
+    kernels = list(folder.iterdir())
+    megabytes = sum(path.stat().st_size for path in kernels) / 2**20
+    *lines, total = process.stdout.splitlines()
+    found = [re.match(r"(\w+): (\d+) kernels compiled in \d+\.\d s$", line) for line in lines]
+    assert [line[1] for line in found] == ["silu_mul", "rms_norm"]
+    assert sum(int(line[2]) for line in found) == len(kernels)
+    assert total == f"{folder} has {len(kernels)} kernels, {megabytes:.1f} MB"
+    # Nothing of what was not asked for.
+    assert {dtype for path in kernels for dtype in warm_start.DTYPES if dtype in path.name} == {
+        "float32"
+    }
     return folder
 
 
@@ -152,6 +161,15 @@ def test_what_is_no_kernel_stays(limited):
     (limited / "notes.txt").write_bytes(bytes(9000))
     cache.write("new-1.o", bytes(500))
     assert names(limited) == ["k-0.o", "k-1.o", "k-2.o", "new-1.o", "notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("700", 700), ("3K", 3072), ("2M", 2 * 2**20), ("5G", 5 * 2**30), ("", 2**30)],
+)
+def test_limit(monkeypatch, text, size):
+    monkeypatch.setenv("FOO_CACHE_LIMIT", text)
+    assert cache._limit() == size
 
 
 def test_limit_that_is_none(tmp_path):
