@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import setuptools
+from setuptools.command.egg_info import egg_info
 
 MODERN_SETUPTOOLS = 77
 if int(setuptools.__version__.partition(".")[0]) < MODERN_SETUPTOOLS:
@@ -42,13 +43,24 @@ if TORCH not in WORKS_WITH:
     sys.exit(
         f"foo_ops works with torch {WORKS_WITH[0]} to {WORKS_WITH[-1]}, got {torch.__version__}"
     )
-# In the source folder it would be found wherever that folder is on sys.path, and name the packages
-# of ENTRY_POINTS, which are there under other names: `import torch` and pytest would fail.
-EGG_INFO = {"egg_base": "build"}
-Path(EGG_INFO["egg_base"]).mkdir(exist_ok=True)
-# A source distribution serves all of WORKS_WITH.
-if "sdist" not in sys.argv:
-    EGG_INFO["tag_build"] = f"+torch{TORCH}"
+
+
+class EggInfo(egg_info):
+    """Says for which torch a build is, and stays out of the source folder.
+
+    There it would be found wherever that folder is on sys.path, and name the packages of
+    ENTRY_POINTS, which are there under other names: `import torch` and pytest would fail.
+    """
+
+    def finalize_options(self) -> None:
+        # A source distribution serves all of WORKS_WITH; the setup.cfg that it brings says that its
+        # version has no tag.
+        if "sdist" not in sys.argv:
+            self.tag_build = f"+torch{TORCH}"
+        if self.egg_base is None:
+            self.egg_base = "build"
+            Path(self.egg_base).mkdir(exist_ok=True)
+        super().finalize_options()
 
 
 class IncrementalBuildExtension(BuildExtension):
@@ -67,7 +79,6 @@ class IncrementalBuildExtension(BuildExtension):
 
 setuptools.setup(
     install_requires=[f"torch=={TORCH}.*", "numba>=0.68,<0.69", "numpy", "opt_einsum"],
-    options={"egg_info": EGG_INFO},
     packages=[
         *setuptools.find_namespace_packages(
             include=["foo_ops*"],
@@ -95,5 +106,5 @@ setuptools.setup(
             extra_link_args=["-fopenmp", "-s"],
         )
     ],
-    cmdclass={"build_ext": IncrementalBuildExtension},
+    cmdclass={"build_ext": IncrementalBuildExtension, "egg_info": EggInfo},
 )

@@ -77,6 +77,10 @@ def check_build(tree: Path, folder: Path) -> None:
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(tree)], check=True)
     (wheel,) = folder.iterdir()
+    if "+torch" not in wheel.name:
+        sys.exit(
+            f"the wheel of a source distribution does not say for which torch it is: {wheel.name}"
+        )
     check_contents(zipfile.ZipFile(wheel).namelist())
 
 

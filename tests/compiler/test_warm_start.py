@@ -1,11 +1,13 @@
 """Kernels are compiled ahead of time, and those not used for longest leave the cache."""
 
+import dataclasses
 import os
 import re
 import subprocess
 import sys
 
 import pytest
+import torch
 from support.processes import BECOME, SECONDS, run
 
 from foo_ops import compile as warm_start
@@ -90,6 +92,31 @@ def test_operators_are_named_once():
     named = [spec for specs in warm_start.operators().values() for spec in specs]
     assert named == list(OPERATORS)
     assert {"abs", "attention", "linear"} <= warm_start.operators().keys()
+
+
+def test_an_operator_is_called_in_its_own_dtypes(monkeypatch):
+    spec = dataclasses.replace(OPERATORS[0], dtypes=(torch.float32, torch.float64))
+    called = []
+    monkeypatch.setattr(warm_start, "OPERATORS", (spec,))
+    monkeypatch.setattr(warm_start, "_call", lambda spec, dtype: called.append((spec, dtype)))
+    (name,) = warm_start.operators()
+    warm_start.compile_operator(name, [torch.bfloat16, torch.float64])
+    assert called == [(spec, torch.float64)]
+
+
+def test_products_are_not_left_to_torch(monkeypatch, tmp_path):
+    """Our kernels would be missing on a processor where it is not quicker."""
+    called = []
+
+    def record(*arguments):
+        called.append((*arguments, os.environ["FOO_TORCH_PRODUCTS"]))
+
+    monkeypatch.setattr(warm_start, "compile_operator", record)
+    monkeypatch.setattr(sys, "argv", ["compile", "linear", "--dtypes", "bfloat16"])
+    monkeypatch.setenv("FOO_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FOO_TORCH_PRODUCTS", "1")
+    warm_start.main()
+    assert called == [("linear", [torch.bfloat16], "0")]
 
 
 @pytest.mark.parametrize(
