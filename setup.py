@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import setuptools
+from setuptools.command.egg_info import egg_info
 
 MODERN_SETUPTOOLS = 77
 if int(setuptools.__version__.partition(".")[0]) < MODERN_SETUPTOOLS:
@@ -46,6 +47,24 @@ if TORCH not in WORKS_WITH:
     )
 
 
+class EggInfo(egg_info):
+    """Says for which torch a build is, and stays out of the source folder.
+
+    There it would be found wherever that folder is on sys.path, and name the packages of
+    ENTRY_POINTS, which are there under other names: `import torch` and pytest would fail.
+    """
+
+    def finalize_options(self) -> None:
+        # A source distribution serves all of WORKS_WITH; the setup.cfg that it brings says that its
+        # version has no tag.
+        if "sdist" not in sys.argv:
+            self.tag_build = f"+torch{TORCH}"
+        if self.egg_base is None:
+            self.egg_base = "build"
+            Path(self.egg_base).mkdir(exist_ok=True)
+        super().finalize_options()
+
+
 class IncrementalBuildExtension(BuildExtension):
     """Keeps its object files, under ``pip install -e`` too: ninja then rebuilds what changed."""
 
@@ -62,8 +81,6 @@ class IncrementalBuildExtension(BuildExtension):
 
 setuptools.setup(
     install_requires=[f"torch=={TORCH}.*", "numba>=0.68,<0.69", "numpy", "opt_einsum"],
-    # A source distribution serves all of WORKS_WITH.
-    options={} if "sdist" in sys.argv else {"egg_info": {"tag_build": f"+torch{TORCH}"}},
     packages=[
         *setuptools.find_namespace_packages(
             include=["foo_ops*"],
@@ -91,5 +108,5 @@ setuptools.setup(
             extra_link_args=["-fopenmp", "-s"],
         )
     ],
-    cmdclass={"build_ext": IncrementalBuildExtension},
+    cmdclass={"build_ext": IncrementalBuildExtension, "egg_info": EggInfo},
 )

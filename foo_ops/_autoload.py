@@ -1,4 +1,5 @@
-"""Loads the compiled companion, if it was built for the torch that is here, and what it needs.
+"""Loads the compiled companion, if it was built for the torch that is here and no other backend has
+its place, and what it needs.
 
 This module imports torch only inside its functions, so that ``import foo_ops`` and ``import torch``
 work in either order.
@@ -14,6 +15,7 @@ def autoload() -> None:
     """Load the compiled companion, register the device and the operators. Idempotent."""
     global is_loaded
     check_torch()
+    check_place()
     import foo_ops._C
     import foo_ops.device
     import foo_ops.ops  # noqa: F401
@@ -43,6 +45,19 @@ def check_torch() -> None:
         raise ImportError(
             f"foo_ops was built for torch {TORCH}, and torch {torch.__version__} is installed: "
             f"install torch {TORCH}, or a foo_ops for torch {installed}"
+        )
+
+
+def check_place() -> None:
+    """Raise an ImportError where another package is the backend of the key PrivateUse1: the
+    companion would register kernels beside its own.
+    """
+    import torch
+
+    name = torch._C._get_privateuse1_backend_name()
+    if name not in ("privateuseone", "foo"):
+        raise ImportError(
+            f"torch has a place for one backend from outside (PrivateUse1), and {name} has taken it"
         )
 
 

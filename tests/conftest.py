@@ -1,6 +1,7 @@
 """Fixtures that every test module may use."""
 
 import ctypes
+import functools
 import itertools
 import os
 
@@ -14,6 +15,29 @@ from foo_ops.testing.checks import contexts
 
 # A graph that was kept on disk still calls operators with the schemas of its day.
 os.environ |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "needs_compiler: torch.compile makes C++ of it; skipped where torch finds none"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("needs_compiler") and not has_compiler():
+        pytest.skip("torch finds no C++ compiler")
+
+
+@functools.cache
+def has_compiler():
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return False
+    return True
 
 
 @pytest.fixture(params=["cpu", "foo"])

@@ -1,10 +1,13 @@
 """Kernels are compiled ahead of time, and those not used for longest leave the cache."""
 
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 from support.processes import BECOME, SECONDS, run
 
 from foo_ops import compile as warm_start
@@ -43,9 +46,17 @@ def warm(tmp_path_factory):
     process = compile_ahead(folder, "silu_mul", "rms_norm", "--dtypes", "float32")
     assert process.returncode == 0, process.stderr
     assert process.stderr == ""
-    lines = process.stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines[:2]] == ["silu_mul", "rms_norm"]
-    assert lines[2].startswith(f"{folder} has {len(list(folder.iterdir()))} kernels, ")
+    kernels = list(folder.iterdir())
+    megabytes = sum(path.stat().st_size for path in kernels) / 2**20
+    *lines, total = process.stdout.splitlines()
+    found = [re.match(r"(\w+): (\d+) kernels compiled in \d+\.\d s$", line) for line in lines]
+    assert [line[1] for line in found] == ["silu_mul", "rms_norm"]
+    assert sum(int(line[2]) for line in found) == len(kernels)
+    assert total == f"{folder} has {len(kernels)} kernels, {megabytes:.1f} MB"
+    # Nothing of what was not asked for.
+    assert {dtype for path in kernels for dtype in warm_start.DTYPES if dtype in path.name} == {
+        "float32"
+    }
     return folder
 
 
@@ -81,6 +92,31 @@ def test_operators_are_named_once():
     named = [spec for specs in warm_start.operators().values() for spec in specs]
     assert named == list(OPERATORS)
     assert {"abs", "attention", "linear"} <= warm_start.operators().keys()
+
+
+def test_an_operator_is_called_in_its_own_dtypes(monkeypatch):
+    spec = dataclasses.replace(OPERATORS[0], dtypes=(torch.float32, torch.float64))
+    called = []
+    monkeypatch.setattr(warm_start, "OPERATORS", (spec,))
+    monkeypatch.setattr(warm_start, "_call", lambda spec, dtype: called.append((spec, dtype)))
+    (name,) = warm_start.operators()
+    warm_start.compile_operator(name, [torch.bfloat16, torch.float64])
+    assert called == [(spec, torch.float64)]
+
+
+def test_products_are_not_left_to_torch(monkeypatch, tmp_path):
+    """Our kernels would be missing on a processor where it is not quicker."""
+    called = []
+
+    def record(*arguments):
+        called.append((*arguments, os.environ["FOO_TORCH_PRODUCTS"]))
+
+    monkeypatch.setattr(warm_start, "compile_operator", record)
+    monkeypatch.setattr(sys, "argv", ["compile", "linear", "--dtypes", "bfloat16"])
+    monkeypatch.setenv("FOO_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FOO_TORCH_PRODUCTS", "1")
+    warm_start.main()
+    assert called == [("linear", [torch.bfloat16], "0")]
 
 
 @pytest.mark.parametrize(
@@ -152,6 +188,15 @@ def test_what_is_no_kernel_stays(limited):
     (limited / "notes.txt").write_bytes(bytes(9000))
     cache.write("new-1.o", bytes(500))
     assert names(limited) == ["k-0.o", "k-1.o", "k-2.o", "new-1.o", "notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("700", 700), ("3K", 3072), ("2M", 2 * 2**20), ("5G", 5 * 2**30), ("", 2**30)],
+)
+def test_limit(monkeypatch, text, size):
+    monkeypatch.setenv("FOO_CACHE_LIMIT", text)
+    assert cache._limit() == size
 
 
 def test_limit_that_is_none(tmp_path):

@@ -84,7 +84,10 @@ def test_factories_and_transfers():
     assert (is_foo, index) == (True, 0)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.needs_compiler)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_numbers_in_tensors(backend):
     """A number on foo may say where a slice starts, and another number compiles nothing anew."""
 
@@ -103,6 +106,7 @@ def test_numbers_in_tensors(backend):
     assert torch.narrow(x, 0, torch.tensor(-1, device="foo"), 1).tolist() == [[9, 10, 11]]
 
 
+@pytest.mark.needs_compiler
 def test_written_numbers():
     """What a graph has written is read, not what came in."""
 
@@ -196,6 +200,7 @@ class Attention(nn.Module):
         return self.output(x + mixed.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.needs_compiler
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_training_with_inductor(dynamic):
     """The kernels that torch.compile writes for the CPU run on memory of foo."""
@@ -211,6 +216,7 @@ def test_training_with_inductor(dynamic):
             assert_near(actual.grad, expected.grad)
 
 
+@pytest.mark.needs_compiler
 def test_functions_with_inductor():
     """Branches, random numbers and results on both devices are compiled; graphs of the CPU stay as
     before.
@@ -232,6 +238,7 @@ def test_functions_with_inductor():
     assert torch.equal(torch.compile(lambda x: x * 2 + 1)(torch.ones(3)), torch.full((3,), 3.0))
 
 
+@pytest.mark.needs_compiler
 def test_optimizer_with_inductor():
     compiled, exact = (
         torch.ones(5, device=device, dtype=dtype, requires_grad=True)
@@ -245,6 +252,7 @@ def test_optimizer_with_inductor():
     assert compiled[0] < 1
 
 
+@pytest.mark.needs_compiler
 @pytest.mark.parametrize("device", ["cpu", "foo:1"])
 @pytest.mark.parametrize(
     "settings",
@@ -263,6 +271,7 @@ def test_backend_of_its_own(settings, device):
         assert_near(actual.grad, expected.grad)
 
 
+@pytest.mark.needs_compiler
 def test_settings_of_the_backend_reach_inductor():
     from torch._inductor.utils import run_and_get_code
 

@@ -43,6 +43,7 @@ def append(cache, position, angle):
     return cache[:, :, position] * 2
 
 
+@pytest.mark.needs_compiler
 @pytest.mark.parametrize("function", [rotate, halve, both, attend, append])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_memory(function, dynamic):

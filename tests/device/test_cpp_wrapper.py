@@ -14,6 +14,8 @@ from torch import nn
 
 import foo_ops
 
+pytestmark = pytest.mark.needs_compiler
+
 
 @pytest.fixture(autouse=True)
 def fresh():

@@ -71,6 +71,7 @@ def test_gradients_of_convolution(layout: tuple[bool, bool]) -> None:
     check(gradients, grad, x, weight)
 
 
+@pytest.mark.needs_compiler
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d"])
 def test_compiled_convolution(name: str, layout: tuple[bool, bool]) -> None:

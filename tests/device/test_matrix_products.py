@@ -257,6 +257,7 @@ def test_wrong_kernels():
     assert torch.foo.get_matmul_kernels() == "foo"
 
 
+@pytest.mark.needs_compiler
 def test_compiled(fresh_compiler):
     torch.manual_seed(0)
     layer, x = nn.Linear(64, 48).foo(), torch.randn(7, 64).foo()

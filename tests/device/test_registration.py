@@ -18,7 +18,8 @@ NAMES = [
 ]
 # Names of torch.cuda for what foo does not have.
 MISSING = {
-    "FooGraph": "CUDAGraph",
+"FooGraph": "CUDAGraph",
+    "exports of graphs, of PyTorch 2.15": "export_dot export_graph_data graph_annotations",
     "libraries of CUDA": "CudaError DeferredCudaCallError check_error cudaStatus cudart"
     " current_blas_handle current_solver_handle has_magma jiterator nccl nvtx profiler tunable",
     "sensors": "clock_rate list_gpu_processes memory_usage power_draw temperature utilization",
@@ -32,7 +33,8 @@ MISSING = {
 
 def test_names_of_cuda():
     missing = {name for name in NAMES if not hasattr(torch.foo, name)}
-    assert missing == set(" ".join(MISSING.values()).split())
+    # Some are those of newer versions.
+    assert missing == set(" ".join(MISSING.values()).split()) & set(NAMES)
 
 
 def test_public_names_exist():
@@ -132,7 +134,9 @@ def test_accelerator_functions():
         accelerator.reset_accumulated_memory_stats()
         assert accelerator.memory_stats()["allocated_bytes.all.allocated"] == 0
         assert accelerator.max_memory_reserved() >= accelerator.memory_reserved() > 0
-        assert accelerator.get_memory_info() == torch.foo.mem_get_info(1)
+        free, total = accelerator.get_memory_info()
+        # What is free changes from one moment to the next.
+        assert 0 < free < total == torch.foo.mem_get_info(1)[1]
     assert accelerator.current_device_index() == 0
     assert tensor.get_device() == 1
     stream = torch.Stream(device="foo:0")

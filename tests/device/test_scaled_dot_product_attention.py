@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.exact import assert_near
 from support.fused_attention import Operators, expected_of, heads_in_front, on_foo, some_keys
+from support.versions import TORCH
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -51,6 +52,9 @@ CALLS = {
     "no_queries": ((2, 3, 0, 8), (2, 3, 7, 8), (2, 3, 7, 8), {}),
     "no_keys": ((2, 3, 5, 8), (2, 3, 0, 8), (2, 3, 0, 8), {}),
 }
+if TORCH >= (2, 15):
+    # It raises on every device.
+    del CALLS["mask_and_causal"]
 
 
 @pytest.fixture(params=CALLS)
@@ -285,7 +289,9 @@ def test_falls_back_to_the_formula(case):
         output = F.scaled_dot_product_attention(
             query.to("foo"), key.to("foo"), key.to("foo"), **options
         )
-    assert FUSED not in operators.names
+    # Newer versions give three dimensions a fourth.
+    takes = case == "three_dimensions" and TORCH >= (2, 15)
+    assert (FUSED in operators.names) == takes
     with sdpa_kernel(SDPBackend.MATH):
         exact = (tensor.double() for tensor in (query, key, key))
         expected = F.scaled_dot_product_attention(*exact, **options)

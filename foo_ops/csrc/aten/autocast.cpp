@@ -2,6 +2,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 namespace foo::aten {
 namespace {
@@ -28,6 +29,10 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 
 #define FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
   AT_FORALL_FP32(FLOAT32)
+#if TORCH_VERSION_MINOR >= 15
+  // Not in torch's list for all devices.
+  FLOAT32(linalg_matrix_sqrth)
+#endif
 #undef FLOAT32
 
 #define FLOAT32_UNLESS_SET(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)

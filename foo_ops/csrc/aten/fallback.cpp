@@ -310,7 +310,7 @@ void register_host_kernels() {
 
 // These composites look for a kernel in a table of torch's own devices.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  for (const char* name : {"conj_physical_", "mode.values"}) {
+  for (const char* name : {"_validate_sparse_coo_tensor_args", "conj_physical_", "mode.values"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
   }
 }
