@@ -18,7 +18,7 @@ NAMES = [
 ]
 # Names of torch.cuda for what foo does not have.
 MISSING = {
-"FooGraph": "CUDAGraph",
+    "FooGraph": "CUDAGraph",
     "exports of graphs, of PyTorch 2.15": "export_dot export_graph_data graph_annotations",
     "libraries of CUDA": "CudaError DeferredCudaCallError check_error cudaStatus cudart"
     " current_blas_handle current_solver_handle has_magma jiterator nccl nvtx profiler tunable",
