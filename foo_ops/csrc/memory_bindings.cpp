@@ -53,8 +53,7 @@ py::list memory_snapshot() {
 
 uintptr_t allocate(size_t bytes, int64_t index) {
   device::check_device_index(index);
-  const device::DeviceGuard guard(
-      c10::Device(device::kFoo, static_cast<c10::DeviceIndex>(index)));
+  const device::DeviceGuard guard(c10::Device(device::kFoo, static_cast<c10::DeviceIndex>(index)));
   return reinterpret_cast<uintptr_t>(device::allocator().raw_allocate(bytes));
 }
 

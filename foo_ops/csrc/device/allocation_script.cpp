@@ -34,9 +34,9 @@ RepeatedAllocations::~RepeatedAllocations() {
 void* scripted_memory(size_t bytes) {
   if (repeated == nullptr) [[likely]]
     return nullptr;
-  const auto found = std::find_if(
-      repeated->next_, repeated->end_,
-      [&](const ScriptedAllocation& allocation) { return allocation.bytes == bytes; });
+  const auto found =
+      std::find_if(repeated->next_, repeated->end_,
+                   [&](const ScriptedAllocation& allocation) { return allocation.bytes == bytes; });
   if (found == repeated->end_) return nullptr;
   repeated->next_ = std::next(found);
   if (found->memory != nullptr) add_block_owner(found->memory);

@@ -72,8 +72,8 @@ class Graph final : public at::GraphImplInterface {
     TORCH_CHECK(!recorder().is_capturing(), "replay: a graph is being captured");
     is_instantiated_ = true;
     check_inputs();
-    const c10::impl::ExcludeDispatchKeyGuard below_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-                                                            c10::autocast_dispatch_keyset);
+    const c10::impl::ExcludeDispatchKeyGuard below_autograd(
+        c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
     for (const auto& step : recording_->steps) step->replay();
   }
 

@@ -45,8 +45,7 @@ std::vector<at::Tensor> written_tensors(const c10::OperatorHandle& op,
   for (const auto i : c10::irange(arguments.size())) {
     const c10::AliasInfo* alias = op.schema().arguments()[i].alias_info();
     // The only ones that write by a rule of their own.
-    const bool is_destination =
-        op.schema().name().starts_with("aten::_copy_from") && i == 1;
+    const bool is_destination = op.schema().name().starts_with("aten::_copy_from") && i == 1;
     if (!is_destination && (alias == nullptr || !alias->isWrite())) continue;
     const auto tensors = tensors_of(arguments[i]);
     written.insert(written.end(), tensors.begin(), tensors.end());
@@ -72,8 +71,8 @@ void OperatorStep::set_allocations(device::AllocationScript allocations) {
 void OperatorStep::replay() const {
   torch::jit::Stack stack = arguments_;
   // An operator that gives its argument another size or memory finds it again as it was.
-  const bool changes_arguments =
-      std::any_of(changed_.begin(), changed_.end(), [](const auto& each) { return each.defined(); });
+  const bool changes_arguments = std::any_of(changed_.begin(), changed_.end(),
+                                             [](const auto& each) { return each.defined(); });
   if (changes_arguments) {
     Borrower borrower;
     for (c10::IValue& value : stack) {
