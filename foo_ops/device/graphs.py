@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from foo_ops._C import device as _C
 from foo_ops.device import _compiled_kernels, devices, memory, streams
@@ -163,10 +164,6 @@ def _captured(name: str, written: list[bool | None], kernel: Any) -> Any:
     return functools.partial(_C.capture_kernel, name, written, kernel)
 
 
-def _change_kernels(is_capturing: bool) -> None:
-    _compiled_kernels.put_around("capture", _captured if is_capturing else None)
-
-
 def _refuse_step_on_host(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _C.is_current_stream_capturing():
         return
@@ -178,5 +175,19 @@ def _refuse_step_on_host(optimizer: torch.optim.Optimizer, args: Any, kwargs: An
         )
 
 
-_C.set_capture_listener(_change_kernels)
-register_optimizer_step_pre_hook(_refuse_step_on_host)
+class _Hooks:
+    """What is there only while something is captured: other programs see nothing of it."""
+
+    def __init__(self) -> None:
+        self._of_optimizers: RemovableHandle | None = None
+
+    def change(self, is_capturing: bool) -> None:
+        _compiled_kernels.put_around("capture", _captured if is_capturing else None)
+        if self._of_optimizers is not None:
+            self._of_optimizers.remove()
+        self._of_optimizers = (
+            register_optimizer_step_pre_hook(_refuse_step_on_host) if is_capturing else None
+        )
+
+
+_C.set_capture_listener(_Hooks().change)

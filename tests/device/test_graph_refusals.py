@@ -193,3 +193,15 @@ def test_a_graph_that_goes_while_it_captures():
         del graph
         assert not torch.foo.is_current_stream_capturing()
         assert tensor.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_optimizers_are_watched_only_while_a_graph_captures():
+    """A hook would be traced by torch.compile, and asked by every step on the CPU."""
+    hooks = torch.optim.optimizer._global_optimizer_pre_hooks
+    before = len(hooks)
+    counts = []
+    tensor = x()
+    for _ in range(2):
+        capture(torch.foo.FooGraph(), lambda: counts.append(len(hooks)) or tensor.add_(1))
+        assert len(hooks) == before
+    assert counts == [before + 1] * 2
