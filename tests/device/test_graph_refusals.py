@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 COPY = "aten::copy_: cannot be captured in a graph: a copy between cpu and foo needs pinned memory and non_blocking=True"  # noqa: E501
 WAITS = "cannot be captured in a graph: the host would wait for the device"
@@ -197,7 +198,7 @@ def test_a_graph_that_goes_while_it_captures():
 
 def test_optimizers_are_watched_only_while_a_graph_captures():
     """A hook would be traced by torch.compile, and asked by every step on the CPU."""
-    hooks = torch.optim.optimizer._global_optimizer_pre_hooks
+    hooks = _global_optimizer_pre_hooks
     before = len(hooks)
     counts = []
     tensor = x()
