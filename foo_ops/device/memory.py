@@ -138,7 +138,7 @@ def device_memory_used(device: Any = None) -> int:
     """Return what :func:`memory_reserved` does: the device belongs to this process alone.
 
     Example:
-        >>> torch.foo.device_memory_used() == torch.foo.memory_reserved()
+        >>> torch.foo.device_memory_used() >= torch.foo.memory_allocated()
         True
     """
     return memory_reserved(device)
