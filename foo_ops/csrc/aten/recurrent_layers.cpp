@@ -40,15 +40,20 @@ struct ToFoo : torch::autograd::Function<ToFoo> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients);
 };
 
-// Where none is needed, the other side's operators compute none either.
-void keep_differentiability(AutogradContext* context, at::TensorList from,
-                            const variable_list& to) {
-  variable_list without;
-  for (size_t i = 0; i < from.size(); ++i) {
-    if (!from[i].requires_grad()) without.push_back(to[i]);
+// What a call makes of tensors. Where no gradient is needed, the other side's operators compute
+// none either.
+variable_list cross(AutogradContext* context, at::TensorList from, c10::Device device,
+                    Tensor (HostCall::*to)(const Tensor&)) {
+  context->saved_data["device"] = device;
+  HostCall call(device);
+  variable_list made, without;
+  for (const Tensor& tensor : from) {
+    made.push_back((call.*to)(tensor.detach()));
+    if (!tensor.requires_grad()) without.push_back(made.back());
   }
   context->mark_non_differentiable(without);
   context->set_materialize_grads(false);
+  return made;
 }
 
 // For each gradient that is there what the other side makes of it; and nothing for the device.
@@ -69,12 +74,7 @@ variable_list gradients_by(AutogradContext* context, const variable_list& gradie
 }
 
 variable_list ToHost::forward(AutogradContext* context, at::TensorList foo, c10::Device device) {
-  context->saved_data["device"] = device;
-  HostCall call(device);
-  variable_list host;
-  for (const Tensor& tensor : foo) host.push_back(call.to_host(tensor.detach()));
-  keep_differentiability(context, foo, host);
-  return host;
+  return cross(context, foo, device, &HostCall::to_host);
 }
 
 variable_list ToHost::backward(AutogradContext* context, const variable_list& gradients) {
@@ -82,12 +82,7 @@ variable_list ToHost::backward(AutogradContext* context, const variable_list& gr
 }
 
 variable_list ToFoo::forward(AutogradContext* context, at::TensorList host, c10::Device device) {
-  context->saved_data["device"] = device;
-  HostCall call(device);
-  variable_list foo;
-  for (const Tensor& tensor : host) foo.push_back(call.to_foo(tensor.detach()));
-  keep_differentiability(context, host, foo);
-  return foo;
+  return cross(context, host, device, &HostCall::to_foo);
 }
 
 variable_list ToFoo::backward(AutogradContext* context, const variable_list& gradients) {
