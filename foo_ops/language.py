@@ -44,10 +44,13 @@ _MODULES = {
     "philox": ("random",),
     "remainders": ("floor_divide", "fmod", "remainder"),
     "rounding": ("ceil", "floor", "round", "sqrt", "trunc"),
-    "arithmetic": ("absolute", "any_lane", "fma", "less", "maximum", "select", "splat"),
+    "arithmetic": (
+        *("absolute", "any_lane", "fma", "less", "maximum", "next_lane", "select", "splat"),
+    ),
     "products.dot": ("add_dot", "dot"),
     "memory": (
-        *("address_of", "load", "load_vector", "prefetch", "shift", "shift_bytes", "store"),
+        *("address_of", "load", "load_vector", "prefetch", "prefetch_vectors"),
+        *("shift", "shift_bytes", "store"),
     ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -2,9 +2,9 @@
 
     output[b] = sum_i weight[indices[i]] * per_sample_weights[i],  offsets[b] <= i < offsets[b + 1]
 
-Shows indices that are checked before anything is written, sums in registers, rows that are fetched
+Shows indices that the kernel itself refuses (``refuse=``), sums in registers, rows that are fetched
 ahead, and a gradient that is scattered on several threads without atomics: each part of the table
-looks through all indices for its own.
+looks through all indices for its own, which are checked before (``check=``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ library.define(
     tags=TAGS,
 )
 MOST_PARTS = 16
-AHEAD = 8
+AHEAD = 12
 
 
 def embedding_bag(
@@ -113,27 +113,40 @@ def store_four(y: Any, column: Any, sums: Any) -> None:
 
 @library.register_kernel("examples::embedding_bag", ("cpu", "foo"))
 @library.tile_kernel(
-    tiles=lambda offsets: offsets.size, contiguous_rows=True, check=are_bags, refuse=refuse_bags
+    # Without bags there must be no indices.
+    tiles=lambda offsets: max(offsets.size, 1),
+    contiguous_rows=True,
+    refuse=refuse_bags,
 )
 def forward_kernel(
     weight: Any, indices: Any, offsets: Any, per_sample_weights: Any, mean: Any, output: Any,
     bags: Any,
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
+    if offsets.size == 0:
+        return indices.size == 0
     size, step = weight.shape[1], language.lanes(weight)
     zero = language.splat(language.zero(weight), step)
     zeros, last = (zero, zero, zero, zero), indices.size - 1
     for bag in bags:
         y, start, stop = output.row(bag), offsets[bag], end_of(offsets, bag, indices)
+        if not 0 <= start <= stop <= indices.size or (bag == 0 and start != 0):
+            return False
+        for i in range(start, stop if size == 0 else start):
+            if not 0 <= indices[i] < weight.shape[0]:
+                return False
         each = language.cast(1.0 / max(stop - start, 1) if mean else 1.0, weight)
         column = 0
         # Eight vectors, or four, are summed in registers.
         while column + 8 * step <= size:
             first = second = zeros
             for i in range(start, stop):
-                ahead = weight.row(indices[min(i + AHEAD, last)])
-                language.prefetch(ahead, column)
-                language.prefetch(ahead, column + 4 * step)
-                x = weight.row(indices[i])
+                # What is not used may be no row.
+                ahead = indices[min(i + AHEAD, last)] * weight.strides[0]
+                language.prefetch_vectors(weight.data, ahead + column, step, 8)
+                row = indices[i]
+                if not 0 <= row < weight.shape[0]:
+                    return False
+                x = weight.row(row)
                 factor = language.splat(factor_of(per_sample_weights, i, each), step)
                 first = add_four(first, x, column, factor)
                 second = add_four(second, x, column + 4 * step, factor)
@@ -143,24 +156,34 @@ def forward_kernel(
         while column + 4 * step <= size:
             first = zeros
             for i in range(start, stop):
+                row = indices[i]
+                if not 0 <= row < weight.shape[0]:
+                    return False
                 factor = language.splat(factor_of(per_sample_weights, i, each), step)
-                first = add_four(first, weight.row(indices[i]), column, factor)
+                first = add_four(first, weight.row(row), column, factor)
             store_four(y, column, first)
             column += 4 * step
         while column + step <= size:
             total = zero
             for i in range(start, stop):
+                row = indices[i]
+                if not 0 <= row < weight.shape[0]:
+                    return False
                 factor = language.splat(factor_of(per_sample_weights, i, each), step)
-                value = language.load_vector(weight.row(indices[i]), column, step)
+                value = language.load_vector(weight.row(row), column, step)
                 total = language.fma(value, factor, total)
             language.store(y, column, total)
             column += step
         while column < size:
             rest = language.zero(weight)
             for i in range(start, stop):
-                rest += weight.row(indices[i])[column] * factor_of(per_sample_weights, i, each)
+                row = indices[i]
+                if not 0 <= row < weight.shape[0]:
+                    return False
+                rest += weight.row(row)[column] * factor_of(per_sample_weights, i, each)
             y[column] = rest
             column += 1
+    return True
 
 
 def count_parts(weight: Any) -> Any:

@@ -48,29 +48,6 @@ def selective_scan(
 # ---------------------------------------------------------------------------------------- kernels
 
 
-@library.register_kernel("examples::selective_scan", ("cpu", "foo"))
-@library.tile_kernel(tiles=lambda last_state: last_state.rows, contiguous_rows=True)
-def forward_kernel(
-    u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, output: Any, last_state: Any, tiles: Any
-) -> None:
-    length, channels, size = u.shape[1], u.shape[2], A.shape[1]
-    for tile in tiles:
-        batch, channel = tile // channels, tile % channels
-        a, h = A.row(channel), last_state.row(tile)
-        for n in range(size):
-            h[n] = 0.0
-        for t in range(batch * length, (batch + 1) * length):
-            step, x = delta.row(t)[channel], u.row(t)[channel]
-            b, c, total = B.row(t), C.row(t), language.zero(u)
-            for n in range(size):
-                h[n] = language.exp(step * a[n]) * h[n] + step * x * b[n]
-            for n in range(size):
-                total = language.accumulate(total, c[n] * h[n])
-            if D is not None:
-                total += D[channel] * x
-            output.row(t)[channel] = total
-
-
 def add_parts(sums: Any, parts: Any, rows: Any, target: Any) -> None:
     """Add up blocks of so many rows, and write the sum to as many rows of the target."""
     for row in range(rows):
@@ -149,6 +126,47 @@ def add_product(target: Any, n: Any, a: Any, b: Any) -> None:
 def clear(target: Any, padded: Any) -> None:
     for n in range(padded):
         target[n] = 0.0
+
+
+@library.register_kernel("examples::selective_scan", ("cpu", "foo"))
+@library.tile_kernel(
+    tiles=lambda u: u.shape[0] * count_parts(u),
+    scratch={"rates": STATE, "state": STATE, "inputs": STATES, "outputs": STATES},
+    contiguous_rows=True,
+)
+def forward_kernel(
+    u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, output: Any, last_state: Any,
+    rates: Any, state: Any, inputs: Any, outputs: Any, tiles: Any,
+) -> None:  # fmt: skip
+    length, channels, parts = u.shape[1], u.shape[2], count_parts(u)
+    size, padded = A.shape[1], state.shape[0]
+    lanes, one = language.lanes(u), language.cast(1.0, u)
+    a, h = rates.row(0), state.row(0)
+    for tile in tiles:
+        batch, part = tile // parts, tile % parts
+        for t in range(length):
+            copy(B.row(batch * length + t), inputs.row(t), size, padded, one)
+            copy(C.row(batch * length + t), outputs.row(t), size, padded, one)
+        for channel in range(part * channels // parts, (part + 1) * channels // parts):
+            copy(A.row(channel), a, size, padded, language.cast(LOG2E, u))
+            clear(h, padded)
+            for t in range(length):
+                step, x = delta[batch, t, channel], u[batch, t, channel]
+                b, c, total = inputs.row(t), outputs.row(t), language.zero(u)
+                totals = language.splat(total, lanes)
+                for n in range(0, padded, lanes):
+                    exponent = language.load_vector(a, n, lanes) * language.splat(step, lanes)
+                    added = language.load_vector(b, n, lanes) * language.splat(step * x, lanes)
+                    kept = language.load_vector(h, n, lanes) * language.exp2(exponent)
+                    language.store(h, n, kept + added)
+                    totals = language.fma(language.load_vector(c, n, lanes), kept + added, totals)
+                total = language.reduce_add(totals)
+                if D is not None:
+                    total += D[channel] * x
+                output[batch, t, channel] = total
+            last = last_state.row(batch * channels + channel)
+            for n in range(size):
+                last[n] = h[n]
 
 
 @library.register_kernel("examples::selective_scan_backward", ("cpu", "foo"))

@@ -1,11 +1,11 @@
 """The largest numbers of each row and where they are, as for sampling from a language model.
 
-A row keeps a heap of the best so far, in its results; a vector in which nothing is better is left
-after one comparison. NaN counts as the largest, as in torch.topk; of equal numbers the first wins,
+A row keeps a heap of the best so far; a vector is compared with the last of them, and what is not
+better is passed over. NaN counts as the largest, as in torch.topk; of equal numbers the first wins,
 so the indices are the same on every machine.
 
-Shows vectors with masks, results of several dtypes, gradients that read another result, and indices
-that are checked before anything is written (``check=``, ``refuse=``).
+Shows vectors with masks, scratch memory, results of several dtypes, gradients that read another result, and indices
+that the kernel itself refuses (``refuse=``).
 """
 
 from __future__ import annotations
@@ -39,66 +39,71 @@ def top_k(input: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def is_before(a: Any, index_of_a: Any, b: Any, index_of_b: Any) -> Any:
-    if a == b or (a != a and b != b):
-        return index_of_a < index_of_b
-    return a > b or a != a
+    """Compare without branches, which no processor could predict."""
+    is_equal = (a == b) | ((a != a) & (b != b))
+    return (a > b) | ((a != a) & (b == b)) | (is_equal & (index_of_a < index_of_b))
 
 
-def sift(values: Any, indices: Any, start: Any, size: Any) -> None:
-    """Move a number down the heap, whose root is the last of all in the order of the result."""
-    parent, child = start, 2 * start + 1
+def sift(values: Any, indices: Any, hole: Any, size: Any, value: Any, index: Any) -> None:
+    """Put a number into the heap, whose root is the last of all in the order of the result.
+
+    It goes down from a hole as far as it must.
+    """
+    child = 2 * hole + 1
     while child < size:
-        other = child + 1
-        if other < size and is_before(values[child], indices[child], values[other], indices[other]):
-            child = other
-        if is_before(values[child], indices[child], values[parent], indices[parent]):
-            return
-        swap(values, indices, parent, child)
-        parent, child = child, 2 * child + 1
+        if child + 1 < size:
+            child += is_before(
+                values[child], indices[child], values[child + 1], indices[child + 1]
+            )
+        if is_before(values[child], indices[child], value, index):
+            break
+        values[hole], indices[hole] = values[child], indices[child]
+        hole, child = child, 2 * child + 1
+    values[hole], indices[hole] = value, index
 
 
-def swap(values: Any, indices: Any, a: Any, b: Any) -> None:
-    values[a], values[b] = values[b], values[a]
-    indices[a], indices[b] = indices[b], indices[a]
+def replace_last(values: Any, indices: Any, size: Any, x: Any, i: Any) -> None:
+    """Take a number in place of the root, if it is before it."""
+    if is_before(x[i], i, values[0], indices[0]):
+        sift(values, indices, 0, size, x[i], i)
 
 
 @library.register_kernel("examples::top_k", ("cpu", "foo"))
-@library.tile_kernel(contiguous_rows=True)
-def forward_kernel(input: Any, k: Any, values: Any, indices: Any, rows: Any) -> None:
+@library.tile_kernel(
+    contiguous_rows=True,
+    scratch={"heap": library.scratch(lambda values: values.shape[-1], like="input")},
+)
+def forward_kernel(input: Any, k: Any, values: Any, indices: Any, heap: Any, rows: Any) -> None:
     size, step = input.shape[-1], language.lanes(input)
     infinite = language.splat(language.cast(math.inf, input), step)
     if k == 0:
         return
+    best = heap.row(0)
     for row in rows:
-        x, best, places = input.row(row), values.row(row), indices.row(row)
+        x, places, y = input.row(row), indices.row(row), values.row(row)
         for i in range(k):
             best[i], places[i] = x[i], i
         for i in range(k // 2 - 1, -1, -1):
-            sift(best, places, i, k)
-        for start in range(k, size, step):
-            stop = min(start + step, size)
-            if stop - start == step and best[0] < math.inf:
-                numbers = language.load_vector(x, start, step)
-                # An infinity stands for a NaN, which is less than nothing.
-                numbers = language.select(language.less(numbers, infinite), numbers, infinite)
-                if not language.any_lane(language.less(language.splat(best[0], step), numbers)):
-                    continue
-            for i in range(start, stop):
-                if is_before(x[i], i, best[0], places[0]):
-                    best[0], places[0] = x[i], i
-                    sift(best, places, 0, k)
+            sift(best, places, i, k, best[i], places[i])
+        start = k
+        while start + step <= size and best[0] < math.inf:
+            numbers = language.load_vector(x, start, step)
+            # An infinity stands for a NaN, which is less than nothing.
+            numbers = language.select(language.less(numbers, infinite), numbers, infinite)
+            is_better = language.less(language.splat(best[0], step), numbers)
+            lane = language.next_lane(is_better, 0)
+            while lane < step:
+                replace_last(best, places, k, x, start + lane)
+                lane = language.next_lane(is_better, lane + 1)
+            start += step
+        for i in range(start, size):
+            replace_last(best, places, k, x, i)
         for last in range(k - 1, 0, -1):
-            swap(best, places, 0, last)
-            sift(best, places, 0, last)
-
-
-def are_indices(input: Any, indices: Any) -> bool:
-    wrong = 0
-    for row in range(indices.rows):
-        places = indices.row(row)
-        for i in range(indices.shape[-1]):
-            wrong += not 0 <= places[i] < input.shape[-1]
-    return wrong == 0
+            value, index = best[last], places[last]
+            best[last], places[last] = best[0], places[0]
+            sift(best, places, 0, last, value, index)
+        for i in range(k):
+            y[i] = best[i]
 
 
 def refuse_indices(input: Tensor, indices: Tensor) -> None:
@@ -113,16 +118,19 @@ def refuse_indices(input: Tensor, indices: Tensor) -> None:
 @library.tile_kernel(
     tiles=lambda grad_input: grad_input.rows,
     contiguous_rows=True,
-    check=are_indices,
     refuse=refuse_indices,
 )
-def backward_kernel(grad_values: Any, input: Any, indices: Any, grad_input: Any, rows: Any) -> None:
+def backward_kernel(grad_values: Any, input: Any, indices: Any, grad_input: Any, rows: Any) -> bool:
     for row in rows:
         g, places, target = grad_values.row(row), indices.row(row), grad_input.row(row)
         for i in range(grad_input.shape[-1]):
             target[i] = 0.0
         for i in range(grad_values.shape[-1]):
-            target[places[i]] = g[i]
+            place = places[i]
+            if not 0 <= place < grad_input.shape[-1]:
+                return False
+            target[place] = g[i]
+    return True
 
 
 # ------------------------------------------------------------------------------------------- fake

@@ -130,7 +130,7 @@ void bind_kernels(py::module_& module) {
   module.def("register_tile",
              [](const std::string& operator_name, const std::string& key, const std::string& kernel,
                 std::vector<Parameter> parameters, std::vector<std::string> names,
-                bool contiguous_rows, bool repeats_written, bool finishes,
+                bool contiguous_rows, bool repeats_written, bool finishes, bool refuses_late,
                 const std::vector<std::tuple<int64_t, int64_t, bool>>& scratch,
                 std::vector<bool> checks, py::object refuse) {
                std::vector<foo::ScratchOption> options;
@@ -139,7 +139,7 @@ void bind_kernels(py::module_& module) {
                }
                return Registration(foo::register_tile(
                    operator_name, c10::parseDispatchKey(key), kernel, std::move(parameters),
-                   {std::move(names), contiguous_rows, repeats_written, finishes,
+                   {std::move(names), contiguous_rows, repeats_written, finishes, refuses_late,
                     std::move(options), std::move(checks), foo::refusal(std::move(refuse))}));
              });
   module.def("ask_for_bounds_checks", &foo::ask_for_bounds_checks);

@@ -23,8 +23,15 @@ from foo_ops.library.kernels import (
     kinds_of,
 )
 from foo_ops.library.operators import Parameter, describe, find, parameters_of, short_name
-from foo_ops.library.returns import returned_counts
 from foo_ops.library.scratch import Scratch
+from foo_ops.library.tile_refusals import (
+    check_late_refusal,
+    check_lists,
+    refuse_scalars_alone,
+    require_no_result,
+    require_scratch,
+    require_verdict,
+)
 from foo_ops.library.tile_rows import make_row_reader
 from foo_ops.library.tile_sharding import make_tile_sharding
 from foo_ops.library.tile_values import remember_values
@@ -43,13 +50,18 @@ class TileKernel(NumbaKernel):
     refuse: Callable[..., None] | None
     scratch: Mapping[str, Scratch]
 
+    @property
+    def refuses_late(self) -> bool:
+        """Whether the function itself tells what it cannot use."""
+        return self.refuse is not None and self.check is None
+
     def launcher(
         self, operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
     ) -> Launcher:
         results = _results(self.function, self.scratch, operator, parameters)
         parameters = with_choices(operator, parameters, self.function)
-        _check_lists(operator, parameters)
-        _refuse_scalars_alone(operator, parameters)
+        check_lists(operator, parameters)
+        refuse_scalars_alone(operator, parameters)
         optional = {"tiles": self.tiles, "check": self.check, "finish": self.finish}
         others = {name: function for name, function in optional.items() if function is not None}
         sizes = [size for scratch in self.scratch.values() for size in scratch.functions()]
@@ -70,7 +82,12 @@ class TileKernel(NumbaKernel):
             for name, scratch in self.scratch.items()
         ]
         kinds += ("scratch",) * len(described)
-        options = (kinds, tuple(names), self.contiguous_rows, taken, tuple(described))
+        if self.refuses_late:
+            check_late_refusal(operator, parameters)
+        options = (
+            *(kinds, tuple(names), self.contiguous_rows, taken, tuple(described)),
+            self.refuses_late,
+        )
         functions = (self.function, *others.values())
         kernel = add_source(operator, functions, TILE, *options)
         cpp_parameters = list(map(cpp_parameter, parameters))
@@ -90,13 +107,14 @@ class TileKernel(NumbaKernel):
                 self.contiguous_rows,
                 is_repeated,
                 self.finish is not None,
+                self.refuses_late,
                 [(*it, scratch.per_call) for it, scratch in zip(described, self.scratch.values())],
                 checks,
                 refuse,
             )
 
         draws = any(parameter.kind == "generator" for parameter in parameters)
-        by_rows = not (self.tiles or self.finish or self.check or draws)
+        by_rows = not (self.tiles or self.finish or self.refuse or draws)
         rows = make_row_reader(operator, self.function if by_rows else None, names)
         rule = make_tile_rule(operator, parameters, rows)
         sharding = make_tile_sharding(operator, rows)
@@ -186,7 +204,8 @@ def tile_kernel(
 
     The function is called with the operator's arguments in the order of its schema, then its
     results, then a range of tiles: ``function(input, weight, eps, output, rows)``. Numba compiles
-    it at its first use for these dtypes, and threads run it on ranges of tiles. It returns nothing.
+    it at its first use for these dtypes, and threads run it on ranges of tiles. It returns nothing,
+    but see ``refuse``.
 
     - A tensor is a view with ``shape``, ``strides``, ``ndim``, ``size``, ``rows``, ``data``,
       ``row(i)``, elements ``x[i, j]`` and ``x.flat[i]`` (see foo_ops/kernels/vectors/views.py).
@@ -223,7 +242,12 @@ def tile_kernel(
             as indices. Tensors of integers or bools that it takes are copied first, so that the
             function gets the numbers that were checked, whatever other threads do.
         refuse: a Python function, which is called where it cannot, and raises what is wrong: a
-            ValueError, an IndexError, a TypeError or a RuntimeError.
+            ValueError, an IndexError, a TypeError or a RuntimeError. Without ``check``, the kernel
+            itself returns True, or False where a tile cannot use what it reads. That costs no pass
+            over the indices and no copy of them: on 2 threads, sums of bags with 20 rows of 128
+            bfloat16 take three quarters of the time. Such a kernel must use the number that it
+            compared, and not read it again; its operator must write to no argument but ``out``,
+            and draw no random numbers.
         scratch: memory to work in, which the function gets as views after its results, by their
             names: ``scratch={"sums": library.scratch(...)}``; see `scratch`.
 
@@ -247,68 +271,19 @@ def tile_kernel(
     """
 
     def make(function: Callable[..., Any]) -> TileKernel:
-        if (check is None) != (refuse is None):
-            raise TypeError("tile_kernel must be given both check and refuse, or neither")
-        for written in (function, finish):
-            if written is not None:
-                _require_no_result(written)
-        _require_scratch(function, scratch)
-        return TileKernel(function, tiles, contiguous_rows, finish, check, refuse, scratch or {})
+        if check is not None and refuse is None:
+            raise TypeError("tile_kernel: check must come with refuse, which raises what is wrong")
+        require_scratch(function, scratch)
+        made = TileKernel(function, tiles, contiguous_rows, finish, check, refuse, scratch or {})
+        if made.refuses_late:
+            require_verdict(function)
+        else:
+            require_no_result(function)
+        if finish is not None:
+            require_no_result(finish)
+        return made
 
     return make if function is None else make(function)
-
-
-def _require_no_result(function: Callable[..., Any]) -> None:
-    """Refuse a function that returns something, but for the value of a lambda's expression."""
-    for count, line in returned_counts(function):
-        if count != 0 and function.__name__ != "<lambda>":
-            raise TypeError(
-                "a tile kernel writes its results, which are arguments, and must return nothing: "
-                f"{describe(function)} returns a value in line {line}"
-            )
-
-
-def _require_scratch(function: Callable[..., Any], scratch: Mapping[str, Scratch] | None) -> None:
-    """Refuse what is no scratch memory, or is not what the function takes before the tiles."""
-    given = scratch or {}
-    if not isinstance(given, Mapping) or not all(isinstance(s, Scratch) for s in given.values()):
-        raise TypeError(
-            "tile_kernel: scratch must be a dict of names and library.scratch(...), got "
-            f"{scratch!r}"
-        )
-    names = list(inspect.signature(function).parameters)
-    taken = names[-1 - len(given) : -1]
-    if taken != list(given):
-        raise TypeError(
-            f"tile_kernel: scratch has {', '.join(given)}, which {describe(function)} must take "
-            f"before its tiles, and it takes {', '.join(taken)}"
-        )
-
-
-def _check_lists(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:
-    for parameter in parameters:
-        is_written = parameter.kind == "tensors" and parameter.role != "read"
-        if is_written and operator._schema.returns:
-            raise TypeError(
-                f"{operator.name()}: an operator that writes to a list of tensors must return "
-                f"nothing, -> (), got {parameter.name}"
-            )
-    for result in operator._schema.returns:
-        if str(result.real_type) not in ("Tensor", "Optional[Tensor]"):
-            raise TypeError(
-                f"{operator.name()}: the results of a tile kernel are tensors, got {result.type}"
-            )
-
-
-def _refuse_scalars_alone(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> None:
-    if any(p.is_tensor and not p.is_optional for p in parameters):
-        return
-    for parameter in parameters:
-        if parameter.kind == "scalar":
-            raise TypeError(
-                f"{operator.name()}: a Scalar comes in the compute type of the first tensor that "
-                f"is always there, and there is none for {parameter.name}"
-            )
 
 
 def _position_of_like(

@@ -236,19 +236,21 @@ class TileLauncher final : public c10::OperatorKernel {
   // One of another shape is resized when the kernel has run, which may refuse what tensors contain.
   at::Tensor buffer_for_out(const at::Tensor& target, const ResultLayout& layout,
                             c10::ArrayRef<c10::IValue> inputs, size_t index) const {
-    const bool is_direct = target.sizes().equals(layout.sizes) && !needs_copy(target) &&
-                           target.scalar_type() == layout.dtype &&
+    const bool is_direct = !options_.refuses_late && target.sizes().equals(layout.sizes) &&
+                           !needs_copy(target) && target.scalar_type() == layout.dtype &&
                            !overlaps_another(target, inputs, index);
     return is_direct ? target : allocate(layout, target.device());
   }
 
-  // The kernel's check has not passed for what it has read.
+  // The kernel, or its check, cannot use what it has read.
   [[noreturn]] void refuse(c10::ArrayRef<c10::IValue> arguments, const Copies& copies,
                            c10::Device device) const {
     torch::jit::Stack seen = arguments.vec();
     for (const auto& [index, copy] : copies) seen[index] = copy.to(device);
     options_.refuse(seen);
-    TORCH_CHECK(false, "a tile kernel's check did not pass, and its refuse raised nothing");
+    TORCH_CHECK(false, options_.refuses_late ? "a tile kernel returned False"
+                                             : "a tile kernel's check did not pass",
+                ", and its refuse raised nothing");
   }
 
   static void move_to_targets(const AllWritten& written) {

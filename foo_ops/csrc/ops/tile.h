@@ -21,7 +21,8 @@ enum TilePhase : int64_t { kCountTiles, kRunTiles, kFinishTiles };
 // `arguments` points to a number for each argument: a View's address, or a scalar's bits. In the
 // phase kCountTiles the kernel writes to `count` how many tiles there are, or a negative number
 // where its check does not pass, and after it the sizes of its scratch memory, which it does not
-// have yet. In the phase kRunTiles it runs the tiles from `begin` to `end`.
+// have yet. In the phase kRunTiles it runs the tiles from `begin` to `end`, and writes a negative
+// number to `count` where it cannot use what it reads.
 using TileFunction = void(const int64_t* arguments, int64_t phase, int64_t* count, int64_t begin,
                           int64_t end);
 
@@ -34,10 +35,12 @@ struct TileOptions {
   bool repeats_written;
   // The kernel is called once more when all tiles are done, also where there are none.
   bool finishes;
+  // The kernel itself finds what it cannot use, and then has written to some of its results.
+  bool refuses_late;
   std::vector<ScratchOption> scratch;
   // For each argument whether the kernel's check takes it.
   std::vector<bool> checks;
-  // Called where the kernel's check does not pass.
+  // Called where the kernel or its check cannot use what tensors contain.
   Refusal refuse;
 };
 

@@ -115,7 +115,7 @@ bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileO
   const int64_t grain = std::max<int64_t>(1, tiles * at::internal::GRAIN_SIZE / (largest + 1));
   at::parallel_for(0, tiles, grain_size(grain), [&](int64_t begin, int64_t end) {
     if (of_thread.empty()) {
-      function(numbers_.data(), kRunTiles, nullptr, begin, end);
+      function(numbers_.data(), kRunTiles, counts.data(), begin, end);
       return;
     }
     auto numbers = numbers_;
@@ -123,9 +123,11 @@ bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileO
       const std::lock_guard lock(mutex);
       scratch.emplace_back(of_thread, at::get_thread_num() + 1, outside).give(numbers.data());
     }
-    function(numbers.data(), kRunTiles, nullptr, begin, end);
+    function(numbers.data(), kRunTiles, counts.data(), begin, end);
   });
   require_inside();
+  rethrow_raised();
+  if (counts[0] < 0) return false;
   if (options.finishes) function(numbers_.data(), kFinishTiles, nullptr, 0, 0);
   require_inside();
   rethrow_raised();

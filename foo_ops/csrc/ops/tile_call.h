@@ -35,8 +35,8 @@ class TileCall {
 
   void add_scratch();
 
-  // False, and nothing is written, where the kernel's check does not pass. Throws where a kernel
-  // that checks its accesses has found one outside.
+  // False where the kernel's check does not pass, and nothing is written, or where the kernel
+  // refuses late. Throws where a kernel that checks its accesses has found one outside.
   bool run(const std::string& operator_name, Kernel& kernel, const TileOptions& options,
            c10::Device device);
 

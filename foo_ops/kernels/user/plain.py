@@ -71,6 +71,7 @@ def make_tile_kernel(
     contiguous_rows: bool,
     taken: Mapping[str, tuple[int, ...]],
     scratch: tuple[tuple[int, int], ...],
+    refuses_late: bool,
     *functions: Callable[..., Any],
 ) -> Kernel:
     """Make the call of a function over views for a range of tiles; see tile.py."""
@@ -103,7 +104,9 @@ def make_tile_kernel(
             counts = [tiles, *(call(name, 0) for name in names_of_sizes)]
             write(count, "int64", np.array(counts, np.int64))
         elif phase == tile.RUN_TILES:
-            function(*map(value_of, range(len(kinds))), Range(begin, end))
+            is_used = function(*map(value_of, range(len(kinds))), Range(begin, end))
+            if refuses_late and not is_used:
+                write(count, "int64", np.array([-1], np.int64))
         else:
             call("finish", None)
 

@@ -35,6 +35,7 @@ def make_tile_kernel(
     contiguous_rows: bool,
     taken: Mapping[str, tuple[int, ...]],
     scratch: tuple[tuple[int, int], ...],
+    refuses_late: bool,
     function: Callable,
     *others: Callable,
 ) -> Kernel:
@@ -49,6 +50,7 @@ def make_tile_kernel(
         taken: for each of the other functions what it is, and the arguments that it takes.
         scratch: for each view of scratch memory the argument in whose compute type it is, and its
             number of dimensions.
+        refuses_late: the function returns whether it could use what it read.
         function: ``function(*arguments, tiles)``.
         others: "tiles" gives the number of tiles, by default that of the rows of the first tensor;
             "check" tells whether there may be any; "finish" is called when all are done; "size 0"
@@ -74,13 +76,24 @@ def make_tile_kernel(
     for position in range(sum(dimensions for _, dimensions in scratch)):
         write_sizes = _then(write_sizes, called(size_name(position), _always), position + 1)
 
+    @njit
+    def run_all(arguments, count, begin, end):
+        function(*arguments_at(arguments), range(begin, end))
+
+    @njit
+    def run_or_refuse(arguments, count, begin, end):
+        if not function(*arguments_at(arguments), range(begin, end)):
+            count[0] = -1
+
+    run = run_or_refuse if refuses_late else run_all
+
     def loop(arguments, phase, count, begin, end):
         if phase == COUNT_TILES:
             count[0] = tiles(arguments) if check(arguments) else -1
             if count[0] >= 0:
                 write_sizes(arguments, count)
         elif phase == RUN_TILES:
-            function(*arguments_at(arguments), range(begin, end))
+            run(arguments, count, begin, end)
         else:
             finish(arguments)
 

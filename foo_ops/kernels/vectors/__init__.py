@@ -18,6 +18,7 @@ count elements. Values are scalars or `Vector`s of the dtype's compute type (ele
     maximum(a, b)                           lane by lane; where one is NaN it is b
     less(a, b), select(mask, a, b)          a mask, and a where the mask is true, else b
     any_lane(mask)                          whether a lane of the mask is true
+    next_lane(mask, start)                  the first lane from one on in which it is
     exp2(a), exp(a), log(a), tanh(a)        see functions.py; for others powers.py, periodic.py,
                                             error_function.py and rounding.py
     tile_zero, tile_load, tile_fma ...      see register_tiles.py

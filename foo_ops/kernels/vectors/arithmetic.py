@@ -11,7 +11,7 @@ from numba.core import types
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin
 
-from foo_ops.kernels.vectors.instructions import call_intrinsic, emit_fma, emit_splat, suffix
+from foo_ops.kernels.vectors.instructions import INT64, call_intrinsic, emit_fma, emit_splat, suffix
 from foo_ops.kernels.vectors.values import Vector
 
 
@@ -146,3 +146,33 @@ def any_lane(typing_context, mask):
         return builder.icmp_unsigned("!=", bits, bits.type(0))
 
     return types.boolean(mask), generate
+
+
+@intrinsic
+def next_lane(typing_context, mask, start):
+    """Return the first lane, from one on, in which a mask is true, or the number of lanes.
+
+    ``start`` is at most the number of lanes.
+
+    Example:
+        >>> found = language.less(zero, language.load_vector(x, 0, lanes))
+        >>> lane = language.next_lane(found, 0)
+        >>> while lane < lanes:
+        ...     handle(lane)
+        ...     lane = language.next_lane(found, lane + 1)
+    """
+    # There is room for a bit behind the lanes, which is always set.
+    width = 32 if mask.lanes < 32 else 64 if mask.lanes < 64 else 2 * mask.lanes
+
+    def generate(context, builder, signature, args):
+        bits_type = ir.IntType(width)
+        bits = builder.zext(builder.bitcast(args[0], ir.IntType(mask.lanes)), bits_type)
+        bits = builder.or_(bits, bits_type(1 << mask.lanes))
+        first = builder.trunc(args[1], bits_type) if width < 64 else args[1]
+        first = builder.zext(first, bits_type) if width > 64 else first
+        ahead = builder.cttz(builder.lshr(bits, first), ir.IntType(1)(1))
+        ahead = builder.zext(ahead, INT64) if width < 64 else ahead
+        ahead = builder.trunc(ahead, INT64) if width > 64 else ahead
+        return builder.add(args[1], ahead)
+
+    return types.intp(mask, types.intp), generate

@@ -15,6 +15,9 @@ from foo_ops.kernels.vectors.elements import COMPLEX_PARTS, ELEMENTS, narrow, wi
 from foo_ops.kernels.vectors.instructions import INT8, INT32, INT64, emit_shuffle
 from foo_ops.kernels.vectors.values import Pointer, Vector
 
+CACHE_LINE = 64
+"""Bytes."""
+
 
 @functools.cache
 def pointer_to(dtype: str) -> Callable[[int], Any]:
@@ -169,6 +172,28 @@ def prefetch_to_first(typing_context, pointer, index):
         return _emit_prefetch(context, builder, pointer, args, 3)
 
     return types.void(pointer, types.intp), generate
+
+
+@intrinsic(prefer_literal=True)
+def prefetch_vectors(typing_context, pointer, index, lanes, count):
+    """Begin to bring so many adjacent vectors to the first cache. They need not exist.
+
+    For rows that are found through indices, some rows ahead, which no processor can guess. The
+    number of lanes and of vectors are constants.
+
+    Example:
+        >>> language.prefetch_vectors(table.row(indices[i + 8]), column, language.lanes(table), 4)
+    """
+    elements = lanes.literal_value * count.literal_value
+    line = max(1, CACHE_LINE // ELEMENTS[pointer.dtype].size)
+
+    def generate(context, builder, signature, args):
+        for offset in range(0, elements, line):
+            place = builder.add(args[1], args[1].type(offset))
+            _emit_prefetch(context, builder, pointer, (args[0], place), 3)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp, lanes, count), generate
 
 
 def _emit_prefetch(context: Any, builder: ir.IRBuilder, pointer: Any, args: Any, level: int) -> Any:

@@ -166,6 +166,11 @@ def any_lane(mask: Any) -> bool:
     return bool(np.any(mask))
 
 
+def next_lane(mask: Any, start: Any) -> int:
+    found = np.flatnonzero(mask[start:])
+    return int(start + found[0]) if found.size else len(mask)
+
+
 def splat(value: Any, lanes: int) -> Any:
     return np.full(lanes, value)
 
@@ -216,6 +221,10 @@ def store(pointer: Pointer | Row, index: Any, value: Any) -> None:
 
 
 def prefetch(pointer: Pointer | Row, index: Any) -> None:
+    pass
+
+
+def prefetch_vectors(pointer: Pointer | Row, index: Any, lanes: int, count: int) -> None:
     pass
 
 
