@@ -3,9 +3,9 @@
     h[t, d, n] = exp(delta[t, d] * A[d, n]) * h[t - 1, d, n] + delta[t, d] * B[t, n] * u[t, d]
     output[t, d] = sum_n C[t, n] * h[t, d, n] + D[d] * u[t, d]
 
-Shows a recurrence: tiles are what is independent (a channel of a sequence), the state lies in a
-result, and the backward pass computes the states again instead of keeping them all, in vectors of
-scratch memory that zeros make whole.
+Shows a recurrence: tiles are what is independent (channels of a sequence), states are vectors of
+scratch memory that zeros make whole, and the backward pass computes them again instead of keeping
+them all.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A row keeps a heap of the best so far; a vector is compared with the last of the
 better is passed over. NaN counts as the largest, as in torch.topk; of equal numbers the first wins,
 so the indices are the same on every machine.
 
-Shows vectors with masks, scratch memory, results of several dtypes, gradients that read another result, and indices
-that the kernel itself refuses (``refuse=``).
+Shows vectors with masks, scratch memory, results of several dtypes, gradients that read another
+result, and indices that the kernel itself refuses (``refuse=``).
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ def sift(values: Any, indices: Any, hole: Any, size: Any, value: Any, index: Any
     child = 2 * hole + 1
     while child < size:
         if child + 1 < size:
-            child += is_before(
-                values[child], indices[child], values[child + 1], indices[child + 1]
-            )
+            child += is_before(values[child], indices[child], values[child + 1], indices[child + 1])
         if is_before(values[child], indices[child], value, index):
             break
         values[hole], indices[hole] = values[child], indices[child]

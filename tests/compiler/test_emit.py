@@ -60,7 +60,7 @@ def test_options_of_llvm_hold_for_our_kernels_alone(monkeypatch):
     number = torch.rand(()).item()
     library.register_kernel("foo_emit::f", "cpu", library.elementwise_kernel(lambda x: x + number))
     before = [loops(size) for size in (20, 90, 300)]
-    with emit._more_unswitching():
+    with emit._our_options():
         inside = [loops(size) for size in (20, 90, 300)]
     monkeypatch.setattr(emit, "_check_symbols", recorded)
     torch.ops.foo_emit.f(torch.ones(3))

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -254,3 +255,75 @@ def test_a_variable_that_is_one_tensor_or_another(device):
     wrong = define(wrong_index_of_either, schema)
     with pytest.raises(TypeError, match="the tensor has 2 dimensions and must be given as many"):
         wrong(input.to(device), other.to(device))
+
+
+def positive_lanes(input, output, rows):
+    """Write the lanes of positive numbers, and behind them how many there are."""
+    for row in rows:
+        x, y, count = input.row(row), output.row(row), 0
+        zeros = language.splat(language.zero(input), 32)
+        for start in range(0, 64, 32):
+            found = language.less(zeros, language.load_vector(x, start, 32))
+            lane = language.next_lane(found, 0)
+            while lane < 32:
+                y[count] = start + lane
+                count += 1
+                lane = language.next_lane(found, lane + 1)
+        y[count] = -count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
+def test_lanes_of_a_mask_come_one_by_one(dtype, device):
+    call = define(positive_lanes, schema="(Tensor input) -> Tensor", contiguous_rows=True)
+    wanted = [[], [0], [31], [32], [0, 1, 2, 31, 32, 61], list(range(63))]
+    input = torch.full((len(wanted), 64), -1.0)
+    for row, lanes in enumerate(wanted):
+        input[row, lanes] = 1.0
+    result = call(input.to(dtype).to(device)).cpu().double()
+    for row, lanes in enumerate(wanted):
+        assert result[row, : len(lanes) + 1].tolist() == [*lanes, -len(lanes)]
+
+
+def fetched_ahead(input, output, rows):
+    for row in rows:
+        x, y = input.row(row), output.row(row)
+        # Far outside: nothing is read.
+        language.prefetch_vectors(x, 1 << 40, 16, 3)
+        language.prefetch_vectors(input.data, -(1 << 40), 16, 3)
+        language.store(y, 0, language.load_vector(x, 0, 4))
+
+
+def test_what_is_fetched_ahead_need_not_exist(device):
+    call = define(fetched_ahead, contiguous_rows=True)
+    input = torch.randn(3, 4)
+    for is_checked in (False, True):
+        with library.check_bounds() if is_checked else nullcontext():
+            assert torch.equal(call(input.to(device)).cpu(), input)
+    strided = define(fetched_ahead)
+    message = "a row has a stride, and is no pointer to vectors, unless tile_kernel is given"
+    with pytest.raises(RuntimeError, match=message):
+        strided(input.to(device))
+
+
+def combined(input, other, output, rows):
+    for row in rows:
+        a = language.load_vector(input.row(row), 0, 4)
+        b = language.load_vector(other.row(row), 0, 4)
+        larger = language.maximum(a, b)
+        smaller = language.select(language.less(a, b), a, b)
+        total = language.fma(larger - smaller, language.absolute(a), b * b + a)
+        language.store(output.row(row), 0, total)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8]
+)
+def test_vectors_of_integers(dtype, device):
+    call = define(combined, "(Tensor input, Tensor other) -> Tensor", contiguous_rows=True)
+    a = torch.tensor([[-3, 2, 5, 0], [1, -1, 0, 4]])
+    b = torch.tensor([[2, -2, 5, 1], [3, 1, -2, 4]])
+    if dtype == torch.uint8:
+        a, b = a.abs(), b.abs()
+    expected = (torch.maximum(a, b) - torch.minimum(a, b)) * a.abs() + b * b + a
+    result = call(a.to(dtype).to(device), b.to(dtype).to(device)).cpu()
+    assert torch.equal(result, expected.to(dtype))

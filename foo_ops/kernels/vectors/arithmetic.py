@@ -31,28 +31,43 @@ def splat(typing_context, value, lanes):
     return Vector(scalar, lanes.literal_value)(scalar, lanes), generate
 
 
-def _define_arithmetic(function: Callable[..., Any], instruction: str) -> None:
+def _holds_integers(vector: Vector) -> bool:
+    return isinstance(vector.element, types.Integer)
+
+
+def _define_arithmetic(function: Callable[..., Any], of_floats: str, of_integers: str = "") -> None:
     """Make an operator of Python work on two vectors of one type."""
 
     @infer_global(function)
     class Template(AbstractTemplate):
         def generic(self, args, kws):
-            if len(args) == 2 and isinstance(args[0], Vector) and args[0] == args[1]:
-                return signature(args[0], *args)
-            return None
+            if len(args) != 2 or not isinstance(args[0], Vector) or args[0] != args[1]:
+                return None
+            return signature(args[0], *args) if _instruction_for(args[0]) else None
+
+    def _instruction_for(vector: Vector) -> str:
+        return of_integers if _holds_integers(vector) else of_floats
 
     @lower_builtin(function, Vector, Vector)
     def generate(context, builder, signature, args):
-        return getattr(builder, instruction)(*args)
+        return getattr(builder, _instruction_for(signature.args[0]))(*args)
 
 
-for _function, _instruction in (
-    (operator.add, "fadd"),
-    (operator.sub, "fsub"),
-    (operator.mul, "fmul"),
+for _arithmetic in (
+    (operator.add, "fadd", "add"),
+    (operator.sub, "fsub", "sub"),
+    (operator.mul, "fmul", "mul"),
     (operator.truediv, "fdiv"),
 ):
-    _define_arithmetic(_function, _instruction)
+    _define_arithmetic(*_arithmetic)
+
+
+def _compare(builder: ir.IRBuilder, comparison: str, vector: Vector, *args: ir.Value) -> ir.Value:
+    """Compare vectors lane by lane; what a NaN is compared with is neither less nor more."""
+    if not _holds_integers(vector):
+        return builder.fcmp_ordered(comparison, *args)
+    name = "icmp_signed" if vector.element.signed else "icmp_unsigned"
+    return getattr(builder, name)(comparison, *args)
 
 
 @intrinsic
@@ -65,6 +80,8 @@ def fma(typing_context, a, b, c):
     """
 
     def generate(context, builder, signature, args):
+        if _holds_integers(a):
+            return builder.add(builder.mul(*args[:2]), args[2])
         return emit_fma(builder, *args)
 
     return a(a, a, a), generate
@@ -79,6 +96,9 @@ def absolute(typing_context, a):
     """
 
     def generate(context, builder, signature, args):
+        if _holds_integers(a):
+            negative = _compare(builder, "<", a, args[0], args[0].type(None))
+            return builder.select(negative, builder.neg(args[0]), args[0])
         return call_intrinsic(builder, f"llvm.fabs.{suffix(args[0].type)}", args[0].type, [args[0]])
 
     return a(a), generate
@@ -94,7 +114,7 @@ def maximum(typing_context, a, b):
     """
 
     def generate(context, builder, signature, args):
-        return builder.select(builder.fcmp_ordered(">", *args), *args)
+        return builder.select(_compare(builder, ">", a, *args), *args)
 
     return a(a, a), generate
 
@@ -104,14 +124,15 @@ def less(typing_context, a, b):
     """Return a mask that is true in the lanes where a < b.
 
     Example:
-        >>> a, b = (language.load_vector(row, 0, language.lanes(x)) for row in (x, y))
+        >>> a = language.load_vector(x, 0, language.lanes(x))
+        >>> b = language.load_vector(y, 0, language.lanes(x))
         >>> mask = language.less(a, b)
     """
 
     mask = Vector(types.boolean, a.lanes)
 
     def generate(context, builder, signature, args):
-        return builder.fcmp_ordered("<", *args)
+        return _compare(builder, "<", a, *args)
 
     return mask(a, a), generate
 
@@ -121,7 +142,8 @@ def select(typing_context, mask, a, b):
     """Return a in the lanes where a mask is true, and b in the others.
 
     Example:
-        >>> a, b = (language.load_vector(row, 0, language.lanes(x)) for row in (x, y))
+        >>> a = language.load_vector(x, 0, language.lanes(x))
+        >>> b = language.load_vector(y, 0, language.lanes(x))
         >>> smaller = language.select(language.less(a, b), a, b)
     """
 
@@ -136,7 +158,8 @@ def any_lane(typing_context, mask):
     """Whether a mask is true in a lane.
 
     Example:
-        >>> a, b = (language.load_vector(row, 0, language.lanes(x)) for row in (x, y))
+        >>> a = language.load_vector(x, 0, language.lanes(x))
+        >>> b = language.load_vector(y, 0, language.lanes(x))
         >>> if language.any_lane(language.less(a, b)):
         ...     language.store(y, 0, a)
     """

@@ -184,8 +184,8 @@ def prefetch_vectors(typing_context, pointer, index, lanes, count):
     Example:
         >>> language.prefetch_vectors(table.row(indices[i + 8]), column, language.lanes(table), 4)
     """
-    elements = lanes.literal_value * count.literal_value
     line = max(1, CACHE_LINE // ELEMENTS[pointer.dtype].size)
+    elements = lanes.literal_value * count.literal_value
 
     def generate(context, builder, signature, args):
         for offset in range(0, elements, line):
