@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,9 +51,9 @@ def main() -> None:
         return
     start = time.monotonic()
     with processors_awake():
-        results, sentence = run(MODES[options.mode], options.only)
+        for results, sentence in run(MODES[options.mode], options.only):
+            report.save(options.output, results, options.mode, sentence)
     minutes = (time.monotonic() - start) / 60
-    report.save(options.output, results, options.mode, sentence)
     content = report.load(options.output)
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     report.print_tables(console, content)
@@ -97,26 +98,29 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(mode: Mode, sections: Sequence[str]) -> tuple[list[Result], str]:
-    """Measure the rows of these tables; return them, and a sentence if two threads get one core
-    only.
+def run(mode: Mode, sections: Sequence[str]) -> Iterator[tuple[list[Result], str]]:
+    """Measure the rows of these tables; yield them after each table, and a sentence if two threads
+    get one core only.
     """
     processors = info.usable_processors()
     todo = [it for it in cases.cases(mode.sizes, processors) if dashed(it.section) in sections]
     first_calls = mode.first_calls if "first-call" in sections else ()
     rates = peaks.measure_peaks(processors, mode.limits.rounds)
     results = [it for it in rates if dashed(it.section) in sections]
+    sentence = one_core(rates, peaks.FMA)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(todo) + len(first_calls))
-        for case in todo:
-            progress.update(task, description=f"{case.section}: {case.name}")
-            results += measure(case, mode.limits)
-            progress.advance(task)
+        for _, table in itertools.groupby(todo, key=lambda case: case.section):
+            for case in table:
+                progress.update(task, description=f"{case.section}: {case.name}")
+                results += measure(case, mode.limits)
+                progress.advance(task)
+            yield results, sentence
         for name in first_calls:
             progress.update(task, description=f"first call: {name}")
             results.append(measure_first_calls(name, mode.processes))
             progress.advance(task)
-    return results, one_core(rates, peaks.FMA)
+    yield results, sentence
 
 
 def dashed(section: str) -> str:

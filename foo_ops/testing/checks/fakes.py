@@ -72,7 +72,8 @@ def check_fake(case: Case) -> None:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     outputs = run(case, case.sample())
-    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    with without_cached_fakes():
+        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     fake_sample = case.sample().map(lambda tensor: fake_of(tensor, mode))
     with mode, failing_as("the fake kernel (torch.library.register_fake)"):
         try:
