@@ -245,7 +245,7 @@ def tile_kernel(
             ValueError, an IndexError, a TypeError or a RuntimeError. Without ``check``, the kernel
             itself returns True, or False where a tile cannot use what it reads. That costs no pass
             over the indices and no copy of them: on 2 threads, sums of bags with 20 rows of 128
-            bfloat16 take three quarters of the time. Such a kernel must use the number that it
+            bfloat16 take four fifths of the time. Such a kernel must use the number that it
             compared, and not read it again; its operator must write to no argument but ``out``,
             and draw no random numbers.
         scratch: memory to work in, which the function gets as views after its results, by their
