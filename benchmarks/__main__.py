@@ -67,7 +67,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure foo_ops beside what a user would call instead. "
-        "Takes a quarter of an hour on two cores.",
+        "Takes half an hour on two cores, and saves the results after each table.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
