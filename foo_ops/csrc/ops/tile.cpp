@@ -248,8 +248,9 @@ class TileLauncher final : public c10::OperatorKernel {
     torch::jit::Stack seen = arguments.vec();
     for (const auto& [index, copy] : copies) seen[index] = copy.to(device);
     options_.refuse(seen);
-    TORCH_CHECK(false, options_.refuses_late ? "a tile kernel returned False"
-                                             : "a tile kernel's check did not pass",
+    TORCH_CHECK(false,
+                options_.refuses_late ? "a tile kernel returned False"
+                                      : "a tile kernel's check did not pass",
                 ", and its refuse raised nothing");
   }
 

@@ -178,10 +178,12 @@ def next_lane(typing_context, mask, start):
     ``start`` is at most the number of lanes.
 
     Example:
-        >>> found = language.less(zero, language.load_vector(x, 0, lanes))
+        >>> a = language.load_vector(x, 0, language.lanes(x))
+        >>> b = language.load_vector(y, 0, language.lanes(x))
+        >>> found = language.less(a, b)
         >>> lane = language.next_lane(found, 0)
-        >>> while lane < lanes:
-        ...     handle(lane)
+        >>> while lane < language.lanes(x):
+        ...     y[lane] = x[lane]
         ...     lane = language.next_lane(found, lane + 1)
     """
     # There is room for a bit behind the lanes, which is always set.

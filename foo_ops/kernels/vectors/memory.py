@@ -182,7 +182,7 @@ def prefetch_vectors(typing_context, pointer, index, lanes, count):
     number of lanes and of vectors are constants.
 
     Example:
-        >>> language.prefetch_vectors(table.row(indices[i + 8]), column, language.lanes(table), 4)
+        >>> language.prefetch_vectors(a.row(i + 8), 0, language.lanes(a), 4)
     """
     line = max(1, CACHE_LINE // ELEMENTS[pointer.dtype].size)
     elements = lanes.literal_value * count.literal_value
