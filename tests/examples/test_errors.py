@@ -145,6 +145,8 @@ def test_wrong_input(name, arguments, message, error, device):
 WRONG_CONTENTS = [
     ("embedding_bag", (f32(3, 2), i64(2) + 3, i64(1)), IndexError,
      "embedding_bag: indices must be in [0, 3) as weight has rows, got 3"),
+    ("embedding_bag", (f32(3, 0), i64(2) + 3, i64(1)), IndexError,
+     "embedding_bag: indices must be in [0, 3) as weight has rows, got 3"),
     ("embedding_bag", (f32(3, 2), i64(2), i64(2) + 1), ValueError,
      "embedding_bag: offsets must begin with 0, not decrease and be at most 2 as there are "
      "indices, got [1, 1]"),

@@ -327,3 +327,17 @@ def test_vectors_of_integers(dtype, device):
     expected = (torch.maximum(a, b) - torch.minimum(a, b)) * a.abs() + b * b + a
     result = call(a.to(dtype).to(device), b.to(dtype).to(device)).cpu()
     assert torch.equal(result, expected.to(dtype))
+
+
+def larger(input, other, output, rows):
+    for row in rows:
+        a = language.load_vector(input.row(row), 0, 2)
+        b = language.load_vector(other.row(row), 0, 2)
+        language.store(output.row(row), 0, language.maximum(a, b))
+
+
+def test_the_highest_bit_of_unsigned_vectors_is_no_sign(device):
+    call = define(larger, "(Tensor input, Tensor other) -> Tensor", contiguous_rows=True)
+    a = torch.tensor([[2**63, 1]], dtype=torch.uint64)
+    b = torch.tensor([[2, 2**64 - 1]], dtype=torch.uint64)
+    assert call(a.to(device), b.to(device)).tolist() == [[2**63, 2**64 - 1]]

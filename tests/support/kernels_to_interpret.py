@@ -67,6 +67,43 @@ def norms(x, eps, norms, mean, rows):
         norms[row] = language.cast(math.sqrt(total + eps), x)
 
 
+library.define("interpreted::pick", "(Tensor x, Tensor index) -> Tensor")
+library.register_fake("interpreted::pick", lambda x, index: x.new_empty(index.shape[0], 8))
+
+
+def refuse_index(x, index):
+    raise IndexError(f"pick: index must be in [0, {x.shape[0]}), got {index.tolist()}")
+
+
+@library.register_kernel("interpreted::pick", ("cpu", "foo"))
+@library.tile_kernel(contiguous_rows=True, tiles=lambda index: index.size, refuse=refuse_index)
+def pick(x, index, output, places):
+    """Write which of the first 8 numbers of a row are large, and how many at the end."""
+    for place in places:
+        row = index[place]
+        if not 0 <= row < x.shape[0]:
+            return False
+        half = language.splat(language.cast(0.5, x), 8)
+        language.prefetch_vectors(x.row(row), 8, 8, 2)
+        found = language.less(half, language.load_vector(x.row(row), 0, 8))
+        language.store(output.row(place), 0, language.splat(language.zero(x), 8))
+        count, lane = 0, language.next_lane(found, 0)
+        while lane < 8:
+            count += 1
+            output[place, lane] = lane + 1
+            lane = language.next_lane(found, lane + 1)
+        output[place, -1] = output[place, -1] + 10 * count
+    return True
+
+
+def is_refused(x, index):
+    try:
+        torch.ops.interpreted.pick(x, index)
+    except IndexError:
+        return torch.tensor(True)
+    return torch.tensor(False)
+
+
 def calls(device, dtype):
     """The results of all of them, on the cpu. Each rounds in one way alone."""
     generator = torch.Generator().manual_seed(0)
@@ -84,6 +121,8 @@ def calls(device, dtype):
     # An odd number above 256 is halfway between two that bfloat16 has.
     triples = torch.arange(1, 200, device=device).to(dtype).view(1, -1)
     results += [torch.ops.interpreted.scale_(triples, torch.full((1,), 3, device=device))]
+    rows = torch.tensor([4, 0, 2, 1], device=device)
+    results += [torch.ops.interpreted.pick(x, rows), is_refused(x, rows), is_refused(x, rows + 1)]
     return [result.cpu() for result in results]
 
 
