@@ -283,6 +283,7 @@ def test_backward_passes_of_other_threads_are_captured():
     assert torch.equal(weight.grad, 2 * weight)
 
 
+@pytest.mark.needs_compiler
 def test_compiled_functions():
     @torch.compile
     def function(x, weight):
@@ -297,6 +298,7 @@ def test_compiled_functions():
     assert_near(result, exact, roundings=64)
 
 
+@pytest.mark.needs_compiler
 def test_a_compiled_function_that_asks_for_graphs():
     function = torch.compile(lambda x: torch.sin(x) * 2, mode="reduce-overhead")
     for _ in range(3):
