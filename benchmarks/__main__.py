@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import cases, peaks, report
+from benchmarks import cases, peaks, report, results_file
 from benchmarks.awake import processors_awake
 from benchmarks.cores import one_core
 from benchmarks.first_call import CALLS, measure_first_calls
@@ -52,9 +52,9 @@ def main() -> None:
     start = time.monotonic()
     with processors_awake():
         for results, sentence in run(MODES[options.mode], options.only):
-            report.save(options.output, results, options.mode, sentence)
+            results_file.save(options.output, results, options.mode, sentence)
     minutes = (time.monotonic() - start) / 60
-    content = report.load(options.output)
+    content = results_file.load(options.output)
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     report.print_tables(console, content)
     plots = save_plots(content, options.output.parent)
@@ -86,7 +86,7 @@ def parse_options() -> argparse.Namespace:
         choices=sections,
         default=sections,
         metavar="SECTION",
-        help="the tables to measure",
+        help="the tables to measure; others that the results file has of this machine stay",
     )
     parser.add_argument("--output", type=Path, default=RESULTS, help="the results file")
     parser.add_argument(
@@ -120,7 +120,8 @@ def run(mode: Mode, sections: Sequence[str]) -> Iterator[tuple[list[Result], str
             progress.update(task, description=f"first call: {name}")
             results.append(measure_first_calls(name, mode.processes))
             progress.advance(task)
-    yield results, sentence
+    if first_calls or not todo:
+        yield results, sentence
 
 
 def dashed(section: str) -> str:
@@ -128,18 +129,18 @@ def dashed(section: str) -> str:
     return section.replace(" ", "-")
 
 
-def publish_figures(results_file: Path, places: Published, only: Sequence[str]) -> None:
-    if not results_file.is_file():
-        sys.exit(f"{results_file} does not exist: run `make bench` first")
-    content = report.load(results_file)
+def publish_figures(path: Path, places: Published, only: Sequence[str]) -> None:
+    if not path.is_file():
+        sys.exit(f"{path} does not exist: run `make bench` first")
+    content = results_file.load(path)
     if content.mode == "quick":
-        sys.exit(f"{results_file} is from a quick run, whose figures are not worth publishing")
+        sys.exit(f"{path} is from a quick run, whose figures are not worth publishing")
     sections = [name for name in report.SECTIONS if dashed(name) in only]
     if missing := [name for name in sections if name not in content.by_section()]:
-        sys.exit(f"{results_file} has no rows of {', '.join(missing)}: run all of `make bench`")
+        sys.exit(f"{path} has no rows of {', '.join(missing)}: run all of `make bench`")
     written = publish(content, places, sections)
     names = " and ".join(path.name for path in written)
-    print(f"{names or 'No page'} now has the figures of {results_file}")
+    print(f"{names or 'No page'} now has the figures of {path}")
 
 
 if __name__ == "__main__":

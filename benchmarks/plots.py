@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.measure import OURS, Result
 from benchmarks.peaks import READ
-from benchmarks.report import Content
+from benchmarks.results_file import Content
 from benchmarks.targets import peak_of, target
 from benchmarks.workload import Workload
 

@@ -11,6 +11,7 @@ from benchmarks import flex, report
 from benchmarks.first_call import REPOSITORY
 from benchmarks.measure import Result
 from benchmarks.plots import save_plots
+from benchmarks.results_file import Content
 from benchmarks.targets import against_peer, best_peer, speedups
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
@@ -47,7 +48,7 @@ class Published:
     gallery: Path = GALLERY
 
 
-def publish(content: report.Content, places: Published, sections: Sequence[str]) -> list[Path]:
+def publish(content: Content, places: Published, sections: Sequence[str]) -> list[Path]:
     """Write the summary into README, and the headline rows into the manual, with their plots, if
     these are all sections; and the speed of the gallery's variants beside its code. Return the
     pages.
@@ -67,7 +68,7 @@ def publish(content: report.Content, places: Published, sections: Sequence[str])
     return [*pages, places.performance, places.readme]
 
 
-def gallery_speeds(content: report.Content) -> str:
+def gallery_speeds(content: Content) -> str:
     """Say how fast the variants are, and beside what."""
     results = content.by_section()[GALLERY_SECTION]
     rows = report.gallery_table(results, flex.DENSE)
@@ -88,7 +89,7 @@ def replace_between_marks(path: Path, figures: str) -> None:
     path.write_text(f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}")
 
 
-def tables(content: report.Content, images: dict[str, str]) -> str:
+def tables(content: Content, images: dict[str, str]) -> str:
     """Write the headline rows as Markdown, in short, and the plots: descriptions by path."""
     parts = []
     for name, results in content.by_section(headline=True).items():
@@ -102,13 +103,13 @@ def tables(content: report.Content, images: dict[str, str]) -> str:
     return "\n\n".join([*parts, *plots_of(images), *filter(None, texts)])
 
 
-def front_page(content: report.Content, images: dict[str, str]) -> str:
+def front_page(content: Content, images: dict[str, str]) -> str:
     """Write a row for each kind of work, one plot, and where it was measured."""
     texts = (content.one_core, f"Measured on: {report.caption(content)}")
     return "\n\n".join([markdown_table(summary(content)), *plots_of(images), *filter(None, texts)])
 
 
-def summary(content: report.Content) -> list[list[str]]:
+def summary(content: Content) -> list[list[str]]:
     """Compare each kind of work with its best peers, and name the rows in which one is faster."""
     rows = [["kind of work", "rows", "times the best peer", "least to most", "a peer is faster in"]]
     for kind, section in KINDS.items():
@@ -130,7 +131,7 @@ def summary(content: report.Content) -> list[list[str]]:
     return rows
 
 
-def is_compared(content: report.Content, result: Result) -> bool:
+def is_compared(content: Content, result: Result) -> bool:
     return content.is_judged(result) and best_peer(result) is not None
 
 

@@ -1,15 +1,9 @@
-"""Read and write the results file, and make tables of it."""
+"""Make tables of the results file."""
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
-import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -24,8 +18,8 @@ from benchmarks import (
     quantized_linear,
     tutorial,
 )
-from benchmarks.machine import machine_facts
 from benchmarks.measure import OURS, Result
+from benchmarks.results_file import Content
 from benchmarks.sections import SECONDS_IN_UNIT, SECTIONS
 from benchmarks.targets import (
     FIRST_CALL_SECONDS,
@@ -45,7 +39,6 @@ from benchmarks.targets import (
     target,
     verdict,
 )
-from benchmarks.workload import Workload
 
 NONE = "-"
 NOT_JUDGED = "not judged: one core"
@@ -61,66 +54,7 @@ LEGEND = (
 )
 
 
-# ---------------------------------------------------------------------------------- results file
-
-
-@dataclass(frozen=True)
-class Content:
-    """The contents of a results file."""
-
-    date: str
-    mode: str
-    machine: dict[str, str]
-    results: list[Result]
-    one_core: str = ""
-    """A sentence if two threads get one core only."""
-
-    def is_judged(self, result: Result) -> bool:
-        """Return whether the row is judged; it is not where several threads share a core."""
-        return result.threads == 1 or not self.one_core
-
-    def one_thread(self, result: Result) -> Result | None:
-        """Return the row that a row of several threads is compared with."""
-        return None if result.threads == 1 else self.on_threads(result, 1)
-
-    def on_threads(self, result: Result, threads: int) -> Result | None:
-        """Return the row of the same case on so many threads."""
-        key = (result.section, result.name, threads)
-        rows = [it for it in self.results if (it.section, it.name, it.threads) == key]
-        return rows[0] if rows else None
-
-    def by_section(self, headline: bool = False) -> dict[str, list[Result]]:
-        """Return the rows of each table; with ``headline`` those that the README shows."""
-        found: dict[str, list[Result]] = {}
-        for name in SECTIONS:
-            rows = [it for it in self.results if it.section == name and it.headline >= headline]
-            if rows:
-                found[name] = rows
-        return found
-
-    def failures(self) -> list[str]:
-        """Say which contender was missing, why, and in how many rows."""
-        reasons = [
-            f"{name}: {reason}" for it in self.results for name, reason in it.failures.items()
-        ]
-        return [f"{reason} ({reasons.count(reason)} rows)" for reason in dict.fromkeys(reasons)]
-
-
-def save(path: Path, results: Sequence[Result], mode: str, one_core: str = "") -> None:
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    content = Content(date, mode, machine_facts(), list(results), one_core)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dataclasses.asdict(content), indent=1) + "\n")
-
-
-def load(path: Path) -> Content:
-    content = json.loads(path.read_text())
-    return Content(**{**content, "results": [result_of(row) for row in content["results"]]})
-
-
-def result_of(row: dict[str, Any]) -> Result:
-    workload = row["workload"] and Workload(**row["workload"])
-    return Result(**{**row, "workload": workload})
+# ---------------------------------------------------------------------------------------- tables
 
 
 def caption(content: Content) -> str:
@@ -136,9 +70,6 @@ def caption(content: Content) -> str:
         f"{machine['python']}; {content.date[:10]}. Medians of rounds in which all contenders take "
         "turns; a ratio is taken round by round, with its quartiles in brackets."
     )
-
-
-# ---------------------------------------------------------------------------------------- tables
 
 
 def table_of(content: Content, section: str, results: Sequence[Result]) -> list[list[str]]:

@@ -11,4 +11,4 @@ from foo_ops import ops  # noqa: E402
 from foo_ops.ops import *  # noqa: E402, F403
 
 __all__ = ops.__all__
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -6,7 +6,7 @@ import os
 import pytest
 from rich.console import Console
 
-from benchmarks import cores, device, operators, peaks, publish, report
+from benchmarks import cores, device, operators, peaks, publish, report, results_file
 from benchmarks.measure import Result
 from benchmarks.workload import Workload
 
@@ -136,8 +136,8 @@ def content_of(one_core):
         Result(operators.SECTION, "sum", 2, 1.0, True, {"foo": [2.0] * 4, "torch": [1.0] * 4}),
         Result(device.SECTION, device.TRAINING, 2, 0.0, True, {"foo": [2.0], device.CPU: [1.0]}),
     ]
-    machine = dict.fromkeys(report.machine_facts(), "known")
-    return report.Content("2026-01-01", "default", machine, [*rows, *others], one_core)
+    machine = dict.fromkeys(results_file.machine_facts(), "known")
+    return results_file.Content("2026-01-01", "default", machine, [*rows, *others], one_core)
 
 
 def verdicts(content):
@@ -173,5 +173,5 @@ def test_tables_and_readme_say_that_there_is_one_core():
 
 def test_results_files_keep_the_sentence(tmp_path):
     for one_core in ("", SENTENCE):
-        report.save(tmp_path / "results.json", [], "quick", one_core)
-        assert report.load(tmp_path / "results.json").one_core == one_core
+        results_file.save(tmp_path / "results.json", [], "quick", one_core)
+        assert results_file.load(tmp_path / "results.json").one_core == one_core

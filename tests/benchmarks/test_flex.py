@@ -9,7 +9,7 @@ import torch
 from support.exact import assert_near
 
 from benchmarks import __main__ as command
-from benchmarks import flex, flex_gallery, gallery, publish, report, targets
+from benchmarks import flex, flex_gallery, gallery, publish, report, results_file, targets
 from benchmarks.measure import Limits, Result, measure
 
 TINY = Limits(rounds=3, turn=1e-4, contender=1e-3)
@@ -75,7 +75,7 @@ def test_rows_are_judged_beside_their_peers():
     assert targets.peer_requirement(fast).shortfall() == ""
     assert targets.peer_requirement(slow).shortfall() == "short of 0.80 x is_causal by 50.0%"
     absent = Result(flex.SECTION, "ALiBi", 1, 0.0, True, {"foo": [0.001]}, least=2.0)
-    content = report.Content("2026-01-01", "default", {}, [fast, slow, absent])
+    content = results_file.Content("2026-01-01", "default", {}, [fast, slow, absent])
     header, *rows = report.table_of(content, flex.SECTION, content.results)
     assert header == ["case", "threads", "foo", "peer", "times as fast", "target", "verdict"]
     assert rows == [
@@ -88,8 +88,8 @@ def test_rows_are_judged_beside_their_peers():
 
 def test_a_target_is_kept_in_the_results_file(tmp_path):
     kept = [result(0.001, 0.0009, least=0.85)]
-    report.save(tmp_path / "results.json", kept, "default")
-    assert report.load(tmp_path / "results.json").results == kept
+    results_file.save(tmp_path / "results.json", kept, "default")
+    assert results_file.load(tmp_path / "results.json").results == kept
 
 
 # ----------------------------------------------------------------------------------------- gallery
@@ -158,7 +158,7 @@ def speed(variant, direction, foo):
 
 def test_speeds_stand_in_the_manual(monkeypatch, tmp_path, capsys):
     rows = [speed("Causal", "forward", 0.002), speed("Causal", "backward", 0.008)]
-    report.save(tmp_path / "results.json", rows, "default")
+    results_file.save(tmp_path / "results.json", rows, "default")
     places = publish.Published(*(tmp_path / name for name in ("R", "P", "images", "gallery.md")))
     places.gallery.write_text(f"above{publish.BEGIN}{publish.END}below")
     command.publish_figures(tmp_path / "results.json", places, ["flex-gallery"])

@@ -17,6 +17,7 @@ from benchmarks import (
     plots,
     publish,
     report,
+    results_file,
     targets,
 )
 from benchmarks.measure import Result
@@ -186,10 +187,25 @@ def content(tmp_path):
     ]
     results = [*square, *decoding, *others]
     path = tmp_path / "folder" / "results.json"
-    report.save(path, results, "default")
-    content = report.load(path)
+    results_file.save(path, results, "default")
+    content = results_file.load(path)
     assert content.results == results
     return content
+
+
+def test_other_tables_of_this_machine_stay(content, monkeypatch, tmp_path):
+    path = tmp_path / "results.json"
+    results_file.save(path, content.results, "default")
+    again = [dataclasses.replace(content.by_section()["calls"][0], name="anew")]
+    results_file.save(path, again, "default")
+    kept = [it for it in content.results if it.section != "calls"]
+    assert results_file.load(path).results == [*kept, *again]
+
+    results_file.save(path, again, "quick")
+    assert results_file.load(path).results == again
+    monkeypatch.setattr(results_file, "machine_facts", lambda: {**content.machine, "torch": "9"})
+    results_file.save(path, content.results[:1], "quick")
+    assert results_file.load(path).results == content.results[:1]
 
 
 def table(content, section):
@@ -258,7 +274,7 @@ def test_tally_counts_verdicts():
         row(long("bfloat16", True), foo=[1.0] * 4, flash=[2.0] * 4),
         Result("calls", "abs", 1, 0.0, False, {"foo": [2e-6] * 4, "torch": [1e-6] * 4}),
     ]
-    assert report.tally(report.Content("2026-01-01", "default", {}, rows)) == (
+    assert report.tally(results_file.Content("2026-01-01", "default", {}, rows)) == (
         "Of 4 rows of attention, 1 reach all that is asked of them; in 2 a peer is faster."
     )
 
@@ -289,14 +305,14 @@ def test_the_front_page_names_where_a_peer_is_faster():
         return Result("attention forward", name, 1, 1e9, False, seconds)
 
     rows = [of_forward("quick", 1.0, 3.0), of_forward("slow", 2.0, 1.0)]
-    content = report.Content("2026-01-01", "default", {}, rows)
+    content = results_file.Content("2026-01-01", "default", {}, rows)
     header, row = publish.summary(content)
     assert row == ["attention", "2", "1.75", "0.50 to 3.00", "slow (1 thread)"]
     assert len(header) == len(row)
-    alone = report.Content("2026-01-01", "default", {}, rows[:1])
+    alone = results_file.Content("2026-01-01", "default", {}, rows[:1])
     assert publish.summary(alone)[1][-1] == "none"
     many = [of_forward(f"slow {number}", 2.0, 1.0) for number in range(5)]
-    named = publish.summary(report.Content("2026-01-01", "default", {}, many))[1][-1]
+    named = publish.summary(results_file.Content("2026-01-01", "default", {}, many))[1][-1]
     assert named.endswith("slow 2 (1 thread), and 2 more")
 
 
@@ -320,7 +336,7 @@ def test_plots_show_every_contender(content, tmp_path):
 
 
 def test_plots_of_nothing(tmp_path):
-    content = report.Content("2026-01-01", "quick", {}, [])
+    content = results_file.Content("2026-01-01", "quick", {}, [])
     assert plots.save_plots(content, tmp_path) == {}
 
 

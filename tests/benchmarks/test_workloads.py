@@ -19,6 +19,7 @@ from benchmarks import (
     peaks,
     quantized_linear,
     report,
+    results_file,
     targets,
     zentorch_process,
 )
@@ -260,12 +261,12 @@ def test_quick_run(monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "float32, causal, 8 x 16, S 128" in printed
     assert f"Written: {results}" in printed
-    assert [it.section for it in report.load(results).results][-1] == "attention forward"
+    assert [it.section for it in results_file.load(results).results][-1] == "attention forward"
     with pytest.raises(SystemExit, match="is from a quick run"):
         command.publish_figures(
             results, Published(), [command.dashed(it) for it in report.SECTIONS]
         )
-    report.save(results, report.load(results).results, "default")
+    results_file.save(results, results_file.load(results).results, "default")
     with pytest.raises(SystemExit, match=r"no rows of calls, abs, .*: run all of `make bench`"):
         command.publish_figures(
             results, Published(), [command.dashed(it) for it in report.SECTIONS]
@@ -289,7 +290,7 @@ def test_some_sections_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--quick", *arguments])
     command.main()
     assert set(measured) == {"attention options"}
-    assert {it.section for it in report.load(path).results} == {"peaks"}
+    assert {it.section for it in results_file.load(path).results} == {"peaks"}
 
 
 def test_default_cases_have_every_row_that_was_promised():

@@ -31,7 +31,7 @@ def check_sdist(check_wheel):
 @pytest.fixture
 def names(check_wheel):
     """Return what a wheel has to have."""
-    metadata = "foo_ops-0.1.0+torch2.13.dist-info/METADATA"
+    metadata = "foo_ops-0.2.0+torch2.13.dist-info/METADATA"
     return {*check_wheel.modules(), "foo_ops/py.typed", COMPANION, metadata}
 
 

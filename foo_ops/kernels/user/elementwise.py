@@ -12,11 +12,13 @@ from foo_ops.kernels.user.codes import ABSENT, code_of, type_of_value
 from foo_ops.kernels.vectors.arguments import (
     Argument,
     make_element_reader,
+    make_pair_reader,
     make_picker,
     make_row_pointers,
     make_scalar_reader,
     moved,
     store_each,
+    store_pair,
     take,
 )
 from foo_ops.kernels.vectors.elements import ELEMENTS
@@ -73,16 +75,27 @@ def make_elementwise_kernel(
     if may_be_in_place:
         in_place_at = make_row_pointers(dtypes, range(outputs, 2 * outputs))
     scalars_at = make_scalar_reader(arguments)
-    arguments_of = make_element_reader(arguments)
+    arguments_of, pair_of = make_element_reader(arguments), make_pair_reader(arguments)
 
     @njit
-    def contiguous(to, of, scalars, size):
+    def elements(to, of, scalars, size):
         for index in range(size):
             store_each(to, index, picked(scalar(*arguments_of(of, scalars, index))))
+        return size
 
     @njit
-    def strided(to, of, scalars, to_strides, of_strides, size):
-        for index in range(size):
+    def pairs(to, of, scalars, size):
+        for pair in range(size // 2):
+            first, second = pair_of(of, scalars, pair)
+            store_pair(to, pair, picked(scalar(*first)), picked(scalar(*second)))
+        return size // 2 * 2
+
+    # Returns how many elements it has computed.
+    contiguous = pairs if set(dtypes) == {"bfloat16"} else elements
+
+    @njit
+    def strided(to, of, scalars, to_strides, of_strides, start, size):
+        for index in range(start, size):
             values = scalar(*arguments_of(moved(of, of_strides, index), scalars, 0))
             store_each(moved(to, to_strides, index), 0, picked(values))
 
@@ -100,14 +113,15 @@ def make_elementwise_kernel(
         for row in range(size1):
             to = outputs_at(data, strides, row)
             of = inputs_at(data, strides, row)
-            if to_strides != dense_outputs or of_strides != dense_inputs:
-                strided(to, of, scalars, to_strides, of_strides, size0)
-            elif may_be_in_place and is_in_place(data):
-                # The outputs are written through the first inputs' own pointers, so that LLVM sees
-                # that an element overlaps only itself, and vectorises the in-place loop too.
-                contiguous(in_place_at(data, strides, row), of, scalars, size0)
-            else:
-                contiguous(to, of, scalars, size0)
+            done = 0
+            if to_strides == dense_outputs and of_strides == dense_inputs:
+                if may_be_in_place and is_in_place(data):
+                    # The outputs are written through the first inputs' own pointers, so that LLVM
+                    # sees that an element overlaps only itself, and vectorises this loop too.
+                    done = contiguous(in_place_at(data, strides, row), of, scalars, size0)
+                else:
+                    done = contiguous(to, of, scalars, size0)
+            strided(to, of, scalars, to_strides, of_strides, done, size0)
 
     return Kernel(loop, ARGUMENT_TYPES, vectorizes=True)
 

@@ -5,6 +5,7 @@ eight bytes for each other argument, which are a number or the address of what i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +15,10 @@ from numba.extending import intrinsic
 
 from foo_ops.kernels.compiler.numba_target.texts import Text
 from foo_ops.kernels.vectors.elements import ELEMENTS
-from foo_ops.kernels.vectors.instructions import DOUBLE, INT64
+from foo_ops.kernels.vectors.instructions import DOUBLE, INT32, INT64
 from foo_ops.kernels.vectors.lists import List
 from foo_ops.kernels.vectors.memory import load_element, store_element
+from foo_ops.kernels.vectors.pairs import emit_first_of_pairs, emit_pair, emit_second_of_pairs
 from foo_ops.kernels.vectors.values import Pointer
 from foo_ops.kernels.vectors.views import View
 
@@ -84,23 +86,69 @@ def make_element_reader(arguments: list[Argument]) -> Callable:
     @intrinsic
     def arguments_of(typing_context, inputs, scalars, index):
         def generate(context, builder, signature, args):
-            values = []
-            scalars = iter(range(len(signature.args[1])))
-            for argument in arguments:
-                if argument.dtype is not None:
-                    pointer = builder.extract_value(args[0], argument.position)
-                    address = builder.gep(pointer, [args[2]])
-                    dtype = signature.args[0][argument.position].dtype
-                    values.append(load_element(context, builder, dtype, address))
-                elif argument.type == types.none:
-                    values.append(context.get_dummy_value())
-                else:
-                    values.append(builder.extract_value(args[1], next(scalars)))
+            elements = []
+            for position, pointer in enumerate(inputs):
+                address = builder.gep(builder.extract_value(args[0], position), [args[2]])
+                elements.append(load_element(context, builder, pointer.dtype, address))
+            values = _with_scalars(context, builder, arguments, elements, args[1])
             return context.make_tuple(builder, values_type, values)
 
         return values_type(inputs, scalars, types.intp), generate
 
     return arguments_of
+
+
+def make_pair_reader(arguments: list[Argument]) -> Callable:
+    """Make the function that gives two such tuples, for a pair of adjacent elements of bfloat16.
+
+    Read at once, they are taken apart by a shift and a mask. Elements that are read one by one, and
+    rounded so, take two more instructions each where loops are vectorised.
+    """
+    values_type = types.Tuple([a.type for a in arguments])
+
+    @intrinsic
+    def pair_of(typing_context, inputs, scalars, pair):
+        result = types.UniTuple(values_type, 2)
+
+        def generate(context, builder, signature, args):
+            pairs = [
+                builder.load(_pair_at(builder, args[0], position, args[2]), align=2)
+                for position in range(len(inputs))
+            ]
+            both = []
+            for emit_part in (emit_first_of_pairs, emit_second_of_pairs):
+                elements = [emit_part(builder, pair) for pair in pairs]
+                values = _with_scalars(context, builder, arguments, elements, args[1])
+                both.append(context.make_tuple(builder, values_type, values))
+            return context.make_tuple(builder, result, both)
+
+        return result(inputs, scalars, types.intp), generate
+
+    return pair_of
+
+
+def _pair_at(builder: ir.IRBuilder, pointers: ir.Value, position: int, pair: ir.Value) -> ir.Value:
+    pairs = builder.bitcast(builder.extract_value(pointers, position), INT32.as_pointer())
+    return builder.gep(pairs, [pair])
+
+
+def _with_scalars(
+    context: Any,
+    builder: ir.IRBuilder,
+    arguments: list[Argument],
+    elements: Sequence[ir.Value],
+    scalars: ir.Value,
+) -> list[ir.Value]:
+    """Put the elements of inputs among the other arguments, in the order of the function's."""
+    values, places = [], itertools.count()
+    for argument in arguments:
+        if argument.dtype is not None:
+            values.append(elements[argument.position])
+        elif argument.type == types.none:
+            values.append(context.get_dummy_value())
+        else:
+            values.append(builder.extract_value(scalars, next(places)))
+    return values
 
 
 @intrinsic(prefer_literal=True)
@@ -159,6 +207,35 @@ def moved(typing_context, pointers, strides, index):
 @intrinsic
 def store_each(typing_context, pointers, index, values):
     """Store one value for each pointer, rounded to its dtype."""
+    given = _values_for(pointers, values)
+
+    def generate(context, builder, signature, args):
+        for position, pointer in enumerate(pointers):
+            address = builder.gep(builder.extract_value(args[0], position), [args[1]])
+            value = _value_of(builder, given, args[2], position)
+            store_element(context, builder, pointer.dtype, address, value)
+        return context.get_dummy_value()
+
+    return types.void(pointers, types.intp, given), generate
+
+
+@intrinsic
+def store_pair(typing_context, pointers, pair, firsts, seconds):
+    """Store two adjacent values for each pointer to bfloat16."""
+    given = _values_for(pointers, firsts)
+
+    def generate(context, builder, signature, args):
+        for position in range(len(pointers)):
+            both = (_value_of(builder, given, values, position) for values in args[2:])
+            address = _pair_at(builder, args[0], position, args[1])
+            builder.store(emit_pair(builder, *both), address, align=2)
+        return context.get_dummy_value()
+
+    return types.void(pointers, types.intp, given, given), generate
+
+
+def _values_for(pointers: types.BaseTuple, values: types.Type) -> types.Type:
+    """Return the type in which a function's values are stored, one or several."""
     computed = types.Tuple([ELEMENTS[pointer.dtype].compute for pointer in pointers])
     several = isinstance(values, types.BaseTuple)
     if (len(values) if several else 1) != len(computed):
@@ -178,16 +255,14 @@ def store_each(typing_context, pointers, index, values):
                 f"the kernel returns {types.unliteral(value)}, and the operator {pointer.dtype}, "
                 f"which cannot hold it{advice}"
             )
+    return computed if several else computed[0]
 
-    def generate(context, builder, signature, args):
-        for position, pointer in enumerate(pointers):
-            address = builder.gep(builder.extract_value(args[0], position), [args[1]])
-            value = builder.extract_value(args[2], position) if several else args[2]
-            store_element(context, builder, pointer.dtype, address, value)
-        return context.get_dummy_value()
 
-    given = computed if several else computed[0]
-    return types.void(pointers, types.intp, given), generate
+def _value_of(
+    builder: ir.IRBuilder, given: types.Type, values: ir.Value, position: int
+) -> ir.Value:
+    is_tuple = isinstance(given, types.BaseTuple)
+    return builder.extract_value(values, position) if is_tuple else values
 
 
 def make_picker(chosen: Sequence[int], count: int) -> Callable:

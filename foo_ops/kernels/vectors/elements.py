@@ -99,18 +99,21 @@ def narrow(builder: ir.IRBuilder, dtype: str, value: ir.Value) -> ir.Value:
 
 
 def round_to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    wide = shaped(INT32, value.type)
-    narrow = shaped(INT16, value.type)
-    bits = builder.bitcast(value, wide)
-    upper = builder.lshr(bits, constant_of(wide, 16))
-    odd = builder.and_(upper, constant_of(wide, 1))
-    rounded = builder.lshr(
-        builder.add(bits, builder.add(odd, constant_of(wide, 0x7FFF))), constant_of(wide, 16)
+    upper = builder.lshr(
+        round_upper_half(builder, value), constant_of(shaped(INT32, value.type), 16)
     )
+    return builder.trunc(upper, shaped(INT16, value.type))
+
+
+def round_upper_half(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Round to bfloat16, which is the upper half of what is returned; the lower half is junk."""
+    wide = shaped(INT32, value.type)
+    bits = builder.bitcast(value, wide)
+    odd = builder.and_(builder.lshr(bits, constant_of(wide, 16)), constant_of(wide, 1))
+    rounded = builder.add(bits, builder.add(odd, constant_of(wide, 0x7FFF)))
     # Rounding could carry a NaN into infinity, so a NaN keeps its upper half and is made quiet.
-    quiet = builder.or_(upper, constant_of(wide, 0x40))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.trunc(builder.select(is_nan, quiet, rounded), narrow)
+    quiet = builder.or_(bits, constant_of(wide, 0x40_0000))
+    return builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
 
 
 def compute_dtype(dtype: str) -> str:

@@ -9,7 +9,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from foo_ops.kernels.compiler.processor import has_bfloat16_dot, has_integer_dot
-from foo_ops.kernels.vectors.elements import round_to_bfloat16
+from foo_ops.kernels.vectors.elements import round_upper_half
 from foo_ops.kernels.vectors.instructions import (
     FLOAT,
     INT16,
@@ -19,10 +19,12 @@ from foo_ops.kernels.vectors.instructions import (
     emit_fma,
     emit_multiply_add,
     emit_shuffle,
+    shaped,
 )
 from foo_ops.kernels.vectors.values import Vector
 
 PAIRS, INTEGER_PAIRS = "bfloat16x2", "int16x2"
+UPPER_HALF = 0xFFFF0000
 _INTEGER_DOTS = {4: "sse2.pmadd.wd", 8: "avx2.pmadd.wd", 16: "avx512.pmaddw.d.512"}
 
 
@@ -73,12 +75,19 @@ def emit_integer_pair_fma(
 
 def emit_first_of_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
     upper = builder.shl(pairs, constant_of(pairs.type, 16))
-    return builder.bitcast(upper, ir.VectorType(FLOAT, pairs.type.count))
+    return builder.bitcast(upper, shaped(FLOAT, pairs.type))
 
 
 def emit_second_of_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
-    upper = builder.and_(pairs, constant_of(pairs.type, 0xFFFF0000))
-    return builder.bitcast(upper, ir.VectorType(FLOAT, pairs.type.count))
+    upper = builder.and_(pairs, constant_of(pairs.type, UPPER_HALF))
+    return builder.bitcast(upper, shaped(FLOAT, pairs.type))
+
+
+def emit_pair(builder: ir.IRBuilder, first: ir.Value, second: ir.Value) -> ir.Value:
+    """Round two numbers to a pair of bfloat16; scalars and vectors alike."""
+    lower, upper = (round_upper_half(builder, value) for value in (first, second))
+    lower = builder.lshr(lower, constant_of(lower.type, 16))
+    return builder.or_(lower, builder.and_(upper, constant_of(upper.type, UPPER_HALF)))
 
 
 @intrinsic
@@ -88,9 +97,7 @@ def pack_pairs(typing_context, a, b):
     def generate(context, builder, signature, args):
         if has_bfloat16_dot():
             return _pack_natively(builder, *args)
-        wide = ir.VectorType(INT32, a.lanes)
-        first, second = (builder.zext(round_to_bfloat16(builder, value), wide) for value in args)
-        return builder.or_(first, builder.shl(second, constant_of(wide, 16)))
+        return emit_pair(builder, *args)
 
     return result(a, a), generate
 
