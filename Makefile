@@ -22,6 +22,13 @@ CSRC := $(shell find foo_ops/csrc -name '*.cpp' -o -name '*.h')
 ZENTORCH := $(if $(shell grep '^zentorch=' constraints.txt),"zentorch; platform_machine == 'x86_64'")
 CPP_TESTS := $(wildcard tests/cpp/*)
 
+# Compilers that remember, where Debian's ccache is installed: a new checkout is built in a minute.
+ifneq ($(wildcard /usr/lib/ccache),)
+export PATH := /usr/lib/ccache:$(PATH)
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
+endif
+
 .PHONY: setup demo examples test test-processors conformance sanitize reliability bench docs lint wheel \
 	sdist release-check clean
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from foo_ops.testing.tolerance import gradients_of, spreads_of_gradients
 
@@ -54,10 +53,12 @@ class Remembered:
 
 def _contents(given: Any) -> Hashable | None:
     """Return what is equal for equal contents, bit for bit, or None where they are not plain."""
-    leaves, structure = pytree.tree_flatten(given)
-    if not all(map(_is_plain, leaves)):
-        return None
-    return (repr(structure), *map(_contents_of, leaves))
+    if isinstance(given, Mapping):
+        given = (tuple(given), *given.values())
+    if isinstance(given, (list, tuple)):
+        parts = tuple(map(_contents, given))
+        return None if None in parts else (type(given), *parts)
+    return _contents_of(given) if _is_plain(given) else None
 
 
 def _is_plain(leaf: Any) -> bool:

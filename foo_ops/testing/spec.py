@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from foo_ops.testing.layouts import copy_with_layout, hint_at_junk
 from foo_ops.testing.remembered import Remembered, expected_gradients, expected_outputs
-from foo_ops.testing.schema import functional_form, overload, tensors_in
+from foo_ops.testing.schema import functional_form, overload, tensors_in, with_each_tensor
 from foo_ops.testing.tolerance import (
     gradient_tolerance,
     has_gradients,
@@ -53,9 +52,9 @@ class Sample:
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
-        arguments = (self.inputs, dict(self.keywords))
-        inputs, keywords = pytree.tree_map_only(Tensor, function, arguments)
-        return Sample(inputs, keywords)
+        return Sample(
+            with_each_tensor(function, self.inputs), with_each_tensor(function, self.keywords)
+        )
 
     def to(self, device: str) -> Sample:
         """Return the sample on a device, with the strides and the offset that each tensor has."""

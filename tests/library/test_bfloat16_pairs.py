@@ -55,7 +55,7 @@ def test_every_number_stays(operators, start, device):
     assert torch.equal(bits(identity(x.to(device))), quiet.to(torch.int16))
 
 
-@pytest.mark.parametrize("factor", [0.7, -1.0, 3e38, 1e-38, 1.00390625, float("inf")])
+@pytest.mark.parametrize("factor", [0.7, -1.0, 3e38, 1e-38, 1.5, float("inf")])
 def test_results_are_rounded_to_nearest_even(operators, factor, device):
     """Factors have eight bits, so float32 has the product, but for tiny ones."""
     _, products, _ = operators

@@ -178,7 +178,7 @@ class Forward:
         if dropout_mask is not None:
             factor = dropout_mask / (1 - sample.keywords["dropout_p"])
 
-        _, logsumexp = sample.call(reference.attention)
+        logsumexp = torch.logsumexp(with_sinks(scores.score, sample), -1)
         logsumexp = logsumexp.where(logsumexp > -math.inf, 0)
         difference = scores.score - logsumexp.unsqueeze(-1)
         weights = torch.exp(difference)
@@ -286,6 +286,14 @@ def with_key_for_each_query_head(sample: Sample) -> Sample:
     assert value is not None
     repeated = (reference.for_each_query_head(tensor, query) for tensor in (key, value))
     return dataclasses.replace(sample, inputs=(query, *repeated, *others))
+
+
+def with_sinks(score: Tensor, sample: Sample) -> Tensor:
+    """Add the sinks to the scores of each row, as one more key."""
+    sinks = sample.inputs[5]
+    if sinks is None:
+        return score
+    return torch.cat((score, sinks[..., None, None].expand(*score.shape[:3], 1)), -1)
 
 
 def scale_of(sample: Sample) -> float:
