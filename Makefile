@@ -22,7 +22,7 @@ CSRC := $(shell find foo_ops/csrc -name '*.cpp' -o -name '*.h')
 ZENTORCH := $(if $(shell grep '^zentorch=' constraints.txt),"zentorch; platform_machine == 'x86_64'")
 CPP_TESTS := $(wildcard tests/cpp/*)
 
-# Compilers that remember, where Debian's ccache is installed: a new checkout is built in a minute.
+# Compilers that remember, where Debian's ccache is installed: a new checkout is built in two minutes.
 ifneq ($(wildcard /usr/lib/ccache),)
 export PATH := /usr/lib/ccache:$(PATH)
 export CCACHE_BASEDIR := $(CURDIR)
