@@ -24,14 +24,16 @@ from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, ti
 from foo_ops.kernels.vectors.rows import make_copy_row, round_up
 from foo_ops.kernels.vectors.scratch import Scratch, larger, make_kernel_with_scratch
 
-# Columns that are read at a time for one row. The next ones come to the caches in the order of
-# memory. On a Zen 5, where a thread can read 36 GB/s, a row reads (GB/s of weights):
+# Columns that are read at a time for one row. Where their numbers are converted, the next ones are
+# brought to the caches, in the order of memory; where not, the processor itself looks far enough
+# ahead. GB/s of weights that one thread reads for a row, of 36 on a Zen 5 and 21 on a Zen 3:
 #
-#                                       float32  bfloat16  float16  4 bits, bfloat16
-#     this                                   32        32       29                31
-#     8 columns                              31        32       28                24
-#     8, each column of the next ones        28        27       23                24
-#     4, nothing is brought                  35        34       23                 -
+#                                     Zen 5                        Zen 3
+#                                     float32  bfloat16  float16   float32  bfloat16  float16  int8
+#     4 columns, the next brought          32        32       29        16        15       14    14
+#     4, nothing is brought                35        34       23        20        17       15    11
+#     8, the next brought                  31        32       28
+#     8, each column of the next           28        27       23
 COLUMNS_OF_ROW = 4
 # Rows that are multiplied at a time.
 MOST_OF_GROUP = 4
@@ -76,6 +78,7 @@ def make_element_tiles(
     compute, STEP = compute_dtype(left), step_of(loaded)
     LANES = lanes_of(compute)
     VECTOR = LANES * STEP
+    CONVERTS = loaded not in (left, PAIRS)  # See `COLUMNS_OF_ROW`.
     as_left_products = pointer_to(PAIRS if loaded == PAIRS else left)
     as_stored, as_right_products = pointer_to(stored), pointer_to(loaded)
     copy_row = make_copy_row(compute)
@@ -90,7 +93,8 @@ def make_element_tiles(
             whole = product.depth // VECTOR * LANES
             total = tile_zero(sums, ROWS, COLUMNS, LANES)
             for step in range(0, whole, LANES):
-                prefetch_vectors(vectors, COLUMNS * (steps + step), LANES, COLUMNS)
+                if CONVERTS:
+                    prefetch_vectors(vectors, COLUMNS * (steps + step), LANES, COLUMNS)
                 total = tile_dot(
                     total, shift(rows, step), depth // STEP, shift(vectors, step), steps
                 )
@@ -153,14 +157,16 @@ def make_few_rows_kernel(
         tile = tiles.make_tile(ROWS, COLUMNS)
 
         @njit
-        def row_of_tiles(product, block, right, memory, sums, width, left, depth, start):
+        def row_of_tiles(product, block, right, memory, sums, rows, width, left, depth, start):
             count = (block.column_stop - block.column_start - start) // COLUMNS
             stop = start + count * COLUMNS
             for column in range(start, stop, COLUMNS):
-                tile(
-                    product, right, memory, shift(sums, column), width, left, depth,
-                    block.column_start + column,
-                )  # fmt: skip
+                # All rows in turn, while the columns are in the caches.
+                for row in range(0, rows, ROWS):
+                    tile(
+                        product, right, memory, shift(sums, row * width + column), width,
+                        shift(left, row * depth), depth, block.column_start + column,
+                    )  # fmt: skip
             return stop
 
         return row_of_tiles
@@ -179,13 +185,11 @@ def make_few_rows_kernel(
         rows, width, depth = sizes_of_block(product, block)
         left = as_left(address_of(memory.left))
         if block.row_stop - block.row_start == 1:
-            column = row_tiles(product, block, right, memory, sums, width, left, depth, 0)
-            row_tile(product, block, right, memory, sums, width, left, depth, column)
-            return
-        for row in range(0, rows, GROUP):
-            some, place = shift(left, row * depth), shift(sums, row * width)
-            column = group_tiles(product, block, right, memory, place, width, some, depth, 0)
-            group_tile(product, block, right, memory, place, width, some, depth, column)
+            column = row_tiles(product, block, right, memory, sums, 1, width, left, depth, 0)
+            row_tile(product, block, right, memory, sums, 1, width, left, depth, column)
+        else:
+            column = group_tiles(product, block, right, memory, sums, rows, width, left, depth, 0)
+            group_tile(product, block, right, memory, sums, rows, width, left, depth, column)
 
     def compute_block(product, block, memory):
         rows, width, depth = sizes_of_block(product, block)
