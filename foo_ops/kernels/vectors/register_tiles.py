@@ -4,7 +4,8 @@
     tile_load(pointer, stride, ROWS, COLUMNS, LANES)
     tile_add(tile, pointer, stride)         tile[i, j] += what tile_load gives
     tile_store(tile, pointer, stride)
-    tile_fma(tile, a, a_stride, b)          tile[i, j] += a[i * a_stride] * b[j-th vector]
+    tile_fma(tile, a, a_row, a_step, b, b_step, STEPS)  tile[i, j] += a[i * a_row + k * a_step] *
+                                            b[k * b_step, j-th vector], for each k of STEPS
     tile_splat(pointer, stride, ROWS, LANES)    tile[i, 0] = pointer[i * stride] in every lane
     tile_outer(tile, factors, b, b_stride)  tile[i, j] += factors[k * ROWS + i, 0] * b[k * b_stride,
                                             j-th vector], for each k; of pairs, for 2k and 2k + 1;
@@ -13,7 +14,7 @@
                                             either may be int8
     tile_store_sums(tile, pointer, stride)  pointer[i * stride + j] = sum of the lanes of tile[i, j]
 
-ROWS, COLUMNS and LANES are constants of the kernel, so that every tile unrolls into registers.
+ROWS, COLUMNS, LANES and STEPS are constants of a kernel, so that a tile unrolls into registers.
 Where a and b are of dtype bfloat16x2, tile_fma and tile_dot add both products of a pair: in one
 instruction if the processor has it (AVX512-BF16). tile_fma does so with int16x2, too.
 """
@@ -113,31 +114,34 @@ def _places(builder, tile, stride):
 _OF_PAIRS = {PAIRS: emit_pair_fma, INTEGER_PAIRS: emit_integer_pair_fma}
 
 
-@intrinsic
-def tile_fma(typing_context, tile, a, a_stride, b):
+@intrinsic(prefer_literal=True)
+def tile_fma(typing_context, tile, a, a_row, a_step, b, b_step, steps):
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
     is_integer = isinstance(tile.vector.element, types.Integer)
     usual = emit_multiply_add if is_integer else emit_fma
     multiply_add = _OF_PAIRS.get(a.dtype, usual)
 
     def generate(context, builder, signature, args):
-        result, a_pointer, stride, b_pointer = args
-        vectors = [
-            emit_load_vector(builder, b.dtype, b_pointer, INT64(column * lanes), lanes)
-            for column in range(columns)
-        ]
-        for row in range(rows):
-            address = builder.gep(a_pointer, [builder.mul(stride, stride.type(row))])
-            element = builder.load(address, align=ELEMENTS[a.dtype].alignment)
-            scalar = emit_splat(builder, widen(builder, a.dtype, element), lanes)
-            for column in range(columns):
-                position = row * columns + column
-                total = builder.extract_value(result, position)
-                value = multiply_add(builder, scalar, vectors[column], total)
-                result = builder.insert_value(result, value, position)
+        result, a_pointer, row_stride, a_stride, b_pointer, b_stride, _ = args
+        for step in range(steps.literal_value):
+            a_start, b_start = (builder.mul(it, INT64(step)) for it in (a_stride, b_stride))
+            places = (builder.add(b_start, INT64(column * lanes)) for column in range(columns))
+            vectors = [
+                emit_load_vector(builder, b.dtype, b_pointer, place, lanes) for place in places
+            ]
+            for row in range(rows):
+                place = builder.add(a_start, builder.mul(row_stride, INT64(row)))
+                address = builder.gep(a_pointer, [place])
+                element = builder.load(address, align=ELEMENTS[a.dtype].alignment)
+                scalar = emit_splat(builder, widen(builder, a.dtype, element), lanes)
+                for column in range(columns):
+                    position = row * columns + column
+                    total = builder.extract_value(result, position)
+                    value = multiply_add(builder, scalar, vectors[column], total)
+                    result = builder.insert_value(result, value, position)
         return result
 
-    return tile(tile, a, types.intp, b), generate
+    return tile(tile, a, types.intp, types.intp, b, types.intp, steps), generate
 
 
 @intrinsic(prefer_literal=True)
