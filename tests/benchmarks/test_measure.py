@@ -32,10 +32,11 @@ def test_kernel_of_the_peak_does_all_its_operations():
     assert total[:lanes].tolist() == [starts + 5 * peaks.CHAINS * 3 * 0.25] * lanes
 
 
-def test_kernel_of_the_bandwidth_reads_all():
+@pytest.mark.parametrize("run", [16, 256, 1024])
+def test_kernel_of_the_bandwidth_reads_all(run):
     data = np.arange(4096, dtype=np.float32)
     total = np.zeros(16, np.float32)
-    peaks.compiled(peaks.read_kernel)(total.ctypes.data, data.ctypes.data, data.size)
+    peaks.compiled(peaks.read_kernel)(total.ctypes.data, data.ctypes.data, data.size, run)
     assert total.sum() == data.sum()
 
 
@@ -86,7 +87,7 @@ def test_a_matrix_unit_is_the_peak_of_bfloat16(monkeypatch):
 
 def test_every_peak_has_rows(monkeypatch):
     monkeypatch.setattr(peaks, "SECONDS", 1e-4)
-    monkeypatch.setattr(peaks, "_beyond_the_caches", lambda: torch.ones(1 << 16))
+    monkeypatch.setattr(peaks, "_beyond_the_caches", lambda: torch.ones(1 << 18))
     results = peaks.measure_peaks(processors=2, rounds=2)
     found = {(it.name, it.threads): it.seconds.get(it.name) for it in results}
     assert set(found) >= {(peaks.FMA, 1), (peaks.FMA, 2), (peaks.READ, 1), (peaks.READ, 2)}
