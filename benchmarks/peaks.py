@@ -255,7 +255,9 @@ def read_rate(threads: int) -> float:
     kernel = compiled(read_kernel)
     data = _beyond_the_caches()
     sums = torch.zeros(threads, 16)
-    count = data.numel() // threads // (4 * LONG_RUN) * (4 * LONG_RUN)
+    lanes = vector_bits() // 32
+    long_run = min(LONG_RUN, data.numel() // threads // (4 * lanes) * lanes)
+    count = data.numel() // threads // (4 * long_run) * (4 * long_run)
 
     def seconds(length: int) -> float:
         def run(thread: int) -> None:
@@ -263,7 +265,7 @@ def read_rate(threads: int) -> float:
 
         return timed(run, threads)
 
-    return threads * count * data.itemsize / min(map(seconds, (vector_bits() // 32, LONG_RUN)))
+    return threads * count * data.itemsize / min(map(seconds, (lanes, long_run)))
 
 
 @functools.cache

@@ -87,7 +87,7 @@ def test_a_matrix_unit_is_the_peak_of_bfloat16(monkeypatch):
 
 def test_every_peak_has_rows(monkeypatch):
     monkeypatch.setattr(peaks, "SECONDS", 1e-4)
-    monkeypatch.setattr(peaks, "_beyond_the_caches", lambda: torch.ones(1 << 18))
+    monkeypatch.setattr(peaks, "_beyond_the_caches", lambda: torch.ones(1 << 16))
     results = peaks.measure_peaks(processors=2, rounds=2)
     found = {(it.name, it.threads): it.seconds.get(it.name) for it in results}
     assert set(found) >= {(peaks.FMA, 1), (peaks.FMA, 2), (peaks.READ, 1), (peaks.READ, 2)}
