@@ -33,8 +33,8 @@ class Operator:
         ours: our function.
         theirs: the same of PyTorch's operators, which is also what is compiled.
         shapes: of the arguments, by the number of rows and their width.
-        moved: how often a call reads or writes a tensor of the first argument's size: forward, and
-            backward where that is measured.
+        moved: how often a call reads or writes a tensor of the first argument's size, for each of
+            PASSES that is measured.
         width: of a row.
         differentiable: how many arguments need a gradient; None stands for all.
     """
@@ -110,31 +110,29 @@ def cases(
     """Take one row as in decoding, and many as in training, there with gradients too."""
     for name, operator in operators.items():
         for dtype in dtypes:
-            for count, is_backward in ((1, False), (rows, False), (rows, True)):
-                if is_backward >= len(operator.moved):
-                    continue
-                direction = "backward" if is_backward else "forward"
+            measured = list(zip(PASSES, operator.moved, strict=False))
+            for count, (passes, moved) in ((1, measured[0]), *((rows, it) for it in measured)):
                 size = count * operator.width * getattr(torch, dtype).itemsize
                 yield Case(
                     section,
-                    f"{name} {direction}, {dtype}, {count} x {operator.width}",
-                    partial(contenders, operator, dtype, count, is_backward),
+                    f"{name} {passes}, {dtype}, {count} x {operator.width}",
+                    partial(contenders, operator, dtype, count, passes),
                     tuple(threads) if count > 1 else (1,),
-                    operator.moved[is_backward] * size,
+                    moved * size,
                     references=peaks.references(peaks.READ) if count > 1 else {},
                     headline=dtype == "bfloat16",
                 )
 
 
-def contenders(operator: Operator, dtype: str, rows: int, is_backward: bool) -> Contenders:
+def contenders(operator: Operator, dtype: str, rows: int, passes: str) -> Contenders:
     """Take ours, PyTorch's operators one by one, and the same compiled."""
     inputs = [
         torch.randn(shape, dtype=getattr(torch, dtype))
         for shape in operator.shapes(rows, operator.width)
     ]
     for input in inputs[: operator.differentiable]:
-        input.requires_grad_(is_backward)
-    make = backward if is_backward else forward
+        input.requires_grad_(passes != "forward")
+    make = PASSES[passes]
     return {
         OURS: partial(make, operator.ours, inputs),
         "torch": partial(make, operator.theirs, inputs),
@@ -155,12 +153,31 @@ def forward(function: Function, inputs: list[Tensor]) -> Local:
 def backward(function: Function, inputs: list[Tensor]) -> Local:
     # Buffers that are given away would be missing in the second call.
     with torch._functorch.config.patch(donated_buffer=False):
-        outputs = function(*inputs)
-        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        outputs = results_of(function, inputs)
         gradients = [torch.ones_like(output) for output in outputs]
         wanted = [input for input in inputs if input.requires_grad]
         gradient = partial(torch.autograd.grad, outputs, wanted, gradients, retain_graph=True)
         return ready(gradient)
+
+
+def both(function: Function, inputs: list[Tensor]) -> Local:
+    """Take the passes together, since one may do work for the other.
+
+    torch.compile has the forward pass of a squared error write 2 (a - b), rounded, and the backward
+    pass read that instead of a and b.
+    """
+    gradients = [torch.ones_like(output) for output in results_of(function, inputs)]
+    wanted = [input for input in inputs if input.requires_grad]
+
+    def step() -> Any:
+        return torch.autograd.grad(results_of(function, inputs), wanted, gradients)
+
+    return ready(step)
+
+
+def results_of(function: Function, inputs: list[Tensor]) -> Sequence[Tensor]:
+    outputs = function(*inputs)
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
 def ready(function: Callable[[], Any], context: Any = nullcontext) -> Local:
@@ -169,3 +186,10 @@ def ready(function: Callable[[], Any], context: Any = nullcontext) -> Local:
         with torch_threads(threads), context():
             function()
     return Local(function, context)
+
+
+PASSES: Mapping[str, Callable[[Function, list[Tensor]], Local]] = {
+    "forward": forward,
+    "backward": backward,
+    "forward and backward": both,
+}

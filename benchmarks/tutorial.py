@@ -104,8 +104,8 @@ OPERATORS = {
     "mish": _operator(mish, F.mish, 1, 2),
     "gelu": _operator(gelu, F.gelu, 1, 2),
     "blend": _operator(blend, lambda a, b: torch.lerp(a, b, 0.5), 2, 3),
-    "squared_error": _operator(squared_error, lambda a, b: (a - b) ** 2, 2, 3, 5),
-    "cube": _operator(cube, lambda x: x**3, 1, 2, 3),
+    "squared_error": _operator(squared_error, lambda a, b: (a - b) ** 2, 2, 3, 5, 8),
+    "cube": _operator(cube, lambda x: x**3, 1, 2, 3, 5),
     "log_sum_exp": _operator(_ops.log_sum_exp, lambda x: x.logsumexp(-1), 1, 1),
     "row_norm": _operator(_ops.row_norm, lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-6), 1, 2),
 }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,22 @@ def test_another_device_runs_without_foo(tmp_path):
         env=environment | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
     )
     assert result.returncode == 0, result.stderr + result.stdout
+
+
+@pytest.mark.parametrize("option", ["--only", "--skip"])
+def test_a_pattern_that_is_none(option):
+    result = conformance("--device", "cpu", option, "*/add")
+    assert result.returncode == 2
+    message = "must be a regular expression, got '*/add': nothing to repeat at position 0"
+    assert f"error: argument {option}: {message}" in result.stderr
+
+
+def test_no_case_is_left():
+    result = conformance("--device", "cpu", "--only", "^operators/nothing/")
+    assert result.returncode == 1
+    assert re.fullmatch(
+        r"conformance: --only and --skip leave none of the \d{4} cases", result.stderr.strip()
+    )
 
 
 def test_a_worker_that_does_not_start():

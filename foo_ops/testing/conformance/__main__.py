@@ -29,11 +29,25 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--out", type=Path, help="a file for the outcomes; a second run goes on")
     result.add_argument("--page", type=Path, help="a file for a page with the scores")
-    result.add_argument("--only", default="", help="a pattern for suite/name/dtype")
-    result.add_argument("--skip", help="a pattern for suite/name/dtype of what is not run")
+    result.add_argument(
+        "--only",
+        type=expression,
+        default="",
+        help="a regular expression, to be found in suite/name/dtype of what is run",
+    )
+    result.add_argument("--skip", type=expression, help="one for what is not run")
     result.add_argument("--known", type=Path, help="a file with lines 'suite/name: reason'")
     result.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     return result
+
+
+def expression(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a regular expression, got {text!r}: {error}"
+        ) from error
 
 
 def run(arguments: argparse.Namespace, known: Mapping[Case, str]) -> bool:
@@ -42,9 +56,12 @@ def run(arguments: argparse.Namespace, known: Mapping[Case, str]) -> bool:
     device, out = arguments.device, arguments.out
     kept = read_scores(out, device, torch.__version__) if out else {}
     workers = [Worker(device, arguments.modules) for _ in range(arguments.processes)]
-    selected = [case for case in workers[0].cases() if re.search(arguments.only, "/".join(case))]
+    cases = workers[0].cases()
+    selected = [case for case in cases if arguments.only.search("/".join(case))]
     if arguments.skip:
-        selected = [case for case in selected if not re.search(arguments.skip, "/".join(case))]
+        selected = [case for case in selected if not arguments.skip.search("/".join(case))]
+    if not selected:
+        sys.exit(f"conformance: --only and --skip leave none of the {len(cases)} cases")
     outcomes: dict[Case, Outcome] = dict(kept)
 
     def save() -> None:
@@ -58,7 +75,7 @@ def run(arguments: argparse.Namespace, known: Mapping[Case, str]) -> bool:
     if arguments.page:
         arguments.page.write_text(report.page(device, torch.__version__))
     print(f"{time.monotonic() - started:.0f} s, {arguments.processes} processes")
-    return bool(selected) and not report.failed
+    return not report.failed
 
 
 def main() -> None:
