@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from foo_ops.testing.conformance.processes import Worker
 from foo_ops.testing.conformance.scores import Report, cause_of, read_known, read_scores
 
 TESTS = Path(__file__).parents[1]
@@ -78,6 +81,45 @@ def test_another_device_runs_without_foo(tmp_path):
         env=environment | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
     )
     assert result.returncode == 0, result.stderr + result.stdout
+
+
+def test_interrupted_in_a_case(tmp_path):
+    """Ctrl-C goes to all processes of a terminal; the case that was running is no crash."""
+    out, begun = tmp_path / "scores.json", tmp_path / "begun"
+    (tmp_path / "endless.py").write_text(
+        "import pathlib, time, torch\n"
+        "def cosh(*args, **kwargs):\n"
+        f"    pathlib.Path({str(begun)!r}).touch()\n"
+        "    time.sleep(600)\n"
+        "torch.cosh = cosh\n"
+    )
+    command = [sys.executable, "-m", "foo_ops.testing.conformance", "--device", "cpu"]
+    command += ["--import", "endless", "--only", "^operators/(acos|cosh)/float64"]
+    running = subprocess.Popen(
+        [*command, "--processes", "1", "--out", str(out)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(tmp_path)])},
+        start_new_session=True,
+    )
+    end = time.monotonic() + 300
+    while not begun.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    os.killpg(running.pid, signal.SIGINT)
+    _, error = running.communicate(timeout=100)
+    assert running.returncode == 1
+    assert error.strip().endswith("conformance: interrupted after 1 of 2 cases")
+    assert json.loads(out.read_text())["cases"] == {"operators/acos/float64": None}
+
+
+def test_a_worker_that_ended_between_two_cases():
+    worker = Worker("cpu", [])
+    worker.cases()
+    worker.interrupt()
+    worker._process.wait()
+    assert worker.run(("operators", "neg", "float64")) == "the process ended with -9"
+    assert worker.run(("operators", "neg", "float64")) is None
+    worker.stop()
 
 
 @pytest.mark.parametrize("option", ["--only", "--skip"])

@@ -68,8 +68,12 @@ def run(arguments: argparse.Namespace, known: Mapping[Case, str]) -> bool:
         if out:
             write_scores(out, device, torch.__version__, outcomes)
 
-    run_all([case for case in selected if case not in kept], workers, outcomes, save)
-    save()
+    try:
+        run_all([case for case in selected if case not in kept], workers, outcomes, save)
+    except KeyboardInterrupt:
+        sys.exit(f"conformance: interrupted after {len(outcomes)} of {len(selected)} cases")
+    finally:
+        save()
     report = Report({case: outcomes[case] for case in selected}, known)
     report.print()
     if arguments.page:

@@ -1,5 +1,6 @@
 """Run cases in worker processes, so that a crash costs one case."""
 
+import contextlib
 import json
 import os
 import queue
@@ -16,6 +17,8 @@ Case = tuple[str, ...]
 Outcome = str | None
 
 CASE_TIMEOUT = 300
+SAVED_EVERY = 30
+"""Seconds: a device that is being brought up may crash in each case, and a worker starts in 8."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -40,6 +43,8 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
             env=self._environment,
+            # Ctrl-C would otherwise end the worker, too, and that would look like a crash.
+            start_new_session=True,
         )
         answer = self._answer(CASE_TIMEOUT)
         if not isinstance(answer, list):
@@ -53,8 +58,9 @@ class Worker:
             self.cases()
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(case) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # a process that has ended does not answer
+            self._process.stdin.write(json.dumps(case) + "\n")
+            self._process.stdin.flush()
         return self._answer(CASE_TIMEOUT)
 
     def _answer(self, timeout: float) -> Any:
@@ -70,6 +76,11 @@ class Worker:
         self._process = None
         return f"the process ended with {process.wait()}"
 
+    def interrupt(self) -> None:
+        """End the process in the middle of a case."""
+        if (process := self._process) is not None:
+            process.kill()
+
     def stop(self) -> None:
         if self._process is not None:
             assert self._process.stdin is not None
@@ -81,35 +92,49 @@ def run_all(
     selected: list[Case],
     workers: list[Worker],
     outcomes: dict[Case, Outcome],
-    after_some: Callable[[], None],
+    save: Callable[[], None],
 ) -> None:
-    """Add the outcomes of the cases. Each 500 cases ``after_some`` is called, by one thread."""
+    """Add the outcomes of the cases, and save them now and then.
+
+    Ctrl-C leaves out what was running.
+    """
     waiting: queue.SimpleQueue[Case] = queue.SimpleQueue()
     for case in selected:
         waiting.put(case)
-    lock = threading.Lock()
-    count = 0
-    started = time.monotonic()
+    lock, interrupted = threading.Lock(), threading.Event()
+    started = saved = time.monotonic()
 
     def serve(worker: Worker) -> None:
-        nonlocal count
-        while True:
+        while not interrupted.is_set():
             try:
                 case = waiting.get_nowait()
             except queue.Empty:
                 break
             outcome = worker.run(case)
-            with lock:
-                outcomes[case] = outcome
-                count += 1
-                if count % 500 == 0:
-                    passed = time.monotonic() - started
-                    print(f"{count} of {len(selected)} cases, {passed:.0f} s", flush=True)
-                    after_some()
+            if not interrupted.is_set():
+                keep(case, outcome)
         worker.stop()
 
+    def keep(case: Case, outcome: Outcome) -> None:
+        nonlocal saved
+        with lock:
+            outcomes[case] = outcome
+            now = time.monotonic()
+            if now - saved > SAVED_EVERY:
+                saved = now
+                done = len(outcomes) - before
+                print(f"{done} of {len(selected)} cases, {now - started:.0f} s", flush=True)
+                save()
+
+    before = len(outcomes)
     threads = [threading.Thread(target=serve, args=(worker,)) for worker in workers]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        interrupted.set()
+        for worker in workers:
+            worker.interrupt()
+        raise
