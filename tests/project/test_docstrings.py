@@ -1,6 +1,7 @@
 """The examples in docstrings run as they stand and print what they say."""
 
 import doctest
+import gc
 import importlib
 import inspect
 import pkgutil
@@ -44,6 +45,15 @@ def lines_of_a_kernel():
     for name, matrix in zip(("output", "a", "b"), matrices):
         names[name] = View(type_, matrix.data_ptr(), matrix.shape, matrix.stride())
     return names | {"language": plain_language, "matrices": matrices, "j": 1}
+
+
+@pytest.fixture(autouse=True)
+def no_garbage():
+    """What other tests left is not freed between the lines of an example that counts memory."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def run(name):
