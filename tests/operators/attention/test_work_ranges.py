@@ -99,7 +99,8 @@ def some_are(number, argument):
     """Change query (0), key or value: put a number into row 230 of the first head."""
 
     def change(sample):
-        sample.inputs[argument][0, 0, 230] = number
+        # A tensor: a number that is infinite in float16 is refused by torch 2.15.
+        sample.inputs[argument][0, 0, 230] = torch.tensor(number)
         return sample
 
     return change
