@@ -29,7 +29,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 
 #define FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
   AT_FORALL_FP32(FLOAT32)
-#if TORCH_VERSION_MINOR >= 15
+#if TORCH_VERSION_MINOR >= 14
   // Not in torch's list for all devices.
   FLOAT32(linalg_matrix_sqrth)
 #endif
