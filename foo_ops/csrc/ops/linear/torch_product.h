@@ -1,4 +1,4 @@
-// PyTorch's own products, where they are quicker than ours: the rule is one table a processor.
+// PyTorch's own products, where they are quicker than ours: the rule is one table.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace foo {
 
-// Whether a table of this processor has this product, which is not finished.
+// Whether the table has this product, which is not finished, and this processor.
 bool is_quicker_by_torch(const Product& product, at::ScalarType dtype);
 
 // Writes left right^T + bias to a contiguous output by PyTorch's kernel for CPUs.
