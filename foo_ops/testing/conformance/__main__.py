@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace, known: Mapping[Case, str]) -> bool:
     try:
         run_all([case for case in selected if case not in kept], workers, outcomes, save)
     except KeyboardInterrupt:
-        sys.exit(f"conformance: interrupted after {len(outcomes)} of {len(selected)} cases")
+        done = len(outcomes.keys() & set(selected))
+        sys.exit(f"conformance: interrupted after {done} of {len(selected)} cases")
     finally:
         save()
     report = Report({case: outcomes[case] for case in selected}, known)
