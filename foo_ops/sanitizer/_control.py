@@ -13,7 +13,8 @@ from foo_ops.device import _compiled_kernels
 from foo_ops.sanitizer.findings import Finding, SanitizerError, SanitizerWarning, make_finding
 
 Action = Literal["raise", "warn"]
-Taker = Callable[[Finding], type[SanitizerError] | None]
+# What it raises ends the call, or the next one of Python where that cannot be stopped.
+Taker = Callable[[Finding], None]
 
 _lock = threading.RLock()
 # Who takes findings: the innermost check(), at the bottom what enable() says.
@@ -23,25 +24,36 @@ _enabled: list[Taker] = []
 _stderr = [2]
 
 
-def _raise(finding: Finding) -> type[SanitizerError]:
-    # An operator on the CPU cannot be stopped. Python then makes the exception itself, without
-    # arguments, when the thread comes back to it.
-    names = {
-        "__init__": lambda self: SanitizerError.__init__(self, finding),
-        "__module__": SanitizerError.__module__,
-    }
-    return type(SanitizerError.__name__, (SanitizerError,), names)
+def _raise(finding: Finding) -> None:
+    raise SanitizerError(finding)
 
 
 def _warn(finding: Finding) -> None:
-    warnings.warn(str(finding), SanitizerWarning, stacklevel=2)
+    warnings.warn(str(finding), SanitizerWarning, stacklevel=3)
 
 
-def _report(raw: dict[str, Any], ends: bool) -> type[SanitizerError] | None:
+def _type_that_makes(error: BaseException) -> type[BaseException]:
+    """Return a type whose one instance is this error, for Python, which makes it of a type."""
+    # Nothing else may keep the error, and with it the frames that it passes through.
+    errors = [error]
+    names = {"__new__": lambda cls: errors.pop(), "__module__": type(error).__module__}
+    return type(type(error).__name__, (type(error),), names)
+
+
+def _report(
+    raw: dict[str, Any], consequence: Literal["raise", "raise later", "end"]
+) -> type[BaseException] | None:
     finding = make_finding(raw)
-    if not ends:
-        return _takers[-1](finding)
-    os.write(_stderr[-1], f"foo_ops.sanitizer: {finding}\n".encode())
+    if consequence == "end":
+        os.write(_stderr[-1], f"foo_ops.sanitizer: {finding}\n".encode())
+        return None
+    try:
+        _takers[-1](finding)
+    except BaseException as error:
+        # An operator on the CPU cannot be stopped, nor code that touches memory.
+        if consequence == "raise":
+            raise
+        return _type_that_makes(error)
     return None
 
 

@@ -1,5 +1,6 @@
 """What a finding says, and what becomes of it."""
 
+import contextlib
 import gc
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -71,9 +73,30 @@ def test_nothing_is_written_when_it_raises():
 def test_warnings():
     sanitizer.enable(action="warn")
     try:
-        with pytest.warns(sanitizer.SanitizerWarning, match="^race: "):
+        with pytest.warns(sanitizer.SanitizerWarning, match="^race: ") as warned:
             race(torch.foo.Stream())
     finally:
+        sanitizer.disable()
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_an_error_keeps_nothing_alive():
+    kept = []
+
+    def host_reads():
+        x = torch.ones(4, device="foo").to("cpu", non_blocking=True)
+        kept.append(weakref.ref(x))
+        x.sum()
+        abs(0)
+
+    sanitizer.enable()
+    gc.disable()
+    try:
+        with contextlib.suppress(sanitizer.SanitizerError):
+            host_reads()
+        assert kept.pop()() is None
+    finally:
+        gc.enable()
         sanitizer.disable()
 
 

@@ -263,3 +263,33 @@ os.kill(os.getpid(), signal.SIGSEGV)
     )
     assert "Fatal Python error: Segmentation fault" in process.stderr
     assert faulthandler.is_enabled() == was_enabled
+
+
+def test_what_a_finding_runs_may_use_the_device():
+    process = run(
+        """
+import gc, warnings, torch
+from support import host_streams
+from foo_ops import sanitizer
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        print("garbage", x.sum().item(), flush=True)
+
+def show(message, *rest):
+    Garbage()
+    gc.collect()
+    print("shown", x.sum().item(), flush=True)
+
+x = torch.ones(2, device="foo")
+warnings.showwarning = show
+sanitizer.enable(action="warn")
+host_streams.numpy_writes_during_a_copy(torch.foo.Stream(), torch.foo.Stream(), right=False)
+host = torch.ones(5, device="foo").to("cpu", non_blocking=True)
+print(host.numpy().sum())
+"""
+    )
+    shown = ["garbage 2.0", "shown 2.0"]
+    assert (process.returncode, process.stdout.splitlines()) == (0, [*shown, *shown, "5.0"])

@@ -1,5 +1,7 @@
 """Of each kind wrong programs, which are named, and right ones, which are left alone."""
 
+import warnings
+
 import pytest
 import torch
 from support.streams import PAIRS
@@ -48,7 +50,20 @@ def test_raised(kind, program):
     try:
         with pytest.raises(sanitizer.SanitizerError) as raised:
             run_wrong(program)
+        assert type(raised.value) is sanitizer.SanitizerError
         assert raised.value.finding.kind == kind
         program(torch.foo.Stream(), torch.foo.Stream(), right=True)
+    finally:
+        sanitizer.disable()
+
+
+@pytest.mark.parametrize(("kind", "program"), CASES)
+def test_warning_that_is_an_error(kind, program):
+    sanitizer.enable(action="warn")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(sanitizer.SanitizerWarning, match=f"^{kind}: "):
+                run_wrong(program)
     finally:
         sanitizer.disable()

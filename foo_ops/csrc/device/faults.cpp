@@ -35,6 +35,24 @@ void end_process(int signal_number) {
   raise(signal_number);
 }
 
+// Python that a finding runs, or garbage that it collects, may use the device itself. A fault of a
+// thread that blocks it ends the process without a word.
+class FaultsUnblocked {
+ public:
+  FaultsUnblocked() {
+    sigset_t faults;
+    sigemptyset(&faults);
+    sigaddset(&faults, SIGSEGV);
+    pthread_sigmask(SIG_UNBLOCK, &faults, &before_);
+  }
+  ~FaultsUnblocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  FaultsUnblocked(const FaultsUnblocked&) = delete;
+  FaultsUnblocked& operator=(const FaultsUnblocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
 // The code that was interrupted reads or writes memory, and so holds no lock of ours, nor of malloc
 // or Python, but perhaps the GIL.
 bool resolve(const void* address, const void* context) {
@@ -44,6 +62,7 @@ bool resolve(const void* address, const void* context) {
   if (!is_of_device && !is_pinned(address)) return false;
   // Kernels copy from and to pinned memory; whether they may is known from their schemas.
   if (is_of_device || !memory_protection().is_used()) {
+    const FaultsUnblocked unblocked;
     observe(
         [&](Observer& observer) { observer.touched_by_host(address, is_write(address, context)); });
   }

@@ -69,25 +69,35 @@ py::dict describe_finding(const Finding& finding) {
   return description;
 }
 
-// The function gets the finding, and whether it ends the process. It returns the exception, without
-// arguments, that is to end the call, or None.
+const char* name_of(Consequence consequence) {
+  switch (consequence) {
+    case Consequence::kRaise:
+      return "raise";
+    case Consequence::kRaiseLater:
+      return "raise later";
+    case Consequence::kEnd:
+      return "end";
+  }
+  return "";
+}
+
+// Python makes the exception itself, without arguments, when this thread comes back to it.
+void raise_later(const py::handle& type) {
+  PyThreadState_SetAsyncExc(PyThread_get_thread_ident(), type.ptr());
+}
+
+// The function gets the finding and what comes of it. It raises, or returns the type of what is to
+// be raised later, or None. Nothing may be thrown later than the call that is reported.
 Report report_to(py::function function) {
   auto* const held = new py::function(std::move(function));  // Python may be gone before.
   return [held](const Finding& finding, Consequence consequence) {
     const py::gil_scoped_acquire gil;
     try {
-      const bool ends = consequence == Consequence::kEnd;
-      const py::object raised = (*held)(describe_finding(finding), ends);
-      if (raised.is_none()) return;
-      if (consequence == Consequence::kRaiseLater) {
-        // Python makes the exception itself, when this thread comes back to it.
-        PyThreadState_SetAsyncExc(PyThread_get_thread_ident(), raised.ptr());
-      } else {
-        PyErr_SetNone(raised.ptr());
-        throw py::error_already_set();
-      }
+      const py::object raised = (*held)(describe_finding(finding), name_of(consequence));
+      if (!raised.is_none()) raise_later(raised);
     } catch (py::error_already_set& error) {
-      pass_on(error);
+      if (consequence == Consequence::kRaise) pass_on(error);
+      raise_later(error.type());
     }
   };
 }
