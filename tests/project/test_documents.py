@@ -18,7 +18,7 @@ BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^( *)```sh\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 WARNINGS = ["-W", "error::UserWarning"]
-if TORCH >= (2, 15):
+if TORCH >= (2, 14):
     # Its opcheck asks what may be no leaf for its gradient, and hides the warning when it is shown.
     WARNINGS += ["-W", "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"]
 
