@@ -178,6 +178,9 @@ BROKEN = {
         "fake_kernel", r"^there is no fake kernel: register one \(torch\.library", fake=None
     ),
     "fake kernel looks at data": Broken("compiled_graph", "torch.compile", fake=looking_at_data),
+    "fake kernel looks at data, without gradients": Broken(
+        "compiled_for_inference", "torch.compile", fake=looking_at_data
+    ),
     "fake kernel of one size": Broken(
         "compiled_for_dynamic_shapes",
         "the graph that was compiled for size 9 does not serve size 6: the fake kernel",

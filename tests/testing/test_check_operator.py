@@ -89,7 +89,8 @@ def test_ids_name_operator_device_dtype_check_and_sample():
         "foo-bfloat16-layouts-size7-every_second",
         "foo-float64-opcheck-size7-gradient",
         "foo-float64-gradcheck-size7",
-        "cpu-float32-compiled_for_dynamic_shapes",
+        "cpu-bfloat16-compiled_for_dynamic_shapes",
+        "cpu-float32-compiled_for_inference-size7",
         "foo:1-float32-second_device",
     ):
         assert f"{name}-{words}" in ids

@@ -11,7 +11,7 @@ from foo_ops import library
 from foo_ops.testing import CHECKS, Sample, check_operator, random
 from foo_ops.testing.checks.calls import same
 
-COMPILED = ["compiled_graph", "compiled_for_layouts", "compiled_for_dynamic_shapes"]
+COMPILED = [name for name in CHECKS if name.startswith("compiled")]
 FOO_ALONE = {"devices": ("foo",), "dtypes": (torch.float32,)}
 
 

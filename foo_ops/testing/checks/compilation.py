@@ -13,12 +13,13 @@ from foo_ops.testing.checks.calls import differentiable_names, require_history, 
 from foo_ops.testing.checks.contexts import failing_as, without_cached_fakes
 from foo_ops.testing.checks.matrix import (
     Case,
+    brain,
     check,
     differentiable,
     essential,
     first,
+    first_if_differentiable,
     no_name,
-    single_and_brain,
 )
 from foo_ops.testing.layouts import inside_padding, reversed_dimensions
 from foo_ops.testing.schema import as_tuple, tensors_in
@@ -153,10 +154,19 @@ NEGATED = "compiled by torch.compile, negated twice before"
 @check(f"{NEGATED} the operator", dtypes=first, names=essential)
 def compiled_graph(case: Case) -> None:
     with fresh_compiler():
+        check_compiled(case, case.sample(), *compiled(case, negated_twice, dynamic=False))
+
+
+@check(
+    f"{NEGATED} the operator, under torch.no_grad()",
+    dtypes=first_if_differentiable,
+    names=lambda spec: list(spec.essential)[-1:],
+)
+def compiled_for_inference(case: Case) -> None:
+    """Check the graph that records no gradients, where `compiled_graph` has one that does."""
+    with fresh_compiler():
         functions = compiled(case, negated_twice, dynamic=False)
         check_compiled_forward(case, case.sample(), *functions)
-        if case.dtype in differentiable(case.spec):
-            check_compiled(case, case.sample(), *functions)
 
 
 @check(
@@ -174,7 +184,7 @@ def compiled_for_layouts(case: Case) -> None:
 @check(
     "of size 9, and then of sizes 6 and 19 for the same graph (dynamic=True), compiled by "
     "torch.compile, copied before the operator",
-    dtypes=single_and_brain,
+    dtypes=brain,
     names=no_name,
 )
 def compiled_for_dynamic_shapes(case: Case) -> None:

@@ -187,9 +187,18 @@ def first(spec: OpSpec) -> Sequence[torch.dtype]:
     return spec.dtypes[:1]
 
 
+def first_if_differentiable(spec: OpSpec) -> list[torch.dtype]:
+    return [dtype for dtype in first(spec) if dtype in differentiable(spec)]
+
+
 def first_and_last(spec: OpSpec) -> list[torch.dtype]:
     """Choose the first and the last, which lies farthest from it."""
     return list(dict.fromkeys((spec.dtypes[0], spec.dtypes[-1])))
+
+
+def brain(spec: OpSpec) -> Sequence[torch.dtype]:
+    """Choose bfloat16, which formulas convert, or else the first."""
+    return [torch.bfloat16] if torch.bfloat16 in spec.dtypes else first(spec)
 
 
 def single_and_brain(spec: OpSpec) -> list[torch.dtype]:
