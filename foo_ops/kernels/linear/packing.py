@@ -139,24 +139,28 @@ def make_right_packer(dtype: str, WIDTH: int) -> Callable:
                     store(place, step * WIDTH + lane, load(line, lane * column_stride + step))
 
     @njit
-    def copy_step(target, distance, line, columns):
-        for column in range(0, columns, WIDTH):
-            some = min(WIDTH, columns - column)
-            place = shift(target, column // WIDTH * distance)
-            copy_row(place, shift(line, column), 1, some, round_up(some, LANES))
+    def copy_panel(target, source, step_stride, columns, count):
+        # A Zen 3 takes 0.9 of the time for the gradient of the input of 256 rows and more if whole
+        # panels are not counted column by column.
+        if columns == WIDTH:
+            for step in range(count):
+                place, line = shift(target, step * WIDTH), shift(source, step * step_stride)
+                for column in range(0, WIDTH, LANES):
+                    store(place, column, load_vector(line, column, LANES))
+            return
+        for step in range(count):
+            place, line = shift(target, step * WIDTH), shift(source, step * step_stride)
+            copy_row(place, line, 1, columns, round_up(columns, LANES))
 
     @njit
     def pack_right(target, distance, source, column_stride, step_stride, columns, count):
-        if step_stride != 1:
-            for step in range(count):
-                line = shift(source, step * step_stride)
-                copy_step(shift(target, step * WIDTH), distance, line, columns)
-            return
         for column in range(0, columns, WIDTH):
-            transpose_panel(
-                shift(target, column // WIDTH * distance), shift(source, column * column_stride),
-                column_stride, min(WIDTH, columns - column), count,
-            )  # fmt: skip
+            place, some = shift(target, column // WIDTH * distance), min(WIDTH, columns - column)
+            if step_stride == 1:
+                panel = shift(source, column * column_stride)
+                transpose_panel(place, panel, column_stride, some, count)
+            else:
+                copy_panel(place, shift(source, column), step_stride, some, count)
 
     return pack_right
 
