@@ -66,8 +66,7 @@ def test_report_names_all_failures():
         (
             "compiled_for_dynamic_shapes",
             "The sample, float32 on foo, was of size 9, and then of sizes 6 and 19 for the same "
-            "graph (dynamic=True), compiled by torch.compile, copied before the "
-            "operator.",
+            "graph (dynamic=True), compiled by torch.compile, copied before the operator.",
         ),
     ],
 )

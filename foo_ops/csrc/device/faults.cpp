@@ -35,23 +35,14 @@ void end_process(int signal_number) {
   raise(signal_number);
 }
 
-// Python that a finding runs, or garbage that it collects, may use the device itself. A fault of a
-// thread that blocks it ends the process without a word.
-class FaultsUnblocked {
- public:
-  FaultsUnblocked() {
-    sigset_t faults;
-    sigemptyset(&faults);
-    sigaddset(&faults, SIGSEGV);
-    pthread_sigmask(SIG_UNBLOCK, &faults, &before_);
-  }
-  ~FaultsUnblocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  FaultsUnblocked(const FaultsUnblocked&) = delete;
-  FaultsUnblocked& operator=(const FaultsUnblocked&) = delete;
-
- private:
-  sigset_t before_;
-};
+// Until the handler returns. Python that a finding runs, or garbage that it collects, may use the
+// device itself, and a fault of a thread that blocks it ends the process without a word.
+void unblock_faults() {
+  sigset_t faults;
+  sigemptyset(&faults);
+  sigaddset(&faults, SIGSEGV);
+  pthread_sigmask(SIG_UNBLOCK, &faults, nullptr);
+}
 
 // The code that was interrupted reads or writes memory, and so holds no lock of ours, nor of malloc
 // or Python, but perhaps the GIL.
@@ -62,7 +53,7 @@ bool resolve(const void* address, const void* context) {
   if (!is_of_device && !is_pinned(address)) return false;
   // Kernels copy from and to pinned memory; whether they may is known from their schemas.
   if (is_of_device || !memory_protection().is_used()) {
-    const FaultsUnblocked unblocked;
+    unblock_faults();
     observe(
         [&](Observer& observer) { observer.touched_by_host(address, is_write(address, context)); });
   }

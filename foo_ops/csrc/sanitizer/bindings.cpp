@@ -87,7 +87,7 @@ void raise_later(const py::handle& type) {
 }
 
 // The function gets the finding and what comes of it. It raises, or returns the type of what is to
-// be raised later, or None. Nothing may be thrown later than the call that is reported.
+// be raised later, or None. Code that cannot be stopped cannot be thrown through, either.
 Report report_to(py::function function) {
   auto* const held = new py::function(std::move(function));  // Python may be gone before.
   return [held](const Finding& finding, Consequence consequence) {
