@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import gc
 import itertools
 import os
 
@@ -21,6 +22,12 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "needs_compiler: torch.compile makes C++ of it; skipped where torch finds none"
     )
+
+
+def pytest_collection_finish():
+    """What is there by now lives to the end, and to look through it for garbage takes seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

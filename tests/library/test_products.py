@@ -310,13 +310,13 @@ def test_what_is_no_matrix(factor):
     ],
     ids=str,
 )
-def test_other_vectors(environment, tmp_path):
+def test_other_vectors(environment):
     process = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"),
             *(__file__, "-k", "test_shapes and cpu and tiles and not float64 or test_integers"),
         ],
-        env=os.environ | environment | {"FOO_CACHE_DIR": str(tmp_path)},
+        env=os.environ | environment,
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
