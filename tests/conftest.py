@@ -24,10 +24,20 @@ def pytest_configure(config):
     )
 
 
-def pytest_collection_finish():
-    """What is there by now lives to the end, and to look through it for garbage takes seconds."""
+def leave_out_of_collections():
+    """Look for garbage among later objects alone: among all that is there by now takes seconds."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish():
+    leave_out_of_collections()
+
+
+@pytest.fixture(scope="module")
+def quick_collections():
+    """Let ``gc.collect()`` leave out what the tests of other modules made."""
+    leave_out_of_collections()
 
 
 @pytest.hookimpl(tryfirst=True)

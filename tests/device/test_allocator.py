@@ -15,7 +15,7 @@ GRANULE = 64
 
 
 @pytest.fixture(autouse=True)
-def no_garbage():
+def no_garbage(quick_collections):
     gc.collect()
 
 

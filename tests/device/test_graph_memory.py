@@ -8,7 +8,7 @@ from torch import nn
 
 
 @pytest.fixture(autouse=True)
-def no_garbage():
+def no_garbage(quick_collections):
     gc.collect()
     torch.foo.empty_cache()
 

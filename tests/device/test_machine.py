@@ -4,7 +4,7 @@ import pytest
 from hypothesis import stateful
 from support import device_machine
 
-pytestmark = pytest.mark.usefixtures("one_thread", "products_of_cpu")
+pytestmark = pytest.mark.usefixtures("one_thread", "products_of_cpu", "quick_collections")
 
 
 def test_foo_does_what_the_cpu_does():

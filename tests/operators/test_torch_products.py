@@ -6,18 +6,30 @@ import sys
 
 import pytest
 import torch
+from llvmlite.binding import get_host_cpu_features
 from support.exact import assert_near
 from torch.profiler import ProfilerActivity, profile
 
 import foo_ops
-from foo_ops.kernels.compiler.processor import _has_quick_dot
+from foo_ops.kernels.compiler.processor import _has_quick_dot, target
 
 EVENT = "foo::linear by aten::mm"
 ASKS_FOR_OTHERS = (
     *("FOO_VECTOR_BITS", "FOO_BFLOAT16_PAIRS", "FOO_MATRIX_UNIT", "FOO_TORCH_PRODUCTS"),
     *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"),
 )
-HAS_PROCESSOR = _has_quick_dot() and not any(os.environ.get(it) for it in ASKS_FOR_OTHERS)
+LEAVES_PRODUCTS = not any(os.environ.get(it) for it in ASKS_FOR_OTHERS)
+IS_AMD = target()[1].startswith("znver")
+HAS_AVX512 = get_host_cpu_features().get("avx512f", False)
+BY_MKL = LEAVES_PRODUCTS and IS_AMD and not HAS_AVX512 and torch.backends.mkl.is_available()
+MEASURED = {
+    torch.bfloat16: LEAVES_PRODUCTS and _has_quick_dot(),
+    torch.float32: BY_MKL,
+    torch.float64: BY_MKL,
+}
+# PyTorch sums in float32, and rounds to bfloat16 once. MKL adds the sums of others to a large bias.
+ROUNDINGS = {torch.bfloat16: 2, torch.float32: 32, torch.float64: 32}
+ALL = "bfloat16 float32 float64"
 WIDTH, OUTPUTS = 768, 640
 
 
@@ -57,43 +69,50 @@ def by_torch(function):
 
 
 @pytest.mark.parametrize(
-    ("product", "rows", "is_torchs"),
+    ("product", "rows", "dtypes"),
     [
-        (forward, 8, False), (forward, 16, False), (forward, 24, True), (forward, 32, False),
-        (forward, 127, False), (forward, 128, True), (with_bias, 8, False), (with_bias, 24, True),
-        (with_bias, 255, False), (with_bias, 256, True), (grad_input, 8, False),
-        (grad_input, 64, True),
-        (grad_weight, 16, True), (grad_weight, 300, True),
+        (forward, 8, ""), (forward, 16, ""), (forward, 24, "bfloat16"), (forward, 32, ""),
+        (forward, 127, ""), (forward, 128, "bfloat16"), (forward, 255, "bfloat16"),
+        (forward, 256, ALL), (forward, 1100, ALL),
+        (with_bias, 8, ""), (with_bias, 24, "bfloat16"), (with_bias, 255, ""),
+        (with_bias, 256, ALL), (with_bias, 700, ALL),
+        (grad_input, 8, ""), (grad_input, 64, "bfloat16"), (grad_input, 300, ALL),
+        (grad_weight, 16, "bfloat16"), (grad_weight, 300, "bfloat16"),
+        (grad_weight, 600, "bfloat16 float32"),
     ],
 )  # fmt: skip
-def test_route_and_values(product, rows, is_torchs, device):
-    given = tuple(tensors(rows, torch.bfloat16, device))
+@pytest.mark.parametrize("dtype", MEASURED, ids=str)
+def test_route_and_values(product, rows, dtypes, dtype, device):
+    given = tuple(tensors(rows, dtype, device))
     (result, exact), count = by_torch(lambda: product(*given))
-    assert count == int(is_torchs and HAS_PROCESSOR)
-    assert_near(result.cpu(), exact().cpu(), roundings=2)
+    is_torchs = str(dtype).removeprefix("torch.") in dtypes.split()
+    assert count == int(is_torchs and MEASURED[dtype])
+    assert_near(result.cpu(), exact().cpu(), roundings=ROUNDINGS[dtype])
 
 
-def test_what_is_not_in_the_table(device):
-    float32 = tuple(tensors(128, torch.float32, device))
-    assert by_torch(lambda: forward(*float32))[1] == 0
-    input, weight, _ = tensors(128, torch.bfloat16, device)
+@pytest.mark.parametrize("dtype", MEASURED, ids=str)
+def test_what_is_not_in_the_table(dtype, device):
+    input, weight, gradient = tensors(256, dtype, device)
     assert by_torch(lambda: foo_ops.linear(input, weight, activation="relu"))[1] == 0
-    small = tuple(tensors(128, torch.bfloat16, device, width=8))
-    assert by_torch(lambda: forward(*small))[1] == 0
+    assert by_torch(lambda: forward(input[:, :8], weight[:, :8], gradient))[1] == 0
+    assert by_torch(lambda: forward(input.half(), weight.half(), gradient))[1] == 0
 
 
-def test_other_strides(device):
+@pytest.mark.parametrize("dtype", MEASURED, ids=str)
+def test_other_strides(dtype, device):
     """Gradients that are repeated, or lie in memory by columns, come to what they say."""
-    input, weight, gradient = tensors(256, torch.bfloat16, device)
+    input, weight, gradient = tensors(256, dtype, device)
     for grad in (gradient[:1].expand(256, -1), gradient.t().contiguous().t(), gradient):
         results = torch.ops.foo.linear_backward(grad, input.flip(0), weight)
         exact = grad.double() @ weight.double(), grad.double().mT @ input.flip(0).double()
         for result, expected in zip(results, exact):
-            assert_near(result.cpu(), expected.cpu(), roundings=2)
+            assert_near(result.cpu(), expected.cpu(), roundings=ROUNDINGS[dtype])
 
 
-def test_same_result_for_every_number_of_threads():
-    given = tuple(tensors(256, torch.bfloat16, "cpu"))
+@pytest.mark.parametrize("rows", [256, 1100])
+@pytest.mark.parametrize("dtype", MEASURED, ids=str)
+def test_same_result_for_every_number_of_threads(rows, dtype):
+    given = tuple(tensors(rows, dtype, "cpu"))
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
@@ -111,7 +130,8 @@ import foo_ops
 from torch.profiler import profile
 
 with profile() as seen:
-    foo_ops.linear(*torch.ones(2, 512, 512, dtype=torch.bfloat16).unbind())
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        foo_ops.linear(*torch.ones(2, 512, 512, dtype=dtype).unbind())
 assert {EVENT!r} not in [it.key for it in seen.key_averages()]
 """
 

@@ -47,17 +47,8 @@ def lines_of_a_kernel():
     return names | {"language": plain_language, "matrices": matrices, "j": 1}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def earlier_objects():
-    """What other tests left is looked through once: that takes seconds after all of them."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
-def no_garbage(earlier_objects):
+def no_garbage(quick_collections):
     """What other tests left is not freed between the lines of an example that counts memory."""
     gc.collect()
     gc.disable()

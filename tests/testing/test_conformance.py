@@ -84,6 +84,17 @@ def test_another_device_runs_without_foo(tmp_path):
     assert result.returncode == 0, result.stderr + result.stdout
 
 
+@pytest.fixture
+def interruptible():
+    """Have programs that begin here end by Ctrl-C, also where a shell runs the tests beside others:
+    it makes them ignore that, and programs of theirs with them.
+    """
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupted_in_a_case(tmp_path):
     """Ctrl-C goes to all processes of a terminal; the case that was running is no crash."""
     out, begun = tmp_path / "scores.json", tmp_path / "begun"

@@ -18,10 +18,24 @@ inline ScratchPool& scratch_pool() {
   return *pool;
 }
 
+// Calls work(thread, next) on each thread that takes part, where next() is the job that it is to do
+// then, or -1 when all have been begun. Threads are counted from 0, fewer than
+// at::get_num_threads().
+template <class Work>
+void share_jobs(int64_t jobs, Work work) {
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
+  ThreadShares shares(jobs, threads);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) {
+      work(thread, [&] { return shares.take(thread); });
+    }
+  });
+}
+
 // Calls work(job, thread, call) for each job, in parallel, where call(piece) runs the kernel in the
-// thread's own scratch memory, and threads are counted from 0, fewer than at::get_num_threads().
-// The result is the same whichever thread does a job. Where ``bytes`` is given, the kernel only
-// writes there how much scratch memory it needs for a piece; none needs more than ``largest``.
+// thread's own scratch memory. The result is the same whichever thread does a job. Where ``bytes``
+// is given, the kernel only writes there how much scratch memory it needs for a piece; none needs
+// more than ``largest``.
 template <class Parameters, class Piece, class Work>
 void run_jobs(const Parameters& parameters,
               void (*kernel)(const Parameters* parameters, const Piece* piece, void* scratch,
@@ -29,18 +43,12 @@ void run_jobs(const Parameters& parameters,
               int64_t jobs, const Piece& largest, Work work) {
   int64_t bytes = 0;
   kernel(&parameters, &largest, nullptr, &bytes);
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), jobs);
-  ThreadShares shares(jobs, threads);
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    const ScratchMemory scratch(scratch_pool(), begin, bytes);
-    for (int64_t thread = begin; thread < end; ++thread) {
-      const auto call = [&](const Piece& piece) {
-        kernel(&parameters, &piece, scratch.get(), nullptr);
-      };
-      for (int64_t job = shares.take(thread); job >= 0; job = shares.take(thread)) {
-        work(job, thread, call);
-      }
-    }
+  share_jobs(jobs, [&](int64_t thread, auto next) {
+    const ScratchMemory scratch(scratch_pool(), thread, bytes);
+    const auto call = [&](const Piece& piece) {
+      kernel(&parameters, &piece, scratch.get(), nullptr);
+    };
+    for (int64_t job = next(); job >= 0; job = next()) work(job, thread, call);
   });
 }
 

@@ -33,10 +33,10 @@ inline int64_t part_of(int64_t size, int64_t most, int64_t multiple) {
 struct Cut {
   int64_t rows, columns;
 
-  Cut(const Product& product, int64_t most_rows, int64_t most_columns)
+  Cut(const Product& product, int64_t most_rows, int64_t most_columns,
+      int64_t threads = at::get_num_threads())
       : rows(part_of(product.rows, most_rows, kTile / 2)),
         columns(part_of(product.columns, most_columns, kTile)) {
-    const int64_t threads = at::get_num_threads();
     while (threads > 1 && std::max(rows, columns) > kTile &&
            blocks(product) < kBlocksOfThread * threads) {
       int64_t& larger = rows > columns ? rows : columns;
