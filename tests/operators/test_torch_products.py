@@ -33,11 +33,11 @@ ALL = "bfloat16 float32 float64"
 WIDTH, OUTPUTS = 768, 640
 
 
-def tensors(rows, dtype, device, width=WIDTH):
+def tensors(rows, dtype, device):
     generator = torch.Generator().manual_seed(0)
-    shapes = ((rows, width), (OUTPUTS, width), (rows, OUTPUTS))
+    shapes = ((rows, WIDTH), (OUTPUTS, WIDTH), (rows, OUTPUTS))
     input, weight, gradient = (torch.randn(it, generator=generator).to(dtype) for it in shapes)
-    return (it.to(device) for it in (input, weight / width**0.5, gradient))
+    return (it.to(device) for it in (input, weight / WIDTH**0.5, gradient))
 
 
 def forward(input, weight, gradient):
