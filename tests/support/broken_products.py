@@ -266,7 +266,7 @@ BROKEN = {
         "gradcheck", "gradcheck raised .*Jacobian mismatch", backward=wrong_backward
     ),
     "gradient, compiled": Broken(
-        "compiled_graph", "the gradient of b is wrong", backward=wrong_backward
+        "compiled_graph", "^sample 'size7': the gradient of b is wrong", backward=wrong_backward
     ),
     "gradient forgotten": Broken(
         "gradients", "the gradient of b is wrong", backward=forgetful_backward
@@ -287,7 +287,9 @@ BROKEN = {
         make=lambda a, b: product(a, b).to("foo:0"),
     ),
     "fake kernel wants dense input": Broken(
-        "compiled_for_layouts", "torch.compile.* raised .*only dense", fake=fake_of_dense_input
+        "compiled_for_layouts",
+        "^layout reversed_dimensions: torch.compile.* raised .*only dense",
+        fake=fake_of_dense_input,
     ),
     "gradient of one input alone": Broken(
         "gradient_of_each_input",

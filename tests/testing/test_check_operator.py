@@ -68,6 +68,11 @@ def test_report_names_all_failures():
             "The sample, float32 on foo, was of size 9, and then of sizes 6 and 19 for the same "
             "graph (dynamic=True), compiled by torch.compile, copied before the operator.",
         ),
+        (
+            "compiled_graph",
+            "The sample, float32 on foo, was each of the essential ones, compiled by torch.compile, "
+            "negated twice before the operator, all in one graph.",
+        ),
     ],
 )
 def test_failure_says_what_was_done_to_the_sample(check, treatment):
@@ -87,7 +92,8 @@ def test_ids_name_operator_device_dtype_check_and_sample():
         "cpu-float32-values-size0",
         "foo-bfloat16-layouts-size7-every_second",
         "foo-float64-opcheck-size7-gradient",
-        "foo-float64-gradcheck-size7",
+        "cpu-float64-gradcheck-size7",
+        "cpu-float32-compiled_graph",
         "cpu-bfloat16-compiled_for_dynamic_shapes",
         "cpu-float32-compiled_for_inference-size7",
         "foo:1-float32-second_device",

@@ -19,11 +19,12 @@ from foo_ops.testing.checks.matrix import (
     essential,
     first,
     first_and_last,
+    first_device,
     gradient_or_not,
     in_layouts,
 )
 
-OPCHECKS_OF_A_DTYPE = tuple(name for name in OPCHECKS if name != "test_aot_dispatch_dynamic")
+OPCHECKS_WITHOUT_AOT = tuple(name for name in OPCHECKS if name != "test_aot_dispatch_dynamic")
 
 
 @check(
@@ -35,13 +36,14 @@ OPCHECKS_OF_A_DTYPE = tuple(name for name in OPCHECKS if name != "test_aot_dispa
 def opcheck(case: Case) -> None:
     """Run torch.library.opcheck: schema, autograd registration, fake kernel, AOTAutograd.
 
-    AOTAutograd takes most of the time, and is asked of one dtype here. In another one
-    `compiled_for_dynamic_shapes` goes through it.
+    AOTAutograd takes most of the time, and is asked of one dtype and device here. In another dtype
+    `compiled_for_dynamic_shapes` goes through it, and on other devices all that is compiled.
     """
     sample = arguments(case)
     if case.gradient:
         sample = sample.requiring_grad()
-    names = OPCHECKS if case.dtype in first(case.spec) else OPCHECKS_OF_A_DTYPE
+    whole = case.dtype in first(case.spec) and case.device in first_device(case.spec)
+    names = OPCHECKS if whole else OPCHECKS_WITHOUT_AOT
     with without_cached_fakes():
         results = library.opcheck(
             case.spec.operator, sample.inputs, dict(sample.keywords), test_utils=names,

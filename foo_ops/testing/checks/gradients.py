@@ -17,7 +17,14 @@ from foo_ops.testing.checks.calls import (
     same,
 )
 from foo_ops.testing.checks.contexts import failing_as, poisoned_memory
-from foo_ops.testing.checks.matrix import Case, check, differentiable, double_precision, essential
+from foo_ops.testing.checks.matrix import (
+    Case,
+    check,
+    differentiable,
+    double_precision,
+    essential,
+    first_device,
+)
 from foo_ops.testing.spec import Tensors, check_gradients, cotangents_for
 
 
@@ -111,9 +118,13 @@ def finite(outputs: Iterable[Tensor]) -> Tensors:
     "moved by 1e-6, up and down, one element at a time",
     dtypes=double_precision,
     names=essential,
+    devices=first_device,
 )
 def gradcheck(case: Case) -> None:
-    """Check the formula against numerical derivatives of the kernel itself."""
+    """Check the formula against numerical derivatives of the kernel itself.
+
+    It calls the operator twice for each element. On other devices `gradients` checks the formula.
+    """
     sample = case.sample().requiring_grad()
     tensors = sample.differentiable()
     require_history(case, sample, run(case, sample))

@@ -207,6 +207,10 @@ def single_and_brain(spec: OpSpec) -> list[torch.dtype]:
     return chosen or list(first(spec))
 
 
+def first_device(spec: OpSpec) -> Sequence[str]:
+    return spec.devices[:1]
+
+
 def essential(spec: OpSpec) -> Collection[str]:
     return spec.essential
 
