@@ -70,8 +70,8 @@ def test_report_names_all_failures():
         ),
         (
             "compiled_graph",
-            "The sample, float32 on foo, was each of the essential ones, compiled by torch.compile, "
-            "negated twice before the operator, all in one graph.",
+            "The sample, float32 on foo, was each of the essential ones, compiled by "
+            "torch.compile, negated twice before the operator, all in one graph.",
         ),
     ],
 )
