@@ -13,6 +13,7 @@ from typing import Any
 from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.compiler.processor import vector_registers
 from foo_ops.kernels.linear.finish import NOTHING, parts_of
 from foo_ops.kernels.linear.output import describe_lines, leave_sums, make_writer
 from foo_ops.kernels.linear.parameters import argument_types
@@ -50,6 +51,7 @@ class Tiles:
         arguments: the types of the kernel's.
         make_tile: ``make_tile(ROWS, COLUMNS)`` makes ``tile(product, right, memory, sums, width,
             left, depth, column)``, which stores the sums of adjacent columns of ``right``.
+        columns_of_group: how many columns are multiplied by several rows at a time.
         regions: ``regions(depth)`` describes the scratch memory of a tile.
         scale_sums: ``scale_sums(product, block, memory, width, panel)``, before they are written.
     """
@@ -59,6 +61,7 @@ class Tiles:
     copy_row: Callable
     arguments: tuple[Any, ...]
     make_tile: Callable[[int, int], Callable]
+    columns_of_group: int
     regions: Callable[[Any], dict[str, Any]]
     scale_sums: Callable
 
@@ -119,7 +122,28 @@ def make_element_tiles(
     def row_size(depth):
         return round_up(depth, VECTOR)
 
-    return Tiles(left, row_size, copy_row, arguments, make_tile, regions, scale_sums)
+    columns = columns_of_sums(LANES) if CONVERTS else columns_of_group(LANES)
+    return Tiles(left, row_size, copy_row, arguments, make_tile, columns, regions, scale_sums)
+
+
+def columns_of_sums(lanes: int) -> int:
+    """Return for how many columns a group's sums fill a vector, in which they are added up."""
+    return lanes // min(MOST_OF_GROUP, lanes)
+
+
+def columns_of_group(lanes: int) -> int:
+    """Return for how many columns a group's sums fill registers.
+
+    The rows, which exceed the first cache, are read once for them. With 16 registers, a Zen 3 reads
+    weights for 4 rows of 4096, and for 8, in GB/s:
+
+        sums            float32     float64
+        fill a vector   12.6, 7.9   10.4, 6.2
+        of 3 columns    15.1, 10.1  16.2, 9.9
+
+    It reads integers no faster then for 4 rows, and for one row at times slower.
+    """
+    return min(3, lanes) if vector_registers() == 16 else columns_of_sums(lanes)
 
 
 def make_few_rows_kernel(
@@ -133,9 +157,7 @@ def make_few_rows_kernel(
     as_left, copy_row = pointer_to(tiles.left), tiles.copy_row
     write, PARTS = make_writer(dtype, finish), parts_of(finish)
     scale_sums = tiles.scale_sums
-    # As many sums as a vector has lanes, which is what adding them up takes.
-    GROUP = min(MOST_OF_GROUP, LANES)
-    COLUMNS_OF_GROUP = LANES // GROUP
+    GROUP, COLUMNS_OF_GROUP = min(MOST_OF_GROUP, LANES), tiles.columns_of_group
 
     @njit
     def sizes_of_block(product, block):

@@ -18,7 +18,7 @@ from typing import Any
 from numba import njit
 
 from foo_ops.kernels.compiler.processor import has_bfloat16_dot
-from foo_ops.kernels.linear.few_rows import Tiles
+from foo_ops.kernels.linear.few_rows import Tiles, columns_of_sums
 from foo_ops.kernels.linear.parameters import quantized_argument_types
 from foo_ops.kernels.products.operands import vector_product_dtype
 from foo_ops.kernels.vectors.arithmetic import splat
@@ -107,7 +107,7 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
 
     arguments = quantized_argument_types(dtype, "uint8")
     return Tiles(
-        row.left, row.row_size, row.copy_row, arguments, make_tile, regions,
+        row.left, row.row_size, row.copy_row, arguments, make_tile, columns_of_sums(LANES), regions,
         _make_mender(compute, GROUP_SIZE),
     )  # fmt: skip
 

@@ -237,27 +237,41 @@ def tile_dot(typing_context, tile, a, a_stride, b, b_stride):
 
 @intrinsic
 def tile_store_sums(typing_context, tile, pointer, stride):
-    """Store the sum of each vector's lanes. ROWS * COLUMNS is a power of two, at most the lanes."""
-    count, lanes = tile.rows * tile.columns, tile.vector.lanes
+    """Store the sum of each vector's lanes."""
+    lanes, columns = tile.vector.lanes, tile.columns
 
     def generate(context, builder, signature, args):
+        count = tile.rows * columns
+        # As many are added up at a time as go into a vector, or the next power of two.
+        size = min(lanes, 1 << (count - 1).bit_length())
         vectors = [builder.extract_value(args[0], position) for position in range(count)]
-        distance = lanes // 2
-        while distance > 0:
-            half = len(vectors) // 2
-            pairs = zip(vectors[:half], vectors[half:], strict=True) if half else [vectors * 2]
-            vectors = [_fold(builder, *pair, distance) for pair in pairs]
-            distance //= 2
+        vectors += [vectors[-1]] * (-count % size)
+        parts = [
+            _sums_of_lanes(builder, vectors[first : first + size], lanes)
+            for first in range(0, count, size)
+        ]
         for row in range(tile.rows):
-            first = row * tile.columns
-            places = [place * lanes // count for place in range(first, first + tile.columns)]
-            stored = emit_shuffle(builder, vectors[0], vectors[0], places)
+            part, first = divmod(row * columns, size)
+            places = [place * lanes // size for place in range(first, first + columns)]
+            following = parts[min(part + 1, len(parts) - 1)]
+            stored = emit_shuffle(builder, parts[part], following, places)
             address = builder.gep(args[1], [builder.mul(args[2], INT64(row))])
             address = builder.bitcast(address, stored.type.as_pointer())
             builder.store(stored, address, align=ELEMENTS[pointer.dtype].size)
         return context.get_dummy_value()
 
     return types.void(tile, pointer, types.intp), generate
+
+
+def _sums_of_lanes(builder: ir.IRBuilder, vectors: list[ir.Value], lanes: int) -> ir.Value:
+    """Return the sum of each vector's lanes, in equal distances. Their number is a power of two."""
+    distance = lanes // 2
+    while distance > 0:
+        half = len(vectors) // 2
+        pairs = zip(vectors[:half], vectors[half:], strict=True) if half else [vectors * 2]
+        vectors = [_fold(builder, *pair, distance) for pair in pairs]
+        distance //= 2
+    return vectors[0]
 
 
 def _fold(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, distance: int) -> ir.Value:
