@@ -267,9 +267,9 @@ def _sums_of_lanes(builder: ir.IRBuilder, vectors: list[ir.Value], lanes: int) -
     """Return the sum of each vector's lanes, in equal distances. Their number is a power of two."""
     distance = lanes // 2
     while distance > 0:
-        half = len(vectors) // 2
-        pairs = zip(vectors[:half], vectors[half:], strict=True) if half else [vectors * 2]
-        vectors = [_fold(builder, *pair, distance) for pair in pairs]
+        half = max(len(vectors) // 2, 1)
+        pairs = zip(vectors[:half], vectors[-half:], strict=True)
+        vectors = [_fold(builder, one, other, distance) for one, other in pairs]
         distance //= 2
     return vectors[0]
 
