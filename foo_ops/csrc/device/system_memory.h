@@ -3,10 +3,9 @@
 
 #include <cstddef>
 
-namespace foo::device {
+#include "launch/huge_pages.h"
 
-// A huge page of the processor. Segments are aligned to it.
-inline constexpr size_t kHugePage = size_t{2} << 20;
+namespace foo::device {
 
 // The smallest piece of memory that can be protected.
 size_t page_bytes();
@@ -17,7 +16,7 @@ size_t physical_memory();
 // the system gives up when memory is needed, so that the free pages alone can be a hundredth.
 size_t available_memory();
 
-// Aligned memory from the system, or null. Transparent huge pages take fewer faults to touch.
+// Memory from the system, aligned to huge pages, or null.
 char* map_memory(size_t bytes);
 
 }  // namespace foo::device

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "launch/huge_pages.h"
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
 #include "ops/bounds.h"
@@ -64,8 +65,8 @@ at::TensorIterator make_iterator(const Operands& operands, at::TensorList output
 void allocate_of_several_types(Operands& operands) {
   const auto iterator = make_iterator(operands, {at::Tensor()});
   for (size_t i = 0; i < operands.outputs.size(); ++i) {
-    operands.outputs[i] = at::empty_like(
-        iterator.output(), iterator.output().options().dtype(operands.output_types[i]));
+    operands.outputs[i] = in_huge_pages(at::empty_like(
+        iterator.output(), iterator.output().options().dtype(operands.output_types[i])));
   }
 }
 
@@ -75,7 +76,10 @@ void run_iterator(Operands& operands, Kernel& kernel, const Signature& signature
       std::all_of(types.begin(), types.end(), [&](auto type) { return type == types.front(); });
   if (!operands.outputs_are_given() && !is_of_one_type) allocate_of_several_types(operands);
   auto iterator = make_iterator(operands, operands.outputs);
-  for (size_t i = 0; i < operands.outputs.size(); ++i) operands.outputs[i] = iterator.output(i);
+  const bool are_new = !operands.outputs_are_given();
+  for (size_t i = 0; i < operands.outputs.size(); ++i) {
+    operands.outputs[i] = are_new ? in_huge_pages(iterator.output(i)) : iterator.output(i);
+  }
   if (iterator.numel() == 0) return;
   auto* function = kernel.get<ElementwiseFunction>(signature);
   iterator.for_each([function, scalars = operands.scalars.data()](
@@ -102,7 +106,8 @@ bool is_plain(const Operands& operands) {
 at::Tensor allocate(const at::Tensor& like, at::ScalarType dtype) {
   const auto options = like.options().dtype(dtype);
   // The dispatcher takes a tenth of a microsecond.
-  return like.is_cpu() ? at::cpu::empty(like.sizes(), options) : at::empty(like.sizes(), options);
+  return in_huge_pages(like.is_cpu() ? at::cpu::empty(like.sizes(), options)
+                                     : at::empty(like.sizes(), options));
 }
 
 void run_plain(Operands& operands, Kernel& kernel, const Signature& signature) {

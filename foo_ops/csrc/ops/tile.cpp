@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "launch/huge_pages.h"
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
 #include "launch/read_once.h"
@@ -22,8 +23,8 @@ using Tensors = c10::SmallVector<at::Tensor, 8>;
 // Undefined for a result that is not there.
 at::Tensor allocate(const ResultLayout& layout, c10::Device device) {
   if (layout.dtype == at::ScalarType::Undefined) return at::Tensor();
-  return at::empty_strided(layout.sizes, layout.strides,
-                           at::TensorOptions().dtype(layout.dtype).device(device));
+  return in_huge_pages(at::empty_strided(layout.sizes, layout.strides,
+                                         at::TensorOptions().dtype(layout.dtype).device(device)));
 }
 
 // Whether elements of an argument are elements of an input, other than itself.

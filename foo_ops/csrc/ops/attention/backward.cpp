@@ -7,6 +7,7 @@
 #include <array>
 #include <cstring>
 
+#include "launch/huge_pages.h"
 #include "launch/kernel_table.h"
 #include "ops/attention/bias_gradient.h"
 #include "ops/attention/chunks.h"
@@ -271,8 +272,8 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
   // Packed rows may belong to no sequence, or to one without queries.
   const bool all_rows_are_written = !is_packed && !blocks.empty();
   const auto gradient_of = [&](const at::Tensor& tensor) {
-    return all_rows_are_written ? at::empty(tensor.sizes(), tensor.options())
-                                : at::zeros(tensor.sizes(), tensor.options());
+    const auto gradient = in_huge_pages(at::empty(tensor.sizes(), tensor.options()));
+    return all_rows_are_written ? gradient : gradient.zero_();
   };
   const at::Tensor grad_query = gradient_of(query);
   const at::Tensor grad_key = gradient_of(inputs.key);

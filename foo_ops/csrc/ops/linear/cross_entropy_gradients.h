@@ -8,6 +8,7 @@
 
 #include <tuple>
 
+#include "launch/huge_pages.h"
 #include "ops/linear/product.h"
 
 namespace foo {
@@ -34,7 +35,7 @@ class Gradients {
     }
     if (weight_requires_grad) {
       hidden_ = hidden.to(factors_);
-      grad_weight_ = at::empty(weight.sizes(), options);
+      grad_weight_ = in_huge_pages(at::empty(weight.sizes(), options));
     }
     if (bias_requires_grad) {
       one_ = at::ones({1}, options.dtype(factors_));

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "launch/huge_pages.h"
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
 #include "ops/linear/checks.h"
@@ -72,7 +73,7 @@ Gradients linear_backward(const at::Tensor& grad_output, const OptionalTensor& i
   check_linear_backward(grad_output, input, weight, input_requires_grad, weight_requires_grad);
   const Matrix grad(grad_output);
   const auto make = [&](bool is_wanted, c10::IntArrayRef sizes) {
-    return at::empty(is_wanted ? sizes : c10::IntArrayRef{0}, grad_output.options());
+    return in_huge_pages(at::empty(is_wanted ? sizes : c10::IntArrayRef{0}, grad_output.options()));
   };
   const at::Tensor grad_input =
       input_requires_grad ? make_rows(grad_output, weight->size(1)) : make(false, {});

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "launch/huge_pages.h"
 #include "launch/jobs.h"
 #include "launch/kernel_table.h"
 #include "ops/linear/cut.h"
@@ -135,7 +136,7 @@ Matrix Matrix::transposed() const {
 at::Tensor make_rows(const at::Tensor& like, int64_t width) {
   c10::SmallVector<int64_t, 6> sizes(like.sizes().begin(), like.sizes().end());
   sizes.back() = width;
-  return at::empty(sizes, like.options());
+  return in_huge_pages(at::empty(sizes, like.options()));
 }
 
 Product make_product(const at::Tensor& output, const Matrix& left, const Matrix& right,
