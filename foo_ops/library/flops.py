@@ -47,7 +47,9 @@ def register_flops(
             from torch.utils.flop_counter import flop_registry, register_flop_formula
 
             for packet in packets:
-                flop_registry.pop(packet, None)
+                # It may be there twice: torch changes its hash with each overload that is defined.
+                while packet in flop_registry:
+                    del flop_registry[packet]
             register_flop_formula(packets, get_raw=takes_tensors)(formula)
 
         _with_counter(add)

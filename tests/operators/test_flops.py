@@ -1,5 +1,7 @@
 """FlopCounterMode counts every operator of foo's and the elementwise operators of a user."""
 
+import random
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -126,6 +128,25 @@ def test_a_later_kernel_leaves_what_an_author_counts():
     kernel = library.elementwise_kernel(lambda x: 2 * x)
     library.register_kernel("test_flops::twice", ("cpu", "foo"), kernel)
     assert flops(torch.ops.test_flops.twice, torch.ones(6))[0] == 42
+
+
+class Hashed:
+    def __init__(self, number):
+        self.number = number
+
+    def __hash__(self):
+        return self.number
+
+
+def test_packet_whose_hash_changes(monkeypatch):
+    library.define("test_flops::thrice", "(Tensor input) -> Tensor")
+    packet, numbers = torch.ops.test_flops.thrice, random.Random(0)
+    registry = dict(flop_registry)
+    monkeypatch.setattr(torch.utils.flop_counter, "flop_registry", registry)
+    for _ in range(20000):
+        monkeypatch.setattr(packet, "_op", Hashed(numbers.getrandbits(60)))
+        library.register_flops("test_flops::thrice")(lambda *shapes, **_: 42)
+    assert registry[packet]([1], out_val=None) == 42
 
 
 def test_results_without_elements(device):
