@@ -39,6 +39,13 @@ def attended(query, key):
     return foo_ops.attention(query, key, key)
 
 
+def bias_gradient():
+    tokens = torch.ones(1, 1, 3 << 10, 64)
+    bias = torch.zeros(1, 1, 3 << 10, 3 << 10, requires_grad=True)
+    output = foo_ops.attention(tokens, tokens, tokens, attn_bias=bias)
+    return torch.autograd.grad(output.sum(), bias)
+
+
 def loss_gradients():
     target = torch.zeros(2, dtype=torch.int64)
     weight = matrix(requires_grad=True)
@@ -72,6 +79,7 @@ RESULTS = {
     "linear, gradient of the weight": lambda: gradients(foo_ops.linear, matrix(1), matrix())[1:],
     "attention": lambda: attended(torch.ones(HEAD), ONE_KEY),
     "attention, gradient": lambda: gradients(attended, torch.ones(HEAD), ONE_KEY)[:1],
+    "attention, gradient of a bias": bias_gradient,
     "attention, packed": lambda: packed(foo_ops.attention_varlen),
     "flex attention": lambda: foo_ops.flex_attention(torch.ones(HEAD), ONE_KEY, ONE_KEY),
     "flex attention, packed": lambda: packed(foo_ops.flex_attention_varlen),

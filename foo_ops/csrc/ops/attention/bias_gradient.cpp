@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include "launch/huge_pages.h"
+
 namespace foo {
 
 at::Tensor sum_in_order(const at::Tensor& tensor, int64_t dim) {
@@ -34,7 +36,8 @@ void BiasGradient::allocate(int64_t slots, bool all_keys_are_seen) {
   const auto own = bias_.options(), sums = own.dtype(compute_type_);
   const auto lengths = at::IntArrayRef(sizes_).slice(2);
   if (parameters_.bias_gradient == kStored) {
-    sums_ = all_keys_are_seen ? at::empty(sizes_, own) : at::zeros(sizes_, own);
+    sums_ = in_huge_pages(at::empty(sizes_, own));
+    if (!all_keys_are_seen) sums_.zero_();
   } else if (has_row_sums()) {
     sums_ = at::zeros(
         {parameters_.batch * parameters_.key_heads * slots, parameters_.group, 1, lengths[1]},
