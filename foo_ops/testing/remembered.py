@@ -70,8 +70,10 @@ def _is_plain(leaf: Any) -> bool:
 def _contents_of(leaf: Any) -> Hashable:
     if not isinstance(leaf, Tensor):
         return type(leaf), repr(leaf)  # 1, 1.0 and True are equal.
-    numbers = leaf.detach().resolve_conj().resolve_neg().numpy()
-    digest = hashlib.blake2b(numbers.tobytes(), digest_size=16).digest()
+    leaf_on_cpu = leaf.detach().cpu().resolve_conj().resolve_neg()
+    numbers = leaf_on_cpu.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+    # Processors have instructions for this digest: it takes less than half of blake2b's time.
+    digest = hashlib.sha256(numbers.numpy()).digest()
     return leaf.dtype, leaf.shape, leaf.requires_grad, digest
 
 

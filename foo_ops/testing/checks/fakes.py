@@ -82,10 +82,11 @@ def check_fake(case: Case) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    outputs = run(case, case.sample())
+    sample = case.sample()
     with without_cached_fakes():
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    fake_sample = case.sample().map(lambda tensor: fake_of(tensor, mode))
+    fake_sample = sample.map(lambda tensor: fake_of(tensor, mode))
+    outputs = run(case, sample)
     with mode, failing_as("the fake kernel (torch.library.register_fake)"):
         try:
             fakes = case.spec.call(fake_sample)

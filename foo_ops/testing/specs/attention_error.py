@@ -101,8 +101,9 @@ class Scores:
     """The scores (batch, heads, queries, keys), -inf where a key is not seen, and their errors.
 
     Attributes:
-        error: 0 where a key is not seen, as the other two.
-        derivative: of the score for ``scale q.k``: 1, but for a softcap.
+        error: 0 where a key is not seen.
+        derivative: of the score for ``scale q.k``: 1, but for a softcap; then 0 where a key is not
+            seen. It is broadcast, as the next.
         derivative_error: how far that may be off.
     """
 
@@ -118,20 +119,21 @@ class Scores:
         dropout = ("dropout_mask", "dropout_p")
         options = {name: value for name, value in sample.keywords.items() if name not in dropout}
         score = reference.masked_scores(query, key, bias, slopes, **options)
+        sees = score > -math.inf
 
         scale, unit, softcap = scale_of(sample), rounding.unit, options.get("softcap", 0.0)
         products = abs(scale) * (query.abs() @ key.abs().mT)
         size = abs(scale) * (query @ key.mT).abs()
         error = rounding.summing(query.shape[-1]) * products
-        derivative, derivative_error = torch.ones_like(error), torch.zeros_like(error)
+        derivative, derivative_error = error.new_ones(()), error.new_zeros(())
         if softcap > 0:
             # The quotient is rounded twice; tanh errs by 4 units and the product by 2.
             capped = softcap * torch.tanh(size / softcap)
             argument_error = (error + 2 * unit * size).where(size.isfinite(), 0)
             lower = softcap * torch.tanh((size - argument_error) / softcap)
             error = capped - lower + 6 * unit * capped
-            derivative = 1 - (capped / softcap).square()
-            derivative_error = 2 * capped * error / softcap**2 + 4 * unit
+            derivative = (1 - (capped / softcap).square()).where(sees, 0)
+            derivative_error = (2 * capped * error / softcap**2 + 4 * unit).where(sees, 0)
             size = capped
         if bias is not None and bias.dtype != torch.bool:
             size = size + bias.abs()
@@ -139,9 +141,8 @@ class Scores:
             distance = reference.distances(query.shape[2], key.shape[2]).abs()
             size = size + slopes[..., None, None].abs() * distance
         # Two additions, and the products with the distance and with log2(e).
-        error = error + 4 * unit * size
-        sees = score > -math.inf
-        return cls(score, *(t.where(sees, 0) for t in (error, derivative, derivative_error)))
+        error = (error + 4 * unit * size).where(sees, 0)
+        return cls(score, error, derivative, derivative_error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +175,7 @@ class Forward:
         unit, keys = rounding.unit, value.shape[2]
         scores = Scores.of(sample, rounding)
         dropout_mask = sample.keywords.get("dropout_mask")
-        factor = torch.ones_like(scores.error)
+        factor = scores.error.new_ones(())
         if dropout_mask is not None:
             factor = dropout_mask / (1 - sample.keywords["dropout_p"])
 
