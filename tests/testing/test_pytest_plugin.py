@@ -157,6 +157,20 @@ def test_what_is_wrong_is_said(run):
     assert "foo_ops/testing/checks/" not in process.stdout
 
 
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "two workers"])
+def test_slowest_operators_are_listed(run, workers):
+    process = run(RIGHT, "-k", "cpu and values", "--durations=1", *workers)
+    (line,) = re.findall(r"=+ slowest 1 operators =+\n+(.*)\n", process.stdout)
+    seconds, checks = re.fullmatch(r"(\S+)s stranger::rms_norm \((\d+) checks\)", line).groups()
+    assert int(checks) == counts(process)["passed"]
+    of_one_test = re.search(r"(\S+)s call +\S+::test_operator", process.stdout)[1]
+    assert float(seconds) >= float(of_one_test) > 0.0
+
+
+def test_operators_are_not_listed_unasked(run):
+    assert "slowest" not in run(RIGHT, "-k", "cpu and values and bfloat16").stdout
+
+
 def test_operators_must_be_named(run):
     process = run("def test_operator(operator_check): ...")
     assert process.returncode != 0

@@ -7,6 +7,8 @@ for ``operator_check``.
 
 from __future__ import annotations
 
+import collections
+import itertools
 import os
 from collections.abc import Iterator
 
@@ -14,6 +16,8 @@ import pytest
 
 # Standard error as it is before pytest captures it for each test.
 _stderr = pytest.StashKey[int]()
+# Under which name a report has the operator whose check it is.
+_OPERATOR = "foo_ops operator"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,3 +81,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     parameters = [pytest.param(case, id=case.id) for spec in specs for case in cases(spec)]
     metafunc.parametrize("operator_check", parameters)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None and "operator_check" in callspec.params:
+        item.user_properties.append((_OPERATOR, callspec.params["operator_check"].spec.name))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """With --durations say how long the checks of an operator took, all together."""
+    count = terminalreporter.config.getoption("durations")
+    seconds: collections.Counter[str] = collections.Counter()
+    checks: collections.Counter[str] = collections.Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if not isinstance(report, pytest.TestReport):
+            continue
+        if (operator := dict(report.user_properties).get(_OPERATOR)) is not None:
+            seconds[operator] += report.duration
+            checks[operator] += report.when == "call"
+    if count is None or not seconds:
+        return
+    terminalreporter.section(f"slowest {count or len(seconds)} operators")
+    for operator, duration in seconds.most_common(count or None):
+        terminalreporter.write_line(f"{duration:.2f}s {operator} ({checks[operator]} checks)")
