@@ -56,9 +56,10 @@ examples: setup
 	$(BIN)/python examples/embeddings.py
 	$(BIN)/python examples/llama_decoding.py
 
-# Idle threads of one process must not keep the cores from another.
+# Idle threads of one process must not keep the cores from another. Neighbours go to one of them,
+# since they share what was computed for them.
 test: setup
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
 # Kernels for each width of vectors, each way to multiply, and other processors.
 test-processors: setup

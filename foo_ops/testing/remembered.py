@@ -20,7 +20,7 @@ Tensors = tuple[Tensor, ...]
 
 T = TypeVar("T")
 MOST = 4096
-"""So many results are kept of an operator; attention's checks ask for 2,000, of 40 MB."""
+"""So many results are kept of an operator; attention's checks ask for 1,400, of 40 MB."""
 # Of these the value says all that a function can know of them.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
@@ -28,7 +28,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 class Remembered:
     """Results by the numbers that they were computed from, the oldest of which are forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
         self._results: OrderedDict[Hashable, Any] = OrderedDict()
 
     def result(self, compute: Callable[[], T], *given: Any) -> T:
@@ -45,7 +46,7 @@ class Remembered:
         if key not in self._results:
             self._results[key] = compute()
         self._results.move_to_end(key)
-        if len(self._results) > MOST:
+        if len(self._results) > self._most:
             self._results.popitem(last=False)
         result: T = self._results[key]
         return result

@@ -132,7 +132,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def cases(spec: OpSpec, checks: Collection[str] | None = None) -> list[Case]:
-    """List all that is to be checked of an operator.
+    """List all that is to be checked of an operator, sample by sample.
 
     Args:
         spec: the operator.
@@ -150,7 +150,10 @@ def cases(spec: OpSpec, checks: Collection[str] | None = None) -> list[Case]:
     for name in names:
         if name not in CHECKS:
             raise ValueError(f"cases: checks must be among {', '.join(CHECKS)}, got {name!r}")
-    return [case for name in names for case in CHECKS[name].cases(name, spec)]
+    listed = [case for name in names for case in CHECKS[name].cases(name, spec)]
+    # Neighbours ask the reference for the same numbers, and workers of pytest are given neighbours.
+    positions = {name: position for position, name in enumerate(("", *spec.samples))}
+    return sorted(listed, key=lambda it: (spec.dtypes.index(it.dtype), positions[it.name]))
 
 
 # ------------------------------------------------------------------------- what is run for what
