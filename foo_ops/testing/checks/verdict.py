@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 
 from foo_ops.testing.checks.matrix import Case, cases
@@ -21,8 +20,10 @@ class OperatorCheckError(AssertionError):
     ) -> None:
         self.failures = failures
         lines = [f"{spec.name} fails {len(failures)} of {count} cases"]
-        for check, of_check in itertools.groupby(failures, lambda failure: failure[0].check):
-            (case, error), *others = of_check
+        of_checks: dict[str, list[tuple[Case, Exception]]] = {}
+        for failure in failures:
+            of_checks.setdefault(failure[0].check, []).append(failure)
+        for check, ((case, error), *others) in of_checks.items():
             lines.append(f"\n{case.id}: {error}")
             if others:
                 lines.append(f"{len(others)} more cases of {check}: {listed(others)}")
