@@ -19,7 +19,12 @@ from foo_ops.kernels.linear.output import describe_lines, leave_sums, make_write
 from foo_ops.kernels.linear.parameters import argument_types
 from foo_ops.kernels.products.operands import step_of, vector_product_dtype
 from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import address_of, pointer_to, prefetch_vectors, shift
+from foo_ops.kernels.vectors.memory import (
+    address_of,
+    pointer_to,
+    prefetch_vectors_to_second,
+    shift,
+)
 from foo_ops.kernels.vectors.pairs import PAIRS
 from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, tile_zero
 from foo_ops.kernels.vectors.rows import make_copy_row, round_up
@@ -81,7 +86,6 @@ def make_element_tiles(
     compute, STEP = compute_dtype(left), step_of(loaded)
     LANES = lanes_of(compute)
     VECTOR = LANES * STEP
-    CONVERTS = loaded not in (left, PAIRS)  # See `COLUMNS_OF_ROW`.
     as_left_products = pointer_to(PAIRS if loaded == PAIRS else left)
     as_stored, as_right_products = pointer_to(stored), pointer_to(loaded)
     copy_row = make_copy_row(compute)
@@ -96,8 +100,8 @@ def make_element_tiles(
             whole = product.depth // VECTOR * LANES
             total = tile_zero(sums, ROWS, COLUMNS, LANES)
             for step in range(0, whole, LANES):
-                if CONVERTS:
-                    prefetch_vectors(vectors, COLUMNS * (steps + step), LANES, COLUMNS)
+                # The next columns, in the order of memory. See `COLUMNS_OF_ROW`.
+                prefetch_vectors_to_second(vectors, COLUMNS * (steps + step), LANES, COLUMNS)
                 total = tile_dot(
                     total, shift(rows, step), depth // STEP, shift(vectors, step), steps
                 )
@@ -122,7 +126,8 @@ def make_element_tiles(
     def row_size(depth):
         return round_up(depth, VECTOR)
 
-    columns = columns_of_sums(LANES) if CONVERTS else columns_of_group(LANES)
+    converts = loaded not in (left, PAIRS)
+    columns = columns_of_group(LANES, converts)
     return Tiles(left, row_size, copy_row, arguments, make_tile, columns, regions, scale_sums)
 
 
@@ -131,7 +136,7 @@ def columns_of_sums(lanes: int) -> int:
     return lanes // min(MOST_OF_GROUP, lanes)
 
 
-def columns_of_group(lanes: int) -> int:
+def columns_of_group(lanes: int, converts: bool) -> int:
     """Return for how many columns a group's sums fill registers.
 
     The rows, which exceed the first cache, are read once for them. With 16 registers, a Zen 3 reads
@@ -143,7 +148,9 @@ def columns_of_group(lanes: int) -> int:
 
     It reads integers no faster then for 4 rows, and for one row at times slower.
     """
-    return min(3, lanes) if vector_registers() == 16 else columns_of_sums(lanes)
+    if vector_registers() > 16:
+        return min(6, lanes)
+    return columns_of_sums(lanes) if converts else min(3, lanes)
 
 
 def make_few_rows_kernel(

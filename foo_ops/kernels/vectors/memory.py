@@ -184,13 +184,23 @@ def prefetch_vectors(typing_context, pointer, index, lanes, count):
     Example:
         >>> language.prefetch_vectors(a.row(i + 8), 0, language.lanes(a), 4)
     """
+    return _prefetching_vectors(pointer, lanes, count, 3)
+
+
+@intrinsic(prefer_literal=True)
+def prefetch_vectors_to_second(typing_context, pointer, index, lanes, count):
+    """Begin to bring so many adjacent vectors to the second cache. They need not exist."""
+    return _prefetching_vectors(pointer, lanes, count, 2)
+
+
+def _prefetching_vectors(pointer: Any, lanes: Any, count: Any, level: int) -> tuple[Any, Callable]:
     line = max(1, CACHE_LINE // ELEMENTS[pointer.dtype].size)
     elements = lanes.literal_value * count.literal_value
 
-    def generate(context, builder, signature, args):
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         for offset in range(0, elements, line):
             place = builder.add(args[1], args[1].type(offset))
-            _emit_prefetch(context, builder, pointer, (args[0], place), 3)
+            _emit_prefetch(context, builder, pointer, (args[0], place), level)
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, lanes, count), generate
