@@ -9,7 +9,7 @@ from numba import njit
 from foo_ops.kernels.attention.parameters import KEY_BLOCK
 from foo_ops.kernels.products.operands import step_of
 from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import address_of, pointer_to, prefetch_to_first, shift
+from foo_ops.kernels.vectors.memory import address_of, pointer_to, prefetch_near, shift
 from foo_ops.kernels.vectors.register_tiles import tile_load, tile_outer, tile_splat, tile_store
 
 # Keys, or pairs of keys, that are added to sums between two accesses to these.
@@ -30,10 +30,10 @@ def make_line_prefetcher(dtype: str, ROWS: int, COLUMNS: int) -> Callable:
     def prefetch_lines(later, stride, width, column):
         if stride == width:
             for line in range(LINES):
-                prefetch_to_first(later, column * ROWS + line * LINE)
+                prefetch_near(later, column * ROWS + line * LINE)
         else:
             for row in range(ROWS):
-                prefetch_to_first(later, row * stride + column)
+                prefetch_near(later, row * stride + column)
 
     return prefetch_lines
 

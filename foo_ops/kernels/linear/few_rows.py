@@ -13,33 +13,32 @@ from typing import Any
 from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.compiler.processor import vector_registers
+from foo_ops.kernels.compiler.processor import fetches_to_first, vector_registers
 from foo_ops.kernels.linear.finish import NOTHING, parts_of
 from foo_ops.kernels.linear.output import describe_lines, leave_sums, make_writer
 from foo_ops.kernels.linear.parameters import argument_types
 from foo_ops.kernels.products.operands import step_of, vector_product_dtype
 from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import (
-    address_of,
-    pointer_to,
-    prefetch_vectors_to_second,
-    shift,
-)
+from foo_ops.kernels.vectors.memory import address_of, pointer_to, prefetch_vectors, shift
 from foo_ops.kernels.vectors.pairs import PAIRS
 from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, tile_zero
 from foo_ops.kernels.vectors.rows import make_copy_row, round_up
 from foo_ops.kernels.vectors.scratch import Scratch, larger, make_kernel_with_scratch
 
-# Columns that are read at a time for one row. Where their numbers are converted, the next ones are
-# brought to the caches, in the order of memory; where not, the processor itself looks far enough
-# ahead. GB/s of weights that one thread reads for a row, of 36 on a Zen 5 and 21 on a Zen 3:
+# Columns that are read at a time for one row, in the order of memory while the next ones are brought
+# to a cache (`fetches_to_first`). To the first they are brought only where their numbers are
+# converted: where not, these processors themselves look far enough ahead. GB/s of weights that one
+# thread reads for a row, of 36 on a Zen 5, 21 on a Zen 3 and 25 on a Zen 4:
 #
-#                                     Zen 5                        Zen 3
-#                                     float32  bfloat16  float16   float32  bfloat16  float16  int8
-#     4 columns, the next brought          32        32       29        16        15       14    14
-#     4, nothing is brought                35        34       23        20        17       15    11
-#     8, the next brought                  31        32       28
-#     8, each column of the next           28        27       23
+#                        Zen 5                 Zen 3                      Zen 4
+#                        float bfloat float    float bfloat float int8    float bfloat float int8
+#                           32     16    16       32     16    16            32     16    16
+#     4, to the first       32     32    29       16     15    14   14              18    15   13
+#     4, to the second                                                       21     22    19   23
+#     4, not                35     34    23       20     17    15   11       20     18    15   13
+#     8, to the first       31     32    28
+#     8, to the second                                                       20     21    19   23
+#     8, not                                                                 21     21    21   16
 COLUMNS_OF_ROW = 4
 # Rows that are multiplied at a time.
 MOST_OF_GROUP = 4
@@ -86,6 +85,8 @@ def make_element_tiles(
     compute, STEP = compute_dtype(left), step_of(loaded)
     LANES = lanes_of(compute)
     VECTOR = LANES * STEP
+    CONVERTS = loaded not in (left, PAIRS)
+    FETCHES = CONVERTS or not fetches_to_first()  # See `COLUMNS_OF_ROW`.
     as_left_products = pointer_to(PAIRS if loaded == PAIRS else left)
     as_stored, as_right_products = pointer_to(stored), pointer_to(loaded)
     copy_row = make_copy_row(compute)
@@ -100,8 +101,8 @@ def make_element_tiles(
             whole = product.depth // VECTOR * LANES
             total = tile_zero(sums, ROWS, COLUMNS, LANES)
             for step in range(0, whole, LANES):
-                # The next columns, in the order of memory. See `COLUMNS_OF_ROW`.
-                prefetch_vectors_to_second(vectors, COLUMNS * (steps + step), LANES, COLUMNS)
+                if FETCHES:
+                    prefetch_vectors(vectors, COLUMNS * (steps + step), LANES, COLUMNS)
                 total = tile_dot(
                     total, shift(rows, step), depth // STEP, shift(vectors, step), steps
                 )
@@ -126,8 +127,7 @@ def make_element_tiles(
     def row_size(depth):
         return round_up(depth, VECTOR)
 
-    converts = loaded not in (left, PAIRS)
-    columns = columns_of_group(LANES, converts)
+    columns = columns_of_group(LANES, CONVERTS)
     return Tiles(left, row_size, copy_row, arguments, make_tile, columns, regions, scale_sums)
 
 
@@ -139,18 +139,21 @@ def columns_of_sums(lanes: int) -> int:
 def columns_of_group(lanes: int, converts: bool) -> int:
     """Return for how many columns a group's sums fill registers.
 
-    The rows, which exceed the first cache, are read once for them. With 16 registers, a Zen 3 reads
-    weights for 4 rows of 4096, and for 8, in GB/s:
+    The rows, which may exceed the first cache, are read once for them. For 4 rows of 4096 a thread
+    reads weights, in GB/s,
 
-        sums            float32     float64
-        fill a vector   12.6, 7.9   10.4, 6.2
-        of 3 columns    15.1, 10.1  16.2, 9.9
+                              Zen 3 (16 registers)    Zen 4 (32)
+        sums                  float32    float64      float32    bfloat16    float16
+        fill a vector            12.6       10.4           16          16         22
+        of 3 columns             15.1       16.2
+        of 6 columns                                       18          17         22
 
-    It reads integers no faster then for 4 rows, and for one row at times slower.
+    Where numbers are converted the Zen 3 reads no faster for 3 columns, and for 6 there may be no
+    room for the next in the first cache.
     """
-    if vector_registers() > 16:
-        return min(6, lanes)
-    return columns_of_sums(lanes) if converts else min(3, lanes)
+    if vector_registers() == 16:
+        return columns_of_sums(lanes) if converts else min(3, lanes)
+    return columns_of_sums(lanes) if converts and fetches_to_first() else min(6, lanes)
 
 
 def make_few_rows_kernel(

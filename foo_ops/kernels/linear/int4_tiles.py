@@ -30,7 +30,7 @@ from foo_ops.kernels.vectors.memory import (
     load_vector,
     pointer_to,
     prefetch,
-    prefetch_vectors_to_second,
+    prefetch_vectors,
     shift,
     store,
 )
@@ -81,7 +81,7 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
             right, count = shift(right, column * stride), product.depth // 2
             whole = count // BYTES * BYTES
             for byte in range(0, whole, BYTES):
-                prefetch_vectors_to_second(right, COLUMNS * (stride + byte), BYTES, COLUMNS)
+                prefetch_vectors(right, COLUMNS * (stride + byte), BYTES, COLUMNS)
                 total = tile_dot_int4(
                     total, shift(factors, byte * 2 // STEP), depth // STEP, shift(right, byte),
                     stride, shift(scales, byte // HALF), padded, GROUPS,

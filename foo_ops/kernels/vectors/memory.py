@@ -10,6 +10,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from foo_ops.kernels.compiler.processor import fetches_to_first
 from foo_ops.kernels.vectors.bounds import address_in, pointer_in, shifted
 from foo_ops.kernels.vectors.elements import COMPLEX_PARTS, ELEMENTS, narrow, widen
 from foo_ops.kernels.vectors.instructions import INT8, INT32, INT64, emit_shuffle
@@ -165,18 +166,19 @@ def prefetch(typing_context, pointer, index):
 
 
 @intrinsic
-def prefetch_to_first(typing_context, pointer, index):
-    """Begin to bring an element to the first cache. It need not exist."""
+def prefetch_near(typing_context, pointer, index):
+    """Begin to bring an element to the cache that `fetches_to_first` names. It need not exist."""
 
     def generate(context, builder, signature, args):
-        return _emit_prefetch(context, builder, pointer, args, 3)
+        return _emit_prefetch(context, builder, pointer, args, _near())
 
     return types.void(pointer, types.intp), generate
 
 
 @intrinsic(prefer_literal=True)
 def prefetch_vectors(typing_context, pointer, index, lanes, count):
-    """Begin to bring so many adjacent vectors to the first cache. They need not exist.
+    """Begin to bring so many adjacent vectors to the first cache, or to the second where that is
+    quicker. They need not exist.
 
     For rows that are found through indices, some rows ahead, which no processor can guess. The
     number of lanes and of vectors are constants.
@@ -184,32 +186,26 @@ def prefetch_vectors(typing_context, pointer, index, lanes, count):
     Example:
         >>> language.prefetch_vectors(a.row(i + 8), 0, language.lanes(a), 4)
     """
-    return _prefetching_vectors(pointer, lanes, count, 3)
-
-
-@intrinsic(prefer_literal=True)
-def prefetch_vectors_to_second(typing_context, pointer, index, lanes, count):
-    """Begin to bring so many adjacent vectors to the second cache. They need not exist."""
-    return _prefetching_vectors(pointer, lanes, count, 2)
-
-
-def _prefetching_vectors(pointer: Any, lanes: Any, count: Any, level: int) -> tuple[Any, Callable]:
     line = max(1, CACHE_LINE // ELEMENTS[pointer.dtype].size)
     elements = lanes.literal_value * count.literal_value
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+    def generate(context, builder, signature, args):
         for offset in range(0, elements, line):
             place = builder.add(args[1], args[1].type(offset))
-            _emit_prefetch(context, builder, pointer, (args[0], place), level)
+            _emit_prefetch(context, builder, pointer, (args[0], place), _near())
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, lanes, count), generate
 
 
+def _near() -> int:
+    return 3 if fetches_to_first() else 2
+
+
 def _emit_prefetch(context: Any, builder: ir.IRBuilder, pointer: Any, args: Any, level: int) -> Any:
     element = pointer_in(context, builder, pointer, shifted(context, builder, pointer, *args))
     address = builder.bitcast(element, INT8.as_pointer())
-    # To be read, and as data.
+    # To be read, to the first cache (3) or the second (2), and as data.
     options = [INT32(0), INT32(level), INT32(1)]
     types_ = [address.type, *(it.type for it in options)]
     function = cgutils.get_or_insert_function(
