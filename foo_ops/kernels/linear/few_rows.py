@@ -25,10 +25,10 @@ from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, ti
 from foo_ops.kernels.vectors.rows import make_copy_row, round_up
 from foo_ops.kernels.vectors.scratch import Scratch, larger, make_kernel_with_scratch
 
-# Columns that are read at a time for one row, in the order of memory while the next ones are brought
-# to a cache (`fetches_to_first`). To the first they are brought only where their numbers are
-# converted: where not, these processors themselves look far enough ahead. GB/s of weights that one
-# thread reads for a row, of 36 on a Zen 5, 21 on a Zen 3 and 25 on a Zen 4:
+# Columns that are read at a time for one row, in the order of memory, while the next ones are
+# brought to a cache (`fetches_to_first`). To the first they are brought only where their numbers
+# are converted: where not, these processors themselves look far enough ahead. GB/s of weights that
+# one thread reads for a row, of 36 on a Zen 5, 21 on a Zen 3 and 25 on a Zen 4:
 #
 #                        Zen 5                 Zen 3                      Zen 4
 #                        float bfloat float    float bfloat float int8    float bfloat float int8
