@@ -74,7 +74,7 @@ def _contents_of(leaf: Any) -> Hashable:
     leaf_on_cpu = leaf.detach().cpu().resolve_conj().resolve_neg()
     numbers = leaf_on_cpu.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
     # Processors have instructions for this digest: it takes less than half of blake2b's time.
-    digest = hashlib.sha256(numbers.numpy()).digest()
+    digest = hashlib.sha256(numbers.numpy().data).digest()
     return leaf.dtype, leaf.shape, leaf.requires_grad, digest
 
 

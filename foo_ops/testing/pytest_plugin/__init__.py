@@ -92,16 +92,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """With --durations say how long the checks of an operator took, all together."""
     count = terminalreporter.config.getoption("durations")
-    seconds: collections.Counter[str] = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     checks: collections.Counter[str] = collections.Counter()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
-        if not isinstance(report, pytest.TestReport):
-            continue
-        if (operator := dict(report.user_properties).get(_OPERATOR)) is not None:
+        properties = dict(getattr(report, "user_properties", ()))
+        if isinstance(report, pytest.TestReport) and _OPERATOR in properties:
+            operator = str(properties[_OPERATOR])
             seconds[operator] += report.duration
             checks[operator] += report.when == "call"
     if count is None or not seconds:
         return
     terminalreporter.section(f"slowest {count or len(seconds)} operators")
-    for operator, duration in seconds.most_common(count or None):
-        terminalreporter.write_line(f"{duration:.2f}s {operator} ({checks[operator]} checks)")
+    slowest = sorted(seconds, key=seconds.__getitem__, reverse=True)
+    for name in slowest[: count or None]:
+        terminalreporter.write_line(f"{seconds[name]:.2f}s {name} ({checks[name]} checks)")
