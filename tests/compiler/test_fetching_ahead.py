@@ -1,0 +1,41 @@
+"""What is read next is fetched to the cache that each processor fills quicker."""
+
+import platform
+
+import pytest
+
+from foo_ops.kernels.attention.decode import make_decode_kernel
+from foo_ops.kernels.compiler import emit
+from foo_ops.kernels.linear.few_rows import make_few_rows_kernel
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
+
+FIRST, SECOND = "prefetcht0", "prefetcht1"
+# The three bits that tell these instructions apart.
+INSTRUCTIONS = {1: FIRST, 2: SECOND}
+
+
+def fetching_instructions(code):
+    """Return the names of those in object code: the bytes 0f 18, and one that says where to."""
+    following = [part[:1] for part in code.split(b"\x0f\x18")[1:]]
+    return {INSTRUCTIONS.get(byte[0] >> 3 & 7) for byte in following if byte}
+
+
+@pytest.mark.parametrize(
+    "make_kernel", [make_few_rows_kernel, make_decode_kernel], ids=["linear", "attention"]
+)
+@pytest.mark.parametrize(
+    ("processor", "instruction"),
+    [("znver3", SECOND), ("znver4", SECOND), ("znver5", FIRST), ("sapphirerapids", FIRST)],
+)
+def test_cache(processor, instruction, make_kernel, monkeypatch):
+    monkeypatch.setenv("NUMBA_CPU_NAME", processor)
+    code = emit.compile_kernel(lambda: make_kernel("float16"))
+    assert fetching_instructions(code) == {instruction}
+
+
+@pytest.mark.parametrize(("processor", "expected"), [("znver4", {SECOND}), ("znver5", set())])
+def test_what_is_not_converted_is_fetched_to_the_second_alone(processor, expected, monkeypatch):
+    monkeypatch.setenv("NUMBA_CPU_NAME", processor)
+    code = emit.compile_kernel(lambda: make_few_rows_kernel("float32"))
+    assert fetching_instructions(code) == expected
