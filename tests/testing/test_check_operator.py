@@ -4,7 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from support.broken_products import BROKEN, writing_b, wrong_backward
+from support.broken_products import (
+    BROKEN,
+    writing_b,
+    writing_beside_the_result,
+    wrong_backward,
+)
 from support.product_operator import (
     failures_of,
     product,
@@ -52,6 +57,26 @@ def test_report_names_all_failures():
     )
     assert f"5 more cases of writes_only_what_is_declared: {name}-cpu-float32-writes" in lines[8]
     assert len(caught.value.failures) == 9
+
+
+def test_an_operator_is_not_blamed_for_what_another_wrote():
+    check = "writes_only_what_is_declared"
+    kept = []
+
+    def kernel(a, b):
+        kept.append(writing_beside_the_result(a, b))
+        return kept[-1]
+
+    failures_of(product_spec(kernel, backward=None, devices=("cpu",)), [check])
+    right = product_spec(backward=None, devices=("cpu",))
+    check_operator(right, checks=[check])
+
+    def kernel_that_frees(a, b):
+        kept.clear()
+        return product(a, b)
+
+    freeing = product_spec(kernel_that_frees, backward=None, devices=("cpu",))
+    check_operator(freeing, checks=[check])
 
 
 @pytest.mark.parametrize(

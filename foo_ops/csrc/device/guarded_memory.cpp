@@ -32,6 +32,12 @@ std::unordered_map<void*, Guarded>& guarded() {
   return *allocations;
 }
 
+void write_guards(void* memory, size_t bytes) {
+  auto* const begin = static_cast<unsigned char*>(memory);
+  std::memset(begin - kGuardBytes, kGuard, kGuardBytes);
+  std::memset(begin + bytes, kGuard, kGuardBytes);
+}
+
 void inspect(void* memory, size_t bytes) {
   const auto* const begin = static_cast<const unsigned char*>(memory);
   const auto is_written = [](unsigned char byte) { return byte != kGuard; };
@@ -51,6 +57,9 @@ void free_pointer(void* memory) {
 }  // namespace
 
 void guard_memory() {
+  const std::lock_guard lock(mutex);
+  // A result that was written beside may live on; it is to be reported once.
+  for (const auto& [memory, allocation] : guarded()) write_guards(memory, allocation.bytes);
   is_guarding = true;
 }
 
@@ -67,10 +76,8 @@ bool guards_memory() {
 
 c10::DataPtr allocate_guarded(c10::Allocator& allocator, size_t bytes) {
   c10::DataPtr whole = allocator.allocate(bytes + 2 * kGuardBytes);
-  auto* const begin = static_cast<unsigned char*>(whole.get());
-  std::memset(begin, kGuard, kGuardBytes);
-  std::memset(begin + kGuardBytes + bytes, kGuard, kGuardBytes);
-  void* const memory = begin + kGuardBytes;
+  void* const memory = static_cast<unsigned char*>(whole.get()) + kGuardBytes;
+  write_guards(memory, bytes);
   const std::lock_guard lock(mutex);
   guarded().emplace(memory, Guarded{std::move(whole), bytes});
   ++guarded_count;
