@@ -272,7 +272,7 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
   // Packed rows may belong to no sequence, or to one without queries.
   const bool all_rows_are_written = !is_packed && !blocks.empty();
   const auto gradient_of = [&](const at::Tensor& tensor) {
-    const auto gradient = in_huge_pages(at::empty(tensor.sizes(), tensor.options()));
+    const auto gradient = new_tensor(tensor.sizes(), tensor.options());
     return all_rows_are_written ? gradient : gradient.zero_();
   };
   const at::Tensor grad_query = gradient_of(query);

@@ -1,6 +1,5 @@
 #include "ops/attention/bias_gradient.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include "launch/huge_pages.h"
@@ -36,7 +35,7 @@ void BiasGradient::allocate(int64_t slots, bool all_keys_are_seen) {
   const auto own = bias_.options(), sums = own.dtype(compute_type_);
   const auto lengths = at::IntArrayRef(sizes_).slice(2);
   if (parameters_.bias_gradient == kStored) {
-    sums_ = in_huge_pages(at::empty(sizes_, own));
+    sums_ = new_tensor(sizes_, own);
     if (!all_keys_are_seen) sums_.zero_();
   } else if (has_row_sums()) {
     sums_ = at::zeros(

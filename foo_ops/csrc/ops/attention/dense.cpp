@@ -71,10 +71,9 @@ std::vector<Sequence> sequences_of(const Parameters& parameters) {
 at::Tensor make_output(const at::Tensor& query, int64_t value_dim) {
   const auto batch = query.size(0), heads = query.size(1), rows = query.size(2);
   if (query.stride(1) < query.stride(2)) {
-    return in_huge_pages(at::empty({batch, rows, heads, value_dim}, query.options()))
-        .transpose(1, 2);
+    return new_tensor({batch, rows, heads, value_dim}, query.options()).transpose(1, 2);
   }
-  return in_huge_pages(at::empty({batch, heads, rows, value_dim}, query.options()));
+  return new_tensor({batch, heads, rows, value_dim}, query.options());
 }
 
 at::Tensor make_logsumexp(const at::Tensor& query) {

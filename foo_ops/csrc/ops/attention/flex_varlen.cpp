@@ -49,8 +49,8 @@ Outputs attend(const AttentionInputs& inputs, const AttentionOptions& options,
   const Tensor& query = inputs.query;
   const Lengths lengths = lengths_of(kName, inputs, options);
   PackedCall call(inputs, lengths, options, std::nullopt);
-  const Tensor output = in_huge_pages(
-      at::empty({query.size(0), query.size(1), inputs.value.size(-1)}, query.options()));
+  const Tensor output =
+      new_tensor({query.size(0), query.size(1), inputs.value.size(-1)}, query.options());
   const Tensor logsumexp =
       at::empty({query.size(1), query.size(0)}, query.options().dtype(compute_type(query)));
   call.parameters.output = packed(output);

@@ -117,8 +117,7 @@ std::tuple<Tensor, Tensor> attention_int8_cache(
   const Places places = read_places(query, key, seqused_k, block_table);
   const bool is_paged = block_table.has_value();
   const auto batch = query.size(0), heads = query.size(1), rows = query.size(2);
-  const Tensor output =
-      in_huge_pages(at::empty({batch, heads, rows, value.size(3)}, query.options()));
+  const Tensor output = new_tensor({batch, heads, rows, value.size(3)}, query.options());
   const Tensor logsumexp =
       at::empty({batch, heads, rows}, query.options().dtype(compute_type(query)));
   Parameters parameters{};

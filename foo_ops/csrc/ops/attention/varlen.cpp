@@ -21,8 +21,8 @@ Outputs attend(const AttentionInputs& inputs, const Lengths& lengths,
                const AttentionOptions& options, const std::optional<at::Tensor>& seed) {
   const auto& query = inputs.query;
   PackedCall call(inputs, lengths, options, seed);
-  const at::Tensor output = in_huge_pages(
-      at::empty({query.size(0), query.size(1), inputs.value.size(-1)}, query.options()));
+  const at::Tensor output =
+      new_tensor({query.size(0), query.size(1), inputs.value.size(-1)}, query.options());
   const at::Tensor logsumexp =
       at::empty({query.size(1), query.size(0)}, query.options().dtype(compute_type(query)));
   call.parameters.output = packed(output);

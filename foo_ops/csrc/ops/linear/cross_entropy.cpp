@@ -221,9 +221,8 @@ ResultsAndKept linear_cross_entropy_training(const at::Tensor& hidden, const at:
   const auto options = hidden.options();
   const auto dtype = hidden.scalar_type();
   const int64_t count = rows.expect_int();
-  const Kept kept{
-      in_huge_pages(at::empty({count, weight.size(0)}, options.dtype(factor_type(dtype)))),
-      at::empty({blocks.expect_int(), count}, options.dtype(compute_type(dtype)))};
+  const Kept kept{new_tensor({count, weight.size(0)}, options.dtype(factor_type(dtype))),
+                  at::empty({blocks.expect_int(), count}, options.dtype(compute_type(dtype)))};
   return std::tuple_cat(
       compute(hidden, weight, target, bias, label_smoothing, ignore_index, softcap, kept),
       std::make_tuple(kept.exponentials, kept.bases));
@@ -281,8 +280,8 @@ Results differentiate(const char* name, const OptionalTensor& grad_loss,
   if (parameters.columns == 0) return gradients.results();
   const int64_t width = part_of(parameters.columns, kChunk, kLogitColumns);
   const auto dtype = hidden.scalar_type();
-  const at::Tensor chunk = in_huge_pages(
-      at::empty({parameters.rows, width}, hidden.options().dtype(factor_type(dtype))));
+  const at::Tensor chunk =
+      new_tensor({parameters.rows, width}, hidden.options().dtype(factor_type(dtype)));
   parameters.grad_logits = chunk.mutable_data_ptr();
   parameters.grad_logits_row_stride = width;
   for (int64_t start = 0; start < parameters.columns; start += width) {

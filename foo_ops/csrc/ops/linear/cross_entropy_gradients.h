@@ -35,7 +35,7 @@ class Gradients {
     }
     if (weight_requires_grad) {
       hidden_ = hidden.to(factors_);
-      grad_weight_ = in_huge_pages(at::empty(weight.sizes(), options));
+      grad_weight_ = new_tensor(weight.sizes(), options);
     }
     if (bias_requires_grad) {
       one_ = at::ones({1}, options.dtype(factors_));

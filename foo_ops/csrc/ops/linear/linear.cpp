@@ -1,6 +1,5 @@
 #include "ops/linear/linear.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
@@ -73,7 +72,7 @@ Gradients linear_backward(const at::Tensor& grad_output, const OptionalTensor& i
   check_linear_backward(grad_output, input, weight, input_requires_grad, weight_requires_grad);
   const Matrix grad(grad_output);
   const auto make = [&](bool is_wanted, c10::IntArrayRef sizes) {
-    return in_huge_pages(at::empty(is_wanted ? sizes : c10::IntArrayRef{0}, grad_output.options()));
+    return new_tensor(is_wanted ? sizes : c10::IntArrayRef{0}, grad_output.options());
   };
   const at::Tensor grad_input =
       input_requires_grad ? make_rows(grad_output, weight->size(1)) : make(false, {});

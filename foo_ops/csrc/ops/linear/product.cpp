@@ -1,6 +1,5 @@
 #include "ops/linear/product.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
 #include <array>
@@ -136,7 +135,7 @@ Matrix Matrix::transposed() const {
 at::Tensor make_rows(const at::Tensor& like, int64_t width) {
   c10::SmallVector<int64_t, 6> sizes(like.sizes().begin(), like.sizes().end());
   sizes.back() = width;
-  return in_huge_pages(at::empty(sizes, like.options()));
+  return new_tensor(sizes, like.options());
 }
 
 Product make_product(const at::Tensor& output, const Matrix& left, const Matrix& right,
