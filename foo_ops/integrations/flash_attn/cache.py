@@ -78,8 +78,7 @@ def flash_attn_with_kvcache(
         tables = _checked_tables(rotary_cos, rotary_sin, new)
         filled = _filled(cache_seqlens, q, cache)
         count = 0 if new is None else new[0].shape[1]
-        _check_values(filled, count, cache, q.shape[1], tables)
-        cache.check_attention(q, filled, options)
+        _check_before_writing(q, filled, count, cache, tables, options)
         if new is not None:
             if tables is not None:
                 is_local = causal or any(bound >= 0 for bound in window_size)
@@ -250,12 +249,28 @@ def _filled(cache_seqlens: int | Tensor | None, q: Tensor, cache: _Cache) -> Ten
     return torch.full((len(q),), filled, device=q.device)
 
 
+def _check_before_writing(
+    q: Tensor,
+    filled: Tensor,
+    count: int,
+    cache: _Cache,
+    tables: Tables | None,
+    options: Options,
+) -> None:
+    """Refuse what operators would refuse once new keys are in the cache.
+
+    In a graph that is left to them: they check shapes when it is made, and numbers when it runs.
+    """
+    if torch.compiler.is_compiling():
+        return
+    _check_values(filled, count, cache, q.shape[1], tables)
+    cache.check_attention(q, filled, options)
+
+
 def _check_values(
     filled: Tensor, count: int, cache: _Cache, queries: int, tables: Tables | None
 ) -> None:
-    """Refuse places that are not there. A graph checks them where it reads and writes."""
-    if torch.compiler.is_compiling() or filled.numel() == 0:
-        return
+    """Refuse places that are not there."""
     room = cache.capacity - count
     _require_range("cache_seqlens", filled, 0, room, f"the cache has {cache.capacity} positions")
     if tables is not None:
