@@ -167,6 +167,11 @@ def lengths(*values):
             "block_table must be in [0, 2], since k_cache has 3 rows, got 9",
         ),
         (
+            {"block_table": lengths(-3, 1, 0, 2).view(2, 2), "cache_seqlens": 8},
+            ValueError,
+            "block_table must be in [0, 2], since k_cache has 3 rows, got -3",
+        ),
+        (
             {"block_table": lengths(0, 1).view(2, 1), "cache_leftpad": lengths(0, 0)},
             NotImplementedError,
             "cache_leftpad must be None where block_table is given, got a tensor",
@@ -216,6 +221,19 @@ def test_refused_before_anything_is_written(change, error, message):
         flash_attn_with_kvcache(**given)
     assert not given["k_cache"].any()
     assert not given["v_cache"].any()
+
+
+def test_blocks_that_are_not_read_may_be_any(device):
+    table, anything = lengths(4, 1, 2, 3).view(2, 2), lengths(-1, 99).view(2, 1)
+    q, k, v = make((2, 1, 4, 16), *[(2, 1, 2, 16)] * 2, device=device)
+    results = []
+    for blocks in (table, torch.cat((table, anything), 1)):
+        pages = make(*[(5, 4, 2, 16)] * 2, device=device, seed=1)
+        out = flash_attn_with_kvcache(
+            q, *pages, k, v, cache_seqlens=6, block_table=blocks.to(device), causal=True
+        )
+        results.append((out, *pages))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_what_attention_refuses_is_not_written():

@@ -146,6 +146,11 @@ class _Cache(NamedTuple):
         """Return the blocks of a sequence's positions (B, n), and the rows in them."""
         return self.blocks.gather(1, positions // self.block_size), positions % self.block_size
 
+    def used_blocks(self, filled: Tensor) -> Tensor:
+        """Return the blocks, (n,), in which so many positions (B,) are. Others may be anything."""
+        starts = torch.arange(self.blocks.shape[1], device=filled.device) * self.block_size
+        return self.blocks[starts < filled[:, None]]
+
     def append(self, filled: Tensor, k: Tensor, v: Tensor) -> None:
         torch.ops.foo.cache_append.default(self.keys, self.values, k, v, filled, self.blocks)
 
@@ -282,11 +287,9 @@ def _check_values(
         # One by one: each sequence has its own number of keys.
         for pad, keys in zip(cache.leftpad, (filled + count).tolist()):
             _require_range("cache_leftpad", pad[None], 0, keys, reason)
-    written = cache.blocks if cache.name == "cache_batch_idx" else cache.blocks[:, :0]
-    if count:
-        written = cache.places(_following(filled, count))[0]
     last = len(cache.keys) - 1
-    _require_range(cache.name, written, 0, last, f"k_cache has {last + 1} rows")
+    used = cache.used_blocks(filled + count)
+    _require_range(cache.name, used, 0, last, f"k_cache has {last + 1} rows")
 
 
 def _require_range(name: str, tensor: Tensor, least: int, most: int, reason: str) -> None:
