@@ -152,6 +152,36 @@ def lengths(*values):
             "cache_seqlens must be (2,) as q's batch tells, got (1,)",
         ),
         (
+            {"cache_seqlens": torch.tensor([3.0, 4.9])},
+            TypeError,
+            "cache_seqlens must be int32 or int64, got float32",
+        ),
+        (
+            {"cache_seqlens": torch.tensor([True, False])},
+            TypeError,
+            "cache_seqlens must be int32 or int64, got bool",
+        ),
+        (
+            {"cache_seqlens": 3.7},
+            TypeError,
+            "cache_seqlens must be an int or a tensor, got float",
+        ),
+        (
+            {"cache_batch_idx": torch.tensor([0.0, 1.0])},
+            TypeError,
+            "cache_batch_idx must be int32 or int64, got float32",
+        ),
+        (
+            {"cache_leftpad": torch.tensor([0.0, 1.0])},
+            TypeError,
+            "cache_leftpad must be int32 or int64, got float32",
+        ),
+        (
+            {"block_table": torch.tensor([[0.0], [1.0]])},
+            TypeError,
+            "block_table must be int32 or int64, got float32",
+        ),
+        (
             {"cache_batch_idx": lengths(0, 3)},
             ValueError,
             "cache_batch_idx must be in [0, 2], since k_cache has 3 rows, got 3",

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from foo_ops.integrations.flash_attn.options import EVERYTHING, Options, Window, require_four
+from foo_ops.library.dtypes import dtype_name
 from foo_ops.ops.attention_varlen import check_inputs
+from foo_ops.ops.cache_append import INDICES
 
 NAME = "flash_attn_with_kvcache"
 Tables = tuple[Tensor, Tensor]
@@ -37,6 +39,9 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append new keys and values to a cache in place, and attend to all of it. No gradients.
 
+    Where an error is raised nothing is written. In a compiled graph each operator checks what it
+    uses: new keys are written before an error tells of others that cannot be read.
+
     Args:
         q: (B, Sq, H, D).
         k_cache, v_cache: (rows, capacity, Hkv, D), any strides, or with block_table
@@ -46,6 +51,7 @@ def flash_attn_with_kvcache(
             in the cache before they are used. Where neither causal nor window_size is given, all
             queries have the position of the first new key.
         cache_seqlens: how many positions are filled, for all or (B,) int32; by default all.
+            This and the following tensors may be int64, too.
         cache_batch_idx: (B,) int32, the row of the cache for each sequence; by default the first B.
         cache_leftpad: (B,) int32, how many positions of the cache come before a sequence's first.
         block_table: (B, blocks) int32, the blocks that hold a sequence's keys, one after the other.
@@ -56,11 +62,12 @@ def flash_attn_with_kvcache(
         return_softmax_lse: return also the logsumexp.
 
     Returns:
-        The output, (B, Sq, H, D); the logsumexp is (B, H, Sq) float32.
+        The output, (B, Sq, H, D); the logsumexp is (B, H, Sq) float32, or float64 for float64.
 
     Raises:
-        ValueError: for shapes that do not fit, and where the cache is too short for the new keys;
-            nothing is written then.
+        ValueError: for shapes that do not fit, where the cache is too short for the new keys, and
+            for rows and blocks that are not there but would be read or written.
+        TypeError: for dtypes.
         NotImplementedError: for cache_batch_idx or cache_leftpad with block_table, as there.
 
     Example:
@@ -119,17 +126,17 @@ class _Cache(NamedTuple):
     ) -> _Cache:
         require_four(NAME, q=q, k_cache=k_cache, v_cache=v_cache)
         _require_shape("v_cache", v_cache, (*k_cache.shape[:3], v_cache.shape[3]), "k_cache")
-        pad = None if leftpad is None else leftpad.long()
         for name, tensor in {"cache_batch_idx": batch_idx, "cache_leftpad": leftpad}.items():
             if tensor is not None and block_table is not None:
                 raise NotImplementedError(
                     f"{NAME}: {name} must be None where block_table is given, got a tensor"
                 )
             if tensor is not None:
-                _require_shape(name, tensor, (len(q),), "q's batch")
+                _require_integers(name, tensor, (len(q),))
+        pad = None if leftpad is None else leftpad.long()
         if block_table is not None:
             columns = block_table.shape[-1] if block_table.dim() else 0
-            _require_shape("block_table", block_table, (len(q), columns), "q's batch")
+            _require_integers("block_table", block_table, (len(q), columns))
             return cls(k_cache, v_cache, block_table.long(), "block_table", pad)
         rows = torch.arange(len(q), device=q.device) if batch_idx is None else batch_idx.long()
         return cls(k_cache, v_cache, rows[:, None], "cache_batch_idx", pad)
@@ -206,6 +213,13 @@ def _require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], model: str
         )
 
 
+def _require_integers(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Require numbers for each sequence. Others than integers would be rounded without a word."""
+    if tensor.dtype not in INDICES:
+        raise TypeError(f"{NAME}: {name} must be int32 or int64, got {dtype_name(tensor.dtype)}")
+    _require_shape(name, tensor, shape, "q's batch")
+
+
 def _checked_new(
     k: Tensor | None, v: Tensor | None, cache: _Cache, q: Tensor, cache_seqlens: int | Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
@@ -248,9 +262,13 @@ def _checked_tables(
 def _filled(cache_seqlens: int | Tensor | None, q: Tensor, cache: _Cache) -> Tensor:
     """Return how many positions each sequence has in the cache, (B,) int64."""
     if isinstance(cache_seqlens, Tensor):
-        _require_shape("cache_seqlens", cache_seqlens, (len(q),), "q's batch")
+        _require_integers("cache_seqlens", cache_seqlens, (len(q),))
         return cache_seqlens.long()
     filled = cache.capacity if cache_seqlens is None else cache_seqlens
+    if not isinstance(filled, (int, torch.SymInt)):
+        raise TypeError(
+            f"{NAME}: cache_seqlens must be an int or a tensor, got {type(filled).__name__}"
+        )
     return torch.full((len(q),), filled, device=q.device)
 
 
