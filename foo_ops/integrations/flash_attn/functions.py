@@ -42,7 +42,8 @@ def flash_attn_func(
             empty tensor. Refused with dropout: the weights are never in memory as a whole.
 
     Returns:
-        The output, (B, Sq, H, D) and contiguous; the logsumexp is (B, H, Sq) float32.
+        The output, (B, Sq, H, D) and contiguous; the logsumexp is (B, H, Sq) float32, or float64
+        for float64.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     return _dense("flash_attn_func", q, k, v, options, return_attn_probs)
@@ -115,7 +116,7 @@ def flash_attn_varlen_func(
             return_attn_probs: as in `flash_attn_func`.
 
     Returns:
-        The output, (total_q, H, D); the logsumexp is (H, total_q) float32.
+        The output, (total_q, H, D); the logsumexp is (H, total_q) float32, or float64 for float64.
     """
     name = "flash_attn_varlen_func"
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
