@@ -20,6 +20,7 @@
 #include "graphs/bindings.h"
 #include "launch/autograd.h"
 #include "launch/kernel_table.h"
+#include "launch/math_bits.h"
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
 #include "launch/parameter.h"
@@ -190,6 +191,8 @@ void bind_autograd(py::module_& module) {
       name);
   module.def("replace_flash_attention_of_cpu",
              [] { return Registration(foo::aten::replace_flash_attention_of_cpu()); });
+  module.def("resolve_math_bits",
+             [](const std::string& name) { return Registration(foo::resolve_math_bits(name)); });
   module.def(
       "count_versions",
       [](const std::string& name) { return Registration(foo::count_versions(name)); }, name);

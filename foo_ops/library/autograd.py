@@ -10,7 +10,9 @@ import torch
 from foo_ops import _C
 from foo_ops.library.formula import CompositeFormula, Formula
 from foo_ops.library.operators import find, keep, library_of, own_library
+from foo_ops.library.python_results import counted
 from foo_ops.library.refusals import end_refusal, refuse_derivatives
+from foo_ops.library.refused_arguments import refusing
 
 
 def register_autograd(
@@ -91,11 +93,17 @@ def register_autograd(
         raise TypeError(f"{name}: setup_context is for a formula in Python, backward=function")
     if backward is None and composite is None:
         raise TypeError(f"{name}: register_autograd must be given backward, composite or both")
+    if not (backward is None or callable(backward) or isinstance(backward, str)):
+        raise TypeError(
+            f"{name}: backward must be the name of an operator, or a function, got {backward!r}"
+        )
+    if composite is not None:
+        composite = counted(name, "composite", composite)
     if backward is None and composite is not None:
         formula = CompositeFormula(_functional(name), composite)
     end_refusal(name)
     if composite is not None:
-        _register_on_autograd_key(name, composite, lib)
+        _register_on_autograd_key(name, refusing(name, composite), lib)
     tangents = _C.Tangents.not_implemented if composite is None else _C.Tangents.composite
     if formula is not None:
         keep(_C.register_formula(name, formula, tangents), lib)

@@ -12,6 +12,7 @@ import torch
 
 from foo_ops.library.kernels import NumbaKernel, register_kernel
 from foo_ops.library.operators import DEFINITIONS, Definition, find, own_library
+from foo_ops.library.python_results import counted
 from foo_ops.library.tile_values import checking, has_values
 
 
@@ -31,10 +32,10 @@ class Library(torch.library.Library):
         dispatch_key: str = "",
         **options: Any,
     ) -> Any:
-        if not isinstance(fn, NumbaKernel):
-            return super().impl(op_name, fn, dispatch_key, **options)
         name = op_name if isinstance(op_name, str) else op_name.name()
         qualified = name if "::" in name else f"{self.ns}::{name}"
+        if not isinstance(fn, NumbaKernel):
+            return super().impl(op_name, counted(qualified, "kernel", fn), dispatch_key, **options)
         return register_kernel(qualified, dispatch_key or self.dispatch_key, fn, lib=self)
 
 
@@ -97,10 +98,11 @@ def register_fake(
         torch.int64
     """
     if not isinstance(op, torch.library.CustomOpDef):
+        if func is None:
+            return functools.partial(register_fake, op, lib=lib, allow_override=allow_override)
         operator = find(op) if isinstance(op, str) else op
+        func = counted(operator, "fake kernel", func)
         if has_values(operator._schema):
-            if func is None:
-                return functools.partial(register_fake, op, lib=lib, allow_override=allow_override)
             func = checking(operator.name(), func)
     # torch asks which module calls; this one is between only where no decorator is returned.
     level = _stacklevel if func is None else _stacklevel + 1
@@ -175,7 +177,8 @@ def impl(
         return register
     if isinstance(func, NumbaKernel):
         return register_kernel(qualname, types, func, lib=lib)
-    return torch.library.impl(qualname, types, func, lib=own_library(qualname, lib))
+    own = own_library(qualname, lib)
+    return torch.library.impl(qualname, types, counted(qualname, "kernel", func), lib=own)
 
 
 def _impl_in(library: torch.library.Library, name: Any, key: str) -> Callable[[Any], Any]:

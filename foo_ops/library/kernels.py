@@ -24,6 +24,7 @@ from foo_ops.library.operators import (
     own_library,
     parameters_of,
 )
+from foo_ops.library.python_results import counted
 from foo_ops.library.random_vmap import register_random_vmap
 from foo_ops.library.refusals import refuse_derivatives
 from foo_ops.library.sharding import Rule as ShardingRule
@@ -80,6 +81,7 @@ class NumbaKernel(abc.ABC):
             keep(launcher.register_for(key), lib)
         if operator._schema.is_mutable:
             keep(_C.count_versions(operator.name()), lib)
+            keep(_C.resolve_math_bits(operator.name()), lib)
         _refuse_derivatives(operator, lib)
         if launcher.vmap is not None:
             register_default_vmap(operator.name(), launcher.vmap, lib)
@@ -180,7 +182,7 @@ def register_kernel(
         return register
     lib = own_library(op, lib)
     if not isinstance(func, NumbaKernel):
-        return torch.library.register_kernel(op, device_types, func, lib=lib)
+        return torch.library.register_kernel(op, device_types, counted(op, "kernel", func), lib=lib)
     operator = find(op) if isinstance(op, str) else op
     func.register(operator, _dispatch_keys(device_types), lib)
     return None

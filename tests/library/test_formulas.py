@@ -375,3 +375,25 @@ def test_more_nones_than_inputs_are_taken(lib):
     x = leaf(2)
     operator(x).sum().backward()
     assert x.grad.tolist() == [1, 1]
+
+
+def test_only_tensors_are_saved(lib):
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    scaled = define(
+        lib, "scaled(Tensor x, float by) -> Tensor", lambda x, by: x * by,
+        lambda ctx, grad: (grad, None), setup_context,
+    )  # fmt: skip
+    message = r"\Afoo_formulas::scaled: save_for_backward takes tensors and None, got float\Z"
+    with pytest.raises(TypeError, match=message):
+        scaled(torch.ones(2, requires_grad=True), 2.0)
+
+
+def test_what_is_no_formula_is_refused(lib):
+    lib.define("plain(Tensor x) -> Tensor")
+    message = (
+        r"\Afoo_formulas::plain: backward must be the name of an operator, or a function, got 5\Z"
+    )
+    with pytest.raises(TypeError, match=message):
+        library.register_autograd("foo_formulas::plain", 5, lib=lib)

@@ -62,6 +62,9 @@ std::vector<ResultLayout> ask_fake_kernel(const c10::OperatorHandle& op,
                                              : argument);
   }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+  const size_t results = op.schema().returns().size();
+  TORCH_CHECK_TYPE(stack.size() == results, name, ": its fake kernel must return ", results,
+                   results == 1 ? " result" : " results", ", got ", stack.size());
   std::vector<ResultLayout> layouts;
   for (size_t i = 0; i < stack.size(); ++i) {
     const at::Tensor tensor = stack[i].isTensor() ? stack[i].toTensor() : at::Tensor();

@@ -54,9 +54,11 @@ py::tuple to_tuple(const variable_list& tensors) {
   return to_tuple(tensors, [](const at::Tensor& tensor) { return py::cast(tensor); });
 }
 
-variable_list to_tensors(const py::handle& objects) {
+variable_list to_tensors(const py::handle& objects, const std::string& name, const char* what) {
   variable_list tensors;
   for (const py::handle object : objects) {
+    TORCH_CHECK_TYPE(object.is_none() || THPVariable_Check(object.ptr()), name, ": ", what,
+                     " takes tensors and None, got ", Py_TYPE(object.ptr())->tp_name);
     tensors.push_back(object.is_none() ? at::Tensor() : object.cast<at::Tensor>());
   }
   return tensors;
@@ -95,7 +97,8 @@ class PythonGradients final : public Gradients {
     }
     return with_python([&] {
       return to_tensors(get(formula_->gradients)(get(kept_), to_tuple(saved.tensors),
-                                                 py::cast(needed), to_tuple(given)));
+                                                 py::cast(needed), to_tuple(given)),
+                        name_, "the backward pass");
     });
   }
 
@@ -114,8 +117,10 @@ class PythonFormula final : public Formula {
                      c10::ArrayRef<c10::IValue> results) const override {
     return with_python([&] {
       const py::tuple kept = get(formula_->keep)(to_tuple(arguments), to_tuple(results));
-      return KeptByFormula{std::make_shared<const PythonGradients>(name_, formula_, kept[0]),
-                           to_tensors(kept[1]), to_tensors(kept[2]), kept[3].cast<bool>()};
+      return KeptByFormula{
+          std::make_shared<const PythonGradients>(name_ + "_backward", formula_, kept[0]),
+          to_tensors(kept[1], name_, "save_for_backward"),
+          to_tensors(kept[2], name_, "mark_non_differentiable"), kept[3].cast<bool>()};
     });
   }
 
@@ -128,7 +133,7 @@ class PythonFormula final : public Formula {
 
 std::shared_ptr<const Formula> make_python_formula(const std::string& operator_name,
                                                    const py::object& formula) {
-  return std::make_shared<const PythonFormula>(operator_name + "_backward", formula);
+  return std::make_shared<const PythonFormula>(operator_name, formula);
 }
 
 }  // namespace foo

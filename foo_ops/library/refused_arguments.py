@@ -1,0 +1,38 @@
+"""Let composites refuse the arguments that their operator refuses."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from foo_ops.library.operators import find, tensors_in
+
+
+def refusing(name: str, composite: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a composite that takes nothing that its operator does not.
+
+    PyTorch's own operators take more: they promote dtypes, and broadcast shapes. What is wrong with
+    arguments the operator's fake kernel says, but for what their elements are.
+    """
+    operator = find(name)
+
+    @functools.wraps(composite)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        fake = torch._library.simple_registry.singleton.find(operator.name()).fake_impl.kernel
+        if fake is not None and all(
+            it.layout == torch.strided for it in tensors_in((args, kwargs))
+        ):
+            positional, named = pytree.tree_map_only(Tensor, _without_data, (args, kwargs))
+            fake(*positional, **named)
+        return composite(*args, **kwargs)
+
+    return checked
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
