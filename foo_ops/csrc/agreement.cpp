@@ -54,12 +54,12 @@ Agreement agreement() {
       FOO_CONSTANT(kNone),        FOO_CONSTANT(kBool),         FOO_CONSTANT(kOfQueryDtype),
       FOO_CONSTANT(kFloat32),     FOO_CONSTANT(kNotWanted),    FOO_CONSTANT(kStored),
       FOO_CONSTANT(kAdded),       FOO_CONSTANT(kCountTiles),   FOO_CONSTANT(kRunTiles),
-      FOO_CONSTANT(kFinishTiles), FOO_CONSTANT(kAbsentCode),   FOO_CONSTANT(kGivenCode),
-      FOO_CONSTANT(kCheckedCode), FOO_CONSTANT(kElement),      FOO_CONSTANT(kRow),
-      FOO_CONSTANT(kFlat),        FOO_CONSTANT(kInRow),        FOO_CONSTANT(kShape),
-      FOO_CONSTANT(kProduct),     FOO_CONSTANT(kList),         FOO_CONSTANT(kMostIndices),
-      FOO_CONSTANT(kHidden),      FOO_CONSTANT(kMasked),       FOO_CONSTANT(kSeen),
-      FOO_CONSTANT(kMixed)};
+      FOO_CONSTANT(kFinishTiles), FOO_CONSTANT(kRefused),      FOO_CONSTANT(kAbsentCode),
+      FOO_CONSTANT(kGivenCode),   FOO_CONSTANT(kCheckedCode),  FOO_CONSTANT(kElement),
+      FOO_CONSTANT(kRow),         FOO_CONSTANT(kFlat),         FOO_CONSTANT(kInRow),
+      FOO_CONSTANT(kShape),       FOO_CONSTANT(kProduct),      FOO_CONSTANT(kList),
+      FOO_CONSTANT(kMostIndices), FOO_CONSTANT(kHidden),       FOO_CONSTANT(kMasked),
+      FOO_CONSTANT(kSeen),        FOO_CONSTANT(kMixed)};
 #undef FOO_CONSTANT
   return result;
 }

@@ -52,27 +52,41 @@ def register_autocast(
         library_of(operator.name(), lib).impl(operator.name().partition("::")[2], kernel, key)
 
 
+def cast_as_autocast(*arguments: Any) -> tuple[Any, ...]:
+    """Cast tensors as operators that `register_autocast` names get them, where autocast is on.
+
+    For functions that call other operators in their place, which then find the same dtypes.
+    """
+    for type_ in ("cpu", "foo"):
+        if torch.is_autocast_enabled(type_):
+            arguments = tuple(_cast(it, type_, torch.get_autocast_dtype(type_)) for it in arguments)
+    return arguments
+
+
 def _autocast_kernel(
     operator: torch._ops.OpOverload, device_type: str, dtype: torch.dtype | None, key: str
 ) -> Callable[..., Any]:
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-    def cast(argument: Any) -> Any:
-        if isinstance(argument, (list, tuple)):
-            return type(argument)(map(cast, argument))
-        if (
-            isinstance(argument, Tensor)
-            and argument.is_floating_point()
-            and argument.dtype != torch.float64
-            and argument.device.type == device_type
-        ):
-            return argument.to(dtype or torch.get_autocast_dtype(device_type))
-        return argument
-
     def kernel(*inputs: Any, **keywords: Any) -> Any:
+        to = dtype or torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             return operator(
-                *map(cast, inputs), **{name: cast(value) for name, value in keywords.items()}
+                *(_cast(it, device_type, to) for it in inputs),
+                **{name: _cast(value, device_type, to) for name, value in keywords.items()},
             )
 
     return kernel
+
+
+def _cast(argument: Any, device_type: str, dtype: torch.dtype) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_cast(it, device_type, dtype) for it in argument)
+    if (
+        isinstance(argument, Tensor)
+        and argument.is_floating_point()
+        and argument.dtype != torch.float64
+        and argument.device.type == device_type
+    ):
+        return argument.to(dtype)
+    return argument

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from foo_ops.library.dtypes import dtype_name
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def require_int64(operator: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
@@ -18,10 +20,13 @@ def require_int64(operator: str, **tensors: Tensor) -> None:
 
 def require_floating(operator: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_floating_point():
-            raise TypeError(
-                f"{operator}: {name} must be floating-point, got {dtype_name(tensor.dtype)}"
-            )
+        if tensor is None or tensor.dtype in FLOATS:
+            continue
+        # Formats of 8 bits and less are for storage, and kernels read none.
+        least = " of at least 16 bits" if tensor.is_floating_point() else ""
+        raise TypeError(
+            f"{operator}: {name} must be floating-point{least}, got {dtype_name(tensor.dtype)}"
+        )
 
 
 def require_compute_type(operator: str, of: str, like: Tensor, **tensors: Tensor) -> None:
@@ -33,6 +38,17 @@ def require_compute_type(operator: str, of: str, like: Tensor, **tensors: Tensor
             raise TypeError(
                 f"{operator}: {name} must be {allowed} where {of} is {dtype_name(like.dtype)}, "
                 f"got {dtype_name(tensor.dtype)}"
+            )
+
+
+def require_sums(operator: str, of: str, like: Tensor, **tensors: Tensor | None) -> None:
+    """Require the dtype that sums of an argument, which is called ``of``, are kept in."""
+    wanted = compute_type(like.dtype)
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype != wanted:
+            raise TypeError(
+                f"{operator}: {name} must be {dtype_name(wanted)} where {of} is "
+                f"{dtype_name(like.dtype)}, got {dtype_name(tensor.dtype)}"
             )
 
 

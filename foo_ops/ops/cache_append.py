@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foo_ops import language, library
 from foo_ops.library.dtypes import dtype_name
-from foo_ops.ops.arguments import require_device, require_shape
+from foo_ops.ops.arguments import FLOATS, require_device, require_shape
 
 NAME = "cache_append"
 library.define(
@@ -33,7 +33,8 @@ def cache_append(
 
     Args:
         key_cache, value_cache: (B, Hkv, S, D) and (B, Hkv, S, Dv), any strides; with block_table
-            pages, (num_blocks, block_size, Hkv, D) and (num_blocks, block_size, Hkv, Dv).
+            pages, (num_blocks, block_size, Hkv, D) and (num_blocks, block_size, Hkv, Dv). Of 16, 32
+            or 64 bits floating-point, integers or bool.
         key, value: (B, Hkv, new, D) and (B, Hkv, new, Dv); with block_table (B, new, Hkv, D) and
             (B, new, Hkv, Dv). Of the caches' dtypes.
         positions: (B,), int32 or int64: where the first new key of each sequence goes; the others
@@ -158,6 +159,16 @@ def require_four(**tensors: Tensor) -> None:
             raise ValueError(f"{NAME}: {name} must have 4 dimensions, got {tensor.dim()}")
 
 
+def require_readable(**caches: Tensor) -> None:
+    for name, cache in caches.items():
+        dtype = cache.dtype
+        if dtype.is_complex or (dtype.is_floating_point and dtype not in FLOATS):
+            raise TypeError(
+                f"{NAME}: {name} must be float16, bfloat16, float32, float64, integers or bool, "
+                f"got {dtype_name(dtype)}"
+            )
+
+
 def require_index(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in INDICES:
@@ -178,6 +189,7 @@ def fake(
     tensors = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
     require_device(NAME, **tensors, positions=positions, block_table=block_table)
     require_four(**tensors)
+    require_readable(key_cache=key_cache, value_cache=value_cache)
     require_shape(
         NAME, "value_cache", value_cache, (*key_cache.shape[:3], value_cache.shape[3]),
         "as key_cache has",

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foo_ops import _C, library
+from foo_ops.library.autocast import cast_as_autocast
 
 TAGS = torch.Tag.pt2_compliant_tag
 library.define(
@@ -60,6 +61,7 @@ def linear(
     if activation is None:
         return torch.ops.foo.linear.default(input, weight, bias)
     if are_recorded(input, weight, bias):
+        input, weight, bias = cast_as_autocast(input, weight, bias)
         return composite_activation(input, weight, bias, activation=activation)
     return torch.ops.foo.linear_activation.default(input, weight, bias, activation=activation)
 

@@ -271,8 +271,10 @@ def vmap_rule(info: Any, in_dims: Any, *inputs: Any, **keywords: Any) -> tuple[A
         for place in (0, 2)
     )
     loss, logsumexp, _ = operator(hidden, inputs[1], target, *inputs[3:], **keywords)
-    count = (target != keywords.get("ignore_index", -100)).flatten(1).sum(1)
-    return (loss, logsumexp, loss.flatten(1).sum(1) / count), (0, 0, 0)
+    # Of single rows there is no other dimension.
+    rows = info.batch_size, -1
+    count = (target != keywords.get("ignore_index", -100)).reshape(rows).sum(1)
+    return (loss, logsumexp, loss.reshape(rows).sum(1) / count), (0, 0, 0)
 
 
 library.register_vmap("foo::linear_cross_entropy", vmap_rule)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C, library
+from foo_ops.library.autocast import cast_as_autocast
 from foo_ops.ops.linear import are_recorded, linear, product_flops
 from foo_ops.ops.silu_mul import silu_mul
 
@@ -43,7 +44,7 @@ def linear_silu_mul(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Te
         tensor([[1.4621]])
     """
     if are_recorded(input, gate_weight, up_weight):
-        return composite(input, gate_weight, up_weight)
+        return composite(*cast_as_autocast(input, gate_weight, up_weight))
     return torch.ops.foo.linear_silu_mul.default(input, gate_weight, up_weight)
 
 

@@ -30,6 +30,7 @@ from foo_ops.ops.arguments import (
     require_like,
     require_rows,
     require_shape,
+    require_sums,
 )
 
 ARGUMENTS = "float label_smoothing=0.0, int ignore_index=-100"
@@ -298,6 +299,7 @@ def fake_backward(
     )
     check(operator, logits, target, label_smoothing)
     require_shape(operator, "logsumexp", logsumexp, target.shape, "as target has")
+    require_sums(operator, "logits", logits, logsumexp=logsumexp, grad_mean=grad_mean)
     for name, gradient in (("grad_loss", grad_loss), ("grad_logsumexp", grad_logsumexp)):
         if gradient is not None:
             require_like(operator, name, gradient, "logsumexp", logsumexp)
@@ -325,7 +327,9 @@ def composite(
     is_ignored = target == ignore_index
     index = target.masked_fill(is_ignored, 0).unsqueeze(-1)
     logarithms = x.log_softmax(-1)
-    loss = -(1 - label_smoothing) * logarithms.gather(-1, index).squeeze(-1)
+    # Without classes all rows are ignored, and nothing can be gathered.
+    of_targets = logarithms.gather(-1, index).squeeze(-1) if x.shape[-1] else logarithms.sum(-1)
+    loss = -(1 - label_smoothing) * of_targets
     if label_smoothing != 0.0:
         loss = loss - label_smoothing * logarithms.mean(-1)
     loss = loss.masked_fill(is_ignored, 0)
@@ -353,8 +357,9 @@ def composite_backward(
     slope = slope.masked_fill(is_ignored, 0).unsqueeze(-1)
     scale = slope if grad_logsumexp is None else slope + grad_logsumexp.unsqueeze(-1)
     classes = logits.shape[-1]
-    wanted = F.one_hot(target.masked_fill(is_ignored, 0), classes)
-    smoothed = (1 - label_smoothing) * wanted + label_smoothing / classes
+    # Without classes all rows are ignored.
+    wanted = F.one_hot(target.masked_fill(is_ignored, 0), max(classes, 1))[..., :classes]
+    smoothed = (1 - label_smoothing) * wanted + label_smoothing / max(classes, 1)
     probabilities = logits.to(compute_type(logits.dtype)).softmax(-1)
     return (probabilities * scale - smoothed * slope).to(logits.dtype)
 

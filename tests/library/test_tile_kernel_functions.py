@@ -107,6 +107,29 @@ def test_refuse_that_raises_nothing():
         operator(torch.ones(2), torch.tensor([2]))
 
 
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_negative_number_of_tiles(is_checked, device):
+    """It is no refusal: the differences of no elements have -1 of them."""
+    name = f"differences_{is_checked}_{device[:3]}"
+    library.define(f"foo_tile::{name}", "(Tensor input) -> Tensor")
+    library.register_fake(
+        f"foo_tile::{name}", lambda input: input.new_empty(max(input.shape[0] - 1, 0))
+    )
+
+    def differences(input, output, tiles):
+        for tile in tiles:
+            output[tile] = input[tile + 1] - input[tile]
+
+    options = {"check": lambda input: True, "refuse": lambda input: None} if is_checked else {}
+    kernel = library.tile_kernel(differences, tiles=lambda input: input.shape[0] - 1, **options)
+    library.register_kernel(f"foo_tile::{name}", DEVICES, kernel)
+    operator = getattr(torch.ops.foo_tile, name)
+    assert operator(torch.tensor([1.0, 3.0, 4.0], device=device)).tolist() == [2.0, 1.0]
+    message = rf"\A{name}: tiles must return a number of at least 0, got -1\Z"
+    with pytest.raises(ValueError, match=message):
+        operator(torch.empty(0, device=device))
+
+
 def test_check_comes_with_refuse():
     message = r"\Atile_kernel: check must come with refuse, which raises what is wrong\Z"
     with pytest.raises(TypeError, match=message):

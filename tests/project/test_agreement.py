@@ -241,6 +241,7 @@ def test_constants():
         "kCountTiles": tile.COUNT_TILES,
         "kRunTiles": tile.RUN_TILES,
         "kFinishTiles": tile.FINISH_TILES,
+        "kRefused": tile.REFUSED,
         "kAbsentCode": codes.ABSENT,
         "kGivenCode": codes.GIVEN,
         "kCheckedCode": kernel.CHECKED,

@@ -58,6 +58,18 @@ auto arguments_of(const OperatorHandle& op, const Stack& stack) {
   return torch::jit::last(stack, op.schema().arguments().size());
 }
 
+// PyTorch takes None for any tensor.
+void require_tensors(const OperatorHandle& op, const Stack& stack) {
+  const auto& declared = op.schema().arguments();
+  const auto given = arguments_of(op, stack);
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (!given[i].isTensor() || given[i].toTensor().defined()) continue;
+    TORCH_CHECK_TYPE(declared[i].type()->kind() == c10::TypeKind::OptionalType,
+                     short_name(op.schema().name()), ": ", declared[i].name(),
+                     " must be a Tensor, got None");
+  }
+}
+
 using Action = std::function<void(const OperatorHandle&, DispatchKeySet, Stack*)>;
 
 // Calls without gradients and tangents go straight on below autograd.
@@ -67,6 +79,7 @@ class AutogradKernel final : public c10::OperatorKernel {
       : with_gradient_(std::move(with_gradient)), with_tangent_(std::move(with_tangent)) {}
 
   void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    require_tensors(op, *stack);
     if (has_tangent(op, *stack)) {
       with_tangent_(op, keys, stack);
     } else if (needs_gradient(op, *stack)) {

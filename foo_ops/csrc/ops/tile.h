@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,11 +19,14 @@ namespace foo {
 // finishes on one, if it has something to do then.
 enum TilePhase : int64_t { kCountTiles, kRunTiles, kFinishTiles };
 
+// What a kernel writes to `count` in place of a number of tiles.
+inline constexpr int64_t kRefused = std::numeric_limits<int64_t>::min();
+
 // `arguments` points to a number for each argument: a View's address, or a scalar's bits. In the
-// phase kCountTiles the kernel writes to `count` how many tiles there are, or a negative number
-// where its check does not pass, and after it the sizes of its scratch memory, which it does not
-// have yet. In the phase kRunTiles it runs the tiles from `begin` to `end`, and writes a negative
-// number to `count` where it cannot use what it reads.
+// phase kCountTiles the kernel writes to `count` how many tiles there are, or kRefused where its
+// check does not pass, and after it the sizes of its scratch memory, which it does not have yet. In
+// the phase kRunTiles it runs the tiles from `begin` to `end`, and writes kRefused to `count` where
+// it cannot use what it reads.
 using TileFunction = void(const int64_t* arguments, int64_t phase, int64_t* count, int64_t begin,
                           int64_t end);
 

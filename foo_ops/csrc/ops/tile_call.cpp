@@ -103,7 +103,9 @@ bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileO
   function(numbers_.data(), kCountTiles, counts.data(), 0, 0);
   require_inside();
   const int64_t tiles = counts[0];
-  if (tiles < 0) return false;
+  if (tiles == kRefused) return false;
+  TORCH_CHECK_VALUE(tiles >= 0, operator_name, ": tiles must return a number of at least 0, got ",
+                    tiles);
   const ScratchShapes of_call = scratch_shapes(operator_name, options, counts.data() + 1, true);
   const ScratchShapes of_thread = scratch_shapes(operator_name, options, counts.data() + 1, false);
   scratch.emplace_back(of_call, 0, outside).give(numbers_.data());
@@ -127,7 +129,7 @@ bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileO
   });
   require_inside();
   rethrow_raised();
-  if (counts[0] < 0) return false;
+  if (counts[0] == kRefused) return false;
   if (options.finishes) function(numbers_.data(), kFinishTiles, nullptr, 0, 0);
   require_inside();
   rethrow_raised();

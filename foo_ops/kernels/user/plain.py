@@ -99,14 +99,14 @@ def make_tile_kernel(
             # There is no scratch memory yet.
             arguments = map(value_of, range(len(kinds) - len(scratch)))
             rows = next((value.rows for value in arguments if isinstance(value, View)), 0)
-            tiles = call("tiles", rows) if call("check", True) else -1
+            tiles = call("tiles", rows) if call("check", True) else tile.REFUSED
             names_of_sizes = map(size_name, range(sizes if tiles >= 0 else 0))
             counts = [tiles, *(call(name, 0) for name in names_of_sizes)]
             write(count, "int64", np.array(counts, np.int64))
         elif phase == tile.RUN_TILES:
             is_used = function(*map(value_of, range(len(kinds))), Range(begin, end))
             if refuses_late and not is_used:
-                write(count, "int64", np.array([-1], np.int64))
+                write(count, "int64", np.array([tile.REFUSED], np.int64))
         else:
             call("finish", None)
 

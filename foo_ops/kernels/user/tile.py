@@ -26,6 +26,8 @@ ARGUMENT_TYPES = (
 
 # The phases of a call. tests/project/test_agreement.py compares them with C++'s.
 COUNT_TILES, RUN_TILES, FINISH_TILES = range(3)
+REFUSED = -(2**63)
+"""What stands for a number of tiles where the check does not pass."""
 
 
 def make_tile_kernel(
@@ -83,13 +85,13 @@ def make_tile_kernel(
     @njit
     def run_or_refuse(arguments, count, begin, end):
         if not function(*arguments_at(arguments), range(begin, end)):
-            count[0] = -1
+            count[0] = REFUSED
 
     run = run_or_refuse if refuses_late else run_all
 
     def loop(arguments, phase, count, begin, end):
         if phase == COUNT_TILES:
-            count[0] = tiles(arguments) if check(arguments) else -1
+            count[0] = tiles(arguments) if check(arguments) else REFUSED
             if count[0] >= 0:
                 write_sizes(arguments, count)
         elif phase == RUN_TILES:

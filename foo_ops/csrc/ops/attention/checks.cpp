@@ -21,7 +21,12 @@ struct Checker {
                       query.device(), " as query is, got ", tensor.device());
   }
 
+  void check_tensor(const char* argument, const at::Tensor& tensor) const {
+    TORCH_CHECK_TYPE(tensor.defined(), name, ": ", argument, " must be a Tensor, got None");
+  }
+
   void check_query() const {
+    check_tensor("query", query);
     const auto dtype = query.scalar_type();
     TORCH_CHECK_TYPE(
         dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16,
@@ -31,6 +36,7 @@ struct Checker {
   // query, key or value.
   void check_kind(const char* argument, const at::Tensor& tensor, int64_t dimensions,
                   const char* shape) const {
+    check_tensor(argument, tensor);
     TORCH_CHECK_VALUE(tensor.dim() == dimensions, name, ": ", argument, " must have ", dimensions,
                       " dimensions ", shape, ", got ", tensor.dim());
     TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), name, ": ", argument, " must be ",
