@@ -9,11 +9,9 @@ from support.exact import Doubles, assert_as_near, exact_copy
 from support.transformer_models import ENCODERS, FAMILIES, SIZES, build, decoder, tokens
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foo_ops.integrations.transformers import apply, replaced, restore
-from foo_ops.integrations.transformers.deferred_logits import DeferredLogits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -196,98 +194,6 @@ def test_an_error_leaves_the_head_as_it_was():
     with pytest.raises(IndexError, match="target must be in"):
         model(tokens(2, 14), labels=torch.full((2, 14), 97))
     assert type(model(tokens(2, 14)).logits) is torch.Tensor
-
-
-# -------------------------------------------------------------------------------- deferred logits
-
-
-def deferred(dtype=torch.float32, bias=True):
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(2, 5, 8, dtype=dtype), torch.randn(11, 8, dtype=dtype)
-    bias = torch.randn(11, dtype=dtype) if bias else None
-    return DeferredLogits(hidden, weight, bias), F.linear(hidden, weight, bias)
-
-
-CHANGES = {
-    "scaled": lambda it: 3 * it * 0.5 / 4,
-    "capped": lambda it: torch.tanh(it / 3.0) * 3.0,
-    "scaled and capped": lambda it: (it * 0.7 / 3.0).tanh() * 3.0,
-    "another cap": lambda it: (it * 0.7 / 3.0).tanh() * 2.0,
-    "float32": lambda it: it.float().contiguous(),
-    "fewer": lambda it: it[..., 1:, :],
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_changes_that_need_no_logits(name):
-    lazy, logits = deferred(torch.float64)
-    changed, expected = CHANGES[name](lazy), CHANGES[name](logits)
-    assert isinstance(changed, DeferredLogits)
-    assert changed.shape == expected.shape
-    assert changed.dtype == expected.dtype
-    target = torch.randint(11, (expected.shape[0] * expected.shape[1],))
-    loss = F.cross_entropy(changed.view(-1, 11), target)
-    assert changed.computed is None
-    torch.testing.assert_close(loss, F.cross_entropy(expected.reshape(-1, 11), target))
-    torch.testing.assert_close(changed.tensor(), expected)
-
-
-USES = {
-    "sum": lambda it: it.sum(),
-    "function": lambda it: torch.softmax(it, -1),
-    "keyword": lambda it: torch.softmax(input=it, dim=-1),
-    "other operand": lambda it: torch.add(torch.ones(2, 5, 11), it),
-    "a tensor's factor": lambda it: it * torch.tensor(2.0),
-    "a tensor's divisor": lambda it: it / torch.arange(1.0, 12.0),
-    "classes": lambda it: it[..., :3],
-    "one position": lambda it: it[:, -1],
-    "another shape": lambda it: it.reshape(-1),
-    "second tanh": lambda it: it.tanh().tanh(),
-    "negative cap": lambda it: F.cross_entropy((it.tanh() * -2.0).view(-1, 11), torch.arange(10)),
-    "weights of classes": lambda it: F.cross_entropy(
-        it.view(-1, 11), torch.arange(10), weight=torch.arange(11.0)
-    ),
-    "probabilities": lambda it: F.cross_entropy(it.view(-1, 11), torch.full((10, 11), 1 / 11)),
-    "classes behind": lambda it: F.cross_entropy(it, torch.zeros(2, 11, dtype=torch.int64)),
-}
-
-
-@pytest.mark.parametrize("name", USES)
-def test_uses_that_need_logits(name):
-    lazy, logits = deferred()
-    torch.testing.assert_close(USES[name](lazy), USES[name](logits))
-
-
-def test_options_of_cross_entropy():
-    lazy, logits = deferred(torch.float64)
-    target = torch.tensor([3, -1, 4, 10, 0, -1, 2, 2, 7, 8])
-    options = {"ignore_index": -1, "label_smoothing": 0.2}
-    for reduction in ("none", "sum", "mean"):
-        loss = F.cross_entropy(lazy.view(-1, 11), target, reduction=reduction, **options)
-        expected = F.cross_entropy(logits.view(-1, 11), target, reduction=reduction, **options)
-        torch.testing.assert_close(loss, expected)
-    assert lazy.computed is None
-
-
-def test_logits_are_computed_once():
-    class Counter(TorchFunctionMode):
-        count = 0
-
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            self.count += function is torch.ops.foo.linear.default
-            return function(*args, **(kwargs or {}))
-
-    lazy, _ = deferred()
-    with Counter() as counter:
-        lazy.sum(), lazy.max(), torch.softmax(lazy, -1)
-    assert counter.count == 1
-
-
-def test_the_loss_has_the_dtype_of_the_logits():
-    lazy, _ = deferred(torch.bfloat16)
-    target = torch.arange(10)
-    assert F.cross_entropy(lazy.view(-1, 11), target).dtype == torch.bfloat16
-    assert F.cross_entropy(lazy.float().view(-1, 11), target).dtype == torch.float32
 
 
 def test_encoders_without_a_head_stay():

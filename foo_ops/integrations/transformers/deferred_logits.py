@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from foo_ops.ops.linear import linear
 from foo_ops.ops.linear_cross_entropy import linear_cross_entropy
@@ -30,21 +35,53 @@ class Ratio(NamedTuple):
 
 ONE = Ratio()
 
+Change = Callable[[Tensor], Tensor]
+"""What a method does with the logits, once they are computed."""
+
+
+def method_of_tensor(name: str, describe: Callable[..., dict[str, Any] | None]) -> Any:
+    """Return the method of a tensor for `DeferredLogits`.
+
+    Args:
+        describe: returns the attributes in which the result differs from these logits, or None
+            where they must be computed; takes the arguments of the method.
+    """
+    method = getattr(Tensor, name)
+
+    @wraps(method, assigned=("__name__", "__doc__"))
+    def either(self: DeferredLogits, *arguments: Any, **keywords: Any) -> Any:
+        attributes = describe(self, *arguments, **keywords) if self.is_pending() else None
+        if attributes is None:
+            return method(self.tensor(), *arguments, **keywords)
+        return self.changed(lambda it: method(it, *arguments, **keywords), attributes)
+
+    return either
+
+
+def deferred(describe: Callable[..., dict[str, Any] | None]) -> Any:
+    """Make a method of what describes its result; a decorator."""
+    return method_of_tensor(describe.__name__, describe)
+
 
 class DeferredLogits:
-    """``outer * tanh(inner * logits)``, or ``inner * logits``, of a head's input and weights.
+    """Logits of a head's input and weights, scaled and bounded, as its attributes tell.
 
     A model may scale and bound its logits, change their shape, and convert them to float32. Their
-    cross-entropy is foo::linear_cross_entropy. For anything else they are computed, once, and
-    are a tensor from then on.
+    cross-entropy is foo::linear_cross_entropy. For anything else they are computed, once, with all
+    that was made of them and of which they were made, by the functions that were called. From then
+    on they are that tensor, so what is written into it is seen by all that share its memory.
+
+    They have the special methods of a tensor and all of its attributes.
 
     Attributes:
         hidden: (..., K), the head's input.
         weight: (V, K).
         bias: (V,), or None.
-        inner, outer: what the logits are multiplied by before and after the tanh; outer is None
-            without a tanh.
-        dtype: of the logits.
+        inner_factor, outer_factor: they are ``outer * tanh(inner * logits)``, or without an outer
+            factor ``inner * logits``.
+        converted: the dtype of the logits, where it is not that of the input.
+        origin: the logits of which these were made, while none are computed, and how.
+        is_recorded: for gradients, as all was where these were made.
     """
 
     def __init__(
@@ -52,77 +89,126 @@ class DeferredLogits:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        inner: Ratio = ONE,
-        outer: Ratio | None = None,
-        dtype: torch.dtype | None = None,
+        inner_factor: Ratio = ONE,
+        outer_factor: Ratio | None = None,
+        converted: torch.dtype | None = None,
+        origin: tuple[DeferredLogits, Change] | None = None,
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
-        self.inner, self.outer = inner, outer
-        self.dtype = hidden.dtype if dtype is None else dtype
+        self.inner_factor, self.outer_factor = inner_factor, outer_factor
+        self.converted, self.origin = converted, origin
+        self.made: list[weakref.ref[DeferredLogits]] = []
+        self.is_recorded = torch.is_grad_enabled()
         self.computed: Tensor | None = None
 
     def tensor(self) -> Tensor:
-        """Compute the logits."""
+        """Compute the logits, with all that they have to do with."""
         if self.computed is None:
-            logits = linear(self.hidden, self.weight, self.bias) * self.inner.value()
-            if self.outer is not None:
-                logits = logits.tanh() * self.outer.value()
-            self.computed = logits.to(self.dtype)
+            first = self
+            while first.origin is not None:
+                first = first.origin[0]
+            with torch.inference_mode(False), torch.set_grad_enabled(self.is_recorded):
+                first.become(linear(first.hidden, first.weight, first.bias))
+        assert self.computed is not None
         return self.computed
 
-    def changed(self, **attributes: Any) -> DeferredLogits:
-        names = ("hidden", "weight", "bias", "inner", "outer", "dtype")
-        return DeferredLogits(**{name: getattr(self, name) for name in names} | attributes)
+    def become(self, tensor: Tensor) -> None:
+        self.computed, self.origin = tensor, None
+        for reference in self.made:
+            made = reference()
+            if made is not None and made.origin is not None:
+                made.become(made.origin[1](tensor))
+
+    def is_pending(self) -> bool:
+        """Whether what is made of these logits now need not be computed, either."""
+        return self.computed is None and self.is_recorded == torch.is_grad_enabled()
+
+    def changed(self, change: Change, attributes: dict[str, Any]) -> DeferredLogits:
+        """Return what ``change`` will give, logits with these attributes."""
+        names = ("hidden", "weight", "bias", "inner_factor", "outer_factor", "converted")
+        same = {name: getattr(self, name) for name in names}
+        made = type(self)(**same | attributes, origin=(self, change))
+        self.made.append(weakref.ref(made))
+        return made
 
     # ------------------------------------------------------------------ what needs no computation
 
     @property
     def shape(self) -> torch.Size:
+        if self.computed is not None:
+            return self.computed.shape
         return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
 
     @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
     def device(self) -> torch.device:
-        return self.hidden.device
+        return self.hidden.device if self.computed is None else self.computed.device
 
-    def float(self) -> DeferredLogits:
-        return self.changed(dtype=torch.float32)
+    @property
+    def dtype(self) -> torch.dtype:
+        if self.computed is not None:
+            return self.computed.dtype
+        return self.converted or self.hidden.dtype
 
-    def contiguous(self) -> DeferredLogits:
-        return self
+    def dim(self) -> int:
+        return self.ndim
 
-    def reshape(self, *shape: int) -> Any:
-        if shape[-1] != self.weight.shape[0]:
-            return self.tensor().reshape(*shape)
-        return self.changed(hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
 
-    view = reshape
+    @deferred
+    def float(self, **options: Any) -> dict[str, Any]:
+        return {"converted": torch.float32}
 
-    def tanh(self) -> Any:
-        if self.outer is not None:
-            return self.tensor().tanh()
-        return self.changed(outer=ONE)
+    @deferred
+    def contiguous(self, **options: Any) -> dict[str, Any]:
+        return {}
 
-    def scaled(self, numerator: Number, denominator: Number) -> DeferredLogits:
-        if self.outer is None:
-            return self.changed(inner=self.inner.times(numerator, denominator))
-        return self.changed(outer=self.outer.times(numerator, denominator))
+    def resized(self, *shape: Any, **options: Any) -> dict[str, Any] | None:
+        sizes = shape[0] if shape and isinstance(shape[0], (tuple, list)) else shape
+        if options or not sizes or sizes[-1] != self.weight.shape[0]:
+            return None
+        return {"hidden": self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1])}
 
-    def __mul__(self, other: Any) -> Any:
-        is_number = isinstance(other, (int, float))
-        return self.scaled(other, 1.0) if is_number else self.tensor() * other
+    reshape = method_of_tensor("reshape", resized)
+    view = method_of_tensor("view", resized)
 
-    __rmul__ = __mul__
+    @deferred
+    def tanh(self) -> dict[str, Any] | None:
+        return {"outer_factor": ONE} if self.outer_factor is None else None
 
-    def __truediv__(self, other: Any) -> Any:
-        is_number = isinstance(other, (int, float))
-        return self.scaled(1.0, other) if is_number else self.tensor() / other
+    def scaled(self, numerator: Any, denominator: Any) -> dict[str, Any] | None:
+        if not all(isinstance(it, (int, Number)) for it in (numerator, denominator)):
+            return None
+        name = "inner_factor" if self.outer_factor is None else "outer_factor"
+        return {name: getattr(self, name).times(numerator, denominator)}
 
-    def __getitem__(self, index: Any) -> Any:
+    def multiplied(self, other: Any) -> dict[str, Any] | None:
+        return self.scaled(other, 1.0)
+
+    __mul__ = method_of_tensor("__mul__", multiplied)
+    __rmul__ = method_of_tensor("__rmul__", multiplied)
+
+    @deferred
+    def __truediv__(self, other: Any) -> dict[str, Any] | None:
+        return self.scaled(1.0, other)
+
+    @deferred
+    def __getitem__(self, index: Any) -> dict[str, Any] | None:
         """Choose positions; the logits of each must be whole (``[..., :-1, :]``)."""
-        is_whole = isinstance(index, tuple) and index[0] is Ellipsis and index[-1] == slice(None)
-        if not is_whole or len(index) > self.hidden.dim() + 1:
-            return self.tensor()[index]
-        return self.changed(hidden=self.hidden[index])
+        is_whole = (
+            isinstance(index, tuple)
+            and len(index) in range(2, self.ndim + 2)
+            and index[0] is Ellipsis
+            and all(isinstance(it, slice) for it in index[1:])
+            and index[-1] == slice(None)
+        )
+        return {"hidden": self.hidden[index]} if is_whole else None
+
+    __hash__ = object.__hash__
 
     # -------------------------------------------------------------------------------- the loss
 
@@ -134,15 +220,15 @@ class DeferredLogits:
         label_smoothing: Number = 0.0,
     ) -> Tensor | None:
         """Compute the loss as `foo_ops.linear_cross_entropy`, or return None where it cannot."""
-        if self.computed is not None or target.dtype != torch.int64:
+        if not self.is_pending() or target.dtype != torch.int64:
             return None
-        hidden, bias, scale, softcap = self.hidden, self.bias, self.inner.value(), 0.0
-        if self.outer is not None:
-            softcap = self.outer.value()
+        hidden, bias, scale, softcap = self.hidden, self.bias, self.inner_factor.value(), 0.0
+        if self.outer_factor is not None:
+            softcap = self.outer_factor.value()
             if softcap <= 0.0:
                 return None
             # The operator divides by the soft cap what it is given.
-            scale = self.inner.times(*self.outer).value()
+            scale = self.inner_factor.times(*self.outer_factor).value()
         if scale != 1.0:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
         loss: Any = linear_cross_entropy(
@@ -170,11 +256,67 @@ class DeferredLogits:
                 return first.tanh()
             if function is F.cross_entropy and (loss := functional_loss(*arguments, **keywords)):
                 return loss[0]
-        arguments = [computed(it) for it in arguments]
-        return function(*arguments, **{name: computed(it) for name, it in keywords.items()})
+        arguments, keywords = tree_map(computed, (arguments, keywords))
+        return function(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tensor(), name)
+
+
+def property_of_tensor(name: str) -> Any:
+    def read(self: DeferredLogits) -> Any:
+        return getattr(self.tensor(), name)
+
+    def write(self: DeferredLogits, value: Any) -> None:
+        setattr(self.tensor(), name, value)
+
+    return property(read, write)
+
+
+OF_CLASSES = {"__new__", "__init_subclass__", "__subclasshook__", "__torch_dispatch__"}
+
+
+def is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def complete(logits: type[DeferredLogits]) -> None:
+    """Give the class what ``__getattr__`` is not asked for: special methods, and assignments."""
+    for name in set(dir(Tensor)) - vars(logits).keys() - OF_CLASSES:
+        attribute = inspect.getattr_static(Tensor, name)
+        if is_special(name):
+            if callable(attribute) and attribute is not getattr(object, name, None):
+                setattr(logits, name, method_of_tensor(name, lambda *_, **__: None))
+        elif inspect.isdatadescriptor(attribute):
+            setattr(logits, name, property_of_tensor(name))
+
+
+complete(DeferredLogits)
+
+
+Base: Any = Tensor
+"""Whose attributes have other types than those of deferred logits."""
+
+
+class DeferredTensor(DeferredLogits, Base):
+    """Logits that are a tensor for ``isinstance`` too, without memory of its own."""
+
+    @staticmethod
+    def __new__(
+        cls: type[DeferredTensor], hidden: Tensor, weight: Tensor, *_: Any, **__: Any
+    ) -> DeferredTensor:
+        shape = (*hidden.shape[:-1], weight.shape[0])
+        return Base._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{operator}: got logits that are not yet computed")
+
+
+def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
+    # The compiler knows of no tensors that Python code makes.
+    kind = DeferredLogits if torch.compiler.is_compiling() else DeferredTensor
+    return kind(hidden, weight, bias)
 
 
 def functional_loss(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from foo_ops.integrations.transformers.deferred_logits import DeferredLogits
+from foo_ops.integrations.transformers.deferred_logits import defer
 from foo_ops.integrations.transformers.replacement import (
     PLAIN,
     Replacement,
@@ -47,7 +47,7 @@ class FooLinear(Replacement):
         if type(weight) not in PLAIN:
             return super().forward(input)  # type: ignore[misc]
         if self.is_deferred:
-            return DeferredLogits(input, weight, self.bias)
+            return defer(input, weight, self.bias)
         return linear(input, weight, self.bias)
 
 
