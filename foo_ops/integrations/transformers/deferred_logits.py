@@ -48,7 +48,7 @@ def method_of_tensor(name: str, describe: Callable[..., dict[str, Any] | None]) 
     """
     method = getattr(Tensor, name)
 
-    @wraps(method, assigned=("__name__", "__doc__"))
+    @wraps(method, assigned=("__name__",))
     def either(self: DeferredLogits, *arguments: Any, **keywords: Any) -> Any:
         attributes = describe(self, *arguments, **keywords) if self.is_pending() else None
         if attributes is None:
