@@ -1,6 +1,7 @@
 """While a model trains, head and loss are one operator, and there are no logits."""
 
 import inspect
+import threading
 
 import pytest
 import torch
@@ -185,8 +186,25 @@ def test_signature_and_restore():
     assert isinstance(model, own)
     trained(model.train())
     assert type(restore(model)) is own
-    assert "is_deferred" not in vars(model.lm_head)
     assert trained(model)[0].logits is not None
+
+
+def test_another_thread_gets_logits():
+    model, inputs, found = apply(decoder(LLAMA)).train(), tokens(2, 14), []
+
+    def look():
+        with torch.no_grad():
+            found.append(model(inputs).logits)
+
+    def loss(logits, labels, vocab_size, **others):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return F.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+    model.loss_function = loss
+    assert model(inputs, labels=inputs).logits is None
+    assert [type(it) for it in found] == [torch.Tensor]
 
 
 def test_an_error_leaves_the_head_as_it_was():

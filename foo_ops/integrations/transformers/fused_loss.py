@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from foo_ops.integrations.transformers.deferred_logits import DeferredLogits
-from foo_ops.integrations.transformers.linear import FooLinear, is_lone
+from foo_ops.integrations.transformers.linear import FooLinear, deferred, is_lone
 from foo_ops.integrations.transformers.replacement import Replacement, has_own_forward, replace
 
 
@@ -49,11 +49,12 @@ class FooLanguageModel(Replacement):
         is_trained = self.training and keywords.get("labels") is not None
         if not is_trained or gives_tuple or not is_lone(head):
             return own(*arguments, **keywords)
-        head.is_deferred = True
+        before = deferred.head
+        deferred.head = head
         try:
             output = own(*arguments, **keywords)
         finally:
-            head.is_deferred = False
+            deferred.head = before
         return without_deferred(output)
 
 

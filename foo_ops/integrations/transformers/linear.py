@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,30 +24,35 @@ def is_plain(module: nn.Module) -> bool:
     return not has_own_forward(module) and type(weight) in PLAIN and weight.is_floating_point()
 
 
-class FooLinear(Replacement):
-    """In the place of `torch.nn.Linear`.
+class Deferred(threading.local):
+    """What this thread must not compute before it is needed.
 
     Attributes:
-        is_deferred: the layer is the head of a model whose loss needs no logits (`fused_loss`).
+        head: the layer of a model that is called for its loss (`fused_loss`). Other threads may
+            call the same model for its logits.
     """
+
+    head: Any = None
+
+
+deferred = Deferred()
+
+
+class FooLinear(Replacement):
+    """In the place of `torch.nn.Linear`."""
 
     weight: Tensor
     bias: Tensor | None
-    is_deferred = False
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
         return type(module).forward is nn.Linear.forward and is_plain(module)
 
-    @classmethod
-    def forget(cls, module: nn.Module) -> None:
-        vars(module).pop("is_deferred", None)
-
     def forward(self, input: Tensor) -> Any:
         weight = self.weight
         if type(weight) not in PLAIN:
             return super().forward(input)  # type: ignore[misc]
-        if self.is_deferred:
+        if deferred.head is self:
             return defer(input, weight, self.bias)
         return linear(input, weight, self.bias)
 
