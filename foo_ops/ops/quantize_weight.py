@@ -37,7 +37,7 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int | None = None) ->
     Returns:
         With 8 bits weight (N, K) int8 and scale (N,); with 4 bits weight (N, K / 2) uint8, and
         scale and zero (N, K / group_size). Scale and zero are of weight's dtype; a scale is rounded
-        up to it, so that no integer is too large.
+        up to it, so that no integer is too large, or down where 127 or 15 times it is infinite.
 
     Raises:
         ValueError: for other bits or group sizes, a K that is no multiple of the group, another
@@ -120,26 +120,37 @@ def _check(weight: Tensor, bits: int, group_size: int | None) -> None:
 
 def _to_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     largest = weight.abs().amax(-1) if weight.shape[1] else weight.new_zeros(weight.shape[0])
-    scale = _scale_of(largest / INT8_LARGEST, dtype)
-    return (weight / scale.double().unsqueeze(-1)).round().to(torch.int8), scale
+    scale = _scale_of(largest / INT8_LARGEST, INT8_LARGEST, dtype)
+    steps = (weight / scale.double().unsqueeze(-1)).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
+    return steps.to(torch.int8), scale
 
 
 def _to_int4(weight: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, ...]:
     groups = weight.reshape(weight.shape[0], weight.shape[1] // group_size, group_size)
     lowest, highest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    scale = _scale_of(highest / INT4_LARGEST - lowest / INT4_LARGEST, dtype)
+    scale = _scale_of(highest / INT4_LARGEST - lowest / INT4_LARGEST, INT4_LARGEST, dtype)
     step = scale.double()
     zero = (-lowest / step).round()
-    steps = (groups / step.unsqueeze(-1)).round() + zero.unsqueeze(-1)
-    integers = steps.clamp(0, INT4_LARGEST).to(torch.uint8)
+    # Where zero was rounded, one of the ends is beyond the weights and may be infinite.
+    below, above = (end - _overflows(end, scale).double() for end in (zero, INT4_LARGEST - zero))
+    steps = (groups / step.unsqueeze(-1)).round().clamp(-below.unsqueeze(-1), above.unsqueeze(-1))
+    integers = (steps + zero.unsqueeze(-1)).to(torch.uint8)
     lower, upper = integers.chunk(2, -1)
     return (lower | upper << 4).flatten(1), scale, zero.to(dtype)
 
 
-def _scale_of(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round up to a dtype. What has only zeros may have any scale."""
+def _scale_of(exact: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """Round up to a dtype, or down where so many steps would be infinite in it.
+
+    What has only zeros may have any scale.
+    """
     info = torch.finfo(dtype)
     nearest = exact.to(dtype)
     above = (nearest.double() * (1 + info.eps) + info.smallest_normal * info.eps).to(dtype)
     scale = torch.where(nearest.double() < exact, above, nearest)
-    return scale.masked_fill(exact == 0, 1.0)
+    below = (scale.double() * (1 - info.eps / 2)).to(dtype)
+    return torch.where(_overflows(steps, scale), below, scale).masked_fill(exact == 0, 1.0)
+
+
+def _overflows(steps: Tensor | int, scale: Tensor) -> Tensor:
+    return (steps * scale.double()).to(scale.dtype).isinf()

@@ -70,6 +70,27 @@ def test_int4_is_nearest(dtype, group_size, magnitude):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_numbers_stay_finite(dtype):
+    """Errors are those of other numbers: half a step, and in a group's ends up to a whole one."""
+    info = torch.finfo(dtype)
+    low, high = torch.meshgrid(*[torch.linspace(0, 1, 129, dtype=torch.float64)] * 2, indexing="ij")
+    weight = torch.stack((low, -high), -1).repeat_interleave(16, -1).flatten(0, 1)
+    largest = torch.full((1, 32), info.max, dtype=dtype)
+    weight = torch.cat(((weight * info.max).to(dtype), largest, -largest))
+    for arguments, steps in (((8,), 0.5), ((4, 32), 1.0)):
+        quantized = foo_ops.quantize_weight(weight, *arguments)
+        found = foo_ops.dequantize_weight(*quantized)
+        assert found.isfinite().all()
+        # Halves, since the difference may be larger than the largest number.
+        error = (found.double() / 2 - weight.double() / 2).abs()
+        scale = quantized[1].double().reshape(-1, 1)
+        rounding = weight.double().abs() * info.eps / 2
+        assert (error <= 0.5 * steps * scale * (1 + 1e-9) + rounding / 2).all()
+    for row in (-2, -1):
+        torch.testing.assert_close(found[row], weight[row], rtol=info.eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_come_back(dtype):
     weight = weights(dtype)
     for arguments in ((8,), *((4, size) for size in GROUP_SIZES)):
