@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from foo_ops.library.dtypes import dtype_name
 
@@ -30,7 +31,8 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int | None = None) ->
     upper ones too, which vectors unpack without a shuffle.
 
     Args:
-        weight: (N, K), float16, bfloat16, float32 or float64, finite.
+        weight: (N, K), float16, bfloat16, float32 or float64, finite. On the meta device, of fake
+            tensors and in compiled graphs numbers are not looked at.
         bits: 8 or 4.
         group_size: 32, 64 or 128 with 4 bits, of which K must be a multiple; None with 8 bits.
 
@@ -114,8 +116,17 @@ def _check(weight: Tensor, bits: int, group_size: int | None) -> None:
         raise ValueError(
             f"{name}: weight must have whole groups of {group_size} columns, got {weight.shape[1]}"
         )
-    if not all(bool(rows.isfinite().all()) for rows in weight.detach().split(ROWS)):
+    if not (_has_no_numbers(weight) or _is_finite(weight)):
         raise ValueError(f"{name}: weight must be finite, got infinities or NaN")
+
+
+def _has_no_numbers(weight: Tensor) -> bool:
+    """Whether none can be read, on the meta device or while a graph is made."""
+    return torch.compiler.is_compiling() or weight.is_meta or is_fake(weight)
+
+
+def _is_finite(weight: Tensor) -> bool:
+    return all(bool(rows.isfinite().all()) for rows in weight.detach().split(ROWS))
 
 
 def _to_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import foo_ops
 from foo_ops.testing import random
@@ -136,6 +137,20 @@ def test_empty():
 def test_a_parameter_is_quantized():
     weight = torch.nn.Parameter(torch.randn(3, 32))
     assert not any(it.requires_grad for it in foo_ops.quantize_weight(weight, 8))
+
+
+@pytest.mark.parametrize("arguments", [(8,), (4, 32)])
+def test_weights_without_numbers_are_quantized(arguments):
+    """Shapes and dtypes are known on meta, of fake tensors and in graphs."""
+    weight = torch.randn(3, 64).bfloat16()
+    wanted = foo_ops.quantize_weight(weight, *arguments)
+    with FakeTensorMode() as mode:
+        fake = foo_ops.quantize_weight(mode.from_tensor(weight), *arguments)
+    for quantized in (foo_ops.quantize_weight(weight.to("meta"), *arguments), fake):
+        found = [(it.shape, it.dtype, it.stride()) for it in quantized]
+        assert found == [(it.shape, it.dtype, it.stride()) for it in wanted]
+    graph = torch.compile(foo_ops.quantize_weight, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(graph(weight, *arguments), wanted, rtol=0, atol=0)
 
 
 def with_nan():
