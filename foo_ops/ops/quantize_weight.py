@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from numbers import Integral
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from foo_ops.library.dtypes import dtype_name
+from foo_ops.library.dtypes import FLOATING, dtype_name
 
 GROUP_SIZES = (32, 64, 128)
 INT8_LARGEST, INT4_LARGEST = 127, 15
@@ -44,7 +45,7 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int | None = None) ->
     Raises:
         ValueError: for other bits or group sizes, a K that is no multiple of the group, another
             number of dimensions, infinities and NaN.
-        TypeError: for a weight that is not floating-point.
+        TypeError: for a weight of another dtype, and for bits or a group_size that are not int.
 
     Example:
         >>> weight, scale = foo_ops.quantize_weight(torch.tensor([[1.0, -127.0], [0.0, 0.0]]), 8)
@@ -102,10 +103,12 @@ def unpack_integers(weight: Tensor, groups: int) -> Tensor:
 
 def _check(weight: Tensor, bits: int, group_size: int | None) -> None:
     name = "quantize_weight"
-    if not weight.is_floating_point():
-        raise TypeError(f"{name}: weight must be floating-point, got {dtype_name(weight.dtype)}")
+    _require_floating(name, "weight", weight)
     if weight.dim() != 2:
         raise ValueError(f"{name}: weight must have 2 dimensions (N, K), got {weight.dim()}")
+    for argument, number in (("bits", bits), ("group_size", group_size)):
+        if number is not None and not isinstance(number, Integral):
+            raise TypeError(f"{name}: {argument} must be an int, got {type(number).__name__}")
     if bits not in (4, 8):
         raise ValueError(f"{name}: bits must be 8 or 4, got {bits}")
     if bits == 8 and group_size is not None:
@@ -118,6 +121,14 @@ def _check(weight: Tensor, bits: int, group_size: int | None) -> None:
         )
     if not (_has_no_numbers(weight) or _is_finite(weight)):
         raise ValueError(f"{name}: weight must be finite, got infinities or NaN")
+
+
+def _require_floating(function: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in FLOATING:
+        raise TypeError(
+            f"{function}: {name} must be float16, bfloat16, float32 or float64, "
+            f"got {dtype_name(tensor.dtype)}"
+        )
 
 
 def _has_no_numbers(weight: Tensor) -> bool:

@@ -163,7 +163,22 @@ REFUSED = (
     (
         lambda: (torch.zeros(3, 32, dtype=torch.int32), 8),
         TypeError,
-        "quantize_weight: weight must be floating-point, got int32",
+        "quantize_weight: weight must be float16, bfloat16, float32 or float64, got int32",
+    ),
+    (
+        lambda: (torch.zeros(3, 32).to(torch.float8_e4m3fn), 8),
+        TypeError,
+        "quantize_weight: weight must be float16, bfloat16, float32 or float64, got float8_e4m3fn",
+    ),
+    (
+        lambda: (torch.zeros(3, 32), 8.0),
+        TypeError,
+        "quantize_weight: bits must be an int, got float",
+    ),
+    (
+        lambda: (torch.zeros(3, 32), 4, 32.0),
+        TypeError,
+        "quantize_weight: group_size must be an int, got float",
     ),
     (
         lambda: (torch.zeros(32), 8),
