@@ -11,6 +11,8 @@ from support.product_operator import (
     product_backward,
 )
 
+from foo_ops import library
+
 
 def without_last(a, b):
     result = torch.empty(a.shape, dtype=a.dtype, device=a.device)
@@ -86,6 +88,24 @@ def writing_beside_working_memory(a, b):
     return product(copy, b)
 
 
+BUFFERS = {}
+
+
+def in_one_buffer(a, b):
+    result = product(a, b)
+    buffer = BUFFERS.setdefault((a.shape, a.dtype, a.device), torch.empty_like(result))
+    return buffer.copy_(result)
+
+
+def backward_of_constants(ctx, grad):
+    a, b = ctx.saved_tensors
+    return grad * b.detach(), grad * a.detach()
+
+
+def rule_of_the_first(info, in_dims, a, b):
+    return product(a[:1], b[:1]).expand_as(a), 0
+
+
 def aliasing(a, b):
     return a.mul_(b)
 
@@ -134,13 +154,17 @@ def fake_of_dense_input(a, b):
 
 @dataclasses.dataclass
 class Broken:
-    """A broken operator, the check that finds it, and the message."""
+    """A broken operator, the check that finds it, and the message.
+
+    ``register`` is given the operator, and registers what else is broken.
+    """
 
     check: str
     message: str
     make: Callable = product
     fake: Callable | None = empty_product
     backward: Callable | None = product_backward
+    register: Callable | None = None
 
 
 BROKEN = {
@@ -260,6 +284,29 @@ BROKEN = {
         "aliases_only_what_is_declared",
         "output 0 shares memory with its argument a, and its schema does not say so",
         make=aliasing,
+    ),
+    "result of an earlier call": Broken(
+        "aliases_only_what_is_declared",
+        "output 0 shares memory with a result of an earlier call, and its schema does not say so",
+        make=in_one_buffer,
+    ),
+    "gradient of the gradient": Broken(
+        "second_derivatives",
+        r"the second derivative by tensor 0 is wrong; the worst, at \(\d, \d\), is \S+ instead of",
+        backward=backward_of_constants,
+    ),
+    "tangent": Broken(
+        "forward_mode",
+        "the tangent of output 0 is wrong",
+        backward=None,
+        register=lambda operator: library.register_autograd(
+            operator, composite=lambda a, b: a * b * b
+        ),
+    ),
+    "rule of vmap": Broken(
+        "mapped",
+        "element 1 of the mapped dimension.*output 0 is wrong in",
+        register=lambda operator: library.register_vmap(operator, rule_of_the_first),
     ),
     "gradient": Broken("gradients", "the gradient of b is wrong", backward=wrong_backward),
     "gradient, numerically": Broken(

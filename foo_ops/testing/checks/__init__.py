@@ -6,7 +6,15 @@ the pytest plugin makes a test of each, and `check_operator` runs them all.
 
 # In the order in which they are run.
 # isort: off
-from foo_ops.testing.checks import values, gradients, memory, fakes, compilation, devices  # noqa: F401
+from foo_ops.testing.checks import (  # noqa: F401
+    values,
+    gradients,
+    transforms,
+    memory,
+    fakes,
+    compilation,
+    devices,
+)
 
 # isort: on
 from foo_ops.testing.checks.matrix import CHECKS, Case, cases

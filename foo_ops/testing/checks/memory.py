@@ -63,16 +63,19 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*map(whole, dense))
 
 
-@check("given to it as it is", names=essential)
+@check("given to it as it is, twice", names=essential)
 def aliases_only_what_is_declared(case: Case) -> None:
-    """Check that outputs share memory only where the schema says so."""
+    """Check that outputs share memory only where the schema says so, and with no earlier ones."""
     sample, operator = arguments(case), case.spec.operator
     named = list(named_tensors(operator, sample.inputs, sample.keywords))
     returns = operator._schema.returns
     with failing_as(case.spec.name):
+        earlier = operator(*sample.inputs, **sample.keywords)
         result = operator(*sample.inputs, **sample.keywords)
     results = (result,) if len(returns) == 1 else as_tuple(result)
     seen = [(f"its argument {name}", tensor) for name, tensor in named]
+    if not operator._schema.is_mutable:
+        seen += [("a result of an earlier call", tensor) for tensor in tensors_in(earlier)]
     for position, (result, declared) in enumerate(zip(results, returns)):
         if declared.alias_info is not None:
             require_alias(case, f"output {position}", result, declared, dict(named))

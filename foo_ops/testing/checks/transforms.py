@@ -1,0 +1,158 @@
+"""Check derivatives beyond the gradient, and torch.vmap, where the operator has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from foo_ops.testing.checks.matrix import (
+    Case,
+    check,
+    double_precision,
+    essential,
+    first,
+    first_device,
+)
+from foo_ops.testing.spec import Sample, Tensors, check_outputs, cotangents_for
+from foo_ops.testing.tolerance import gradients_of, has_gradients
+
+# What an operator raises that has no such derivative or no rule.
+NOT_THERE = (NotImplementedError, RuntimeError)
+# Of float64, whose results of this order are sums of products of three and more numbers.
+TOLERANCE = 1e-6
+
+
+@check(
+    "differentiated twice, along random directions",
+    dtypes=double_precision,
+    names=essential,
+    devices=first_device,
+)
+def second_derivatives(case: Case) -> None:
+    """Check the derivatives of the gradient; an operator that has none must say so."""
+    sample = case.sample().requiring_grad()
+    directions = cotangents_for(tuple(sample.differentiable()))
+    try:
+        found = second_derivatives_of(case.spec.call, sample, directions)
+    except NOT_THERE:
+        return
+    expected = second_derivatives_of(
+        lambda exact: exact.call(case.spec.reference), sample.exact().requiring_grad(), directions
+    )
+    for position, (one, other) in enumerate(zip(found, expected)):
+        require_close(f"the second derivative by tensor {position}", one, other)
+
+
+def second_derivatives_of(
+    call: Callable[[Sample], Tensors], sample: Sample, directions: Tensors
+) -> Tensors:
+    """Differentiate the gradients times their directions by the sample's tensors."""
+    outputs, tensors = call(sample), sample.differentiable()
+    recorded = tuple(output for output in outputs if output.requires_grad)
+    gradients = torch.autograd.grad(
+        recorded, tensors, cotangents_for(recorded), create_graph=True, materialize_grads=True
+    )
+    if not any(gradient.requires_grad for gradient in gradients):
+        return tuple(map(torch.zeros_like, tensors))
+    return gradients_of(gradients, tensors, directions)
+
+
+@check(
+    "given to it with tangents, as forward-mode differentiation does",
+    dtypes=double_precision,
+    names=essential,
+    devices=first_device,
+)
+def forward_mode(case: Case) -> None:
+    sample = case.sample()
+    tangents = cotangents_for(tuple(sample.requiring_grad().differentiable()))
+    with forward_ad.dual_level():
+        duals = iter(tangents)
+        with_tangents = sample.map(
+            lambda it: forward_ad.make_dual(it, next(duals)) if has_gradients(it.dtype) else it
+        )
+        try:
+            outputs = case.spec.call(with_tangents)
+        except NOT_THERE:
+            return
+        found = [forward_ad.unpack_dual(output).tangent for output in outputs]
+    expected = tangents_of_reference(case, sample, tangents)
+    for position, (one, other) in enumerate(zip(found, expected)):
+        # PyTorch's own registration loses tangents in silence, and an author can do nothing.
+        if one is not None and other is not None:
+            require_close(f"the tangent of output {position}", one, other)
+
+
+def tangents_of_reference(case: Case, sample: Sample, tangents: Tensors) -> Sequence[Tensor | None]:
+    """Compute J t as the derivative of J^T c by c, which all operators of torch have.
+
+    An output that depends on no tensor has none.
+    """
+    exact = sample.exact().requiring_grad()
+    outputs = exact.call(case.spec.reference)
+    recorded = [output for output in outputs if output.requires_grad]
+    units = [torch.zeros_like(output, requires_grad=True) for output in recorded]
+    pulled = torch.autograd.grad(
+        recorded, exact.differentiable(), units, create_graph=True, materialize_grads=True
+    )
+    found = iter(gradients_of(pulled, units, tangents))
+    return [next(found) if output.requires_grad else None for output in outputs]
+
+
+@check(
+    "given to torch.vmap beside itself in another order",
+    dtypes=first,
+    names=essential,
+    devices=first_device,
+)
+def mapped(case: Case) -> None:
+    """Check that a mapped call gives what a call for each sample gives."""
+    sample = case.sample()
+    tensors = sample.tensors()
+    if case.spec.mutates or not tensors:
+        return
+    other = reordered(case, sample)
+
+    def function(*values: Tensor) -> Tensors:
+        replaced = dict(zip(map(id, tensors), values))
+        return case.spec.call(sample.map(lambda it: replaced.get(id(it), it)))
+
+    try:
+        outputs = torch.vmap(function)(*map(torch.stack, zip(tensors, other.tensors())))
+    except NOT_THERE:
+        return
+    for index, given in enumerate((sample, other)):
+        try:
+            check_outputs(case.spec, given, case.dtype, tuple(it[index] for it in outputs))
+        except AssertionError as error:
+            raise AssertionError(f"element {index} of the mapped dimension: {error}") from None
+
+
+def reordered(case: Case, sample: Sample) -> Sample:
+    """Return the sample with its floating-point numbers in another order, where that is one."""
+    other = sample.map(lambda it: it.flip(0) if it.dim() > 0 and has_gradients(it.dtype) else it)
+    try:
+        outputs = case.spec.call(other)
+    except Exception:
+        # The order may mean something.
+        return sample
+    # And blocks of memory that were never written may come to be read.
+    return other if all(it.isfinite().all() for it in outputs) else sample
+
+
+def require_close(what: str, found: Tensor, expected: Tensor) -> None:
+    """Require what is finite in float64 to agree, by the largest element."""
+    expected = expected.to(found.device)
+    is_finite = expected.isfinite()
+    expected = expected.where(is_finite, 0)
+    error = (found.where(is_finite, 0) - expected).abs()
+    bound = TOLERANCE * (1.0 + float(expected.abs().max())) if expected.numel() else 0.0
+    if error.numel() and not float(error.max()) <= bound:
+        place = tuple(int(it) for it in torch.unravel_index(error.argmax(), error.shape))
+        raise AssertionError(
+            f"{what} is wrong; the worst, at {place}, is {found[place]} instead of "
+            f"{expected[place]}, where {bound:.3} is allowed"
+        )
