@@ -1,5 +1,7 @@
 """Caches of transformers that are written in place hold what they were given."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -67,6 +69,97 @@ def test_growing_cache_beside_gradients():
     with torch.no_grad():
         keys, _ = cache.update(key, key, 0)
     assert torch.equal(keys, torch.cat([key] * 3, 2))
+
+
+@pytest.mark.parametrize("modes", [("inference", "no_grad"), ("no_grad", "inference")])
+def test_growing_cache_goes_on_in_another_mode(modes):
+    contexts = {"inference": torch.inference_mode, "no_grad": torch.no_grad}
+    caches = [in_place_cache(DynamicCache()), DynamicCache()]
+    key = torch.randn(1, 2, 3, 4)
+    for mode in (*modes, *modes):
+        with contexts[mode]():
+            held = [cache.update(key, -key, 0) for cache in caches]
+    assert all(map(torch.equal, *held))
+
+
+def test_growing_cache_of_two_dtypes():
+    caches = [in_place_cache(DynamicCache()), DynamicCache()]
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        key = torch.randn(1, 2, 3, 4).to(dtype)
+        ours, theirs = (cache.update(key, key.half(), 0) for cache in caches)
+        assert [it.dtype for it in ours] == [it.dtype for it in theirs]
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_what_was_taken_from_a_growing_cache_stays(bits):
+    """What is cropped away, and what a copy of the layer holds, is not written over."""
+    cache = in_place_cache(DynamicCache(), bits=bits)
+    for _ in steps(cache, 6):
+        pass
+    taken = cache.layers[0].keys
+    before = taken.clone()
+    cache.crop(-3)
+    for _ in steps(cache, 3, start=1):
+        pass
+    assert torch.equal(taken, before)
+    first, second = DynamicCache(), DynamicCache()
+    for fork in (first, second):
+        fork.layers = [copy.copy(it) for it in cache.layers]
+    forked, held = [], []
+    for fork, start in ((first, 2), (second, 3)):
+        *_, (_, _, last) = steps(fork, 2, start=start)
+        forked.append([it.clone() for it in last])
+        held.append(last)
+    *_, (_, _, last) = steps(first, 1, start=4)
+    assert all(torch.equal(*pair) for pairs in zip(forked, held) for pair in zip(*pairs))
+    assert all(torch.equal(now[:, :, :8], then) for now, then in zip(last, forked[0]))
+    assert last[0].shape[2] == 9
+
+
+def gradients(model, cache, later):
+    """Return the gradients of two calls with one cache."""
+    inputs = tokens(2, 12)
+    first = model(inputs[:, :6], past_key_values=cache).logits
+    with later():
+        second = model(inputs[:, 6:], past_key_values=cache).logits
+    (first.square().sum() + second.square().sum()).backward()
+    return [it.grad for it in model.parameters() if it.grad is not None]
+
+
+@pytest.mark.parametrize("later", [torch.enable_grad, torch.no_grad])
+def test_growing_cache_beside_gradients_of_the_query(later):
+    """Keys that need none are kept for the query's, and more is written behind them."""
+    results = []
+    for change in (apply, lambda model: model):
+        model = change(decoder(LLAMA)).requires_grad_(False)
+        model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+        results.append(gradients(model, DynamicCache(), later))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+def test_growing_cache_that_has_gradients():
+    caches, results = [in_place_cache(DynamicCache()), DynamicCache()], []
+    for cache in caches:
+        key = torch.ones(1, 2, 3, 4, requires_grad=True)
+        cache.update(key, key, 0)
+        keys, _ = cache.update(key.detach(), key.detach(), 0)
+        results.append(torch.autograd.grad(keys.sum(), key)[0])
+    assert torch.equal(*results)
+
+
+def test_static_cache_beside_gradients():
+    results = []
+    for change in (apply, lambda model: model):
+        model = change(decoder(LLAMA))
+        cache = StaticCache(config=model.config, max_cache_len=20)
+        with torch.no_grad():
+            model(tokens(2, 3), past_key_values=cache)
+        model(tokens(2, 5), past_key_values=cache).logits.square().sum().backward()
+        with torch.no_grad():
+            output = model(tokens(2, 4), past_key_values=cache).logits
+        results.append([output, *(it.grad for it in model.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 def test_full_static_cache_refuses():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +24,9 @@ def in_place_cache(cache: AnyCache, *, bits: int | None = None) -> AnyCache:
 
     What a ``DynamicCache`` holds lies at the front of memory that has room for as much again, so
     that a new key is written behind the others, where transformers copies all of them
-    (`torch.cat`). Where gradients are recorded, and in graphs that are compiled, it does so still.
-    A ``StaticCache`` gets new keys and values from one operator. Layers of another kind, such as
+    (`torch.cat`). Where keys or values need gradients, and in graphs that are compiled, it does so
+    still. What was written once is not written over: a cache that was cropped is copied first. A
+    ``StaticCache`` gets new keys and values from one operator. Layers of another kind, such as
     those of sliding windows, stay as they are.
 
     With ``bits=8`` what a ``DynamicCache`` holds becomes integers with a scale for each head and
@@ -97,6 +100,63 @@ def is_installed(module: nn.Module) -> bool:
     return any(hook in HOOKS.values() for hook in module._forward_pre_hooks.values())
 
 
+def is_recorded(layer: Any, *given: Tensor) -> bool:
+    """Whether gradients are recorded of what a layer holds or is given."""
+    held = (layer.keys, layer.values) if layer.is_initialized else ()
+    return torch.is_grad_enabled() and any(it.requires_grad for it in (*held, *given))
+
+
+class Memory:
+    """Room for keys and values. What was written into it once is never written again.
+
+    So all that was given out keeps its numbers, for gradients and for layers that were copied.
+
+    Attributes:
+        tensors: the keys and the values, (B, H, room, D).
+        end: how many positions were ever written, by whichever layer.
+        positions: (B,), ``end`` for each sequence.
+    """
+
+    def __init__(
+        self, room: int, end: int, held: Sequence[Tensor], given: Sequence[Tensor]
+    ) -> None:
+        """Make room for what a layer holds in ``end`` positions, and is given; copy the former."""
+        self.tensors = tuple(
+            new.new_empty(
+                (*new.shape[:2], room, new.shape[3]),
+                dtype=torch.promote_types(old.dtype, new.dtype),
+            )
+            for old, new in zip(held, given)
+        )
+        if end:
+            for tensor, old in zip(self.tensors, held):
+                tensor.narrow(2, 0, end).copy_(old)
+        self.end = end
+        self.positions = torch.full((len(given[0]),), end, device=given[0].device)
+
+    def continues(self, length: int, held: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+        """Whether what is given can be written behind so many positions that a layer holds."""
+        if length != self.end or length + given[0].shape[2] > self.tensors[0].shape[2]:
+            return False
+        if self.positions.is_inference() and not torch.is_inference_mode_enabled():
+            return False
+        return all(
+            old.data_ptr() == tensor.data_ptr()
+            and old.shape[0] == tensor.shape[0]
+            and new.dtype == tensor.dtype
+            for tensor, old, new in zip(self.tensors, held, given)
+        )
+
+    def append(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return all keys and all values, with those that are given."""
+        new = [it.to(tensor.dtype) for it, tensor in zip(given, self.tensors)]
+        torch.ops.foo.cache_append.default(*self.tensors, *new, self.positions)
+        self.end += new[0].shape[2]
+        self.positions.add_(new[0].shape[2])
+        # Autograd would take what is written behind these for a change of them, but not in `data`.
+        return tuple(it.narrow(2, 0, self.end).data for it in self.tensors)
+
+
 class GrowingLayer(DynamicLayer):
     """The keys and values of one layer, at the front of memory that doubles when it is full.
 
@@ -104,52 +164,24 @@ class GrowingLayer(DynamicLayer):
     another order): these are copied to new memory before something is written behind them.
     """
 
-    memory: tuple[Tensor, Tensor] | None = None
-    positions: Tensor
-    """Where the next key of each sequence goes, if ``filled`` are there."""
-    filled: int
+    memory: Memory | None = None
+    """Shared by the copies of a layer, of which the first that is continued goes on with it."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any
     ) -> tuple[Tensor, Tensor]:
-        is_recorded = torch.is_grad_enabled() and (
-            key_states.requires_grad or value_states.requires_grad
-        )
-        if is_recorded or torch.compiler.is_compiling():
+        given = (key_states, value_states)
+        if is_recorded(self, *given) or torch.compiler.is_compiling():
             return super().update(key_states, value_states, *arguments, **keywords)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        before = self.get_seq_length()
-        after = before + key_states.shape[-2]
-        if self.memory is None or not self.has_room(self.memory[0], after):
-            self.memory = self.moved(key_states, value_states, before, after)
-        if self.filled != before:
-            self.positions.fill_(before)
-        torch.ops.foo.cache_append.default(*self.memory, key_states, value_states, self.positions)
-        self.positions.add_(after - before)
-        self.filled = after
-        self.keys, self.values = (each.narrow(2, 0, after) for each in self.memory)
+        held: Any = (self.keys, self.values)
+        length = self.get_seq_length()
+        if self.memory is None or not self.memory.continues(length, held, given):
+            room = max(2 * (length + key_states.shape[2]), LEAST_ROOM)
+            self.memory = Memory(room, length, held, given)
+        self.keys, self.values = self.memory.append(given)
         return self.keys, self.values
-
-    def has_room(self, memory: Tensor, length: int) -> bool:
-        """Whether the keys are still at the front of the memory, and so many fit."""
-        keys: Any = self.keys
-        is_front = keys.data_ptr() == memory.data_ptr() and keys.shape[0] == memory.shape[0]
-        return is_front and length <= memory.shape[2]
-
-    def moved(self, key: Tensor, value: Tensor, before: int, after: int) -> tuple[Tensor, Tensor]:
-        """Return memory for twice as many, with those that are there."""
-        room = max(2 * after, LEAST_ROOM)
-        memory = tuple(
-            each.new_empty(*each.shape[:2], room, each.shape[3]) for each in (key, value)
-        )
-        if before:
-            held: Any = (self.keys, self.values)
-            for target, source in zip(memory, held):
-                target.narrow(2, 0, before).copy_(source)
-        self.positions = torch.full((len(key),), before, device=key.device)
-        self.filled = before
-        return memory  # type: ignore[return-value]
 
     def reset(self) -> None:
         super().reset()
@@ -169,11 +201,18 @@ class Int8Layer(GrowingLayer):
         super().lazy_initialization(key_states, value_states)
         self.scales = GrowingLayer()
 
+    def __copy__(self) -> Int8Layer:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        if self.is_initialized:
+            made.scales = copy(self.scales)
+        return made
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any
     ) -> tuple[Tensor, Tensor]:
         given = (key_states, value_states)
-        if torch.is_grad_enabled() and any(it.requires_grad for it in given):
+        if is_recorded(self, *given):
             raise NotImplementedError(
                 "a cache of 8 bits: key and value must need no gradients, which integers do not "
                 "have: call the model under torch.no_grad()"
@@ -217,6 +256,8 @@ class InPlaceStaticLayer(StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any
     ) -> tuple[Tensor, Tensor]:
+        if is_recorded(self, key_states, value_states):
+            return super().update(key_states, value_states, *arguments, **keywords)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys: Any = self.keys
