@@ -143,7 +143,7 @@ class Memory:
         return all(
             old.data_ptr() == tensor.data_ptr()
             and old.shape[0] == tensor.shape[0]
-            and new.dtype == tensor.dtype
+            and torch.promote_types(tensor.dtype, new.dtype) == tensor.dtype
             for tensor, old, new in zip(self.tensors, held, given)
         )
 
