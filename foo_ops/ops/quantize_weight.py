@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from foo_ops.library.dtypes import FLOATING, dtype_name
+from foo_ops.ops.arguments import require_device, require_like
 
 GROUP_SIZES = (32, 64, 128)
 INT8_LARGEST, INT4_LARGEST = 127, 15
@@ -72,19 +73,15 @@ def dequantize_weight(weight: Tensor, scale: Tensor, zero: Tensor | None = None)
         zero: of scale's shape.
 
     Raises:
-        TypeError: for another dtype of weight.
+        ValueError: for shapes that do not fit together, and groups that are not of 32, 64 or 128.
+        TypeError: for dtypes.
 
     Example:
         >>> quantized = foo_ops.quantize_weight(torch.arange(32.0)[None], 4, group_size=32)
         >>> foo_ops.dequantize_weight(*quantized)[0, ::8]
         tensor([ 0.0000,  8.2667, 16.5333, 24.8000])
     """
-    expected = torch.int8 if zero is None else torch.uint8
-    if weight.dtype != expected:
-        raise TypeError(
-            f"dequantize_weight: weight must be {dtype_name(expected)} "
-            f"{'without' if zero is None else 'with'} zero, got {dtype_name(weight.dtype)}"
-        )
+    _check_quantized(weight, scale, zero)
     integers = unpack_integers(weight, 0 if zero is None else scale.shape[1])
     wide = integers.to(torch.promote_types(scale.dtype, torch.float32))
     if zero is not None:
@@ -101,11 +98,13 @@ def unpack_integers(weight: Tensor, groups: int) -> Tensor:
     return torch.cat((pairs & INT4_LARGEST, torch.bitwise_right_shift(pairs, 4)), -1)
 
 
+# ------------------------------------------------------------------------------------------ checks
+
+
 def _check(weight: Tensor, bits: int, group_size: int | None) -> None:
     name = "quantize_weight"
     _require_floating(name, "weight", weight)
-    if weight.dim() != 2:
-        raise ValueError(f"{name}: weight must have 2 dimensions (N, K), got {weight.dim()}")
+    _require_dimensions(name, "weight", weight, "N", "K")
     for argument, number in (("bits", bits), ("group_size", group_size)):
         if number is not None and not isinstance(number, Integral):
             raise TypeError(f"{name}: {argument} must be an int, got {type(number).__name__}")
@@ -123,6 +122,43 @@ def _check(weight: Tensor, bits: int, group_size: int | None) -> None:
         raise ValueError(f"{name}: weight must be finite, got infinities or NaN")
 
 
+def _check_quantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> None:
+    """Refuse what linear_int8 and linear_int4 would refuse."""
+    name, expected = "dequantize_weight", torch.int8 if zero is None else torch.uint8
+    if weight.dtype != expected:
+        raise TypeError(
+            f"{name}: weight must be {dtype_name(expected)} "
+            f"{'without' if zero is None else 'with'} zero, got {dtype_name(weight.dtype)}"
+        )
+    _require_dimensions(name, "weight", weight, "N", "K" if zero is None else "K / 2")
+    _require_dimensions(name, "scale", scale, "N", *(() if zero is None else ("K / group_size",)))
+    _require_floating(name, "scale", scale)
+    require_device(name, weight=weight, scale=scale, zero=zero)
+    rows = weight.shape[0]
+    if scale.shape[0] != rows:
+        kind = "elements as weight has rows" if zero is None else "rows as weight has"
+        raise ValueError(f"{name}: scale must have {rows} {kind}, got {scale.shape[0]}")
+    if zero is not None:
+        _check_groups(name, 2 * weight.shape[1], scale.shape[1])
+        require_like(name, "zero", zero, "scale", scale)
+
+
+def _check_groups(function: str, elements: int, groups: int) -> None:
+    if all(elements != groups * size for size in GROUP_SIZES):
+        raise ValueError(
+            f"{function}: scale must have columns for groups of 32, 64 or 128, "
+            f"got {groups} for {elements} elements"
+        )
+
+
+def _require_dimensions(function: str, name: str, tensor: Tensor, *layout: str) -> None:
+    if tensor.dim() != len(layout):
+        dimensions = "1 dimension" if len(layout) == 1 else f"{len(layout)} dimensions"
+        raise ValueError(
+            f"{function}: {name} must have {dimensions} ({', '.join(layout)}), got {tensor.dim()}"
+        )
+
+
 def _require_floating(function: str, name: str, tensor: Tensor) -> None:
     if tensor.dtype not in FLOATING:
         raise TypeError(
@@ -138,6 +174,9 @@ def _has_no_numbers(weight: Tensor) -> bool:
 
 def _is_finite(weight: Tensor) -> bool:
     return all(bool(rows.isfinite().all()) for rows in weight.detach().split(ROWS))
+
+
+# --------------------------------------------------------------------------------------- rounding
 
 
 def _to_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -220,11 +220,91 @@ def test_refused(make, error, message):
         foo_ops.quantize_weight(*make())
 
 
-def test_a_weight_of_another_dtype_does_not_come_back():
-    packed, scale, zero = foo_ops.quantize_weight(torch.zeros(3, 32), 4, 32)
-    message = "dequantize_weight: weight must be int8 without zero, got uint8"
-    with pytest.raises(TypeError, match=f"^{message}$"):
-        foo_ops.dequantize_weight(packed, scale)
-    message = "dequantize_weight: weight must be uint8 with zero, got int8"
-    with pytest.raises(TypeError, match=f"^{message}$"):
-        foo_ops.dequantize_weight(packed.view(torch.int8), scale, zero)
+# Changes of what 6 rows of 64 weights are quantized to, in 8 bits and in 4, with groups of 32.
+OTHERS = (
+    (
+        8,
+        lambda weight, scale: (weight.view(torch.uint8), scale),
+        TypeError,
+        "weight must be int8 without zero, got uint8",
+    ),
+    (
+        8,
+        lambda weight, scale: (weight[0], scale),
+        ValueError,
+        "weight must have 2 dimensions (N, K), got 1",
+    ),
+    (
+        8,
+        lambda weight, scale: (weight, scale[:, None]),
+        ValueError,
+        "scale must have 1 dimension (N), got 2",
+    ),
+    (
+        8,
+        lambda weight, scale: (weight, scale[:1]),
+        ValueError,
+        "scale must have 6 elements as weight has rows, got 1",
+    ),
+    (
+        8,
+        lambda weight, scale: (weight, scale.int()),
+        TypeError,
+        "scale must be float16, bfloat16, float32 or float64, got int32",
+    ),
+    (
+        8,
+        lambda weight, scale: (weight, scale.to("foo")),
+        ValueError,
+        "scale must be on cpu as weight is, got foo:0",
+    ),
+    (
+        4,
+        lambda weight, scale, zero: (weight.view(torch.int8), scale, zero),
+        TypeError,
+        "weight must be uint8 with zero, got int8",
+    ),
+    (
+        4,
+        lambda weight, scale, zero: (weight[None], scale, zero),
+        ValueError,
+        "weight must have 2 dimensions (N, K / 2), got 3",
+    ),
+    (
+        4,
+        lambda weight, scale, zero: (weight, scale[:, 0], zero[:, 0]),
+        ValueError,
+        "scale must have 2 dimensions (N, K / group_size), got 1",
+    ),
+    (
+        4,
+        lambda weight, scale, zero: (weight, scale[:1], zero),
+        ValueError,
+        "scale must have 6 rows as weight has, got 1",
+    ),
+    (
+        4,
+        lambda weight, scale, zero: (weight, scale.repeat(1, 2), zero.repeat(1, 2)),
+        ValueError,
+        "scale must have columns for groups of 32, 64 or 128, got 4 for 64 elements",
+    ),
+    (
+        4,
+        lambda weight, scale, zero: (weight, scale, zero[:1]),
+        ValueError,
+        "zero must have shape [6, 2] as scale has, got [1, 2]",
+    ),
+    (
+        4,
+        lambda weight, scale, zero: (weight, scale, zero.byte()),
+        TypeError,
+        "zero must be float32 as scale is, got uint8",
+    ),
+)
+
+
+@pytest.mark.parametrize(("bits", "change", "error", "message"), OTHERS)
+def test_what_does_not_come_back(bits, change, error, message):
+    quantized = foo_ops.quantize_weight(torch.randn(6, 64), bits, 32 if bits == 4 else None)
+    with pytest.raises(error, match=f"^{re.escape(f'dequantize_weight: {message}')}$"):
+        foo_ops.dequantize_weight(*change(*quantized))
