@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from support.exact import assert_near
-from support.transformer_models import decoder, padding, tokens
+from support.transformer_models import EXPERTS, SIZES, build, decoder, padding, tokens
 from transformers import DynamicCache
 
 import foo_ops
 from foo_ops.integrations.transformers import apply, foo_attention_forward, in_place_cache
-from foo_ops.integrations.transformers.attention import SCALE
 from foo_ops.integrations.transformers.cache import Int8Layer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,12 +34,12 @@ def filled(lengths, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_reads_what_was_given(dtype):
     _, (key, value), given = filled([70, *[1] * 5], dtype)
-    assert key.dtype == value.dtype == torch.int8
+    assert key.dtype == value.dtype == dtype
     exact = []
     for tensor, numbers in zip((key, value), given):
         integers, scale = foo_ops.quantize_cache(numbers)
-        assert torch.equal(tensor, integers)
-        assert torch.equal(getattr(tensor, SCALE), scale)
+        assert torch.equal(tensor.integers, integers)
+        assert torch.equal(tensor.scales, scale)
         exact.append(integers * scale.double().unsqueeze(-1))
     query = torch.randn(2, 6, 1, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     keys, values = (it.repeat_interleave(2, 1) for it in exact)
@@ -83,8 +83,8 @@ def test_changes(name):
         before = [torch.cat(pair, 2) for pair in zip(before, more)]
     for tensor, numbers in zip(held, before):
         integers, scale = foo_ops.quantize_cache(numbers)
-        assert torch.equal(tensor, integers)
-        assert torch.equal(getattr(tensor, SCALE), scale)
+        assert torch.equal(tensor.integers, integers)
+        assert torch.equal(tensor.scales, scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,6 +112,53 @@ def test_logits_agree(dtype):
         assert (logits[0] - logits[1]).norm() / logits[0].norm() < LOGITS
 
 
+HEADS = {"num_key_value_heads": 6}
+LATENTS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+LATENTS |= {"v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS}
+# Their attention is their own, or does more with what the cache gives than to attend to it.
+OTHERS = {
+    "Falcon": SIZES,
+    "GPTJ": {**SIZES, "rotary_dim": 4},
+    "Bloom": SIZES,
+    "Mpt": {**SIZES, "d_model": 48, "n_heads": 6, "n_layers": 2},
+    "GPTNeo": {**SIZES, "num_heads": 6, "num_layers": 2, "attention_types": [[["global"], 2]]},
+    "CodeGen": {**SIZES, "num_attention_heads": 4, "rotary_dim": 4},
+    "XGLM": {**SIZES, "ffn_dim": 64, "attention_heads": 6, "num_layers": 2},
+    "DeepseekV2": {**SIZES, **HEADS, **LATENTS},
+    "DeepseekV3": {**SIZES, **HEADS, **LATENTS},
+    "Doge": {**SIZES, **HEADS},
+    "DiffLlama": {**SIZES, **HEADS},
+}
+
+
+def decoded(model):
+    """Return the logits of a prompt and of two tokens behind it."""
+    inputs, cache, found = tokens(2, 12).to(model.device), DynamicCache(), []
+    with torch.no_grad():
+        for part in (inputs[:, :10], inputs[:, 10:11], inputs[:, 11:]):
+            found.append(model(part, past_key_values=cache).logits.cpu())
+    assert type(cache.layers[-1]) is Int8Layer
+    return torch.cat(found, 1)
+
+
+def assert_logits_agree(model, **options):
+    with torch.no_grad():
+        expected = model(tokens(2, 12).to(model.device)).logits.cpu()
+    found = decoded(apply(model, cache=8, **options))
+    assert (found - expected).norm() / expected.norm() < LOGITS
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_attention_that_reads_no_integers(name):
+    config = getattr(transformers, f"{name}Config")(**OTHERS[name])
+    assert_logits_agree(build(transformers.AutoModelForCausalLM, lambda: config))
+
+
+def test_without_our_attention(device):
+    for attention in (True, False):
+        assert_logits_agree(decoder(LLAMA, device), attention=attention)
+
+
 def test_cache_that_is_there_is_rounded():
     cache = DynamicCache()
     key, value = torch.randn(2, 1, 2, 9, 16).unbind()
@@ -132,8 +179,6 @@ def test_refusals():
     for error, message, function in (
         (ValueError, "apply: cache must be True, False or 8, got 4",
          lambda: apply(model, cache=4)),
-        (ValueError, "apply: attention must be True with a cache of 8 bits, got False",
-         lambda: apply(model, cache=8, attention=False)),
         (ValueError, "in_place_cache: bits must be 8 or None, got 4",
          lambda: in_place_cache(DynamicCache(), bits=4)),
         (NotImplementedError,
@@ -141,12 +186,6 @@ def test_refusals():
          "call the model under torch.no_grad()",
          lambda: in_place_cache(DynamicCache(), bits=8).update(
              *torch.ones(2, 1, 1, 1, 1, requires_grad=True), 0)),
-        (TypeError,
-         "attention of implementation 'foo': key must be of the dtype of query, or what a cache of "
-         "8 bits gives, got int8 without scales",
-         lambda: foo_attention_forward(
-             SimpleNamespace(is_causal=True), torch.ones(1, 1, 1, 4),
-             *torch.ones(2, 1, 1, 3, 4, dtype=torch.int8), None)),
     ):  # fmt: skip
         with pytest.raises(error, match=rf"\A{re.escape(message)}\Z"):
             function()

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from foo_ops.integrations.transformers.integers import Integers
 from foo_ops.ops.attention_options import given_options
 
 NAME = "foo"
@@ -59,7 +60,7 @@ def foo_attention_forward(
         module: the layer; its attribute ``is_causal`` counts if the argument is None.
         query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for the same queries in all of the batch.
         key: (B, Hkv, Sk, D), Hq a multiple of Hkv. The queries are the last of the Sk positions.
-            Key and value of a cache of 8 bits are read as they are, but where there is a mask.
+            Key and value that are `Integers` are read as they are, but where there is a mask.
         value: (B, Hkv, Sk, Dv).
         attention_mask: bool, True = take part, or added to the scores; broadcasts to
             (B, Hq, Sq, Sk). It is complete: only without it do causality and window count.
@@ -91,34 +92,14 @@ def foo_attention_forward(
         attention_mask = None if bounds.exact else attention_mask
     given = given_options(scale=scaling, dropout_p=dropout, softcap=softcap or 0.0, **options)
     bias = combine(position_bias, attention_mask)
-    if key.dtype == torch.int8:
+    if isinstance(key, Integers) and isinstance(value, Integers):
         if bias is None and not given.keys() & {"dropout_p", "is_causal"}:
-            scales = scale_of("key", key), scale_of("value", value)
-            output, _ = torch.ops.foo.attention_int8_cache.default(
-                heads, key, value, *scales, s_aux, **given
-            )
+            tensors = key.integers, value.integers, key.scales, value.scales
+            output, _ = torch.ops.foo.attention_int8_cache.default(heads, *tensors, s_aux, **given)
             return output.transpose(1, 2).contiguous(), None
-        key, value = dequantised(key, query.dtype), dequantised(value, query.dtype)
+        key, value = key.numbers(), value.numbers()
     output, _ = torch.ops.foo.attention.default(heads, key, value, bias, sinks=s_aux, **given)
     return output.transpose(1, 2).contiguous(), None
-
-
-SCALE = "_foo_scale"
-"""The attribute of the keys, and of the values, of a cache of 8 bits: (B, Hkv, Sk)."""
-
-
-def scale_of(argument: str, integers: Tensor) -> Tensor:
-    if not hasattr(integers, SCALE):
-        raise TypeError(
-            f"attention of implementation 'foo': {argument} must be of the dtype of query, or what "
-            "a cache of 8 bits gives, got int8 without scales"
-        )
-    return getattr(integers, SCALE)
-
-
-def dequantised(integers: Tensor, dtype: torch.dtype) -> Tensor:
-    scale = scale_of("key or value", integers)
-    return (integers.to(scale.dtype) * scale.unsqueeze(-1)).to(dtype)
 
 
 def refuse_unsupported(options: Mapping[str, Any], implementation: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
-from foo_ops.integrations.transformers.attention import SCALE, dequantised
+from foo_ops.integrations.transformers.integers import Integers, numbers
 from foo_ops.ops.attention_int8_cache import quantize_cache
 
 LEAST_ROOM = 64
@@ -30,9 +30,9 @@ def in_place_cache(cache: AnyCache, *, bits: int | None = None) -> AnyCache:
     those of sliding windows, stay as they are.
 
     With ``bits=8`` what a ``DynamicCache`` holds becomes integers with a scale for each head and
-    position (`foo_ops.quantize_cache`), half the bytes of bfloat16, for models whose attention is
-    ``"foo"``. Attention to a first prompt takes the numbers as they came. A ``StaticCache`` stays
-    as it is.
+    position (`foo_ops.quantize_cache`), half the bytes of bfloat16. Attention of implementation
+    ``"foo"`` reads them as they are; for any other they are multiplied out, layer by layer.
+    Attention to a first prompt takes the numbers as they came. A ``StaticCache`` stays as it is.
 
     `apply` does this with every cache that its model is given.
 
@@ -191,7 +191,7 @@ class GrowingLayer(DynamicLayer):
 class Int8Layer(GrowingLayer):
     """The keys and values of one layer as integers of 8 bits, beside a layer of their scales.
 
-    What it gives to attention has its scales in the attribute `SCALE`.
+    What it gives to attention are `Integers`.
     """
 
     scales: GrowingLayer
@@ -223,11 +223,12 @@ class Int8Layer(GrowingLayer):
         held_scales = self.scales.update(*(it.unsqueeze(-1) for it in scales))
         if is_first:
             return given
-        for tensor, scale in zip(held, held_scales):
-            setattr(tensor, SCALE, scale.squeeze(-1))
-        if torch.compiler.is_compiling():
-            return dequantised(held[0], key_states.dtype), dequantised(held[1], key_states.dtype)
-        return held
+        read = numbers if torch.compiler.is_compiling() else Integers
+        key, value = (
+            read(tensor, scale.squeeze(-1), new.dtype)
+            for tensor, scale, new in zip(held, held_scales, given)
+        )
+        return key, value
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)

@@ -82,6 +82,7 @@ def apply(
             model whose logits are read in training.
         cache: caches that the model is called with are written in place (`in_place_cache`). With 8
             those that grow are of 8 bits, half the bytes of bfloat16, for decoding long texts.
+            Attention that is not foo's is given numbers, and takes longer then.
         quantize: 8 or 4: linear layers have a copy of their weight in so many bits
             (`foo_ops.quantize_weight`; 4 bits in groups of 64, or 32) and compute with that, but
             for training. It is for decoding, whose time is that of reading weights. The weights
@@ -90,8 +91,7 @@ def apply(
 
     Raises:
         TypeError: for what is no module.
-        ValueError: for other bits than 8 and 4, of a cache than 8, or such a cache without foo's
-            attention.
+        ValueError: for other bits than 8 and 4, of a cache than 8.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -107,8 +107,6 @@ def apply(
     cache_bits = None if isinstance(cache, bool) else cache
     if cache_bits not in (None, 8):
         raise ValueError(f"apply: cache must be True, False or 8, got {cache}")
-    if cache_bits is not None and not attention:
-        raise ValueError("apply: attention must be True with a cache of 8 bits, got False")
     flags = {
         "rms_norm": rms_norm,
         "rotary_embedding": rotary_embedding,
