@@ -288,19 +288,13 @@ def fake_backward(
     ignore_index: int = -100,
 ) -> Tensor:
     operator = "softmax_cross_entropy_backward"
-    require_device(
-        operator,
-        grad_loss=grad_loss,
-        grad_logsumexp=grad_logsumexp,
-        grad_mean=grad_mean,
-        logits=logits,
-        target=target,
-        logsumexp=logsumexp,
-    )
+    gradients = {"grad_loss": grad_loss, "grad_logsumexp": grad_logsumexp}
+    others = {"logits": logits, "target": target, "logsumexp": logsumexp}
+    require_device(operator, **gradients, grad_mean=grad_mean, **others)
     check(operator, logits, target, label_smoothing)
     require_shape(operator, "logsumexp", logsumexp, target.shape, "as target has")
     require_sums(operator, "logits", logits, logsumexp=logsumexp, grad_mean=grad_mean)
-    for name, gradient in (("grad_loss", grad_loss), ("grad_logsumexp", grad_logsumexp)):
+    for name, gradient in gradients.items():
         if gradient is not None:
             require_like(operator, name, gradient, "logsumexp", logsumexp)
     if grad_mean is not None:
@@ -327,9 +321,9 @@ def composite(
     is_ignored = target == ignore_index
     index = target.masked_fill(is_ignored, 0).unsqueeze(-1)
     logarithms = x.log_softmax(-1)
-    # Without classes all rows are ignored, and nothing can be gathered.
-    of_targets = logarithms.gather(-1, index).squeeze(-1) if x.shape[-1] else logarithms.sum(-1)
-    loss = -(1 - label_smoothing) * of_targets
+    # Without classes all rows are ignored, and there is nothing to gather.
+    of_target = logarithms.gather(-1, index).squeeze(-1) if x.shape[-1] else logarithms.sum(-1)
+    loss = (label_smoothing - 1) * of_target
     if label_smoothing != 0.0:
         loss = loss - label_smoothing * logarithms.mean(-1)
     loss = loss.masked_fill(is_ignored, 0)
@@ -357,7 +351,6 @@ def composite_backward(
     slope = slope.masked_fill(is_ignored, 0).unsqueeze(-1)
     scale = slope if grad_logsumexp is None else slope + grad_logsumexp.unsqueeze(-1)
     classes = logits.shape[-1]
-    # Without classes all rows are ignored.
     wanted = F.one_hot(target.masked_fill(is_ignored, 0), max(classes, 1))[..., :classes]
     smoothed = (1 - label_smoothing) * wanted + label_smoothing / max(classes, 1)
     probabilities = logits.to(compute_type(logits.dtype)).softmax(-1)
