@@ -177,6 +177,36 @@ def test_operators_must_be_named(run):
     assert "test_operator asks for operator_check: say of which operators" in process.stdout
 
 
+def test_checks_of_a_marker(run):
+    text = RIGHT.replace("operators(RMS_NORM)", "operators(RMS_NORM, checks=['values'])")
+    process = run(text, "--collect-only", "-q", "-k", "test_operator and float64")
+    names = re.findall(r"::test_operator\[(\S+)\]", process.stdout)
+    assert names
+    assert all("-values-" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ("'x'", "@pytest.mark.operators must be given foo_ops.testing.OpSpec, got 'x'"),
+        ("SPEC, check=['values']", "@pytest.mark.operators takes specs and checks=, got check="),
+        ("SPEC, checks=['value']", "cases: checks must be among "),
+    ],
+)
+def test_markers_that_are_refused(run, marker, message):
+    text = f"""
+import pytest
+from foo_ops.testing import ABS as SPEC
+
+@pytest.mark.operators({marker})
+def test_operator(operator_check): ...
+"""
+    process = run(text)
+    assert process.returncode != 0
+    assert f"test_of_a_stranger.py::test_operator: {message}" in process.stdout
+    assert "Traceback" not in process.stdout
+
+
 def test_torch_is_imported_only_where_it_is_needed(run):
     process = run("def test_nothing():\n    import sys\n    assert 'torch' not in sys.modules\n")
     assert process.returncode == 0, process.stdout

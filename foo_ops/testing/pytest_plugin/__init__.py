@@ -11,8 +11,12 @@ import collections
 import itertools
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from foo_ops.testing import Case
 
 # Standard error as it is before pytest captures it for each test.
 _stderr = pytest.StashKey[int]()
@@ -32,8 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)
     config.addinivalue_line(
         "markers",
-        "operators(*specs): the foo_ops.testing.OpSpec whose checks the argument operator_check "
-        "stands for, one at a time",
+        "operators(*specs, checks=None): the foo_ops.testing.OpSpec whose checks the argument "
+        "operator_check stands for, one at a time: all, or those with these names",
     )
     config.addinivalue_line(
         "markers",
@@ -70,17 +74,38 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "operator_check" not in metafunc.fixturenames:
         return
-    markers = metafunc.definition.iter_markers("operators")
-    specs = [spec for marker in markers for spec in marker.args]
-    if not specs:
+    markers = list(metafunc.definition.iter_markers("operators"))
+    if not any(marker.args for marker in markers):
         raise pytest.UsageError(
             f"{metafunc.definition.nodeid} asks for operator_check: say of which operators, with "
             "@pytest.mark.operators(spec, ...)"
         )
-    from foo_ops.testing import cases
-
-    parameters = [pytest.param(case, id=case.id) for spec in specs for case in cases(spec)]
+    parameters = [
+        pytest.param(case, id=case.id)
+        for marker in markers
+        for case in _cases(metafunc.definition.nodeid, marker)
+    ]
     metafunc.parametrize("operator_check", parameters)
+
+
+def _cases(test: str, marker: pytest.Mark) -> Iterator[Case]:
+    """List what a marker says is to be checked, or refuse it."""
+    from foo_ops.testing import OpSpec, cases
+
+    for name in marker.kwargs:
+        if name != "checks":
+            raise pytest.UsageError(
+                f"{test}: @pytest.mark.operators takes specs and checks=, got {name}="
+            )
+    for spec in marker.args:
+        if not isinstance(spec, OpSpec):
+            raise pytest.UsageError(
+                f"{test}: @pytest.mark.operators must be given foo_ops.testing.OpSpec, got {spec!r}"
+            )
+        try:
+            yield from cases(spec, **marker.kwargs)
+        except ValueError as error:
+            raise pytest.UsageError(f"{test}: {error}") from None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
