@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
-from torch import Tensor
 
 from foo_ops import _C
 from foo_ops.kernels.compiler.kernel import size_name
@@ -22,8 +21,9 @@ from foo_ops.library.kernels import (
     cpp_parameter,
     kinds_of,
 )
-from foo_ops.library.operators import Parameter, describe, find, parameters_of, short_name
+from foo_ops.library.operators import Parameter, describe, parameters_of
 from foo_ops.library.scratch import Scratch
+from foo_ops.library.tile_fakes import make_fake
 from foo_ops.library.tile_refusals import (
     check_late_refusal,
     check_lists,
@@ -118,7 +118,7 @@ class TileKernel(NumbaKernel):
         rows = make_row_reader(operator, self.function if by_rows else None, names)
         rule = make_tile_rule(operator, parameters, rows)
         sharding = make_tile_sharding(operator, rows)
-        return Launcher(register_for, _fake_of_out(operator, parameters), rule, sharding)
+        return Launcher(register_for, make_fake(operator, parameters), rule, sharding)
 
     def _refusal(
         self, operator: torch._ops.OpOverload, seeds: Sequence[str], count: int
@@ -327,48 +327,3 @@ def _results(
         f"{operator.name()}: its kernel must take {len(arguments)} arguments "
         f"({', '.join(arguments)}), and {describe(function)} takes {count_parameters(function)}"
     )
-
-
-def _fake_of_out(
-    operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
-) -> Callable[..., Any] | None:
-    """Return the fake kernel of the operator without ``out``; None for that one."""
-    outs = [p.name for p in parameters if p.role == "out"]
-    if not outs:
-        return None
-    functional = _functional(operator, parameters)
-    name, taken = short_name(operator), [cpp_parameter(parameter) for parameter in parameters]
-
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        given = {p.name: argument for p, argument in zip(parameters, args)} | kwargs
-        tensors = [given.get(p.name) if p.is_tensor else None for p in parameters]
-        _C.check_devices(name, taken, tensors)
-        targets: list[Tensor] = [kwargs.pop(out) for out in outs]
-        results = functional(*args, **kwargs)
-        results = (results,) if len(targets) == 1 else results
-        for out, target, result in zip(outs, targets, results):
-            others = [x for x in tensors if x is not None and x is not target]
-            _C.check_out(name, out, target, result, others)
-        for target, result in zip(targets, results):
-            if target.shape != result.shape:
-                target.resize_(result.shape)
-        return targets[0] if len(targets) == 1 else tuple(targets)
-
-    return fake
-
-
-def _functional(
-    operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
-) -> torch._ops.OpOverload:
-    """Return the operator ``f`` of ``f.out``, which tells what the results are."""
-    functional = find(operator.name().partition(".")[0])
-    inputs = [p for p in parameters if p.role != "out"]
-    if (
-        list(parameters_of(functional)) != inputs
-        or [p.role for p in parameters[len(inputs) :]] != ["out"] * len(functional._schema.returns)
-    ):  # fmt: skip
-        raise TypeError(
-            f"{operator.name()}: it must take the arguments of {functional.name()}, and then an "
-            f"out for each result: {functional._schema}, got {operator._schema}"
-        )
-    return functional
