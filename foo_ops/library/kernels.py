@@ -15,6 +15,7 @@ from foo_ops import _C
 from foo_ops.kernels.compiler.interpret import INTERPRETS
 from foo_ops.kernels.compiler.kernel import KERNELS, Maker
 from foo_ops.kernels.user.user_kernel import UserKernel
+from foo_ops.library.functions import by_position
 from foo_ops.library.operators import (
     DISPATCH_KEYS,
     Parameter,
@@ -216,7 +217,8 @@ def add_source(
     kernel = operator.name()
     if kernel in KERNELS:
         kernel += f" {next(_serial_numbers)}"
-    KERNELS[kernel] = UserKernel(operator.name(), tuple(functions), maker, options)
+    positional = tuple(map(by_position, functions))
+    KERNELS[kernel] = UserKernel(operator.name(), positional, maker, options)
     return kernel
 
 

@@ -13,6 +13,7 @@ from foo_ops import _C
 from foo_ops.kernels.compiler.kernel import size_name
 from foo_ops.kernels.table import TILE
 from foo_ops.library.choices import with_choices
+from foo_ops.library.functions import by_position
 from foo_ops.library.kernels import (
     Launcher,
     NumbaKernel,
@@ -124,9 +125,9 @@ class TileKernel(NumbaKernel):
         self, operator: torch._ops.OpOverload, seeds: Sequence[str], count: int
     ) -> Callable[..., None] | None:
         """Return what is called with all arguments of the operator; results it does not get."""
-        refuse = self.refuse
-        if refuse is None:
+        if self.refuse is None:
             return None
+        refuse = by_position(self.refuse)
         taken = self._taken("refuse", operator, refuse, seeds, count)
         return lambda *arguments: refuse(*(arguments[position] for position in taken))
 

@@ -284,6 +284,48 @@ for x in (long, long.repeat_interleave(2)[::2], torch.arange(3.0)):
     ]
 
 
+def test_keyword_only_arguments(device):
+    text = f"""
+import torch
+from foo_ops import library
+
+@library.numba_op("debugged::f", backward=lambda g, x, *, k: g * k)
+def f(x: float, *, k: float = 2.0) -> float:
+    return x * k
+
+def refuse_more(*, x):
+    raise ValueError("more than 9 columns are wrong")
+
+@library.tile_kernel(
+    tiles=lambda *, y: y.rows, check=lambda x, *, k: x.shape[-1] <= k, refuse=refuse_more
+)
+def scale(x, *, k, y, rows):
+    for row in rows:
+        for i in range(x.shape[-1]):
+            y[row, i] = k * x[row, i]
+
+library.define("debugged::g", "(Tensor x, int k) -> Tensor")
+library.register_fake("debugged::g", lambda x, k: torch.empty_like(x))
+library.register_kernel("debugged::g", ("cpu", "foo"), scale)
+x = torch.ones(2, device="{device}", requires_grad=True)
+f(x, k=3.0).sum().backward()
+print(f(x).tolist(), f(x, k=3.0).tolist(), x.grad.tolist())
+y = torch.ones(1, 2, device="{device}")
+print(torch.ops.debugged.g(y, 9).tolist())
+try:
+    torch.ops.debugged.g(y, 1)
+except ValueError as error:
+    print(error)
+"""
+    for process in (interpreted("-c", text), interpreted("-c", text, FOO_INTERPRET="0")):
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.splitlines() == [
+            "[2.0, 2.0] [3.0, 3.0] [3.0, 3.0]",
+            "[[9.0, 9.0]]",
+            "more than 9 columns are wrong",
+        ]
+
+
 def test_tensor_without_dimensions_or_elements(device):
     text = f"""
 import torch, foo_ops
