@@ -22,6 +22,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def require_dtypes(what: str, dtypes: object) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that an argument has, or refuse it."""
+    given = tuple(dtypes) if isinstance(dtypes, Iterable) else (None,)
+    if not all(isinstance(dtype, torch.dtype) for dtype in given):
+        raise TypeError(
+            f"{what} must be a sequence of torch.dtype, such as (torch.float32,), got {dtypes!r}"
+        )
+    return given
+
+
 def in_words(dtypes: Iterable[torch.dtype]) -> str:
     """Say in a message which dtypes are taken."""
     left, words = dict.fromkeys(dtypes), []

@@ -12,10 +12,11 @@ import torch
 from foo_ops import _C
 from foo_ops.kernels.table import ELEMENTWISE
 from foo_ops.library.choices import with_choices
-from foo_ops.library.dtypes import COMPLEX, FLOATING, dtype_name, in_words
+from foo_ops.library.dtypes import COMPLEX, FLOATING, dtype_name, in_words, require_dtypes
 from foo_ops.library.elementwise_checks import check_parameters, check_returned, refuse_whole
 from foo_ops.library.elementwise_fake import make_fake
 from foo_ops.library.flops import count_elementwise
+from foo_ops.library.functions import require_function
 from foo_ops.library.kernels import (
     Launcher,
     NumbaKernel,
@@ -240,7 +241,12 @@ def elementwise_kernel(
 
     def make(function: Callable[..., Any]) -> ElementwiseKernel:
         variants = _variants(function, dtypes, result_type, on_bits)
-        own = {name: tuple(taken) for name, taken in (own_dtypes or {}).items()}
+        own = {
+            name: require_dtypes(f"elementwise_kernel: own_dtypes of {name}", taken)
+            for name, taken in (own_dtypes or {}).items()
+        }
+        if not isinstance(backward, (ElementwiseKernel, type(None))):
+            require_function("elementwise_kernel: backward must be", backward)
         return ElementwiseKernel(function, variants, backward, own)
 
     return make if function is None else make(function)
@@ -250,12 +256,19 @@ def _variants(
     function: Callable[..., Any], dtypes: Dtypes, result_type: ResultType, on_bits: bool
 ) -> dict[torch.dtype, _Variant]:
     def results(dtype: torch.dtype) -> tuple[torch.dtype | None, ...] | None:
+        if isinstance(result_type, Mapping) and dtype not in result_type:
+            raise TypeError(
+                "elementwise_kernel: result_type must have an entry for each of dtypes, and has "
+                f"none for {dtype}"
+            )
         type_ = result_type[dtype] if isinstance(result_type, Mapping) else result_type
         if type_ is None or isinstance(type_, torch.dtype):
             return None if type_ is None else (type_,)
         return tuple(type_)
 
-    return {dtype: _Variant(function, results(dtype), on_bits) for dtype in dtypes}
+    require_function("elementwise_kernel must be given", function)
+    taken = require_dtypes("elementwise_kernel: dtypes", dtypes)
+    return {dtype: _Variant(function, results(dtype), on_bits) for dtype in taken}
 
 
 def _result_types(

@@ -12,8 +12,9 @@ import torch
 
 from foo_ops.library.autograd import register_variant_autograd
 from foo_ops.library.choices import choices_in
-from foo_ops.library.dtypes import COMPLEX, FLOATING, SIGNED, UNSIGNED
-from foo_ops.library.elementwise import Backward, elementwise_kernel
+from foo_ops.library.dtypes import COMPLEX, FLOATING, SIGNED, UNSIGNED, require_dtypes
+from foo_ops.library.elementwise import Backward, ElementwiseKernel, elementwise_kernel
+from foo_ops.library.functions import require_function
 from foo_ops.library.kernels import register_kernel
 from foo_ops.library.keywords import KEYWORDS, is_finite, schema_default, schema_type
 from foo_ops.library.operators import describe
@@ -108,9 +109,10 @@ def numba_op(
     _check_name(name)
 
     def make(function: Callable[..., Any]) -> torch._ops.OpOverloadPacket:
-        operator = _Operator(name, function)
+        _check_functions(name, function, backward)
+        operator = _Operator(name, getattr(function, "py_func", function))
         schemas = operator.schemas()
-        taken = operator.dtypes if dtypes is None else tuple(dtypes)
+        taken = operator.dtypes if dtypes is None else require_dtypes(f"{name}: dtypes", dtypes)
         kernel = elementwise_kernel(
             function,
             dtypes=taken,
@@ -143,6 +145,12 @@ def _check_name(name: object) -> None:
         raise ValueError(
             f"numba_op: the name of the operator must have the form mylib::f, got {name!r}"
         )
+
+
+def _check_functions(name: str, function: object, backward: object) -> None:
+    require_function(f"{name}: numba_op must be given", function)
+    if not isinstance(backward, (ElementwiseKernel, type(None))):
+        require_function(f"{name}: backward must be", backward)
 
 
 # The libraries of operators that were given none, by name.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,24 @@ _kept: list[Any] = []
 
 
 def find(name: str) -> torch._ops.OpOverload:
-    """Return the operator with a name such as ``"foo::abs.out"``."""
-    namespace, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    """Return the operator with a name such as ``"foo::abs.out"``.
+
+    Raises:
+        ValueError: for a name without a namespace.
+        AttributeError: where there is no such operator.
+    """
+    parts = re.fullmatch(r"(\w+)::(\w+)(?:\.(\w+))?", name)
+    if parts is None:
+        raise ValueError(
+            f"the name of an operator must have the form mylib::f or mylib::f.out, got {name!r}"
+        )
+    namespace, packet, overload = parts.groups()
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    except AttributeError:
+        raise AttributeError(
+            f"{name}: there is no such operator; define it with foo_ops.library.define"
+        ) from None
 
 
 def short_name(operator: torch._ops.OpOverload) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from foo_ops.library.functions import is_function
+
 Size = int | Callable[..., int]
 
 
@@ -88,7 +90,7 @@ def scratch(*sizes: Size, like: str, per_call: bool = False) -> Scratch:
 
 
 def _require(sizes: Sequence[object]) -> None:
-    is_right = all(callable(size) or type(size) is int for size in sizes)
+    is_right = all(is_function(size) or type(size) is int for size in sizes)
     if not sizes or not is_right:
         raise TypeError(
             f"scratch: sizes must be ints or functions, one for each dimension, got {sizes}"

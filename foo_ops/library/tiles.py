@@ -13,7 +13,7 @@ from foo_ops import _C
 from foo_ops.kernels.compiler.kernel import size_name
 from foo_ops.kernels.table import TILE
 from foo_ops.library.choices import with_choices
-from foo_ops.library.functions import by_position
+from foo_ops.library.functions import by_position, require_function
 from foo_ops.library.kernels import (
     Launcher,
     NumbaKernel,
@@ -274,6 +274,12 @@ def tile_kernel(
     def make(function: Callable[..., Any]) -> TileKernel:
         if check is not None and refuse is None:
             raise TypeError("tile_kernel: check must come with refuse, which raises what is wrong")
+        require_function("tile_kernel must be given", function)
+        for name, other in {"tiles": tiles, "finish": finish, "check": check}.items():
+            if other is not None:
+                require_function(f"tile_kernel: {name} must be", other)
+        if refuse is not None and not callable(refuse):
+            raise TypeError(f"tile_kernel: refuse must be a function, got {refuse!r}")
         require_scratch(function, scratch)
         made = TileKernel(function, tiles, contiguous_rows, finish, check, refuse, scratch or {})
         if made.refuses_late:
