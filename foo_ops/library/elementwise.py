@@ -124,9 +124,12 @@ class ElementwiseKernel(NumbaKernel):
         keys: Sequence[str],
         lib: torch.library.Library | None,
     ) -> None:
+        has_gradients = self.backward is not None and not operator._schema.is_mutable
+        if has_gradients:
+            refuse_other_backward(operator.name(), self.backward)
         super().register(operator, keys, lib)
         count_elementwise(operator, self.function)
-        if self.backward is not None and not operator._schema.is_mutable:
+        if has_gradients:
             _register_backward(self, operator, keys, lib)
 
     def _depends_on(self, parameters: Sequence[Parameter]) -> tuple[int, ...]:
@@ -283,6 +286,32 @@ def _result_types(
     return tuple(result or dtype for result in results)
 
 
+@dataclasses.dataclass(frozen=True)
+class _OwnBackward:
+    """Says that an operator was defined for a ``backward``, until its library ends."""
+
+    name: str
+
+    def destroy(self) -> None:
+        _own_backwards.remove(self.name)
+
+
+_own_backwards: set[str] = set()
+
+
+def refuse_other_backward(name: str, backward: Backward | None) -> None:
+    """Refuse a ``backward`` whose operator has the name of another one, which is to stay."""
+    defined = name
+    while backward is not None:
+        defined += "_backward"
+        if torch._C._dispatch_has_kernel(defined) and defined not in _own_backwards:
+            raise ValueError(
+                f"{name}: backward defines the operator {defined}, which must not be there "
+                f"already, got {find(defined)._schema}"
+            )
+        backward = backward.backward if isinstance(backward, ElementwiseKernel) else None
+
+
 def _register_backward(
     kernel: ElementwiseKernel,
     operator: torch._ops.OpOverload,
@@ -293,7 +322,7 @@ def _register_backward(
     assert kernel.backward is not None
     name, parameters = operator.name(), parameters_of(operator)
     results = len(operator._schema.returns)
-    if not torch._C._dispatch_has_kernel(f"{name}_backward"):
+    if f"{name}_backward" not in _own_backwards:
         _define_backward(operator, parameters, results, lib)
         tangents = _C.Tangents.partial_derivatives
         end_refusal(name)
@@ -348,11 +377,14 @@ def _define_backward(
     ] + [f"{p.schema_type} {p.name}" for p in parameters]
     gradients = [p.schema_type for p in parameters if p.is_tensor]
     returned = gradients[0] if len(gradients) == 1 else f"({', '.join(gradients)})"
-    name = operator.name().partition("::")[2]
-    library_of(operator.name(), lib).define(
-        f"{name}_backward({', '.join(arguments)}) -> {returned}",
+    name = f"{operator.name()}_backward"
+    library = library_of(operator.name(), lib)
+    library.define(
+        f"{name.partition('::')[2]}({', '.join(arguments)}) -> {returned}",
         tags=torch.Tag.pt2_compliant_tag,
     )
+    _own_backwards.add(name)
+    keep(_OwnBackward(name), library)
 
 
 def _gradient_names(parameters: Sequence[Parameter], count: int) -> list[str]:

@@ -13,7 +13,12 @@ import torch
 from foo_ops.library.autograd import register_variant_autograd
 from foo_ops.library.choices import choices_in
 from foo_ops.library.dtypes import COMPLEX, FLOATING, SIGNED, UNSIGNED, require_dtypes
-from foo_ops.library.elementwise import Backward, ElementwiseKernel, elementwise_kernel
+from foo_ops.library.elementwise import (
+    Backward,
+    ElementwiseKernel,
+    elementwise_kernel,
+    refuse_other_backward,
+)
 from foo_ops.library.functions import require_function
 from foo_ops.library.kernels import register_kernel
 from foo_ops.library.keywords import KEYWORDS, is_finite, schema_default, schema_type
@@ -123,6 +128,7 @@ def numba_op(
             backward=backward,
             own_dtypes=operator.own_dtypes,
         )
+        refuse_other_backward(name, backward)
         owner = _own_library(name) if lib is None else lib
         for qualified, schema, tags in schemas:
             owner.define(qualified.partition("::")[2] + schema, tags=tags)

@@ -1,5 +1,7 @@
 """Operators are defined again, as by a cell of a notebook; custom_op and torch_dispatch on foo."""
 
+import re
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,6 +75,64 @@ def test_operator_of_another_module_stays():
     lib = library.Library("cells", "FRAGMENT")
     with pytest.raises(RuntimeError, match="multiple times"):
         library.define("cells::h", "(Tensor x) -> Tensor", lib=lib)
+
+
+def other_backward(a: float, b: float) -> float:
+    return a + b
+
+
+def three(x: float) -> float:
+    return 3 * x
+
+
+def of_three(g: float, x: float) -> float:
+    return 3 * g
+
+
+def of_gradient(h, g, x):
+    return 3 * h, 0.0
+
+
+def by_numba_op(name, backward):
+    library.numba_op(name, three, backward=backward)
+
+
+def by_register_kernel(name, backward):
+    library.define(name, "(Tensor x) -> Tensor")
+    kernel = library.elementwise_kernel(three, backward=backward)
+    for device in ("cpu", "foo"):
+        library.register_kernel(name, device, kernel)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("register", [by_numba_op, by_register_kernel])
+def test_backward_leaves_an_operator_of_its_name_alone(register, times, device):
+    """Also that of second derivatives, and where a cell runs again."""
+    name = f"foo_again::three_{register.__name__}_{times}_{device}"
+    other = f"{name}{times * '_backward'}"
+    backward = of_three
+    if times == 2:
+        backward = library.elementwise_kernel(of_three, backward=of_gradient)
+    schema = f"{other}(Tensor a, Tensor b) -> Tensor"
+    message = (
+        f"{name}: backward defines the operator {other}, which must not be there already, got "
+        f"{schema}"
+    )
+    packet = library.numba_op(other, other_backward)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"\A{re.escape(message)}\Z"):
+            register(name, backward)
+        assert packet(*torch.ones(2, 1, device=device)).tolist() == [2]
+
+
+@pytest.mark.parametrize("register", [by_numba_op, by_register_kernel])
+def test_backward_of_its_own_is_replaced(register, device):
+    name = f"foo_again::own_{register.__name__}_{device}"
+    for factor in (3.0, 4.0):
+        register(name, lambda g, x: g * factor)  # noqa: B023
+        x = torch.ones(2, device=device, requires_grad=True)
+        getattr(torch.ops.foo_again, name.partition("::")[2])(x).sum().backward()
+        assert x.grad.tolist() == [factor, factor]
 
 
 def identity():
