@@ -1,6 +1,7 @@
 """Caches of transformers that are written in place hold what they were given."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import transformers
 from support.transformer_models import GROUPED, decoder, run, tokens
 from transformers import DynamicCache, StaticCache
 
+from foo_ops import quantize_cache
 from foo_ops.integrations.transformers import apply, in_place_cache
 from foo_ops.integrations.transformers.cache import GrowingLayer
 
@@ -89,11 +91,14 @@ def test_growing_cache_of_two_dtypes():
         ours, theirs = (cache.update(key, key.half(), 0) for cache in caches)
         assert [it.dtype for it in ours] == [it.dtype for it in theirs]
         assert all(map(torch.equal, ours, theirs))
+    # A narrower dtype is no reason to copy what is there.
+    address = ours[0].data_ptr()
+    assert caches[0].update(key, key.half(), 0)[0].data_ptr() == address
 
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_what_was_taken_from_a_growing_cache_stays(bits):
-    """What is cropped away, and what a copy of the layer holds, is not written over."""
+    """What is cropped away is not written over."""
     cache = in_place_cache(DynamicCache(), bits=bits)
     for _ in steps(cache, 6):
         pass
@@ -103,18 +108,31 @@ def test_what_was_taken_from_a_growing_cache_stays(bits):
     for _ in steps(cache, 3, start=1):
         pass
     assert torch.equal(taken, before)
-    first, second = DynamicCache(), DynamicCache()
-    for fork in (first, second):
-        fork.layers = [copy.copy(it) for it in cache.layers]
-    forked, held = [], []
-    for fork, start in ((first, 2), (second, 3)):
-        *_, (_, _, last) = steps(fork, 2, start=start)
-        forked.append([it.clone() for it in last])
-        held.append(last)
-    *_, (_, _, last) = steps(first, 1, start=4)
-    assert all(torch.equal(*pair) for pairs in zip(forked, held) for pair in zip(*pairs))
-    assert all(torch.equal(now[:, :, :8], then) for now, then in zip(last, forked[0]))
-    assert last[0].shape[2] == 9
+
+
+def pickled(layer):
+    return pickle.loads(pickle.dumps(layer))
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickled])
+def test_copies_of_a_growing_cache(make, bits):
+    """Each goes on by itself, and what one is given is not in another."""
+    caches = [in_place_cache(DynamicCache(), bits=bits), DynamicCache(), DynamicCache()]
+    for _ in steps(caches[0], 6):
+        pass
+    for fork in caches[1:]:
+        fork.layers = [make(it) for it in caches[0].layers]
+    before, keys = caches[0].layers[0].keys.clone(), []
+    for start, cache in enumerate(caches):
+        *_, (key, _, _) = steps(cache, 2, start=start)
+        keys.append(key)
+    for key, cache in zip(keys, caches):
+        held, _ = cache.update(key, key, 0)
+        last = quantize_cache(key)[0] if bits else key
+        assert held.shape[2] == 9
+        assert torch.equal(cache.layers[0].keys[:, :, :6], before)
+        assert torch.equal(cache.layers[0].keys[:, :, 7:], torch.cat([last, last], 2))
 
 
 def gradients(model, cache, later):

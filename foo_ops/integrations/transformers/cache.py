@@ -102,18 +102,22 @@ def is_installed(module: nn.Module) -> bool:
 
 def is_recorded(layer: Any, *given: Tensor) -> bool:
     """Whether gradients are recorded of what a layer holds or is given."""
+    if not torch.is_grad_enabled():
+        return False
     held = (layer.keys, layer.values) if layer.is_initialized else ()
-    return torch.is_grad_enabled() and any(it.requires_grad for it in (*held, *given))
+    return any(it.requires_grad for it in (*held, *given))
 
 
 class Memory:
     """Room for keys and values. What was written into it once is never written again.
 
-    So all that was given out keeps its numbers, for gradients and for layers that were copied.
+    So all that was given out keeps its numbers, also after a crop, and for gradients.
 
     Attributes:
         tensors: the keys and the values, (B, H, room, D).
-        end: how many positions were ever written, by whichever layer.
+        shown: the same, of which parts are given out.
+        latest: the parts that were given out last.
+        end: how many positions were written.
         positions: (B,), ``end`` for each sequence.
     """
 
@@ -121,40 +125,41 @@ class Memory:
         self, room: int, end: int, held: Sequence[Tensor], given: Sequence[Tensor]
     ) -> None:
         """Make room for what a layer holds in ``end`` positions, and is given; copy the former."""
-        self.tensors = tuple(
-            new.new_empty(
-                (*new.shape[:2], room, new.shape[3]),
-                dtype=torch.promote_types(old.dtype, new.dtype),
-            )
-            for old, new in zip(held, given)
-        )
+        self.tensors = tuple(it.new_empty(*it.shape[:2], room, it.shape[3]) for it in given)
         if end:
             for tensor, old in zip(self.tensors, held):
                 tensor.narrow(2, 0, end).copy_(old)
-        self.end = end
+        # Autograd takes what is written behind a view for a change of it, but not in `data`.
+        self.shown = tuple(it.data for it in self.tensors)
+        self.latest = tuple(held)
+        self.room, self.end = room, end
         self.positions = torch.full((len(given[0]),), end, device=given[0].device)
+        self.is_inference = torch.is_inference_mode_enabled()
 
-    def continues(self, length: int, held: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-        """Whether what is given can be written behind so many positions that a layer holds."""
-        if length != self.end or length + given[0].shape[2] > self.tensors[0].shape[2]:
+    def continues(self, held: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+        """Whether a layer holds what was given out last, and what it is given fits behind."""
+        (old_key, old_value), (key, value) = self.latest, given
+        if held[0] is not old_key or held[1] is not old_value:
             return False
-        if self.positions.is_inference() and not torch.is_inference_mode_enabled():
+        if key.dtype != old_key.dtype or value.dtype != old_value.dtype:
             return False
-        return all(
-            old.data_ptr() == tensor.data_ptr()
-            and old.shape[0] == tensor.shape[0]
-            and torch.promote_types(tensor.dtype, new.dtype) == tensor.dtype
-            for tensor, old, new in zip(self.tensors, held, given)
-        )
+        if self.is_inference and not torch.is_inference_mode_enabled():
+            return False
+        return self.end + key.shape[2] <= self.room
 
     def append(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return all keys and all values, with those that are given."""
-        new = [it.to(tensor.dtype) for it, tensor in zip(given, self.tensors)]
-        torch.ops.foo.cache_append.default(*self.tensors, *new, self.positions)
-        self.end += new[0].shape[2]
-        self.positions.add_(new[0].shape[2])
-        # Autograd would take what is written behind these for a change of them, but not in `data`.
-        return tuple(it.narrow(2, 0, self.end).data for it in self.tensors)
+        length = given[0].shape[2]
+        torch.ops.foo.cache_append.default(*self.tensors, *given, self.positions)
+        self.positions.add_(length)
+        self.end += length
+        self.latest = tuple(it.narrow(2, 0, self.end) for it in self.shown)
+        return self.latest
+
+
+def promoted(new: Tensor, old: Tensor) -> Tensor:
+    """Convert to the dtype that `torch.cat` gives both."""
+    return new if new.dtype == old.dtype else new.to(torch.promote_types(old.dtype, new.dtype))
 
 
 class GrowingLayer(DynamicLayer):
@@ -165,7 +170,6 @@ class GrowingLayer(DynamicLayer):
     """
 
     memory: Memory | None = None
-    """Shared by the copies of a layer, of which the first that is continued goes on with it."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any
@@ -176,8 +180,9 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         held: Any = (self.keys, self.values)
-        length = self.get_seq_length()
-        if self.memory is None or not self.memory.continues(length, held, given):
+        given = (promoted(key_states, held[0]), promoted(value_states, held[1]))
+        if self.memory is None or not self.memory.continues(held, given):
+            length = self.get_seq_length()
             room = max(2 * (length + key_states.shape[2]), LEAST_ROOM)
             self.memory = Memory(room, length, held, given)
         self.keys, self.values = self.memory.append(given)
@@ -186,6 +191,10 @@ class GrowingLayer(DynamicLayer):
     def reset(self) -> None:
         super().reset()
         self.memory = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy starts with; it makes memory of its own when it is continued."""
+        return {name: it for name, it in vars(self).items() if name != "memory"}
 
 
 class Int8Layer(GrowingLayer):
@@ -201,12 +210,9 @@ class Int8Layer(GrowingLayer):
         super().lazy_initialization(key_states, value_states)
         self.scales = GrowingLayer()
 
-    def __copy__(self) -> Int8Layer:
-        made = object.__new__(type(self))
-        vars(made).update(vars(self))
-        if self.is_initialized:
-            made.scales = copy(self.scales)
-        return made
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {**state, "scales": copy(self.scales)} if self.is_initialized else state
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any
