@@ -216,9 +216,10 @@ def elementwise_kernel(
     zero gives inf or NaN, and 0 for integers.
 
     Tensors may have any strides; they are broadcast and promoted to a common dtype. float16 and
-    bfloat16 are computed in float32, all others in their own type, and so are arguments of type
-    float. Constants do not promote, as in torch: ``x * 0.5`` is computed in x's type. The same
-    kernel serves ``f``, ``f_`` and ``f.out``, and each gets its fake kernel.
+    bfloat16 are computed in float32, other floats in their own type, and so are arguments of type
+    float. Constants do not promote, as in torch: ``x * 0.5`` is computed in x's type. Integers come
+    in their own type and are computed in 64 bits: in uint64 where both operands are unsigned, else
+    in int64. The same kernel serves ``f``, ``f_`` and ``f.out``, and each gets its fake kernel.
 
     Args:
         function: the function; without it this is a decorator.
