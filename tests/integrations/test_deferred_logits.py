@@ -213,6 +213,18 @@ def test_model_that_sets_its_logits():
     torch.testing.assert_close((output.loss, output.logits), (expected.loss, expected.logits))
 
 
+@pytest.mark.parametrize("change", [lambda it: it.float(), lambda it: it + 1.0])
+def test_a_loss_outside_of_the_autocast_of_its_head(change):
+    hidden, weight = torch.randn(2, 5, 8).bfloat16(), torch.randn(11, 8, requires_grad=True)
+    results = []
+    for make in (defer, F.linear):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = make(hidden, weight, None)
+        loss = F.cross_entropy(change(logits).view(-1, 11), torch.arange(10))
+        results.append((loss.float(), *torch.autograd.grad(loss, weight)))
+    torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
+
+
 # -------------------------------------------------------------------------------- special methods
 
 

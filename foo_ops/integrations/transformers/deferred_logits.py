@@ -35,6 +35,16 @@ class Ratio(NamedTuple):
 
 ONE = Ratio()
 
+
+def autocast_of(device_type: str) -> dict[str, Any]:
+    """Return the options of `torch.autocast` that are in force."""
+    return {
+        "device_type": device_type,
+        "dtype": torch.get_autocast_dtype(device_type),
+        "enabled": torch.is_autocast_enabled(device_type),
+    }
+
+
 Change = Callable[[Tensor], Tensor]
 """What a method does with the logits, once they are computed."""
 
@@ -81,7 +91,8 @@ class DeferredLogits:
             factor ``inner * logits``.
         converted: the dtype of the logits, where it is not that of the input.
         origin: the logits of which these were made, while none are computed, and how.
-        is_recorded: for gradients, as all was where these were made.
+        is_recorded: for gradients, as all was where the head was called.
+        autocast: the options of `torch.autocast` there.
     """
 
     def __init__(
@@ -99,6 +110,9 @@ class DeferredLogits:
         self.converted, self.origin = converted, origin
         self.made: list[weakref.ref[DeferredLogits]] = []
         self.is_recorded = torch.is_grad_enabled()
+        self.autocast: dict[str, Any] = (
+            autocast_of(hidden.device.type) if origin is None else origin[0].autocast
+        )
         self.computed: Tensor | None = None
 
     def tensor(self) -> Tensor:
@@ -107,7 +121,11 @@ class DeferredLogits:
             first = self
             while first.origin is not None:
                 first = first.origin[0]
-            with torch.inference_mode(False), torch.set_grad_enabled(self.is_recorded):
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(self.is_recorded),
+                torch.autocast(**self.autocast),
+            ):
                 first.become(linear(first.hidden, first.weight, first.bias))
         assert self.computed is not None
         return self.computed
@@ -231,16 +249,17 @@ class DeferredLogits:
             scale = self.inner_factor.times(*self.outer_factor).value()
         if scale != 1.0:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
-        loss: Any = linear_cross_entropy(
-            hidden,
-            self.weight,
-            target.to(hidden.device),
-            bias,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            ignore_index=ignore_index,
-            softcap=softcap,
-        )
+        with torch.autocast(**self.autocast):
+            loss: Any = linear_cross_entropy(
+                hidden,
+                self.weight,
+                target.to(hidden.device),
+                bias,
+                reduction=reduction,
+                label_smoothing=label_smoothing,
+                ignore_index=ignore_index,
+                softcap=softcap,
+            )
         return loss
 
     # ----------------------------------------------------------------------- all other uses
