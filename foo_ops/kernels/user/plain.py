@@ -20,8 +20,9 @@ from foo_ops.kernels.user import elementwise, tile
 from foo_ops.kernels.user.copies import Copies
 from foo_ops.kernels.vectors.bounds import DATA, NDIM, OUTSIDE, SIZE, SIZES, STRIDES
 from foo_ops.kernels.vectors.lists import Numbers, Tensors
+from foo_ops.kernels.vectors.plain_integers import as_compiled
 from foo_ops.kernels.vectors.plain_lists import PlainList
-from foo_ops.kernels.vectors.plain_views import FromEnd, View, read, write
+from foo_ops.kernels.vectors.plain_views import FromEnd, View, read, read_one, write
 
 
 def make_elementwise_kernel(
@@ -43,7 +44,7 @@ def make_elementwise_kernel(
 
     def argument_at(argument: Any, addresses: Sequence[int], numbers: int) -> Any:
         if argument.dtype is not None:
-            return read(addresses[len(output_dtypes) + argument.position], argument.dtype)[0]
+            return read_one(addresses[len(output_dtypes) + argument.position], argument.dtype)
         return _value(argument.type, numbers + 8 * argument.position)
 
     def loop(data: int, strides: int, size0: int, size1: int, numbers: int) -> None:
@@ -144,7 +145,9 @@ def _value(type_: Any, address: int) -> Any:
         return read(_integers(address, 1)[0], "complex128").astype(str(type_))[0]
     is_float = isinstance(type_, numba_types.Float)
     bits = read(address, "float64" if is_float else "int64")
-    return bool(bits[0]) if type_ == numba_types.boolean else bits.astype(str(type_))[0]
+    if type_ == numba_types.boolean:
+        return bool(bits[0])
+    return as_compiled(bits.astype(str(type_))[0])
 
 
 def _view(struct: int, type_: tile.View) -> View:

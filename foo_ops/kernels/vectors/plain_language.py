@@ -28,12 +28,14 @@ from foo_ops.kernels.vectors import (
     rounding,
 )
 from foo_ops.kernels.vectors.elements import ELEMENTS
+from foo_ops.kernels.vectors.plain_integers import as_compiled
 from foo_ops.kernels.vectors.plain_views import (
     Pointer,
     Row,
     View,
     compute_dtype_of,
     read,
+    read_one,
     write,
 )
 
@@ -47,11 +49,11 @@ def _type_of(like: Any) -> np.dtype[Any]:
 
 
 def zero(like: Any) -> Any:
-    return _type_of(like).type(0)
+    return as_compiled(_type_of(like).type(0))
 
 
 def cast(value: Any, like: Any) -> Any:
-    return np.asarray(value).astype(_type_of(like))[()]
+    return as_compiled(np.asarray(value).astype(_type_of(like))[()])
 
 
 def lanes(like: Any) -> int:
@@ -209,7 +211,7 @@ def _multiply(target: Any, a: Any, b: Any, *, adds: bool) -> None:
 
 
 def load(pointer: Pointer | Row, index: Any) -> Any:
-    return read(pointer.place(index), pointer.dtype)[0]
+    return read_one(pointer.place(index), pointer.dtype)
 
 
 def load_vector(pointer: Pointer | Row, index: Any, lanes: int) -> Any:

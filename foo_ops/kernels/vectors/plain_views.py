@@ -19,6 +19,7 @@ from foo_ops.kernels.compiler.kernel import WRONG_INDEX
 from foo_ops.kernels.vectors import views
 from foo_ops.kernels.vectors.elements import COMPLEX_PARTS, ELEMENTS
 from foo_ops.kernels.vectors.items import NOT_INDEXED, NOT_INTEGER, wrong_count
+from foo_ops.kernels.vectors.plain_integers import as_compiled
 from foo_ops.kernels.vectors.plain_matrices import sliced
 from foo_ops.kernels.vectors.values import HAS_STRIDE
 
@@ -44,6 +45,10 @@ def read(address: int, dtype: str, count: int = 1) -> np.ndarray:
     if dtype == "complex32":
         return stored.astype(np.float32).view(compute)
     return stored.astype(compute)
+
+
+def read_one(address: int, dtype: str) -> Any:
+    return as_compiled(read(address, dtype)[0])
 
 
 def write(address: int, dtype: str, values: Any) -> None:
@@ -138,13 +143,13 @@ class _Elements(ABC):
         return self.place(from_start(index, self.stop))
 
     def __getitem__(self, index: Any) -> Any:
-        return read(self._place(index), self.dtype)[0]
+        return read_one(self._place(index), self.dtype)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         write(self._place(index), self.dtype, value)
 
     def __iter__(self) -> Iterator[Any]:
-        return (read(self.place(i), self.dtype)[0] for i in range(self.first, self.stop))
+        return (read_one(self.place(i), self.dtype) for i in range(self.first, self.stop))
 
     def __repr__(self) -> str:
         return f"{self.dtype} [{', '.join(map(str, self))}]"
@@ -268,7 +273,7 @@ class View:
         given = indices if isinstance(indices, tuple) else (indices,)
         if any(isinstance(index, slice) for index in given):
             return sliced(self, self._type.argument, given)
-        return read(self._place(indices), self.dtype)[0]
+        return read_one(self._place(indices), self.dtype)
 
     def __setitem__(self, indices: Any, value: Any) -> None:
         write(self._place(indices), self.dtype, value)
