@@ -89,7 +89,31 @@ def imports(x):
     return math.exp(x)
 
 
+def makes_text(x):
+    y = x + 1
+    return float(str(y))
+
+
+def formats(x):
+    return len(f"{x}") * x
+
+
+def generator(x):
+    yield x
+
+
+def uses_generator(x):
+    for y in generator(x):
+        x = y
+    return x
+
+
+NO_TEXT = "No implementation of function Function(<class 'str'>) found for signature: str(float32)"
+
 ELEMENTWISE = [
+    (makes_text, NO_TEXT, 2, "return float(str(y))"),
+    (formats, NO_TEXT, 1, 'return len(f"{x}") * x'),
+    (uses_generator, "a kernel must not yield, it has no generators", -3, "yield x"),
     (unknown_attribute, "Unknown attribute 'wrong' of type float32", 2, "return y.wrong"),
     (in_helper, "Unknown attribute 'nothing' of type float32", None, "return x.nothing"),
     (unknown_name, "NameError: name 'does_not_exist' is not defined", 0, "def unknown_name(x):"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import dis
 import linecache
+import os
 import re
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +105,8 @@ _DEBUGGING = ("print", "breakpoint", "pdb")
 
 
 def _refuse_python(function: types.FunctionType) -> None:
-    """Refuse exceptions, which Numba compiles to a status that nobody would look at; and debugging.
+    """Refuse exceptions, which Numba compiles to a status that nobody would look at; generators,
+    whose state would outlive a call; and debugging.
 
     The message for that names the way to do it.
     """
@@ -114,6 +117,8 @@ def _refuse_python(function: types.FunctionType) -> None:
         place, name = f"Raised from {code.co_filename} ({line})", instruction.argval
         if instruction.opname in ("RAISE_VARARGS", "RERAISE"):
             raise TypeError(f"a kernel must not raise {place}")
+        if instruction.opname.startswith("YIELD"):
+            raise TypeError(f"a kernel must not yield, it has no generators {place}")
         is_named = instruction.opname in ("LOAD_GLOBAL", "IMPORT_NAME") and name in _DEBUGGING
         # A function of the user's own may have such a name.
         if is_named and not isinstance(function.__globals__.get(name), types.FunctionType):
@@ -128,12 +133,19 @@ def _refuse_python(function: types.FunctionType) -> None:
 _PACKAGE = str(Path(__file__).parents[2])
 
 
+def _is_the_compilers(file: str) -> bool:
+    """Whether the compiler, and no author, wrote a file."""
+    numba = sys.modules.get("numba")
+    folders = [_PACKAGE, *(numba.__path__ if numba is not None else ())]
+    return any(file.startswith(folder + os.sep) for folder in folders)
+
+
 def _place_of(error: BaseException, function: Callable[..., Any]) -> str:
     """Find file, line and text of what the compiler stumbled over, or the function's first line."""
     file, line = function.__code__.co_filename, function.__code__.co_firstlineno
     # The innermost comes first.
     for found, number in re.findall(r"(?:at|from) (\S[^\n]*?) \((\d+)\)", _plain_text(error)):
-        if not found.startswith(_PACKAGE):
+        if not _is_the_compilers(found):
             file, line = found, int(number)
             break
     text = linecache.getline(file, line).strip()
