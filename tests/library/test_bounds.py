@@ -84,6 +84,26 @@ def dimension(input, output, rows):
             output[row, 0] = input.shape[i]
 
 
+def element_at_a_constant(input, output, rows):
+    for row in rows:
+        output[row, -6] = input[row, row]
+
+
+def of_row_at_a_constant(input, output, rows):
+    for row in rows:
+        output.row(row)[-7] = input[row, row]
+
+
+def of_flat_at_a_constant(input, output, rows):
+    for row in rows:
+        output[row, 0] = input.flat[-12]
+
+
+def row_at_a_constant(input, output, rows):
+    for row in rows:
+        output[row, 0] = input.row(-3)[row]
+
+
 def helper(y, index):
     y[index] = 7.0
 
@@ -103,6 +123,11 @@ CASES = [
     (of_memory, 2, "output.data[14]", "output"),
     (dimension, 3, "input.shape[2]", "input"),
     (in_helper, None, "output.row(0)[5]", "output"),
+    # As they are written.
+    (element_at_a_constant, 2, "output[0, -6]", "output"),
+    (of_row_at_a_constant, 2, "output.row(0)[-7]", "output"),
+    (of_flat_at_a_constant, 2, "input.flat[-12]", "input"),
+    (row_at_a_constant, 2, "input.row(-3)", "input"),
 ]
 
 

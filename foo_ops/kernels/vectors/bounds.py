@@ -83,8 +83,12 @@ def address_in(
     value: ir.Value,
     index: ir.Value,
     lanes: int = 1,
+    told: ir.Value | None = None,
 ) -> ir.Value:
-    """Return the address of an element behind a pointer or in a row, or of a vector of them."""
+    """Return the address of an element behind a pointer or in a row, or of a vector of them.
+
+    What is outside is said to be at ``told``, or else at the index, counted from the first element.
+    """
     if isinstance(type_, Pointer):
         return _as_vector(builder, builder.gep(value, [index]), lanes)
     row = cgutils.create_struct_proxy(type_)(context, builder, value=value)
@@ -98,7 +102,8 @@ def address_in(
         last = builder.add(place, INT64(lanes - 1))
         is_inside = builder.and_(is_inside, builder.icmp_signed("<", last, size))
     view = builder.inttoptr(row.view, INT64.as_pointer())
-    record_unless(context, builder, is_inside, view, IN_ROW, [place], row.number, lanes)
+    indices = [place if told is None else told]
+    record_unless(context, builder, is_inside, view, IN_ROW, indices, row.number, lanes)
     return guarded(builder, is_inside, address)
 
 

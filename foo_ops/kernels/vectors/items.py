@@ -185,11 +185,11 @@ def _address(context: Any, builder: ir.IRBuilder, array: Any, index: Any, args: 
         return address_in_view(context, builder, array, value, index_types, given)
     if isinstance(array, Flat):
         return _address_in_flat(context, builder, array.view, value, index_types[0], given[0])
-    place = given[0]
-    if isinstance(array, Row):
+    place, told = given[0], None
+    if isinstance(array, Row) and isinstance(index_types[0], types.IntegerLiteral):
         row = cgutils.create_struct_proxy(array)(context, builder, value=value)
-        place = from_start(builder, index_types[0], place, row.stop)
-    return address_in(context, builder, array, value, place)
+        place, told = from_start(builder, index_types[0], place, row.stop), place
+    return address_in(context, builder, array, value, place, told=told)
 
 
 def address_in_view(
@@ -200,18 +200,17 @@ def address_in_view(
     index_types: Sequence[types.Type],
     given: Sequence[ir.Value],
 ) -> ir.Value:
-    offset, is_inside, indices = INT64(0), ir.Constant(ir.IntType(1), 1), []
+    offset, is_inside = INT64(0), ir.Constant(ir.IntType(1), 1)
     for dimension, (type_, value) in enumerate(zip(index_types, given)):
         size = number_of(builder, numbers_of(builder, view, SIZES), dimension)
         index = from_start(builder, type_, value, size)
         stride = stride_of(builder, array, view, dimension)
         offset = builder.add(offset, builder.mul(index, stride))
         is_inside = builder.and_(is_inside, is_in(builder, index, size))
-        indices.append(index)
     address = builder.gep(data_of(context, builder, array, view), [offset])
     if not array.is_checked:
         return address
-    record_unless(context, builder, is_inside, view, OF_ELEMENT, indices)
+    record_unless(context, builder, is_inside, view, OF_ELEMENT, given)
     return guarded(builder, is_inside, address)
 
 
@@ -230,7 +229,7 @@ def _address_in_flat(
     if not array.is_checked:
         return address
     is_inside = is_in(builder, number, size)
-    record_unless(context, builder, is_inside, view, OF_FLAT, [number])
+    record_unless(context, builder, is_inside, view, OF_FLAT, [given])
     return guarded(builder, is_inside, address)
 
 

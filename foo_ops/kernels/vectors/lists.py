@@ -175,13 +175,13 @@ def _view_at(
     index: ir.Value,
 ) -> ir.Value:
     size = _length_of(builder, type_, value)
-    index = from_start(builder, index_type, index, size)
+    position = from_start(builder, index_type, index, size)
     first = numbers_of(builder, value, FIRST)
     if type_.view.is_checked:
-        is_inside = is_in(builder, index, size)
+        is_inside = is_in(builder, position, size)
         record_unless(context, builder, is_inside, first, OF_LIST, [index, size])
-        index = builder.select(is_inside, index, INT64(0))
-    return builder.gep(first, [builder.mul(index, INT64(OUTSIDE + 1))])
+        position = builder.select(is_inside, position, INT64(0))
+    return builder.gep(first, [builder.mul(position, INT64(OUTSIDE + 1))])
 
 
 @lower_builtin(len, List)

@@ -136,11 +136,12 @@ def emit_slice(context, builder, signature, args):
         if _is_slice(part):
             place, count = _extent(context, builder, part, value, size)
             kept.append((count, stride))
+            numbers.append(place)
         else:
             place = from_start(builder, part, value, size)
+            numbers.append(value)
             is_inside = builder.and_(is_inside, is_in(builder, place, size))
         offset = builder.add(offset, builder.mul(place, stride))
-        numbers.append(place)
     (rows, row_stride), (columns, column_stride) = kept
     if type_.is_checked:
         record_unless(context, builder, is_inside, view, OF_ELEMENT, numbers)

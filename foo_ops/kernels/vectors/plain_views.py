@@ -133,14 +133,17 @@ class _Elements(ABC):
     stop: Any
 
     @abstractmethod
-    def place(self, index: Any, count: int = 1) -> int:
-        """Return the address of an element with ``count - 1`` after it."""
+    def place(self, index: Any, count: int = 1, *, told: Any = None) -> int:
+        """Return the address of an element with ``count - 1`` after it.
+
+        What is outside is said to be at ``told``, or else at the index.
+        """
 
     def _place(self, index: Any) -> int:
         if isinstance(index, tuple):
             raise TypeError(WRONG_INDEX + wrong_count(self, len(index)))
         require_integers(index)
-        return self.place(from_start(index, self.stop))
+        return self.place(from_start(index, self.stop), told=index)
 
     def __getitem__(self, index: Any) -> Any:
         return read_one(self._place(index), self.dtype)
@@ -165,11 +168,13 @@ class Pointer(_Elements):
         self.first, self.stop = first, stop
         self._is_indexable = is_indexable
 
-    def place(self, index: Any, count: int = 1) -> int:
+    def place(self, index: Any, count: int = 1, *, told: Any = None) -> int:
         if not self.first <= index <= self.stop - count:
             raise IndexError(
-                f"index {index} is outside of the elements from {self.first} to {self.stop - 1}"
-                + f", with the {count - 1} after it" * (count > 1)
+                f"index {index if told is None else told} is outside of the elements from "
+                f"{self.first} to {self.stop - 1}"
+                + f", with the {count - 1} after it"
+                * (count > 1)
             )
         return self.address + int(index) * ELEMENTS[self.dtype].size
 
@@ -193,12 +198,13 @@ class Row(_Elements):
         self.address, self.dtype = memory.address, memory.dtype
         self.first, self.stop = first, stop
 
-    def place(self, index: Any, count: int = 1) -> int:
+    def place(self, index: Any, count: int = 1, *, told: Any = None) -> int:
         if count != 1:
             raise TypeError(HAS_STRIDE)
         if not self.first <= index < self.stop:
             size = self.stop - self.first
-            raise IndexError(f"index {index - self.first} is outside of a row of {size} elements")
+            said = told if isinstance(told, FromEnd) else index - self.first
+            raise IndexError(f"index {said} is outside of a row of {size} elements")
         return self._memory.place(index * self._stride)
 
     def moved(self, count: Any) -> Row:
@@ -213,9 +219,11 @@ class Flat(_Elements):
         self._view = view
         self.dtype, self.stop = view.dtype, view.size
 
-    def place(self, index: Any, count: int = 1) -> int:
+    def place(self, index: Any, count: int = 1, *, told: Any = None) -> int:
         if not 0 <= index < self.stop:
-            raise IndexError(f"index {index} is outside of the {self.stop} elements")
+            raise IndexError(
+                f"index {index if told is None else told} is outside of the {self.stop} elements"
+            )
         return self._view.data.place(self._view.offset_of_number(index, self._view.ndim))
 
 
@@ -243,10 +251,10 @@ class View:
         return sum(int(i * step) for i, step in zip(indices, self.strides))
 
     def row(self, number: Any) -> Pointer | Row:
-        number = from_start(number, self.rows)
-        if not 0 <= number < self.rows:
+        counted = from_start(number, self.rows)
+        if not 0 <= counted < self.rows:
             raise IndexError(f"row {number} is outside of the {self.rows} rows")
-        start = self.data.moved(self.offset_of_number(number, -1))
+        start = self.data.moved(self.offset_of_number(counted, -1))
         if self._type.contiguous_rows:
             return Pointer(start.address, self.dtype, 0, int(self.shape[-1]))
         return Row(start, self.strides[-1], 0, self.shape[-1])

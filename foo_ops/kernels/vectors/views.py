@@ -288,7 +288,7 @@ def _row(context, builder, signature, args):
     row = cgutils.create_struct_proxy(signature.return_type)(context, builder)
     if type_.is_checked:
         is_inside = is_in(builder, number, rows)
-        record_unless(context, builder, is_inside, view, OF_ROW, [number])
+        record_unless(context, builder, is_inside, view, OF_ROW, [args[1]])
         offset = builder.select(is_inside, offset, INT64(0))
         stop = builder.select(is_inside, stop, INT64(0))
         _let_check(builder, row, view, number)
