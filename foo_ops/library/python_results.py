@@ -7,7 +7,6 @@ are whatever lies on its stack.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,19 +24,20 @@ def counted(
     Args:
         op: the operator. One of torch.library.custom_op counts for itself.
         what: the function's part, such as "fake kernel".
-        function: as it is registered for the operator. What is no function of Python, such as an
-            operator, is returned as it is.
+        function: as it is registered for the operator. An operator, or torch's fallthrough, is
+            returned as it is.
     """
-    is_plain = inspect.isfunction(function) and function is not torch.library.fallthrough_kernel
-    if isinstance(op, torch.library.CustomOpDef) or not is_plain:
+    is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    is_ours = callable(function) and function is not torch.library.fallthrough_kernel
+    if isinstance(op, torch.library.CustomOpDef) or is_operator or not is_ours:
         return function
-    operator = find(op) if isinstance(op, str) else op
-    declared = operator._schema.returns
 
     @functools.wraps(function)
     def counting(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        wanted = _wanted(declared, result)
+        # A kernel may be registered before its operator is defined.
+        operator = find(op) if isinstance(op, str) else op
+        wanted = _wanted(operator._schema.returns, result)
         if wanted is None:
             return result
         raise TypeError(f"{operator.name()}: its {what} must return {wanted}, got {_words(result)}")

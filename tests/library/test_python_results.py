@@ -1,5 +1,7 @@
 """Functions in Python that return too much or too little, for which PyTorch reads other memory."""
 
+import functools
+
 import pytest
 import torch
 
@@ -118,6 +120,28 @@ def test_right_results_pass(lib, schema, result):
         torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(wanted)
     ):
         assert type(one) is type(other)
+
+
+@pytest.mark.parametrize("kind", ["partial", "object"])
+def test_other_callables(lib, kind):
+    class Kernel:
+        def __call__(self, x):
+            return (x,)
+
+    function = functools.partial(lambda y, x: (x,), 5) if kind == "partial" else Kernel()
+    lib.define(f"callable{PAIR}")
+    library.register_kernel(f"{NAMESPACE}::callable", "cpu", function, lib=lib)
+    with pytest.raises(TypeError, match=message("callable", "kernel", "1 (Tensor)")):
+        torch.ops.foo_python_results.callable(torch.ones(2))
+
+
+def test_a_kernel_that_comes_before_its_operator(lib):
+    own = library.Library(NAMESPACE, "IMPL")
+    own.impl("later", lambda x: (x + 1, x + 2), "CPU")
+    lib.define(f"later{PAIR}")
+    found = torch.ops.foo_python_results.later(torch.ones(2))
+    assert [it.tolist() for it in found] == [[2.0, 2.0], [3.0, 3.0]]
+    own._destroy()
 
 
 def test_a_fake_kernel_of_torch_that_returns_too_little(lib):
