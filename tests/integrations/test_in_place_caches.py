@@ -1,5 +1,6 @@
 """Caches of transformers that are written in place hold what they were given."""
 
+import collections
 import copy
 import pickle
 
@@ -108,6 +109,37 @@ def test_what_was_taken_from_a_growing_cache_stays(bits):
     for _ in steps(cache, 3, start=1):
         pass
     assert torch.equal(taken, before)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_cropped_cache_that_nobody_else_holds_goes_on_in_place(bits):
+    """An assistant crops in each step."""
+    caches = [in_place_cache(DynamicCache(), bits=bits), DynamicCache()]
+    for cache in caches:
+        # Whose loop variable would hold what was given out last.
+        collections.deque(steps(cache, 6), maxlen=0)
+    address = caches[0].layers[0].keys.data_ptr()
+    for start in range(8):
+        for cache in caches:
+            cache.crop(-3)
+            collections.deque(steps(cache, 3, start=start), maxlen=0)
+        assert caches[0].layers[0].keys.data_ptr() == address
+    keys, values = caches[1].layers[0].keys, caches[1].layers[0].values
+    wanted = [quantize_cache(it)[0] if bits else it for it in (keys, values)]
+    assert torch.equal(caches[0].layers[0].keys, wanted[0])
+    assert torch.equal(caches[0].layers[0].values, wanted[1])
+
+
+@pytest.mark.parametrize("part", [lambda it: it[:, :, :2], lambda it: it.transpose(1, 2), list])
+def test_parts_that_were_taken_from_a_growing_cache_stay(part):
+    cache = in_place_cache(DynamicCache())
+    collections.deque(steps(cache, 6), maxlen=0)
+    taken = part(cache.layers[0].values)
+    before = [it.clone() for it in taken]
+    for start in range(3):
+        cache.crop(-5)
+        collections.deque(steps(cache, 5, start=start), maxlen=0)
+    assert all(map(torch.equal, taken, before))
 
 
 def pickled(layer):

@@ -25,9 +25,9 @@ def in_place_cache(cache: AnyCache, *, bits: int | None = None) -> AnyCache:
     What a ``DynamicCache`` holds lies at the front of memory that has room for as much again, so
     that a new key is written behind the others, where transformers copies all of them
     (`torch.cat`). Where keys or values need gradients, and in graphs that are compiled, it does so
-    still. What was written once is not written over: a cache that was cropped is copied first. A
-    ``StaticCache`` gets new keys and values from one operator. Layers of another kind, such as
-    those of sliding windows, stay as they are.
+    still. Tensors that were taken from the cache are not written over: where somebody holds what
+    was cropped away, the rest is copied first. A ``StaticCache`` gets new keys and values from one
+    operator. Layers of another kind, such as those of sliding windows, stay as they are.
 
     With ``bits=8`` what a ``DynamicCache`` holds becomes integers with a scale for each head and
     position (`foo_ops.quantize_cache`), half the bytes of bfloat16. Attention of implementation
@@ -109,14 +109,14 @@ def is_recorded(layer: Any, *given: Tensor) -> bool:
 
 
 class Memory:
-    """Room for keys and values. What was written into it once is never written again.
+    """Room for keys and values. What others hold of it is never written again.
 
     So all that was given out keeps its numbers, also after a crop, and for gradients.
 
     Attributes:
         tensors: the keys and the values, (B, H, room, D).
         shown: the same, of which parts are given out.
-        latest: the parts that were given out last.
+        latest: the parts that a layer goes on from: those that were given out last.
         end: how many positions were written.
         positions: (B,), ``end`` for each sequence.
     """
@@ -131,21 +131,30 @@ class Memory:
                 tensor.narrow(2, 0, end).copy_(old)
         # Autograd takes what is written behind a view for a change of it, but not in `data`.
         self.shown = tuple(it.data for it in self.tensors)
-        self.latest = tuple(held)
+        self.latest: Sequence[Tensor | None] = tuple(held)
         self.room, self.end = room, end
         self.positions = torch.full((len(given[0]),), end, device=given[0].device)
         self.is_inference = torch.is_inference_mode_enabled()
 
     def continues(self, held: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
         """Whether a layer holds what was given out last, and what it is given fits behind."""
-        (old_key, old_value), (key, value) = self.latest, given
-        if held[0] is not old_key or held[1] is not old_value:
+        if any(it is not latest for it, latest in zip(held, self.latest)):
             return False
-        if key.dtype != old_key.dtype or value.dtype != old_value.dtype:
+        if any(new.dtype != tensor.dtype for new, tensor in zip(given, self.tensors)):
             return False
         if self.is_inference and not torch.is_inference_mode_enabled():
             return False
-        return self.end + key.shape[2] <= self.room
+        return self.end + given[0].shape[2] <= self.room
+
+    def rewind(self, held: Sequence[Tensor]) -> None:
+        """Go on from what a layer has left, if nobody holds more; assistants crop in each step."""
+        if all(it is latest for it, latest in zip(held, self.latest)):
+            return
+        is_own = all(it.data_ptr() == own.data_ptr() for it, own in zip(held, self.shown))
+        self.latest = (None, None)
+        if is_own and all(holders_of(it) == 3 for it in self.tensors):
+            self.latest, self.end = held, held[0].shape[2]
+            self.positions.fill_(self.end)
 
     def append(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return all keys and all values, with those that are given."""
@@ -153,8 +162,16 @@ class Memory:
         torch.ops.foo.cache_append.default(*self.tensors, *given, self.positions)
         self.positions.add_(length)
         self.end += length
-        self.latest = tuple(it.narrow(2, 0, self.end) for it in self.shown)
-        return self.latest
+        parts = tuple(it.narrow(2, 0, self.end) for it in self.shown)
+        self.latest = parts
+        return parts
+
+
+def holders_of(tensor: Tensor) -> int:
+    """Count the tensors that share its memory; of a `Memory` and a layer there are three."""
+    storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1
 
 
 def promoted(new: Tensor, old: Tensor) -> Tensor:
@@ -165,8 +182,8 @@ def promoted(new: Tensor, old: Tensor) -> Tensor:
 class GrowingLayer(DynamicLayer):
     """The keys and values of one layer, at the front of memory that doubles when it is full.
 
-    ``keys`` and ``values`` are views of it, or tensors that others have put there (cropped, in
-    another order): these are copied to new memory before something is written behind them.
+    ``keys`` and ``values`` are views of it, or tensors that others have put there (in another
+    order): these are copied to new memory before something is written behind them.
     """
 
     memory: Memory | None = None
@@ -187,6 +204,12 @@ class GrowingLayer(DynamicLayer):
             self.memory = Memory(room, length, held, given)
         self.keys, self.values = self.memory.append(given)
         return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        left: Any = (self.keys, self.values)
+        if self.memory is not None and self.is_initialized:
+            self.memory.rewind(left)
 
     def reset(self) -> None:
         super().reset()
