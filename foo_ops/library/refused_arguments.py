@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,11 +28,25 @@ def refusing(name: str, composite: Callable[..., Any]) -> Callable[..., Any]:
         if fake is not None and all(
             it.layout == torch.strided for it in tensors_in((args, kwargs))
         ):
-            positional, named = pytree.tree_map_only(Tensor, _without_data, (args, kwargs))
-            fake(*positional, **named)
+            with _modes_for_fakes():
+                positional, named = pytree.tree_map_only(Tensor, _without_data, (args, kwargs))
+                fake(*positional, **named)
         return composite(*args, **kwargs)
 
     return checked
+
+
+@contextlib.contextmanager
+def _modes_for_fakes() -> Iterator[None]:
+    """Leave a mode that makes fake tensors, whose sizes may be symbols, and no other.
+
+    Others would look into tensors without data, or count what these are asked.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        yield
+        return
+    with torch._C._DisableFuncTorch(), torch._C._DisableTorchDispatch():
+        yield
 
 
 def _without_data(tensor: Tensor) -> Tensor:

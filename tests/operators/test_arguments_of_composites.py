@@ -180,3 +180,32 @@ def test_no_classes_where_all_rows_are_ignored(function, input, others):
     first = torch.autograd.grad(loss(x), x, create_graph=True)[0]
     assert not first.any()
     assert not torch.autograd.grad(first.sum(), x)[0].any()
+
+
+def pushed(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.func.jvp(lambda x: linear(x, WEIGHT), (x,), (torch.cos(x),))
+
+
+def test_graphs_of_any_size():
+    """The arguments are looked at while sizes are symbols."""
+    compiled = torch.compile(pushed, dynamic=True, fullgraph=True, backend="aot_eager")
+    for rows in (3, 5):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(compiled(x), pushed(x))
+
+
+class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.devices |= {it.device.type for it in (result,) if isinstance(it, Tensor)}
+        return result
+
+
+def test_modes_see_no_tensors_without_data():
+    with Counting() as counting:
+        pushed(HIDDEN)
+    assert counting.devices == {"cpu"}
