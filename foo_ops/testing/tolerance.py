@@ -54,11 +54,13 @@ def gradients_of(
     cotangents: Sequence[Tensor],
     *,
     once: bool = True,
+    recorded_again: bool = False,
 ) -> tuple[Tensor, ...]:
     """Differentiate the outputs that have a history; zeros where none depends on a tensor.
 
     Args:
         once: forget the history then.
+        recorded_again: the gradients can be differentiated themselves.
     """
     recorded = [index for index, output in enumerate(outputs) if output.requires_grad]
     if not tensors:
@@ -67,7 +69,8 @@ def gradients_of(
         [outputs[index] for index in recorded],
         tensors,
         [cotangents[index] for index in recorded],
-        retain_graph=not once,
+        retain_graph=not once or recorded_again,
+        create_graph=recorded_again,
         allow_unused=True,
         materialize_grads=True,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,12 @@ def run(case: Case, sample: Sample) -> Tensors:
     )
     with failing_as(what):
         return case.spec.call(sample)
+
+
+def replaced(sample: Sample, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Sample:
+    """Return the sample with values in the place of some of its tensors."""
+    by_tensor = dict(zip(map(id, tensors), values))
+    return sample.map(lambda tensor: by_tensor.get(id(tensor), tensor))
 
 
 def run_backward(outputs: Tensors, sample: Sample, cotangents: Tensors) -> Tensors:

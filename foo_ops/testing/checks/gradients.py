@@ -10,6 +10,7 @@ from torch import Tensor
 from foo_ops.testing.checks.calls import (
     check_both,
     differentiable_names,
+    replaced,
     require_history,
     run,
     run_backward,
@@ -130,8 +131,7 @@ def gradcheck(case: Case) -> None:
     require_history(case, sample, run(case, sample))
 
     def function(*values: Tensor) -> Tensors:
-        replaced = dict(zip(map(id, tensors), values))
-        outputs = case.spec.call(sample.map(lambda t: replaced.get(id(t), t)))
+        outputs = case.spec.call(replaced(sample, tensors, values))
         return finite(output for output in outputs if output.requires_grad)
 
     with failing_as("gradcheck"):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from foo_ops.testing.checks.calls import replaced
 from foo_ops.testing.checks.matrix import (
     Case,
     check,
@@ -16,7 +17,13 @@ from foo_ops.testing.checks.matrix import (
     first,
     first_device,
 )
-from foo_ops.testing.spec import Sample, Tensors, check_outputs, cotangents_for
+from foo_ops.testing.spec import (
+    Sample,
+    Tensors,
+    assert_within,
+    check_outputs,
+    cotangents_for,
+)
 from foo_ops.testing.tolerance import gradients_of, has_gradients
 
 # What an operator raises that has no such derivative or no rule.
@@ -51,10 +58,7 @@ def second_derivatives_of(
 ) -> Tensors:
     """Differentiate the gradients times their directions by the sample's tensors."""
     outputs, tensors = call(sample), sample.differentiable()
-    recorded = tuple(output for output in outputs if output.requires_grad)
-    gradients = torch.autograd.grad(
-        recorded, tensors, cotangents_for(recorded), create_graph=True, materialize_grads=True
-    )
+    gradients = gradients_of(outputs, tensors, cotangents_for(outputs), recorded_again=True)
     if not any(gradient.requires_grad for gradient in gradients):
         return tuple(map(torch.zeros_like, tensors))
     return gradients_of(gradients, tensors, directions)
@@ -95,9 +99,7 @@ def tangents_of_reference(case: Case, sample: Sample, tangents: Tensors) -> Sequ
     outputs = exact.call(case.spec.reference)
     recorded = [output for output in outputs if output.requires_grad]
     units = [torch.zeros_like(output, requires_grad=True) for output in recorded]
-    pulled = torch.autograd.grad(
-        recorded, exact.differentiable(), units, create_graph=True, materialize_grads=True
-    )
+    pulled = gradients_of(recorded, exact.differentiable(), units, recorded_again=True)
     found = iter(gradients_of(pulled, units, tangents))
     return [next(found) if output.requires_grad else None for output in outputs]
 
@@ -117,8 +119,7 @@ def mapped(case: Case) -> None:
     other = reordered(case, sample)
 
     def function(*values: Tensor) -> Tensors:
-        replaced = dict(zip(map(id, tensors), values))
-        return case.spec.call(sample.map(lambda it: replaced.get(id(it), it)))
+        return case.spec.call(replaced(sample, tensors, values))
 
     try:
         outputs = torch.vmap(function)(*map(torch.stack, zip(tensors, other.tensors())))
@@ -145,14 +146,8 @@ def reordered(case: Case, sample: Sample) -> Sample:
 
 def require_close(what: str, found: Tensor, expected: Tensor) -> None:
     """Require what is finite in float64 to agree, by the largest element."""
-    expected = expected.to(found.device)
     is_finite = expected.isfinite()
     expected = expected.where(is_finite, 0)
-    error = (found.where(is_finite, 0) - expected).abs()
-    bound = TOLERANCE * (1.0 + float(expected.abs().max())) if expected.numel() else 0.0
-    if error.numel() and not float(error.max()) <= bound:
-        place = tuple(int(it) for it in torch.unravel_index(error.argmax(), error.shape))
-        raise AssertionError(
-            f"{what} is wrong; the worst, at {place}, is {found[place]} instead of "
-            f"{expected[place]}, where {bound:.3} is allowed"
-        )
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    budget = torch.full(expected.shape, TOLERANCE * (1.0 + largest), dtype=torch.float64)
+    assert_within(what, found.cpu().where(is_finite, 0), expected, budget)
