@@ -7,11 +7,9 @@
 #include <algorithm>
 #include <bit>
 #include <mutex>
-#include <optional>
 #include <string>
 
 #include "launch/parameter.h"
-#include "launch/registration.h"
 
 namespace foo {
 
@@ -23,27 +21,6 @@ at::Tensor without_data(const at::Tensor& tensor) {
 
 bool has_fake_kernel(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::Meta);
-}
-
-// Finds the operator `f` beside one called `f_` that takes the same arguments and returns, for each
-// that `f_` writes, its new value.
-std::optional<c10::OperatorHandle> functional_twin(const c10::OperatorHandle& op) {
-  c10::OperatorName name = op.operator_name();
-  if (!name.name.ends_with('_')) return std::nullopt;
-  name.name.pop_back();
-  auto twin = c10::Dispatcher::singleton().findSchema(name);
-  const auto& own = op.schema().arguments();
-  if (!twin.has_value() || twin->schema().is_mutable()) return std::nullopt;
-  const auto is_alike = [](const c10::Argument& one, const c10::Argument& other) {
-    return *one.real_type() == *other.real_type();
-  };
-  const auto& taken = twin->schema().arguments();
-  const auto written = std::count_if(own.begin(), own.end(), [](const c10::Argument& argument) {
-    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-  });
-  const bool is_twin = std::equal(own.begin(), own.end(), taken.begin(), taken.end(), is_alike) &&
-                       std::ssize(twin->schema().returns()) == written;
-  return is_twin ? twin : std::nullopt;
 }
 
 std::vector<ResultLayout> ask_fake_kernel(const c10::OperatorHandle& op,
@@ -148,31 +125,10 @@ SharedLayouts ResultLayouts::of(c10::ArrayRef<c10::IValue> arguments) {
 }
 
 std::vector<ResultLayout> ResultLayouts::ask(c10::ArrayRef<c10::IValue> arguments) const {
-  if (has_fake_kernel(op_)) return ask_fake_kernel(op_, arguments);
-  const auto twin = functional_twin(op_);
-  TORCH_CHECK(twin.has_value() && has_fake_kernel(*twin), c10::toString(op_.operator_name()),
+  TORCH_CHECK(has_fake_kernel(op_), c10::toString(op_.operator_name()),
               ": the results of a tile kernel are allocated as the operator's fake kernel says, "
               "and it has none: register one with foo_ops.library.register_fake");
-  const auto layouts = ask_fake_kernel(*twin, arguments);
-  check_written_as(layouts, arguments);
-  return layouts;
-}
-
-void ResultLayouts::check_written_as(const std::vector<ResultLayout>& layouts,
-                                     c10::ArrayRef<c10::IValue> arguments) const {
-  const std::string name = short_name(c10::toString(op_.operator_name()));
-  auto result = layouts.begin();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const c10::Argument& declared = op_.schema().arguments()[i];
-    if (declared.alias_info() == nullptr || !declared.alias_info()->isWrite()) continue;
-    const ResultLayout& layout = *result++;
-    if (arguments[i].isNone()) continue;
-    const at::Tensor& target = arguments[i].toTensor();
-    TORCH_CHECK_VALUE(target.sizes().equals(layout.sizes), name, ": ", declared.name(),
-                      " must have shape ", at::IntArrayRef(layout.sizes),
-                      " as the result has, got ", target.sizes());
-    check_can_cast(name, declared.name(), layout.dtype, target);
-  }
+  return ask_fake_kernel(op_, arguments);
 }
 
 }  // namespace foo

@@ -26,8 +26,7 @@ struct ResultLayout {
 using SharedLayouts = std::shared_ptr<const std::vector<ResultLayout>>;
 
 // The layouts of an operator's results, as its fake kernel says, which also refuses arguments. It
-// is called once for arguments of the same shapes and values, since it is Python. An operator that
-// works in place and has none takes that of its functional twin.
+// is called once for arguments of the same shapes and values, since it is Python.
 class ResultLayouts {
  public:
   explicit ResultLayouts(c10::OperatorHandle op) : op_(std::move(op)) {}
@@ -56,10 +55,6 @@ class ResultLayouts {
   static constexpr size_t kMostAnswers = 4096;
 
   std::vector<ResultLayout> ask(c10::ArrayRef<c10::IValue> arguments) const;
-
-  // Refuses arguments that are written and that the results of the twin do not fit.
-  void check_written_as(const std::vector<ResultLayout>& layouts,
-                        c10::ArrayRef<c10::IValue> arguments) const;
 
   c10::OperatorHandle op_;
   ForkMutex mutex_;
