@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foo_ops.library.dtypes import dtype_name
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from foo_ops.library.dtypes import FLOATING, dtype_name
 
 
 def require_int64(operator: str, **tensors: Tensor) -> None:
@@ -20,7 +18,7 @@ def require_int64(operator: str, **tensors: Tensor) -> None:
 
 def require_floating(operator: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
-        if tensor is None or tensor.dtype in FLOATS:
+        if tensor is None or tensor.dtype in FLOATING:
             continue
         # Formats of 8 bits and less are for storage, and kernels read none.
         least = " of at least 16 bits" if tensor.is_floating_point() else ""

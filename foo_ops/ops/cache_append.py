@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from foo_ops import language, library
-from foo_ops.library.dtypes import dtype_name
-from foo_ops.ops.arguments import FLOATS, require_device, require_shape
+from foo_ops.library.dtypes import FLOATING, dtype_name
+from foo_ops.ops.arguments import require_device, require_shape
 
 NAME = "cache_append"
 library.define(
@@ -162,7 +162,7 @@ def require_four(**tensors: Tensor) -> None:
 def require_readable(**caches: Tensor) -> None:
     for name, cache in caches.items():
         dtype = cache.dtype
-        if dtype.is_complex or (dtype.is_floating_point and dtype not in FLOATS):
+        if dtype.is_complex or (dtype.is_floating_point and dtype not in FLOATING):
             raise TypeError(
                 f"{NAME}: {name} must be float16, bfloat16, float32, float64, integers or bool, "
                 f"got {dtype_name(dtype)}"
