@@ -46,11 +46,14 @@ def linear_int4(
 
     Returns:
         A contiguous tensor (..., N) of input's dtype. Weights are computed in float32 (float64 for
-        float64), and so are the sums, which are rounded once, the bias included. Where bfloat16 is
-        multiplied as such (AVX512-BF16, AMX), more than 8 rows take weights that are rounded to
-        bfloat16, as all gradients for a bfloat16 or float16 input take rounded weights. The result
-        does not depend on the number of threads. Has gradients for input, scale, zero and bias, of
-        every order.
+        float64), and so are the sums, which are rounded once, the bias included. Up to 8 rows of
+        the other dtypes are multiplied in integers: numbers of a group of input are rounded to
+        multiples of a power of two, which the largest magnitude of the group is at least 16 256
+        (bfloat16) or 4 161 536 times (float16, float32); those of bfloat16 are exact down to a 64th
+        of the largest. Where bfloat16 is multiplied as such (AVX512-BF16, AMX), more rows take
+        weights that are rounded to bfloat16, as all gradients for a bfloat16 or float16 input take
+        rounded weights. The result does not depend on the number of threads. Has gradients for
+        input, scale, zero and bias, of every order.
 
     Raises:
         ValueError: for shapes that do not fit together, and other group sizes.

@@ -21,6 +21,7 @@ from foo_ops.testing import (
     check_gradients,
     check_outputs,
     cotangents_for,
+    reference,
 )
 from foo_ops.testing.specs.quantized_linear import int4_sample, int8_sample
 
@@ -139,6 +140,60 @@ def test_sums_of_numbers_near_the_largest(size, rows, dtype):
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     eps = max(torch.finfo(dtype).eps, 64 * torch.finfo(compute).eps)
     assert bool(((found - expected).abs() <= eps * magnitudes).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("size", GROUP_SIZES)
+def test_integers_are_multiplied_exactly(size, rows, dtype):
+    """Rows of integers, and scales that are powers of two: nothing but the result is rounded."""
+    sample = int4_sample("exact", (rows,), 5, 37, group_size=size)(dtype)
+    input, weight, scale, zero, bias = sample.inputs
+    input, zero, bias = ((16 * it).round() for it in (input, zero, bias))
+    scale = 2.0 ** (4 * scale).round()
+    wide = [it.double() for it in (scale, zero)]
+    weight_of = foo_ops.dequantize_weight(weight, *wide)
+    expected = (input.double() @ weight_of.T + bias.double()).to(dtype)
+    found = foo_ops.linear_int4(input, weight, scale, zero, bias, group_size=size)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("size", GROUP_SIZES)
+def test_groups_of_all_magnitudes(size, rows, dtype):
+    """Next to usual ones, also beyond what has a scale of its own, and zeros."""
+    for exponents in ((0, -70, 3, -90, 1), (0, 70, 3, 80, 1), (0, -63, 63, -65, 65), (-110, -120)):
+        sample = int4_sample("sizes", (rows,), len(exponents), 9, group_size=size)(dtype)
+        input, *others = sample.inputs
+        powers = torch.tensor([2.0**it for it in exponents], dtype=dtype)
+        groups = input.unflatten(1, (-1, size)) * powers[:, None]
+        groups[:, :, 1::2] = 0
+        groups[0, 0] = 0
+        check(LINEAR_INT4, dtype, Sample((groups.flatten(1), *others), sample.keywords))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_inputs_are_rounded_to_a_fraction_of_the_largest_of_their_group(rows, dtype):
+    """As the documentation says it, with a number beside which the others are small."""
+    sample = int4_sample("outliers", (rows,), 3, 40, has_bias=False)(dtype)
+    input, weight, scale, zero = sample.inputs
+    largest = torch.tensor([2.0**12, 1000.0, 1.0], dtype=dtype)
+    input[:, ::32] = largest
+    # The weights of these are zeros, so that only the others count.
+    zero.copy_(zero.round().clamp(0, 15))
+    weight[:, ::16] = weight[:, ::16] & 0xF0 | zero.to(torch.uint8)
+    found = foo_ops.linear_int4(input, weight, scale, zero, group_size=32)
+    wide = [it.double() for it in (scale, zero)]
+    weight_of = foo_ops.dequantize_weight(weight, *wide)
+    expected = input.double() @ weight_of.T
+    steps = 16256 if dtype == torch.bfloat16 else 127 * 2**15
+    rounding = (weight_of.abs().unflatten(1, (3, 32)).sum(-1) @ largest.double()) / (2 * steps)
+    magnitude_of = reference.numbers_of_int4(weight, wide[0].abs(), -wide[1], 32)
+    of_sums = 8 * torch.finfo(torch.float32).eps * (input.double().abs() @ magnitude_of.T)
+    error, eps = (found.double() - expected).abs(), torch.finfo(dtype).eps
+    assert bool((error <= rounding + eps * expected.abs() + of_sums).all())
 
 
 @pytest.mark.parametrize("device", ["cpu", "foo"])
@@ -362,11 +417,11 @@ for kernel in ("linear_int8_product", "linear_int8_few_rows", "linear_int4_produ
         # Which regions are used depends on how matrices lie in memory.
         apart = torch.nn.functional.pad(left.t(), (0, 1))[:, :rows].t()
         for lies, is_transposed in ((left, 0), (apart, 1)):
-            arguments = (number * 23)(
+            arguments = (number * 21)(
                 rows, columns, depth, is_transposed, lies.data_ptr(), *lies.stride(),
                 right.data_ptr(), *right.stride(), 0, 0, 0, 0, output.data_ptr(),
-                rows if is_transposed else columns, scale.data_ptr(), groups, int(is_int4),
-                zero.data_ptr(), groups, 1, size,
+                rows if is_transposed else columns, scale.data_ptr(), groups,
+                zero.data_ptr(), groups, size,
             )
             if memory is None:
                 bytes = number(0)

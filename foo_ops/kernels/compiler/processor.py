@@ -109,6 +109,21 @@ def has_integer_dot(lanes: int) -> bool:
     return triple.startswith("x86_64") and (lanes == 4 or f"+{needed}" in features.split(","))
 
 
+def has_byte_pairs(lanes: int) -> bool:
+    """Whether the processor multiplies four bytes for each lane and adds two products each."""
+    needed = {4: "ssse3", 8: "avx2", 16: "avx512bw"}[lanes]
+    return f"+{needed}" in target()[2].split(",")
+
+
+def has_byte_dot(lanes: int) -> bool:
+    """Whether the processor multiplies bytes and adds four products to each of the lanes (VNNI)."""
+    features = set(target()[2].split(","))
+    in_longest = "+avx512vnni" in features
+    if lanes == 16:
+        return in_longest
+    return (in_longest and "+avx512vl" in features) or "+avxvnni" in features
+
+
 def _has_quick_dot() -> bool:
     """Whether a dot product of pairs is quicker than the two fma that it replaces.
 

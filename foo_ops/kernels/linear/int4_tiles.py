@@ -2,31 +2,43 @@
 
 A weight is (integer - zero) * scale. A row of the output is, summed over the groups g of a column,
 
-    scale[g] * sum((integer - 8) * left)  +  scale[g] * (8 - zero[g]) * sum(left),
+    scale[g] * sum(integer * left)  -  scale[g] * zero[g] * sum(left),
 
-of which only the first sum is over all steps: sums of the left row's groups are made once. Steps of
-the left row are copied in the order in which a vector of stored integers gives them, so that these
-need no shuffle, only shifts.
+of which only the first sum is over all steps: sums of the left row's groups are made once. The
+steps of a group of the left row are integers times a scale of their own, so that products are of
+integers (`foo_ops.kernels.vectors.fixed_point`): a vector takes as many bytes of weights as it has.
+Rows of float64, for which these integers are too short, take weights that have become numbers.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 from numba import njit
 
-from foo_ops.kernels.compiler.processor import has_bfloat16_dot
-from foo_ops.kernels.linear.few_rows import Tiles, columns_of_sums
+from foo_ops.kernels.linear.few_rows import (
+    COLUMNS_OF_ROW,
+    MOST_OF_GROUP,
+    Tiles,
+    columns_of_sums,
+    tiles_ahead,
+)
 from foo_ops.kernels.linear.parameters import quantized_argument_types
-from foo_ops.kernels.products.operands import vector_product_dtype
 from foo_ops.kernels.vectors.arithmetic import splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.integers import INT4_MIDDLE, tile_dot_int4
+from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
+from foo_ops.kernels.vectors.fixed_point import (
+    bits_of_float,
+    largest_magnitude,
+    scale_of_digits,
+    store_digits,
+    tile_dot_int4,
+)
 from foo_ops.kernels.vectors.memory import (
     address_of,
     load,
+    load_first,
     load_vector,
     pointer_to,
     prefetch,
@@ -34,173 +46,176 @@ from foo_ops.kernels.vectors.memory import (
     shift,
     store,
 )
-from foo_ops.kernels.vectors.pairs import PAIRS
 from foo_ops.kernels.vectors.reduction import reduce_add
 from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, tile_zero
-from foo_ops.kernels.vectors.rows import make_copy_row, round_up
-from foo_ops.kernels.vectors.transpose import transpose_adjacent
+from foo_ops.kernels.vectors.rows import round_up
 
-# A lane of a vector of stored integers has so many bits.
+COMPUTE = "float32"
+# Of a lane of integers.
 LANE_BYTES = 4
+# Digits of a step of the left row, which its group's largest magnitude fills. Numbers of bfloat16,
+# which have 8 bits, are exact where they are at least a 64th of it.
+DIGITS = {"bfloat16": 2, "float16": 3, "float32": 3}
+# A group whose largest magnitude is beyond takes part by numbers, as infinities do, since its scale
+# times that of a weight may have no place in float32.
+SMALLEST_GROUP, LARGEST_GROUP = 2.0**-64, 2.0**64
 
 
 def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
-    """Make tiles that bring the next columns, their scales and zeros to the caches.
+    """Make tiles of rows that have been copied as digits, with their groups' scales and sums.
 
-    A column of 4096 integers is half a page of memory, and what brings lines to the caches on its
-    own stops at pages. On a Zen 5 a bfloat16 row reads 31 GB/s for groups of 32 and 34 for 128, and
-    16 and 17 where the next columns are not brought.
+    They bring the next columns, their scales and zeros to the caches: a column of 4096 integers is
+    half a page of memory, and what brings lines to the caches on its own stops at pages.
     """
-    compute, HALF = compute_dtype(dtype), GROUP_SIZE // 2
-    LANES, BYTES = lanes_of(compute), LANE_BYTES * lanes_of(compute)
+    LANES, HALF = lanes_of(COMPUTE), GROUP_SIZE // 2
+    BYTES, OF_DIGITS = LANE_BYTES * LANES, DIGITS[dtype]
     # Groups that share a vector of integers; where a group has several vectors, they share a scale.
     GROUPS = max(1, BYTES // HALF)
-    row, load_factors = _make_rows(dtype, GROUP_SIZE), _make_factors_loader(compute)
-    STEP = row.step
-    as_factors, as_sums = pointer_to(PAIRS if STEP == 2 else compute), pointer_to(compute)
-    whole_steps, as_bytes = row.whole_steps, pointer_to("uint8")
+    COLUMNS_OF_GROUP = columns_of_sums(LANES)
+    as_bytes, make_factors = pointer_to("int8"), _make_factors_maker(GROUP_SIZE)
+    row_size, digits_size = _make_row_sizes(GROUP_SIZE, OF_DIGITS)
 
     def make_tile(ROWS: int, COLUMNS: int) -> Callable:
+        factors_of_columns = make_factors(ROWS, COLUMNS)
+
         @njit
         def tile(product, right, memory, sums, width, left, depth, column):
             groups, stride = product.depth // GROUP_SIZE, product.right_column_stride
-            padded = round_up(groups, LANES)
-            scales, offsets = memory.factors, shift(memory.factors, COLUMNS * padded)
-            for other in range(COLUMNS):
-                load_factors(
-                    product, column + other, groups, shift(scales, other * padded),
-                    shift(offsets, other * padded),
-                )  # fmt: skip
-            factors = as_factors(address_of(left))
-            of_groups = as_sums(address_of(shift(left, whole_steps(product.depth))))
+            padded, factors = round_up(groups, LANES), memory.factors
+            offsets = shift(factors, ROWS * COLUMNS * padded)
+            scales = shift(left, digits_size(product.depth))
+            factors_of_columns(product, column, groups, factors, offsets, scales, depth)
             total = tile_zero(sums, ROWS, COLUMNS, LANES)
             for group in range(0, padded, LANES):
-                total = tile_dot(
-                    total, shift(of_groups, group), depth // STEP, shift(offsets, group), padded
-                )
+                of_groups = shift(scales, padded + group)
+                total = tile_dot(total, of_groups, depth, shift(offsets, group), padded)
+            digits, size = as_bytes(address_of(left)), LANE_BYTES * depth
             right, count = shift(right, column * stride), product.depth // 2
-            whole = count // BYTES * BYTES
+            whole, ahead = count // BYTES * BYTES, stride * tiles_ahead(COLUMNS * stride)
             for byte in range(0, whole, BYTES):
-                prefetch_vectors(right, COLUMNS * (stride + byte), BYTES, COLUMNS)
+                prefetch_vectors(right, COLUMNS * (ahead + byte), BYTES, COLUMNS)
                 total = tile_dot_int4(
-                    total, shift(factors, byte * 2 // STEP), depth // STEP, shift(right, byte),
-                    stride, shift(scales, byte // HALF), padded, GROUPS,
+                    total, shift(digits, byte * 2 * OF_DIGITS), size, shift(right, byte), stride,
+                    None, shift(factors, byte // HALF), padded, GROUPS, OF_DIGITS,
                 )  # fmt: skip
             if whole < count:
-                edges = as_bytes(address_of(memory.edges))
-                for other in range(COLUMNS):
-                    for byte in range(count - whole):
-                        value = load(right, other * stride + whole + byte)
-                        store(edges, other * BYTES + byte, value)
                 total = tile_dot_int4(
-                    total, shift(factors, whole * 2 // STEP), depth // STEP, edges, BYTES,
-                    shift(scales, whole // HALF), padded, GROUPS,
+                    total, shift(digits, whole * 2 * OF_DIGITS), size, shift(right, whole), stride,
+                    count - whole, shift(factors, whole // HALF), padded, GROUPS, OF_DIGITS,
                 )  # fmt: skip
             tile_store_sums(total, sums, width)
 
         return tile
 
     def regions(depth: Any) -> dict[str, Any]:
-        # A scale and an offset for each group of 32 steps or more, of at most 16 columns.
-        edges = LANES * LANES if HALF % BYTES else "factors"
-        return {"factors": depth + 2 * LANES * LANES, "edges": edges}
+        # For each group of 32 steps or more, which take 16 elements of a row, of a tile's columns
+        # an offset and of its sums a factor.
+        of_row = 2 * min(COLUMNS_OF_ROW, LANES)
+        of_group = (min(MOST_OF_GROUP, LANES) + 1) * COLUMNS_OF_GROUP
+        most = max(of_row, of_group)
+        return {"factors": (most + 15) // 16 * depth + most * LANES}
 
     arguments = quantized_argument_types(dtype, "uint8")
+    copy_row = _make_row_copy(dtype, GROUP_SIZE)
     return Tiles(
-        row.left, row.row_size, row.copy_row, arguments, make_tile, columns_of_sums(LANES), regions,
-        _make_mender(compute, GROUP_SIZE),
+        COMPUTE, row_size, copy_row, arguments, make_tile, COLUMNS_OF_GROUP, regions,
+        _make_mender(COMPUTE, GROUP_SIZE),
     )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Copies of rows of the left matrix: their steps, reordered, and the sums of their groups.
+def _make_row_sizes(GROUP_SIZE: int, OF_DIGITS: int) -> tuple[Callable, Callable]:
+    """Make ``row_size(depth)`` and ``digits_size(depth)``, in elements of the compute dtype.
 
-    Attributes:
-        left: the dtype of the steps.
-        step: how many of them enter a product at a time. Sums have as many times their size.
-        whole_steps: ``whole_steps(depth)`` is how many steps there are with the zeros behind them.
-        row_size: ``row_size(depth)`` is how many there would be in the place of steps and sums.
-        copy_row: ``copy_row(target, source, stride, depth, row_size)`` makes a copy.
+    Behind the digits of a row, for whole vectors of integers, are the scales of its groups and
+    their sums, both with zeros up to whole vectors.
     """
-
-    left: str
-    step: int
-    whole_steps: Callable
-    row_size: Callable
-    copy_row: Callable
-
-
-def _make_rows(dtype: str, GROUP_SIZE: int) -> _Rows:
-    compute, HALF = compute_dtype(dtype), GROUP_SIZE // 2
-    LANES = lanes_of(compute)
-    # Lookups of bfloat16 have 16 numbers, so many of which a vector must hold.
-    use_pairs = vector_product_dtype(dtype) == PAIRS and has_bfloat16_dot() and LANES >= 8
-    STEP = 2 if use_pairs else 1
-    left = dtype if use_pairs else compute
-    # A part of a vector of integers is what the same shift brings out of all its lanes.
-    BYTES, PART = LANE_BYTES * LANES, STEP * LANES
-    SIZE, STEPS = LANE_BYTES // STEP, 2 * BYTES
-    # Bytes of a group in a vector of integers.
-    COUNT, as_sums, none = min(BYTES, HALF), pointer_to(compute), ELEMENTS[compute].compute(0)
+    LANES = lanes_of(COMPUTE)
 
     @njit
-    def whole_steps(depth):
-        return round_up(depth, STEPS)
+    def digits_size(depth):
+        return round_up(depth // 2, LANE_BYTES * LANES) // LANE_BYTES * 2 * OF_DIGITS
 
     @njit
     def row_size(depth):
-        return whole_steps(depth) + STEP * round_up(depth // GROUP_SIZE, LANES)
+        return digits_size(depth) + 2 * round_up(depth // GROUP_SIZE, LANES)
+
+    return row_size, digits_size
+
+
+def _make_row_copy(dtype: str, GROUP_SIZE: int) -> Callable:
+    """Make ``copy_row(target, source, stride, depth, row_size)``, of adjacent steps.
+
+    The scale of a group that does not take part is 0 and its sum NaN, so that `_make_mender` finds
+    it.
+    """
+    LANES, HALF, number = lanes_of(COMPUTE), GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute
+    BYTES, OF_DIGITS = LANE_BYTES * LANES, DIGITS[dtype]
+    SMALLEST, LARGEST = bits_of_float(SMALLEST_GROUP), bits_of_float(LARGEST_GROUP)
+    as_bytes, none, not_a_number = pointer_to("int8"), number(0), number(math.nan)
+    _, digits_size = _make_row_sizes(GROUP_SIZE, OF_DIGITS)
 
     @njit
     def copy_row(target, source, stride, depth, row_size):
-        # The steps of the source are adjacent.
-        whole, groups = whole_steps(depth), depth // GROUP_SIZE
-        for step in range(depth // STEPS * STEPS, whole, LANES):
-            store(target, step, splat(none, LANES))
-        sums = as_sums(address_of(shift(target, whole)))
-        for group in range(groups):
-            line = shift(source, group * GROUP_SIZE)
-            for index in range(0, HALF, COUNT):
-                byte = group * HALF + index
-                place = shift(target, byte // BYTES * STEPS + byte % BYTES // SIZE)
-                lower, upper = shift(line, index), shift(line, index + HALF)
-                transpose_adjacent(place, 2 * PART, lower, COUNT // SIZE, SIZE)
-                transpose_adjacent(shift(place, PART), 2 * PART, upper, COUNT // SIZE, SIZE)
-            total = splat(none, LANES)
-            for step in range(0, GROUP_SIZE, LANES):
-                total = total + load_vector(line, step, LANES)
-            store(sums, group, reduce_add(total))
-        for group in range(groups, round_up(groups, LANES)):
+        groups, digits = depth // GROUP_SIZE, as_bytes(address_of(target))
+        scales, padded = shift(target, digits_size(depth)), round_up(groups, LANES)
+        sums = shift(scales, padded)
+        for group in range(groups // LANES * LANES, padded):
+            store(scales, group, none)
             store(sums, group, none)
+        for group in range(groups):
+            line, byte = shift(source, group * GROUP_SIZE), group * HALF
+            largest = largest_magnitude(line, GROUP_SIZE, LANES)
+            if SMALLEST <= largest <= LARGEST:
+                scale, inverse = scale_of_digits(largest, OF_DIGITS)
+                place = shift(digits, byte // BYTES * BYTES * 2 * OF_DIGITS + byte % BYTES)
+                total = store_digits(place, line, GROUP_SIZE, inverse, OF_DIGITS, LANES)
+                store(scales, group, scale)
+                store(sums, group, number(total) * scale)
+            else:
+                store(scales, group, none)
+                store(sums, group, none if largest == 0 else not_a_number)
 
-    return _Rows(left, STEP, whole_steps, row_size, copy_row)
+    return copy_row
 
 
-def _make_factors_loader(compute: str) -> Callable:
-    """Make ``load_factors(product, column, groups, scales, offsets)`` of a column's groups, with
-    zeros behind them: scale, and scale * (8 - zero). Those of the next column it brings to the
-    caches.
+def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
+    """Make what makes ``factors_of_columns(product, column, groups, factors, offsets, scales,
+    stride)`` of the groups of adjacent columns, with zeros behind them.
+
+    The factors are the scales of weights times those of each row of the left matrix, which are a
+    stride apart, and the offsets -scale * zero of weights.
     """
-    LANES, copy_row = lanes_of(compute), make_copy_row(compute)
-    middle = ELEMENTS[compute].compute(INT4_MIDDLE)
+    LANES, none = lanes_of(COMPUTE), ELEMENTS[COMPUTE].compute(0)
 
     @njit
-    def load_factors(product, column, groups, scales, offsets):
-        scale = shift(product.scale, column * product.scale_column_stride)
-        zero = shift(product.zero, column * product.zero_column_stride)
-        padded = round_up(groups, LANES)
-        next_scale = shift(scale, product.scale_column_stride)
-        next_zero = shift(zero, product.zero_column_stride)
-        copy_row(scales, scale, product.scale_group_stride, groups, padded)
-        copy_row(offsets, zero, product.zero_group_stride, groups, padded)
-        for group in range(0, padded, LANES):
-            prefetch(next_scale, group * product.scale_group_stride)
-            prefetch(next_zero, group * product.zero_group_stride)
-            above = splat(middle, LANES) - load_vector(offsets, group, LANES)
-            store(offsets, group, above * load_vector(scales, group, LANES))
+    def load_groups(line, group, groups):
+        if group + LANES <= groups:
+            return load_vector(line, group, LANES)
+        return load_first(line, group, groups - group, LANES)
 
-    return load_factors
+    def make(ROWS: int, COLUMNS: int) -> Callable:
+        @njit
+        def factors_of_columns(product, column, groups, factors, offsets, scales, stride):
+            padded = round_up(groups, LANES)
+            ahead = COLUMNS * tiles_ahead(COLUMNS * product.right_column_stride)
+            scale_stride, zero_stride = product.scale_column_stride, product.zero_column_stride
+            for other in range(COLUMNS):
+                scales_of_column = shift(product.scale, (column + other) * scale_stride)
+                zeros_of_column = shift(product.zero, (column + other) * zero_stride)
+                for group in range(0, padded, LANES):
+                    prefetch(scales_of_column, ahead * scale_stride + group)
+                    prefetch(zeros_of_column, ahead * zero_stride + group)
+                    scale = load_groups(scales_of_column, group, groups)
+                    zero = load_groups(zeros_of_column, group, groups)
+                    store(offsets, other * padded + group, (splat(none, LANES) - scale) * zero)
+                    for row in range(ROWS):
+                        place = (row * COLUMNS + other) * padded + group
+                        of_row = load_vector(scales, row * stride + group, LANES)
+                        store(factors, place, scale * of_row)
+
+        return factors_of_columns
+
+    return make
 
 
 def _make_mender(compute: str, GROUP_SIZE: int) -> Callable:
@@ -209,7 +224,7 @@ def _make_mender(compute: str, GROUP_SIZE: int) -> Callable:
     In the two sums that a row of the output is taken from, infinities and numbers near the largest
     may come to inf - inf, where the weights themselves give a number or an infinity.
     """
-    HALF, NUMBER = GROUP_SIZE // 2, ELEMENTS[compute].compute
+    HALF, NUMBER, LANES = GROUP_SIZE // 2, ELEMENTS[compute].compute, lanes_of(compute)
     none = NUMBER(0)
 
     @njit
@@ -227,8 +242,8 @@ def _make_mender(compute: str, GROUP_SIZE: int) -> Callable:
         zeros = shift(product.zero, column * product.zero_column_stride)
         total = none
         for group in range(product.depth // GROUP_SIZE):
-            scale = load(scales, group * product.scale_group_stride)
-            zero = load(zeros, group * product.zero_group_stride)
+            scale = load(scales, group)
+            zero = load(zeros, group)
             for index in range(HALF):
                 byte = load(right, group * HALF + index)
                 step = (group * GROUP_SIZE + index) * product.left_step_stride
@@ -238,11 +253,25 @@ def _make_mender(compute: str, GROUP_SIZE: int) -> Callable:
         return total
 
     @njit
+    def is_finite(sums, count):
+        differences, whole = splat(none, LANES), count // LANES * LANES
+        for column in range(0, whole, LANES):
+            vector = load_vector(sums, column, LANES)
+            differences = differences + (vector - vector)
+        total = reduce_add(differences)
+        for column in range(whole, count):
+            total += load(sums, column) - load(sums, column)
+        return total == 0
+
+    @njit
     def mend(product, block, memory, width, panel):
+        columns = block.column_stop - block.column_start
         for row in range(block.row_stop - block.row_start):
             sums = shift(memory.sums, row * width)
+            if is_finite(sums, columns):
+                continue
             left = shift(product.left, (block.row_start + row) * product.left_row_stride)
-            for column in range(block.column_stop - block.column_start):
+            for column in range(columns):
                 value = load(sums, column)
                 if value - value != 0:
                     if has_nan(left, product.left_step_stride, product.depth):

@@ -29,8 +29,8 @@ def quantized_argument_types(dtype: str, stored: str) -> tuple[Any, ...]:
     number, pointer = types.int64, Pointer(dtype)
     fields = (
         *_product_fields(dtype, stored, dtype),
-        *(("scale", pointer), ("scale_column_stride", number), ("scale_group_stride", number)),
-        *(("zero", pointer), ("zero_column_stride", number), ("zero_group_stride", number)),
+        *(("scale", pointer), ("scale_column_stride", number)),
+        *(("zero", pointer), ("zero_column_stride", number)),
         ("group_size", number),
     )
     return _arguments(dtype, Struct("QuantizedProduct", fields))

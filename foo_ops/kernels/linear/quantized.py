@@ -1,18 +1,26 @@
 """Multiply by integers of 8 and of 4 bits, which are weights.
 
 Integers of 8 bits enter products as they are, and the sums of a column are multiplied by its scale.
-Integers of 4 bits, whose scales and zeros belong to groups of a column, become numbers first: in
-registers where rows are few, else on the way to a panel, for all rows of a block.
+Integers of 4 bits, whose scales and zeros belong to groups of a column, are multiplied as integers
+where rows are few (`foo_ops.kernels.linear.int4_tiles`); else they become numbers on the way to a
+panel, for all rows of a block.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.linear.few_rows import Tiles, make_element_tiles, make_few_rows_kernel
+from foo_ops.kernels.linear.few_rows import (
+    COLUMNS_OF_ROW,
+    Tiles,
+    make_element_tiles,
+    make_few_rows_kernel,
+)
 from foo_ops.kernels.linear.int4_tiles import make_int4_tiles
 from foo_ops.kernels.linear.output import leave_sums
 from foo_ops.kernels.linear.packing import (
@@ -34,6 +42,7 @@ from foo_ops.kernels.vectors.memory import (
     shift,
     store,
 )
+from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, tile_zero
 from foo_ops.kernels.vectors.rows import make_copy_row
 
 # Sections of the depth are whole groups, of any size.
@@ -47,6 +56,8 @@ def make_int8_few_rows_kernel(dtype: str) -> Kernel:
 
 def make_int4_few_rows_kernel(dtype: str, group_size: int) -> Kernel:
     """Make the kernel for few rows and integers of 4 bits."""
+    if dtype == "float64":
+        return make_few_rows_kernel(dtype, _make_unpacked_tiles)
     return make_few_rows_kernel(dtype, lambda dtype: make_int4_tiles(dtype, group_size))
 
 
@@ -76,6 +87,32 @@ def make_int4_product_kernel(dtype: str) -> Kernel:
 def _make_int8_tiles(dtype: str) -> Tiles:
     arguments, scale_sums = quantized_argument_types(dtype, "int8"), _make_sums_scaler(dtype)
     return make_element_tiles(compute_dtype(dtype), "int8", "int8", arguments, scale_sums)
+
+
+def _make_unpacked_tiles(dtype: str) -> Tiles:
+    """Make tiles for which columns of 4 bits become numbers first."""
+    LANES, unpack = lanes_of(dtype), _make_int4_unpacker(dtype)
+    tiles = make_element_tiles(
+        dtype, dtype, dtype, quantized_argument_types(dtype, "uint8"), leave_sums
+    )
+
+    def make_tile(ROWS: int, COLUMNS: int) -> Callable:
+        @njit
+        def tile(product, right, memory, sums, width, left, depth, column):
+            numbers = memory.numbers
+            for other in range(COLUMNS):
+                unpack(product, shift(numbers, other * depth), column + other, 0, product.depth)
+            total = tile_zero(sums, ROWS, COLUMNS, LANES)
+            for step in range(0, product.depth, LANES):
+                total = tile_dot(total, shift(left, step), depth, shift(numbers, step), depth)
+            tile_store_sums(total, sums, width)
+
+        return tile
+
+    def regions(depth: Any) -> dict[str, Any]:
+        return {"numbers": max(COLUMNS_OF_ROW, tiles.columns_of_group) * depth}
+
+    return dataclasses.replace(tiles, make_tile=make_tile, regions=regions)
 
 
 # ----------------------------------------------------------------------------------------- panels
@@ -146,12 +183,12 @@ def _make_int4_unpacker(dtype: str) -> Callable:
         zeros = shift(product.zero, column * product.zero_column_stride)
         for step in range(0, count, size):
             group = (start + step) // size
-            scale = load(scales, group * product.scale_group_stride)
-            offset = -load(zeros, group * product.zero_group_stride) * scale
+            scale = load(scales, group)
+            zero = load(zeros, group)
             for part in range(0, half, LANES):
                 unpack_int4(
                     shift(target, step + part), half, shift(source, step // 2 + part), scale,
-                    offset, LANES,
+                    zero, LANES,
                 )  # fmt: skip
 
     return unpack

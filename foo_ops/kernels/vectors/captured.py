@@ -25,6 +25,7 @@ from foo_ops.kernels.vectors.instructions import (
     emit_splat,
     suffix,
 )
+from foo_ops.kernels.vectors.memory import emit_masked_load
 
 # What a launcher tells of a captured tensor, each as 8 bytes: where its elements are, and where its
 # gradient; how far apart the gradient's sums are for the rows of the batch, the key heads and the
@@ -92,7 +93,7 @@ class Captured:
         def read_adjacent(first: ir.Value) -> ir.Value:
             place = builder.bitcast(builder.gep(base, [first]), vector.as_pointer())
             mask = self._turned(indices, lanes.valid)
-            return self._turned(indices, self._load_masked(place, dtype, mask))
+            return self._turned(indices, emit_masked_load(builder, dtype, place, mask))
 
         def read_each() -> ir.Value:
             offsets = self._offset(indices, STRIDES, lanes)
@@ -130,7 +131,7 @@ class Captured:
         def add_adjacent(first: ir.Value) -> None:
             mask = self._turned(indices, lanes.valid)
             address = builder.bitcast(builder.gep(base, [first]), value.type.as_pointer())
-            before = self._load_masked(address, dtype, mask)
+            before = emit_masked_load(builder, dtype, address, mask)
             total = builder.fadd(before, self._turned(indices, value))
             name = f"llvm.masked.store.{suffix(value.type)}.p0"
             call_intrinsic(builder, name, ir.VoidType(), [total, address, mask])
@@ -227,12 +228,6 @@ class Captured:
         if indices[axis].step == 1:
             return vector
         return emit_shuffle(self.builder, vector, vector, reversed(range(vector.type.count)))
-
-    def _load_masked(self, address: ir.Value, dtype: str, mask: ir.Value) -> ir.Value:
-        type_ = ir.VectorType(ELEMENTS[dtype].storage, mask.type.count)
-        nothing = ir.Constant(type_, None)
-        name = f"llvm.masked.load.{suffix(type_)}.p0"
-        return call_intrinsic(self.builder, name, type_, [address, mask, nothing])
 
 
 def _moving_axis(indices: Sequence[Index]) -> int | None:

@@ -13,7 +13,15 @@ from numba.extending import intrinsic
 from foo_ops.kernels.compiler.processor import fetches_to_first
 from foo_ops.kernels.vectors.bounds import address_in, pointer_in, shifted
 from foo_ops.kernels.vectors.elements import COMPLEX_PARTS, ELEMENTS, narrow, widen
-from foo_ops.kernels.vectors.instructions import INT8, INT32, INT64, emit_shuffle
+from foo_ops.kernels.vectors.instructions import (
+    INT8,
+    INT32,
+    INT64,
+    call_intrinsic,
+    emit_shuffle,
+    emit_splat,
+    suffix,
+)
 from foo_ops.kernels.vectors.values import Pointer, Vector
 
 CACHE_LINE = 64
@@ -233,6 +241,22 @@ def load_vector(typing_context, pointer, index, lanes):
 
 
 @intrinsic(prefer_literal=True)
+def load_first(typing_context, pointer, index, count, lanes):
+    """Return a vector of ``count`` adjacent elements, of at most its lanes, and zeros."""
+    vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
+
+    def generate(context, builder, signature, args):
+        place = builder.gep(args[0], [args[1]])
+        return widen(
+            builder,
+            pointer.dtype,
+            emit_load_first(builder, pointer.dtype, place, args[2], vector.lanes),
+        )
+
+    return vector(pointer, types.intp, types.intp, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
 def load_pieces(typing_context, pointer, stride, count, lanes):
     """Return a vector of pieces of ``count`` adjacent numbers of a compute type, whose beginnings
     are a stride apart.
@@ -274,6 +298,20 @@ def emit_load_elements(builder, dtype, pointer, index, count) -> ir.Value:
     stored = ir.VectorType(ELEMENTS[dtype].storage, count).as_pointer()
     address = builder.bitcast(builder.gep(pointer, [index]), stored)
     return builder.load(address, align=ELEMENTS[dtype].alignment)
+
+
+def emit_load_first(builder, dtype, address, count, lanes) -> ir.Value:
+    """Emit the load of so many elements as they lie in memory; the other lanes are zeros."""
+    order = ir.Constant(ir.VectorType(INT8, lanes), list(range(lanes)))
+    most = emit_splat(builder, builder.trunc(count, INT8), lanes)
+    return emit_masked_load(builder, dtype, address, builder.icmp_signed("<", order, most))
+
+
+def emit_masked_load(builder, dtype, address, mask) -> ir.Value:
+    """Emit the load of the elements, as they lie in memory, where a mask is true, and of zeros."""
+    stored = ir.VectorType(ELEMENTS[dtype].storage, mask.type.count)
+    name = f"llvm.masked.load.{suffix(stored)}.p0"
+    return call_intrinsic(builder, name, stored, [address, mask, ir.Constant(stored, None)])
 
 
 def _load_vector(builder: ir.IRBuilder, dtype: str, address: ir.Value) -> ir.Value:

@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from foo_ops.kernels.vectors.elements import ELEMENTS, narrow, widen
+from foo_ops.kernels.vectors.elements import ELEMENTS, narrow
 from foo_ops.kernels.vectors.instructions import INT16, INT32, INT64, constant_of, emit_shuffle
 from foo_ops.kernels.vectors.memory import emit_load_vector
 
@@ -22,29 +22,6 @@ def transpose_square(typing_context, target, target_stride, source, source_strid
         return context.get_dummy_value()
 
     return types.void(target, types.intp, source, types.intp, lanes), generate
-
-
-@intrinsic(prefer_literal=True)
-def transpose_adjacent(typing_context, target, target_stride, source, rows, columns):
-    """Set target[j, i] = source[i, j] for ROWS x COLUMNS elements, all of the source adjacent."""
-    width, count = columns.literal_value, rows.literal_value * columns.literal_value
-    size, is_same = ELEMENTS[target.dtype].size, target.dtype == source.dtype
-
-    def generate(context, builder, signature, args):
-        target_pointer, target_step, source_pointer, *_ = args
-        stored = ir.VectorType(ELEMENTS[source.dtype].storage, count).as_pointer()
-        elements = builder.load(
-            builder.bitcast(source_pointer, stored), align=ELEMENTS[source.dtype].size
-        )
-        if not is_same:
-            elements = narrow(builder, target.dtype, widen(builder, source.dtype, elements))
-        for column in range(width):
-            row = emit_shuffle(builder, elements, elements, range(column, count, width))
-            place = builder.gep(target_pointer, [builder.mul(target_step, INT64(column))])
-            builder.store(row, builder.bitcast(place, row.type.as_pointer()), align=size)
-        return context.get_dummy_value()
-
-    return types.void(target, types.intp, source, rows, columns), generate
 
 
 @intrinsic(prefer_literal=True)

@@ -42,7 +42,8 @@ void check_of_groups(const char* name, const char* argument, const at::Tensor& t
               "input has groups");
 }
 
-// Kernels read rows of adjacent weights, and those of few rows such rows of the input.
+// Kernels read rows of adjacent weights, of scales and zeros, and those of few rows such rows of the
+// input.
 at::Tensor with_adjacent_steps(const at::Tensor& matrix) {
   return matrix.size(-1) <= 1 || matrix.stride(-1) == 1 ? matrix : matrix.contiguous();
 }
@@ -56,13 +57,14 @@ at::Tensor multiply_quantized(const at::Tensor& input, const at::Tensor& weight,
   const bool is_few = output.numel() <= kFewRows * weight.size(0);
   const Matrix left(is_few ? with_adjacent_steps(input) : input);
   const Matrix right(with_adjacent_steps(weight));
+  const bool has_groups = zero.has_value();
+  const at::Tensor scales = has_groups ? with_adjacent_steps(scale) : scale;
+  const at::Tensor zeros = has_groups ? with_adjacent_steps(*zero) : at::Tensor();
   const QuantizedProduct product{.product = make_product(output, left, right, bias),
-                                 .scale = scale.const_data_ptr(),
-                                 .scale_column_stride = scale.stride(0),
-                                 .scale_group_stride = scale.dim() == 2 ? scale.stride(1) : 0,
-                                 .zero = zero.has_value() ? zero->const_data_ptr() : nullptr,
-                                 .zero_column_stride = zero.has_value() ? zero->stride(0) : 0,
-                                 .zero_group_stride = zero.has_value() ? zero->stride(1) : 0,
+                                 .scale = scales.const_data_ptr(),
+                                 .scale_column_stride = scales.stride(0),
+                                 .zero = has_groups ? zeros.const_data_ptr() : nullptr,
+                                 .zero_column_stride = has_groups ? zeros.stride(0) : 0,
                                  .group_size = group_size};
   Kernel& kernel_of_size = is_few ? few_rows : many_rows;
   auto* const kernel = kernel_of_size.get<QuantizedFunction>(output.scalar_type());

@@ -14,13 +14,14 @@
 namespace foo {
 
 // A product whose right matrix is integers: of 8 bits with a scale for each column, or of 4 bits
-// with scale and zero for each group of steps, two in a byte. Strides are in elements.
+// with scale and zero for each group of steps, two in a byte. Strides are in elements; those of the
+// groups of a column are adjacent.
 struct QuantizedProduct {
   Product product;
   const void* scale;
-  int64_t scale_column_stride, scale_group_stride;
+  int64_t scale_column_stride;
   const void* zero;
-  int64_t zero_column_stride, zero_group_stride, group_size;
+  int64_t zero_column_stride, group_size;
 };
 
 template <>
@@ -28,8 +29,7 @@ struct Layout<QuantizedProduct> {
   using Struct = QuantizedProduct;
   static constexpr const char* name = "QuantizedProduct";
   static constexpr Field fields[] =
-      FOO_FIELDS(product, scale, scale_column_stride, scale_group_stride, zero, zero_column_stride,
-                 zero_group_stride, group_size);
+      FOO_FIELDS(product, scale, scale_column_stride, zero, zero_column_stride, group_size);
 };
 static_assert(is_whole<QuantizedProduct>());
 
