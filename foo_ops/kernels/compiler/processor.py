@@ -71,6 +71,16 @@ def fetches_to_first() -> bool:
     return target()[1] not in ("znver1", "znver2", "znver3", "znver4")
 
 
+def bytes_ahead() -> int:
+    """Return how many bytes of a stream that is read once are to be on their way from memory.
+
+    To the second cache a thread of a Zen 4 reads 20 GB/s of keys and values of bfloat16 with 8 KB,
+    23 with 16 and 20 with 32; and of integers of 4 bits, for a row of 1024, 14 GB/s with the 2 KB
+    of the next tile and 22 with 8 KB or 16.
+    """
+    return 8192 if fetches_to_first() else 16384
+
+
 def has_table_of_registers() -> bool:
     """Whether one instruction picks the lanes of a register by the lanes of another (AVX-512)."""
     return "+avx512f" in target()[2].split(",")

@@ -7,13 +7,14 @@ the steps, and a sum's lanes are added up at the end.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.compiler.processor import fetches_to_first, vector_registers
+from foo_ops.kernels.compiler.processor import bytes_ahead, fetches_to_first, vector_registers
 from foo_ops.kernels.linear.finish import NOTHING, parts_of
 from foo_ops.kernels.linear.output import describe_lines, leave_sums, make_writer
 from foo_ops.kernels.linear.parameters import argument_types
@@ -40,12 +41,8 @@ from foo_ops.kernels.vectors.scratch import Scratch, larger, make_kernel_with_sc
 #     8, to the second                                                       20     21    19   23
 #     8, not                                                                 21     21    21   16
 COLUMNS_OF_ROW = 4
-# Rows that are multiplied at a time.
-MOST_OF_GROUP = 4
-# How far ahead lines are brought, at least: a tile of short columns is read before memory answers.
-# For a row of 1024 a Zen 4 reads integers of 4 bits, whose tile has 2 KB, at 14 GB/s for the next
-# tile and at 22 for what is 8 KB ahead.
-BYTES_AHEAD = 8192
+# Rows that are multiplied at a time, and so many that are multiplied one by one.
+MOST_OF_GROUP, MOST_ONE_BY_ONE = 4, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +71,19 @@ class Tiles:
     scale_sums: Callable
 
 
-@njit
-def tiles_ahead(tile_bytes):
-    """Return which of the next tiles is to be brought to a cache."""
-    return max(1, BYTES_AHEAD // max(1, tile_bytes))
+@functools.cache
+def make_tiles_ahead() -> Callable:
+    """Make ``tiles_ahead(tile_bytes)``: which of the next tiles is to be brought to a cache.
+
+    A tile of short columns is read before memory answers.
+    """
+    BYTES_AHEAD = bytes_ahead()
+
+    @njit
+    def tiles_ahead(tile_bytes):
+        return max(1, BYTES_AHEAD // max(1, tile_bytes))
+
+    return tiles_ahead
 
 
 def make_stored_tiles(dtype: str) -> Tiles:
@@ -99,7 +105,7 @@ def make_element_tiles(
     FETCHES = CONVERTS or not fetches_to_first()  # See `COLUMNS_OF_ROW`.
     as_left_products = pointer_to(PAIRS if loaded == PAIRS else left)
     as_stored, as_right_products = pointer_to(stored), pointer_to(loaded)
-    copy_row = make_copy_row(compute)
+    copy_row, tiles_ahead = make_copy_row(compute), make_tiles_ahead()
 
     def make_tile(ROWS: int, COLUMNS: int) -> Callable:
         @njit
@@ -184,7 +190,7 @@ def make_few_rows_kernel(
     def sizes_of_block(product, block):
         columns = round_up(block.column_stop - block.column_start, LANES)
         count = block.row_stop - block.row_start
-        rows = count if count == 1 else round_up(count, GROUP)
+        rows = count if count <= MOST_ONE_BY_ONE else round_up(count, GROUP)
         return rows, columns, row_size(product.depth)
 
     def describe(rows: Any, columns: Any, depth: Any) -> dict[str, Any]:
@@ -228,9 +234,9 @@ def make_few_rows_kernel(
     def multiply(product, block, right, memory, sums):
         rows, width, depth = sizes_of_block(product, block)
         left = as_left(address_of(memory.left))
-        if rows == 1:
-            column = row_tiles(product, block, right, memory, sums, 1, width, left, depth, 0)
-            row_tile(product, block, right, memory, sums, 1, width, left, depth, column)
+        if rows <= MOST_ONE_BY_ONE:
+            column = row_tiles(product, block, right, memory, sums, rows, width, left, depth, 0)
+            row_tile(product, block, right, memory, sums, rows, width, left, depth, column)
         else:
             column = group_tiles(product, block, right, memory, sums, rows, width, left, depth, 0)
             group_tile(product, block, right, memory, sums, rows, width, left, depth, column)

@@ -23,7 +23,7 @@ from foo_ops.kernels.linear.few_rows import (
     MOST_OF_GROUP,
     Tiles,
     columns_of_sums,
-    tiles_ahead,
+    make_tiles_ahead,
 )
 from foo_ops.kernels.linear.parameters import quantized_argument_types
 from foo_ops.kernels.vectors.arithmetic import splat
@@ -74,6 +74,7 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
     COLUMNS_OF_GROUP = columns_of_sums(LANES)
     as_bytes, make_factors = pointer_to("int8"), _make_factors_maker(GROUP_SIZE)
     row_size, digits_size = _make_row_sizes(GROUP_SIZE, OF_DIGITS)
+    tiles_ahead = make_tiles_ahead()
 
     def make_tile(ROWS: int, COLUMNS: int) -> Callable:
         factors_of_columns = make_factors(ROWS, COLUMNS)
@@ -186,6 +187,7 @@ def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
     stride apart, and the offsets -scale * zero of weights.
     """
     LANES, none = lanes_of(COMPUTE), ELEMENTS[COMPUTE].compute(0)
+    tiles_ahead = make_tiles_ahead()
 
     @njit
     def load_groups(line, group, groups):
