@@ -163,8 +163,10 @@ def test_integers_are_multiplied_exactly(size, rows, dtype):
 @pytest.mark.parametrize("size", GROUP_SIZES)
 def test_groups_of_all_magnitudes(size, rows, dtype):
     """Next to usual ones, also beyond what has a scale of its own, and zeros."""
-    for exponents in ((0, -70, 3, -90, 1), (0, 70, 3, 80, 1), (0, -63, 63, -65, 65), (-110, -120)):
-        sample = int4_sample("sizes", (rows,), len(exponents), 9, group_size=size)(dtype)
+    mixed = ((0, -70, 3, -90, 1), (0, 70, 3, 80, 1), (0, -63, 63, -65, 65))
+    for exponents in (*mixed, (-60, -70), (-100, -110), (-120, -120), (90, 100)):
+        make = int4_sample("sizes", (rows,), len(exponents), 9, group_size=size, has_bias=False)
+        sample = make(dtype)
         input, *others = sample.inputs
         powers = torch.tensor([2.0**it for it in exponents], dtype=dtype)
         groups = input.unflatten(1, (-1, size)) * powers[:, None]
@@ -194,6 +196,20 @@ def test_inputs_are_rounded_to_a_fraction_of_the_largest_of_their_group(rows, dt
     of_sums = 8 * torch.finfo(torch.float32).eps * (input.double().abs() @ magnitude_of.T)
     error, eps = (found.double() - expected).abs(), torch.finfo(dtype).eps
     assert bool((error <= rounding + eps * expected.abs() + of_sums).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 20])
+@pytest.mark.parametrize("size", GROUP_SIZES)
+def test_weights_of_infinite_scales_are_infinite(size, rows, dtype):
+    """Also where integer and zero, each times the scale, would be of one sign."""
+    weight = torch.full((3, size // 2), 0x55, dtype=torch.uint8)
+    scale = torch.tensor([[torch.inf], [torch.inf], [2.0]], dtype=dtype)
+    zero = torch.tensor([[3.0], [7.0], [4.0]], dtype=dtype)
+    input = torch.full((rows, size), 0.25, dtype=dtype)
+    found = foo_ops.linear_int4(input, weight, scale, zero, group_size=size)
+    expected = torch.tensor([torch.inf, -torch.inf, 0.5 * size], dtype=dtype).expand(rows, 3)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", "foo"])
