@@ -118,7 +118,7 @@ class Memory:
         shown: the same, of which parts are given out.
         latest: the parts that a layer goes on from: those that were given out last.
         end: how many positions were written.
-        positions: (B,), ``end`` for each sequence.
+        positions: (B,), room for ``end`` of each sequence, which the operator reads from a tensor.
     """
 
     def __init__(
@@ -133,14 +133,16 @@ class Memory:
         self.shown = tuple(it.data for it in self.tensors)
         self.latest: Sequence[Tensor | None] = tuple(held)
         self.room, self.end = room, end
-        self.positions = torch.full((len(given[0]),), end, device=given[0].device)
+        self.positions = torch.empty(len(given[0]), dtype=torch.int64, device=given[0].device)
         self.is_inference = torch.is_inference_mode_enabled()
 
     def continues(self, held: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
         """Whether a layer holds what was given out last, and what it is given fits behind."""
-        if any(it is not latest for it, latest in zip(held, self.latest)):
+        # Written out, since it is asked for each token in each layer.
+        if held[0] is not self.latest[0] or held[1] is not self.latest[1]:
             return False
-        if any(new.dtype != tensor.dtype for new, tensor in zip(given, self.tensors)):
+        keys, values = self.tensors
+        if given[0].dtype != keys.dtype or given[1].dtype != values.dtype:
             return False
         if self.is_inference and not torch.is_inference_mode_enabled():
             return False
@@ -154,16 +156,14 @@ class Memory:
         self.latest = (None, None)
         if is_own and all(holders_of(it) == 3 for it in self.tensors):
             self.latest, self.end = held, held[0].shape[2]
-            self.positions.fill_(self.end)
 
     def append(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return all keys and all values, with those that are given."""
-        length = given[0].shape[2]
+        self.positions.fill_(self.end)
         torch.ops.foo.cache_append.default(*self.tensors, *given, self.positions)
-        self.positions.add_(length)
-        self.end += length
-        parts = tuple(it.narrow(2, 0, self.end) for it in self.shown)
-        self.latest = parts
+        self.end += given[0].shape[2]
+        keys, values = self.shown
+        self.latest = parts = keys.narrow(2, 0, self.end), values.narrow(2, 0, self.end)
         return parts
 
 

@@ -44,10 +44,11 @@ class FooLanguageModel(Replacement):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         own: Any = super().forward  # type: ignore[misc]
+        if not self.training or keywords.get("labels") is None:
+            return own(*arguments, **keywords)
         head = self.get_output_embeddings()
         gives_tuple = not keywords.get("return_dict", self.config.return_dict)
-        is_trained = self.training and keywords.get("labels") is not None
-        if not is_trained or gives_tuple or not is_lone(head):
+        if gives_tuple or not is_lone(head):
             return own(*arguments, **keywords)
         before = deferred.head
         deferred.head = head

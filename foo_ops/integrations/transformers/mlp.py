@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foo_ops.integrations.transformers.joined import FooJoined, products
 from foo_ops.integrations.transformers.linear import lone_weight
 from foo_ops.integrations.transformers.replacement import Replacement, has_own_forward, stand_in
 from foo_ops.ops.linear_silu_mul import linear_silu_mul
@@ -17,12 +18,16 @@ ACTIVATIONS = ("act_fn", "activation_fn")
 Layer = Callable[[Tensor], Tensor]
 
 
-def gated(gate_proj: Layer, up_proj: Layer, input: Tensor) -> Tensor:
+GATE_AND_UP = ("gate_proj", "up_proj")
+
+
+def gated(module: nn.Module, input: Tensor) -> Tensor:
     """Compute ``silu(gate_proj(input)) * up_proj(input)``."""
-    gate_weight, up_weight = lone_weight(gate_proj), lone_weight(up_proj)
+    layers = module._modules
+    gate_weight, up_weight = lone_weight(layers["gate_proj"]), lone_weight(layers["up_proj"])
     if gate_weight is not None and up_weight is not None:
         return linear_silu_mul(input, gate_weight, up_weight)
-    return silu_mul(gate_proj(input), up_proj(input))
+    return silu_mul(*products(module, GATE_AND_UP, input))
 
 
 def has_layers(module: nn.Module, names: set[str]) -> bool:
@@ -60,12 +65,10 @@ def agrees(module: nn.Module, forward: Callable[..., Any], widths: dict[str, int
     return isinstance(own, Tensor) and own.shape == ours.shape and torch.allclose(own, ours)
 
 
-class FooGatedMLP(Replacement):
+class FooGatedMLP(FooJoined):
     """In the place of MLPs as of Llama: ``down_proj(silu(gate_proj(x)) * up_proj(x))``."""
 
-    gate_proj: Layer
-    up_proj: Layer
-    down_proj: Layer
+    siblings = GATE_AND_UP
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
@@ -73,7 +76,7 @@ class FooGatedMLP(Replacement):
         return has_layers(module, set(widths)) and agrees(module, cls.forward, widths)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated(self.gate_proj, self.up_proj, x))
+        return self._modules["down_proj"](gated(self, x))  # type: ignore[arg-type]
 
 
 class FooPackedMLP(Replacement):

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from foo_ops.integrations.transformers import attention as foo_attention
 from foo_ops.integrations.transformers import cache as foo_cache
+from foo_ops.integrations.transformers.decoding import FooDecodingAttention
 from foo_ops.integrations.transformers.fused_loss import FooLanguageModel, use_fused_loss
+from foo_ops.integrations.transformers.joined import FooJoined
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.loss import LOSSES
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
@@ -35,7 +37,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 REPLACEMENTS: dict[str, tuple[type[Replacement], ...]] = {
     "rms_norm": (FooRMSNorm, FooOffsetRMSNorm, *LAYERS),
-    "rotary_embedding": (FooRotaryAttention,),
+    "rotary_embedding": (FooDecodingAttention, FooRotaryAttention),
     "mlp": (FooGatedMLP, FooPackedMLP),
     "linear": (FooLinear, FooConv1D),
     "quantize": (FooQuantizedLinear,),
@@ -119,6 +121,9 @@ def apply(
             quantize_layer(module, quantize)
         if not isinstance(module, Replacement):
             change(module, chosen)
+    for module in model.modules():
+        if isinstance(module, FooJoined):
+            module.join()
     for part in pretrained(model):
         if attention:
             use_foo_attention(part)

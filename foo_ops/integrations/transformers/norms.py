@@ -16,7 +16,6 @@ from foo_ops.integrations.transformers.replacement import (
     has_own_forward,
     stand_in,
 )
-from foo_ops.ops.rms_norm import add_rms_norm, rms_norm
 
 ROUNDINGS = 64
 """Of float32, in which the norms compute, between a norm's own results and ours."""
@@ -63,7 +62,7 @@ def is_near(own: object, ours: Tensor) -> bool:
 
 
 def plain(input: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return rms_norm(input, weight, eps=eps)
+    return torch.ops.foo.rms_norm.default(input, weight, eps=eps)
 
 
 def one_more(weight: Tensor) -> Tensor:
@@ -73,7 +72,7 @@ def one_more(weight: Tensor) -> Tensor:
 
 def offset(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute Gemma's norm, whose weight is what is added to 1."""
-    return rms_norm(input, one_more(weight), eps=eps)
+    return plain(input, one_more(weight), eps)
 
 
 class FooRMSNorm(Replacement):
@@ -107,8 +106,9 @@ def add_norm(norm: Any, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor
     own = getattr(type(norm), "forward", None)
     is_ours = own in (FooRMSNorm.forward, FooOffsetRMSNorm.forward) and not has_hooks(norm)
     is_like = input.shape == residual.shape and input.dtype == residual.dtype
-    if not is_ours or not is_like or type(norm.weight) not in PLAIN:
+    if not is_ours or not is_like or type(weight := norm.weight) not in PLAIN:
         sum = residual + input
         return norm(sum), sum
-    weight = norm.weight if own is FooRMSNorm.forward else one_more(norm.weight)
-    return add_rms_norm(input, residual, weight, eps=eps_of(norm))  # type: ignore[arg-type]
+    if own is FooOffsetRMSNorm.forward:
+        weight = one_more(weight)
+    return torch.ops.foo.add_rms_norm.default(input, residual, weight, eps=eps_of(norm))

@@ -34,9 +34,7 @@ class FooQuantizedLinear(Replacement):
 
     bias: Tensor | None
     training: bool
-    foo_weight: Tensor
-    foo_scale: Tensor
-    foo_zero: Tensor | None
+    _buffers: Any
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
@@ -50,11 +48,24 @@ class FooQuantizedLinear(Replacement):
     def forward(self, input: Tensor) -> Tensor:
         if self.training:
             return super().forward(input)  # type: ignore[misc]
-        weight, scale, zero = self.foo_weight, self.foo_scale, self.foo_zero
-        if zero is None:
-            return linear_int8(input, weight, scale, self.bias)
-        group_size = 2 * weight.shape[1] // scale.shape[1]
-        return linear_int4(input, weight, scale, zero, self.bias, group_size=group_size)
+        # Attributes would be looked for in two places before the buffers.
+        weight, scale, zero = (self._buffers[name] for name in BUFFERS)
+        return quantized_product(input, weight, scale, zero, self.bias)
+
+    def copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Give a copy buffers of its own, and not all that theirs may be part of (`FooJoined`)."""
+        own = {name: it.clone() for name in BUFFERS if (it := self._buffers[name]) is not None}
+        return {**state, "_buffers": {**state["_buffers"], **own}}
+
+
+def quantized_product(
+    input: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Multiply by weights of 8 bits, or of 4, which have zeros."""
+    if zero is None:
+        return linear_int8(input, weight, scale, bias)
+    group_size = 2 * weight.shape[1] // scale.shape[1]
+    return linear_int4(input, weight, scale, zero, bias, group_size=group_size)
 
 
 def check_bits(bits: int | None) -> None:

@@ -43,7 +43,12 @@ class Replacement:
         made: Any = super().__reduce_ex__(max(int(protocol), 2))
         if made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return made
-        return new, (self.replacement, self.original), *made[2:]
+        state, *others = made[2:]
+        return new, (self.replacement, self.original), self.copied(state), *others
+
+    def copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the attributes that a copy starts with."""
+        return state
 
 
 @cache
@@ -91,8 +96,13 @@ def has_own_forward(module: nn.Module) -> bool:
 
 def has_hooks(module: Any) -> bool:
     """Whether more than its forward has to run, so that another module cannot do it instead."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    return any(hooks) or bool(module._backward_pre_hooks) or has_own_forward(module)
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or has_own_forward(module)
+    )
 
 
 def stand_in(

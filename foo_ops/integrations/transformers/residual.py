@@ -30,6 +30,7 @@ class FooDecoderLayer(Replacement):
 
     blocks: frozenset[str]
     defaults: dict[str, Any]
+    _modules: Any
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
@@ -63,35 +64,30 @@ class FooPreNormLayer(FooDecoderLayer):
     """In the place of layers as of Llama, with a norm before each block."""
 
     blocks = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
-    self_attn: Any
-    mlp: Any
-    input_layernorm: Any
-    post_attention_layernorm: Any
 
     def run(self, hidden_states: Tensor, keywords: dict[str, Any]) -> Tensor:
-        normalised = self.input_layernorm(hidden_states)
-        attention = first(self.self_attn(hidden_states=normalised, **keywords))
-        normalised, residual = add_norm(self.post_attention_layernorm, attention, hidden_states)
-        return residual + first(self.mlp(normalised))
+        # Attributes would be looked for in three places before the modules.
+        blocks = self._modules
+        normalised = blocks["input_layernorm"](hidden_states)
+        attention = first(blocks["self_attn"](hidden_states=normalised, **keywords))
+        norm = blocks["post_attention_layernorm"]
+        normalised, residual = add_norm(norm, attention, hidden_states)
+        return residual + first(blocks["mlp"](normalised))
 
 
 class FooSandwichLayer(FooDecoderLayer):
     """In the place of layers as of Gemma 2, with a norm before and after each block."""
 
     blocks = FooPreNormLayer.blocks | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-    self_attn: Any
-    mlp: Any
-    input_layernorm: Any
-    post_attention_layernorm: Any
-    pre_feedforward_layernorm: Any
-    post_feedforward_layernorm: Any
 
     def run(self, hidden_states: Tensor, keywords: dict[str, Any]) -> Tensor:
-        normalised = self.input_layernorm(hidden_states)
-        attention = first(self.self_attn(hidden_states=normalised, **keywords))
-        attention = self.post_attention_layernorm(attention)
-        normalised, residual = add_norm(self.pre_feedforward_layernorm, attention, hidden_states)
-        return residual + self.post_feedforward_layernorm(first(self.mlp(normalised)))
+        blocks = self._modules
+        normalised = blocks["input_layernorm"](hidden_states)
+        attention = first(blocks["self_attn"](hidden_states=normalised, **keywords))
+        attention = blocks["post_attention_layernorm"](attention)
+        norm = blocks["pre_feedforward_layernorm"]
+        normalised, residual = add_norm(norm, attention, hidden_states)
+        return residual + blocks["post_feedforward_layernorm"](first(blocks["mlp"](normalised)))
 
 
 LAYERS = (FooPreNormLayer, FooSandwichLayer)

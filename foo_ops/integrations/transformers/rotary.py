@@ -6,7 +6,7 @@ import inspect
 import types
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,22 @@ def make_rotation(angles: Table, interleaved: bool) -> Rotation:
     return rotate
 
 
-ROTATIONS = [
-    (make_rotation(angles, interleaved), angles)
+class Form(NamedTuple):
+    """A way to turn query and key.
+
+    Attributes:
+        angles: how a table holds the angles.
+        interleaved: whether neighbours turn together, and not the halves of a row.
+        rotate: the function.
+    """
+
+    angles: Table
+    interleaved: bool
+    rotate: Rotation
+
+
+FORMS = [
+    Form(angles, interleaved, make_rotation(angles, interleaved))
     for angles, interleaved in (
         (first_half, False),  # Llama, and most others
         (whole, False),  # gpt-oss
@@ -56,18 +70,17 @@ ROTATIONS = [
         (first_half, True),  # GLM
     )
 ]
-"""The known forms, and how their tables hold the angles."""
 
 
 @cache
-def rotation_of(function: Callable[..., Any]) -> Rotation | None:
-    """Return the rotation that gives what a function gives on random numbers, if there is one."""
+def form_of(function: Callable[..., Any]) -> Form | None:
+    """Return the form that gives what a function gives on random numbers, if there is one."""
     if list(inspect.signature(function).parameters) != PARAMETERS:
         return None
-    return next((it for it, angles in ROTATIONS if agrees(function, it, angles)), None)
+    return next((form for form in FORMS if agrees(function, form)), None)
 
 
-def agrees(function: Callable[..., Any], rotation: Rotation, angles: Table) -> bool:
+def agrees(function: Callable[..., Any], form: Form) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -79,14 +92,14 @@ def agrees(function: Callable[..., Any], rotation: Rotation, angles: Table) -> b
         every_second: table.repeat_interleave(2, dim=-1),
         whole: table,
     }
-    cosine, sine = tables[angles].cos(), tables[angles].sin()
+    cosine, sine = tables[form.angles].cos(), tables[form.angles].sin()
     for query_, key_, dim in (
         (query, key, 1),
         (query.mT.mT.transpose(1, 2), key.transpose(1, 2), 2),
     ):
         arguments = (query_, key_, cosine, sine, dim)
         try:
-            own, ours = function(*arguments), rotation(*arguments)
+            own, ours = function(*arguments), form.rotate(*arguments)
         except Exception:  # another form of the tables
             return False
         if not all(torch.allclose(*pair, atol=1e-5) for pair in zip(own, ours, strict=True)):
@@ -105,13 +118,13 @@ class FooRotaryAttention(Replacement):
         function = forward.__globals__.get(FUNCTION)
         if FUNCTION not in forward.__code__.co_names or function is None:
             return False
-        return rotation_of(function) is not None
+        return form_of(function) is not None
 
     @classmethod
     def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
         forward: Any = original.forward
-        rotation = rotation_of(forward.__globals__[FUNCTION])
-        return {"forward": with_globals(forward, {FUNCTION: rotation})}
+        form: Any = form_of(forward.__globals__[FUNCTION])
+        return {"forward": with_globals(forward, {FUNCTION: form.rotate})}
 
 
 def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:

@@ -1,0 +1,211 @@
+"""Attention layers as of Llama while a model decodes, one token after the other.
+
+The work for one token is so little that what is between the operators counts: modules that are
+called, views that are made, options that are looked up. Here there is as little as possible of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from foo_ops.integrations.transformers.attention import NAME, foo_attention_forward
+from foo_ops.integrations.transformers.joined import FooJoined, products
+from foo_ops.integrations.transformers.replacement import has_own_forward, stand_in
+from foo_ops.integrations.transformers.rotary import (
+    FUNCTION,
+    FooRotaryAttention,
+    Form,
+    form_of,
+    whole,
+    with_globals,
+)
+
+INTERFACES = "ALL_ATTENTION_FUNCTIONS"
+"""The name of that in which a layer's own forward finds implementations of attention."""
+PARAMETERS = ["hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"]
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+LAYERS = {*PROJECTIONS, "o_proj"}
+NORMS = {"q_norm", "k_norm"}
+UNREAD = frozenset({"position_ids", "use_cache"})
+"""Keywords that models hand down, and attention does not read."""
+
+Attention = Callable[[Any, Tensor, Tensor, Tensor, Any], Tensor]
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Compute attention of one query in each sequence, (B, Hq, 1, D) or with dimensions turned."""
+    own: Any = vars(module)
+    window = own.get("sliding_window")
+    if mask is None and window is None and type(key) is Tensor:
+        # The last query sees all keys.
+        output, _ = torch.ops.foo.attention.default(query, key, value, scale=own["scaling"])
+        return output
+    options = {"scaling": own["scaling"], "sliding_window": window}
+    return foo_attention_forward(module, query, key, value, mask, **options)[0]
+
+
+def step(
+    module: Any,
+    form: Form,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    mask: Tensor | None,
+    cache: Any,
+    attention: Attention,
+) -> Tensor:
+    """Compute the layer for one token in each sequence.
+
+    With one position there is no difference between (B, S, H, D) and (B, H, S, D).
+    """
+    shape = hidden_states.shape[0], -1, 1, module.head_dim
+    query, key, value = [it.view(shape) for it in products(module, PROJECTIONS, hidden_states)]
+    layers = module._modules
+    if "q_norm" in layers:
+        query, key = layers["q_norm"](query), layers["k_norm"](key)
+    angles = [form.angles(table).unsqueeze(1) for table in position_embeddings]
+    rotate = torch.ops.foo.rotary_embedding.default
+    query = rotate(query, *angles, interleaved=form.interleaved)
+    key = rotate(key, *angles, interleaved=form.interleaved)
+    key, value = cache.update(key, value, module.layer_idx)
+    output = attention(module, query, key, value, mask)
+    return layers["o_proj"](output.reshape(hidden_states.shape[0], 1, -1))
+
+
+class FooDecodingAttention(FooJoined, FooRotaryAttention):
+    """In the place of attention layers as of Llama, and of Qwen 3 with norms of query and key.
+
+    Where it is not for the next token, after others in a cache, by foo's attention, a layer's own
+    forward is called.
+
+    Attributes:
+        own_forward: it, with our rotation.
+        form: of the rotation.
+    """
+
+    siblings = PROJECTIONS
+    own_forward: ClassVar[Callable[..., Any]]
+    form: ClassVar[Form]
+    training: bool
+    config: Any
+
+    @classmethod
+    def recognises(cls, module: nn.Module) -> bool:
+        names = module._modules.keys()
+        if names not in (LAYERS, LAYERS | NORMS) or module._parameters or module._buffers:
+            return False
+        if not super().recognises(module) or has_own_forward(module):
+            return False
+        return agrees(module)
+
+    @classmethod
+    def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
+        forward: Any = original.forward
+        own_forward = super().attributes(original)["forward"]
+        return {"own_forward": own_forward, "form": form_of(forward.__globals__[FUNCTION])}
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        given = hidden_states, position_embeddings, attention_mask, past_key_values
+        if (
+            torch.compiler.is_compiling()
+            or self.training
+            or past_key_values is None
+            or hidden_states.dim() != 3
+            or hidden_states.shape[1] != 1
+            or not UNREAD.issuperset(kwargs)
+            or self.config._attn_implementation != NAME
+            or _has_any_global_hook()
+        ):
+            return self.own_forward(*given, **kwargs)
+        return step(self, self.form, *given, attend), None
+
+
+# ----------------------------------------------------------------------------------- recognition
+
+
+class Recorder:
+    """A cache and an implementation of attention that tell what they were given."""
+
+    def __init__(self) -> None:
+        self.numbers: list[Tensor] = []
+        self.others: list[Any] = []
+
+    def update(self, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Any:
+        self.numbers += [key, value]
+        self.others += [others, options]
+        return key.flip(1), value + key
+
+    def attention(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        self.numbers += [query, key, value]
+        given = {name: it for name, it in options.items() if it is not None}
+        self.others += [module, mask, {"dropout": 0.0, **given}]
+        return (query * value.mean()).transpose(1, 2).contiguous(), None
+
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        own: Any = vars(module)
+        options = {"scaling": own["scaling"], "sliding_window": own.get("sliding_window")}
+        return self.attention(module, query, key, value, mask, **options)[0]
+
+    def get_interface(self, *names: Any) -> Any:
+        return self.attention
+
+
+def agrees(module: Any) -> bool:
+    """Whether a layer's own forward does with one token what `step` does."""
+    forward: Any = type(module).forward
+    if list(inspect.signature(forward).parameters)[1:] != PARAMETERS:
+        return False
+    if not isinstance(vars(module).get("head_dim"), int) or "scaling" not in vars(module):
+        return False
+    form: Any = form_of(forward.__globals__[FUNCTION])
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def layer(rows: int, columns: int) -> Callable[[Tensor], Tensor]:
+        weight = random(columns, rows)
+        return lambda input: input @ weight
+
+    width, size = 8, module.head_dim
+    heads = {"q_proj": 4 * size, "k_proj": 2 * size, "v_proj": 2 * size}
+    layers = {name: layer(rows, width) for name, rows in heads.items()}
+    norms = {name: layer(size, size) for name in NORMS & module._modules.keys()}
+    twin = stand_in(module, modules={**layers, **norms, "o_proj": layer(width, 4 * size)})
+    vars(twin).update(training=False, config=types.SimpleNamespace(_attn_implementation=NAME))
+    table = size // 2 if form.angles is whole else size
+    input, mask = random(2, 1, width), random(2, 1, 1, 5)
+    tables = random(2, 1, table), random(2, 1, table)
+    theirs, ours = Recorder(), Recorder()
+    own_forward = with_globals(forward, {FUNCTION: form.rotate, INTERFACES: theirs})
+    with torch.no_grad():
+        try:
+            output, weights = own_forward(twin, input, tables, mask, theirs)
+            theirs.numbers.append(output)
+            ours.numbers.append(step(twin, form, input, tables, mask, ours, ours.attend))
+        except Exception:  # what fails with plain layers is another form
+            return False
+    return weights is None and is_same(theirs, ours)
+
+
+def is_same(one: Recorder, other: Recorder) -> bool:
+    pairs = list(zip(one.numbers, other.numbers))
+    has_same = all(a.shape == b.shape and torch.allclose(a, b, atol=1e-4) for a, b in pairs)
+    return has_same and one.others == other.others

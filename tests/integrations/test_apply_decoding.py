@@ -1,0 +1,277 @@
+"""Attention layers of models that decode, token after token, with little between the operators."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from support.exact import assert_near, exact_copy
+from support.transformer_models import GROUPED, WINDOW, decoder, run_exactly, tokens
+from torch import nn
+from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from foo_ops.integrations.transformers import apply, decoding, in_place_cache, restore
+from foo_ops.integrations.transformers.joined import JOINED
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LLAMA = "llama: plain"
+NAMES = [LLAMA, "mistral: windows", "Qwen2", "Qwen3"]
+PROMPT, LENGTH = 5, 12
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The layers that have computed one token by `decoding.step`."""
+    layers, own = [], decoding.step
+
+    def step(module, *arguments):
+        # Recognition calls it, too.
+        if isinstance(module, decoding.FooDecodingAttention):
+            layers.append(module)
+        return own(module, *arguments)
+
+    monkeypatch.setattr(decoding, "step", step)
+    return layers
+
+
+def decode(model, inputs, cache, **options):
+    """Return the logits of all tokens but for the prompt's, which were computed one by one."""
+    with torch.no_grad():
+        model(inputs[:, :PROMPT], past_key_values=cache, **options)
+        parts = [
+            model(it, past_key_values=cache, **options).logits
+            for it in inputs[:, PROMPT:].split(1, 1)
+        ]
+    return torch.cat(parts, 1).cpu()
+
+
+def wide(name=LLAMA):
+    """Build a model whose layers are as wide as groups of 4 bits."""
+    return decoder(name, hidden_size=64, num_attention_heads=8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_is_that_of_the_model(name, steps, device):
+    model, inputs = decoder(name, device), tokens(2, LENGTH)
+    assert LENGTH > WINDOW > PROMPT
+    exact = run_exactly(model, inputs)[:, PROMPT:]
+    ours = decode(apply(model), inputs.to(device), DynamicCache(config=model.config))
+    assert len(steps) == 2 * (LENGTH - PROMPT)
+    assert_near(ours, exact, roundings=128)
+
+
+@pytest.mark.parametrize("name", ["Cohere", "gpt_oss: sinks, windows in every second layer", "Glm"])
+def test_layers_of_another_kind_decode_by_their_own_forward(name, steps):
+    model, inputs = decoder(name), tokens(2, LENGTH)
+    exact = run_exactly(model, inputs)[:, PROMPT:]
+    ours = decode(apply(model), inputs, DynamicCache(config=model.config))
+    assert_near(ours, exact, roundings=128)
+
+
+class Scaled(LlamaAttention):
+    def forward(self, hidden_states, *arguments, **keywords):
+        return super().forward(2 * hidden_states, *arguments, **keywords)
+
+
+class Reversed(LlamaAttention):
+    def forward(
+        self,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        cos, sin = position_embeddings
+        # apply_rotary_pos_emb and ALL_ATTENTION_FUNCTIONS are found by their names.
+        return LlamaAttention.forward(self, hidden_states, (cos, -sin), **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Reversed])
+def test_other_attention_layers_stay(kind):
+    config = LlamaConfig(**GROUPED)
+    assert isinstance(apply(LlamaAttention(config, 0)), decoding.FooDecodingAttention)
+    assert not isinstance(apply(kind(config, 0)), decoding.FooDecodingAttention)
+
+
+CASES = {
+    "another implementation": lambda model, call: model.set_attn_implementation("sdpa"),
+    "training": lambda model, call: model.train(),
+    "keywords": lambda model, call: call.update(is_causal=True),
+    "no cache": lambda model, call: call.update(past_key_values=None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_not_known_is_computed_by_the_own_forward(case, steps):
+    model, inputs = decoder(LLAMA), tokens(1, PROMPT + 1)
+    ours = apply(copy.deepcopy(model), loss=False, fused_loss=False)
+    results = []
+    for it in (model, ours):
+        cache = DynamicCache(config=model.config)
+        call = {"past_key_values": cache, "use_cache": True}
+        with torch.no_grad():
+            it(inputs[:, :PROMPT], past_key_values=cache)
+            CASES[case](it, call)
+            if call["past_key_values"] is None:
+                call["use_cache"] = False
+            results.append(it(inputs[:, -1:], **call).logits)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    assert steps == []
+
+
+@pytest.mark.parametrize("kind", ["static", "8 bits", "padding"])
+def test_caches_and_masks_of_other_kinds(kind, steps):
+    model, inputs = decoder(LLAMA), tokens(2, LENGTH)
+    own, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    options, bits = {}, None
+    if kind == "static":
+        ours = StaticCache(config=model.config, max_cache_len=LENGTH + 3)
+    if kind == "8 bits":
+        bits = 8
+    if kind == "padding":
+        options["attention_mask"] = torch.ones(2, LENGTH).long().index_fill_(1, torch.tensor(0), 0)
+
+    def outputs(model, cache):
+        results = []
+        with torch.no_grad():
+            for start, end in [(0, PROMPT), *((it, it + 1) for it in range(PROMPT, LENGTH))]:
+                given = {name: it[:, :end] for name, it in options.items()}
+                call = model(inputs[:, start:end], past_key_values=cache, **given)
+                results.append(call.logits[:, -1])
+        return torch.stack(results)
+
+    expected = outputs(model, own)
+    results = outputs(apply(model), in_place_cache(ours, bits=bits))
+    assert len(steps) == 2 * (LENGTH - PROMPT)
+    tolerance = 0.2 if kind == "8 bits" else 1e-4
+    torch.testing.assert_close(results, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("quantize", [None, 4])
+def test_hooks_of_projections_run(quantize):
+    model, inputs = apply(wide(), quantize=quantize), tokens(1, LENGTH)
+    expected = decode(copy.deepcopy(model), inputs, DynamicCache())
+    seen = []
+    for name in ("self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj"):
+        layer = model.model.layers[1].get_submodule(name)
+        layer.register_forward_hook(lambda _, given, output: seen.append(output) or 2 * output)
+    assert not torch.allclose(decode(model, inputs, DynamicCache()), expected, atol=1e-2)
+    assert len(seen) == 3 * (1 + LENGTH - PROMPT)
+
+
+@pytest.mark.parametrize("quantize", [None, 4])
+def test_hooks_of_all_modules_run(quantize):
+    model, inputs = apply(wide(), quantize=quantize), tokens(1, PROMPT + 1)
+    cache, seen = DynamicCache(), []
+    with torch.no_grad():
+        model(inputs[:, :PROMPT], past_key_values=cache)
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, *_: seen.append(module)
+        )
+        try:
+            model(inputs[:, -1:], past_key_values=cache)
+        finally:
+            handle.remove()
+    layers = [it for it in model.modules() if isinstance(it, nn.Linear)]
+    assert {id(it) for it in layers if it in seen} >= {
+        id(it.self_attn.get_submodule(name))
+        for it in model.model.layers
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+    }
+
+
+def test_gradients_go_through_a_step(steps):
+    model, inputs = decoder(LLAMA), tokens(2, PROMPT + 1)
+    gradients = []
+    for it in (exact_copy(model), apply(copy.deepcopy(model))):
+        cache = DynamicCache()
+        with torch.no_grad():
+            it(inputs[:, :PROMPT], past_key_values=cache)
+        it(inputs[:, -1:], past_key_values=cache).logits.square().sum().backward()
+        gradients.append([parameter.grad for parameter in it.parameters()])
+    assert len(steps) == 2
+    for exact, ours in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+# ------------------------------------------------------------------------------ joined weights
+
+
+def joints(model):
+    return [it for module in model.modules() if (it := vars(module).get(JOINED)) is not None]
+
+
+def separate(model):
+    """Return the model with each quantised layer on its own."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        vars(module).pop(JOINED, None)
+    return twin
+
+
+WAYS = {
+    "as it is": lambda it: it,
+    "copied": copy.deepcopy,
+    "pickled": lambda it: pickle.loads(pickle.dumps(it)),
+    "converted": lambda it: it.to(torch.bfloat16),
+    "there and back": lambda it: it.to("foo").to("cpu"),
+    "shared": lambda it: it.share_memory(),
+    "quantised twice": lambda it: apply(it, quantize=4),
+    "with other bits": lambda it: apply(it, quantize=8),
+    "applied again": apply,
+}
+
+
+@pytest.mark.parametrize("name", [LLAMA, "Qwen2"])
+@pytest.mark.parametrize("way", WAYS)
+def test_joined_layers_give_what_each_gives(name, way):
+    """Also with biases, which Qwen 2 has."""
+    model, inputs = WAYS[way](apply(wide(name), quantize=4)), tokens(1, LENGTH)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.normal_()
+    assert len(joints(model)) == 4
+    for joint in joints(model):
+        parts = [part for layer in joint.parts for part in layer if part is not None]
+        memory = {part.untyped_storage().data_ptr() for part in parts}
+        assert memory == {it.untyped_storage().data_ptr() for it in joint.tensors if it is not None}
+    expected = decode(separate(model), inputs, DynamicCache())
+    assert torch.equal(decode(model, inputs, DynamicCache()), expected)
+
+
+def test_layers_are_joined_no_longer_when_one_changes():
+    model, inputs = apply(wide(), quantize=4), tokens(1, LENGTH)
+    before = decode(model, inputs, DynamicCache())
+    layer = model.model.layers[0].self_attn.v_proj
+    layer.foo_scale = 2 * layer.foo_scale
+    expected = decode(separate(model), inputs, DynamicCache())
+    results = decode(model, inputs, DynamicCache())
+    assert torch.equal(results, expected)
+    assert not torch.allclose(results, before, atol=1e-2)
+
+
+def test_layers_of_different_kinds_are_not_joined():
+    model, inputs = wide(), tokens(1, LENGTH)
+    apply(model.model.layers[0].self_attn.k_proj, quantize=8)
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            apply(layer.self_attn.get_submodule(name), quantize=4)
+    apply(model)
+    assert joints(model) == []
+    decode(model, inputs, DynamicCache())
+
+
+def test_a_stored_model_has_each_weight_once():
+    model = apply(wide(), quantize=4)
+    sizes = [len(pickle.dumps(it)) for it in (model, separate(model))]
+    assert sizes[0] < 1.02 * sizes[1]
+
+
+def test_the_way_back_from_joined_layers():
+    model = restore(apply(wide(), quantize=4))
+    assert joints(model) == []
+    assert not any(JOINED in vars(it) for it in model.modules())
