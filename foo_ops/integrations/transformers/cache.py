@@ -136,10 +136,13 @@ class Memory:
         self.positions = torch.empty(len(given[0]), dtype=torch.int64, device=given[0].device)
         self.is_inference = torch.is_inference_mode_enabled()
 
+    def is_latest(self, held: Sequence[Tensor]) -> bool:
+        # Written out, since it is asked for each token in each layer.
+        return held[0] is self.latest[0] and held[1] is self.latest[1]
+
     def continues(self, held: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
         """Whether a layer holds what was given out last, and what it is given fits behind."""
-        # Written out, since it is asked for each token in each layer.
-        if held[0] is not self.latest[0] or held[1] is not self.latest[1]:
+        if not self.is_latest(held):
             return False
         keys, values = self.tensors
         if given[0].dtype != keys.dtype or given[1].dtype != values.dtype:
@@ -150,7 +153,7 @@ class Memory:
 
     def rewind(self, held: Sequence[Tensor]) -> None:
         """Go on from what a layer has left, if nobody holds more; assistants crop in each step."""
-        if all(it is latest for it, latest in zip(held, self.latest)):
+        if self.is_latest(held):
             return
         is_own = all(it.data_ptr() == own.data_ptr() for it, own in zip(held, self.shown))
         self.latest = (None, None)

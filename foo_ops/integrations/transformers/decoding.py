@@ -7,17 +7,17 @@ called, views that are made, options that are looked up. Here there is as little
 from __future__ import annotations
 
 import inspect
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from foo_ops.integrations.transformers.attention import NAME, foo_attention_forward
 from foo_ops.integrations.transformers.joined import FooJoined, products
-from foo_ops.integrations.transformers.replacement import has_own_forward, stand_in
+from foo_ops.integrations.transformers.replacement import stand_in
 from foo_ops.integrations.transformers.rotary import (
     FUNCTION,
     FooRotaryAttention,
@@ -53,6 +53,30 @@ def attend(
     return foo_attention_forward(module, query, key, value, mask, **options)[0]
 
 
+class Latest(threading.local):
+    """The tables that this thread was given last, and their angles.
+
+    All layers are given the same tuple, of one token. It is kept, so that no other is at its place.
+    """
+
+    form: Any = None
+    tables: Any = None
+    angles: Any = None
+
+
+latest = Latest()
+
+
+def angles_of(form: Form, tables: Any) -> Sequence[Tensor]:
+    """Return the angles of cosine and sine, broadcast to the heads, as views of the tables."""
+    if tables is latest.tables and form is latest.form:
+        return latest.angles
+    angles = [form.angles(table).unsqueeze(1) for table in tables]
+    if type(tables) is tuple and not any(table.requires_grad for table in tables):
+        latest.form, latest.tables, latest.angles = form, tables, angles
+    return angles
+
+
 def step(
     module: Any,
     form: Form,
@@ -71,10 +95,10 @@ def step(
     layers = module._modules
     if "q_norm" in layers:
         query, key = layers["q_norm"](query), layers["k_norm"](key)
-    angles = [form.angles(table).unsqueeze(1) for table in position_embeddings]
+    cosine, sine = angles_of(form, position_embeddings)
     rotate = torch.ops.foo.rotary_embedding.default
-    query = rotate(query, *angles, interleaved=form.interleaved)
-    key = rotate(key, *angles, interleaved=form.interleaved)
+    query = rotate(query, cosine, sine, interleaved=form.interleaved)
+    key = rotate(key, cosine, sine, interleaved=form.interleaved)
     key, value = cache.update(key, value, module.layer_idx)
     output = attention(module, query, key, value, mask)
     return layers["o_proj"](output.reshape(hidden_states.shape[0], 1, -1))
@@ -102,9 +126,7 @@ class FooDecodingAttention(FooJoined, FooRotaryAttention):
         names = module._modules.keys()
         if names not in (LAYERS, LAYERS | NORMS) or module._parameters or module._buffers:
             return False
-        if not super().recognises(module) or has_own_forward(module):
-            return False
-        return agrees(module)
+        return super().recognises(module) and agrees(module)
 
     @classmethod
     def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
@@ -129,7 +151,6 @@ class FooDecodingAttention(FooJoined, FooRotaryAttention):
             or hidden_states.shape[1] != 1
             or not UNREAD.issuperset(kwargs)
             or self.config._attn_implementation != NAME
-            or _has_any_global_hook()
         ):
             return self.own_forward(*given, **kwargs)
         return step(self, self.form, *given, attend), None

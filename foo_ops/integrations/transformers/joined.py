@@ -33,10 +33,8 @@ class Joined(NamedTuple):
     rows: list[int]
 
     def holds(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether the layers multiply by these, not by others as after a move, and do no more."""
+        """Whether the layers still have these buffers, and not others as after a move."""
         for layer, (weight, scale, zero) in zip(layers, self.parts):
-            if not is_lone(layer):
-                return False
             own = layer._buffers
             if own.get("foo_weight") is not weight or own.get("foo_scale") is not scale:
                 return False
@@ -112,9 +110,9 @@ def products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tenso
     layers = [module._modules[name] for name in names]
     # A graph that is compiled would depend on which tensors the buffers are.
     joined = None if torch.compiler.is_compiling() else vars(module).get(JOINED)
-    if joined is None or not joined.holds(layers):
+    if joined is None or not all(map(is_lone, layers)) or not joined.holds(layers):
         return [layer(input) for layer in layers]
-    biases = [bias for layer in layers if (bias := layer.bias) is not None]
+    biases = [bias for it in layers if (bias := it._parameters["bias"]) is not None]
     if len(biases) not in (0, len(layers)):
         return [layer(input) for layer in layers]
     weight, scale, zero = joined.tensors
@@ -124,6 +122,6 @@ def products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tenso
 
 
 def is_lone(layer: Any) -> bool:
-    """Whether a layer multiplies by the buffers that it has, and does nothing else."""
-    is_ours = type(layer).forward is FooQuantizedLinear.forward
+    """Whether a layer multiplies by its buffers and adds its own bias, and does nothing else."""
+    is_ours = type(layer).forward is FooQuantizedLinear.forward and "bias" in layer._parameters
     return is_ours and not layer.training and not has_hooks(layer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -43,18 +44,22 @@ class FooLinear(Replacement):
 
     weight: Tensor
     bias: Tensor | None
+    _parameters: Any
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
         return type(module).forward is nn.Linear.forward and is_plain(module)
 
     def forward(self, input: Tensor) -> Any:
-        weight = self.weight
+        own = self._parameters
+        # Attributes are quick to find only where they are; a parametrization has them elsewhere.
+        is_own = "weight" in own and "bias" in own
+        weight, bias = (own["weight"], own["bias"]) if is_own else (self.weight, self.bias)
         if type(weight) not in PLAIN:
             return super().forward(input)  # type: ignore[misc]
         if deferred.head is self:
-            return defer(input, weight, self.bias)
-        return linear(input, weight, self.bias)
+            return defer(input, weight, bias)
+        return torch.ops.foo.linear.default(input, weight, bias)
 
 
 def is_lone(layer: Any) -> bool:

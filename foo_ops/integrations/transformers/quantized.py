@@ -15,8 +15,6 @@ from foo_ops.integrations.transformers.replacement import (
     put_back,
     replace,
 )
-from foo_ops.ops.linear_int4 import linear_int4
-from foo_ops.ops.linear_int8 import linear_int8
 from foo_ops.ops.quantize_weight import quantize_weight
 
 BITS = (8, 4)
@@ -49,7 +47,8 @@ class FooQuantizedLinear(Replacement):
         if self.training:
             return super().forward(input)  # type: ignore[misc]
         # Attributes would be looked for in two places before the buffers.
-        weight, scale, zero = (self._buffers[name] for name in BUFFERS)
+        own = self._buffers
+        weight, scale, zero = own["foo_weight"], own["foo_scale"], own["foo_zero"]
         return quantized_product(input, weight, scale, zero, self.bias)
 
     def copied(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -63,9 +62,11 @@ def quantized_product(
 ) -> Tensor:
     """Multiply by weights of 8 bits, or of 4, which have zeros."""
     if zero is None:
-        return linear_int8(input, weight, scale, bias)
+        return torch.ops.foo.linear_int8.default(input, weight, scale, bias)
     group_size = 2 * weight.shape[1] // scale.shape[1]
-    return linear_int4(input, weight, scale, zero, bias, group_size=group_size)
+    return torch.ops.foo.linear_int4.default(
+        input, weight, scale, zero, bias, group_size=group_size
+    )
 
 
 def check_bits(bits: int | None) -> None:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 
 class Replacement:
@@ -102,6 +103,7 @@ def has_hooks(module: Any) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or has_own_forward(module)
+        or _has_any_global_hook()
     )
 
 
