@@ -1,18 +1,24 @@
 """Attention layers of models that decode, token after token, with little between the operators."""
 
 import copy
+import inspect
 import pickle
+import sys
+import textwrap
 
 import pytest
 import torch
 from support.exact import assert_near, exact_copy
 from support.transformer_models import GROUPED, WINDOW, decoder, run_exactly, tokens
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import DynamicCache, LlamaConfig, MistralConfig, StaticCache
 from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from foo_ops.integrations.transformers import apply, decoding, in_place_cache, restore
+from foo_ops.integrations.transformers.integers import Integers
 from foo_ops.integrations.transformers.joined import JOINED
+from foo_ops.integrations.transformers.rotary import FooRotaryAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,30 +76,74 @@ def test_layers_of_another_kind_decode_by_their_own_forward(name, steps):
     assert_near(ours, exact, roundings=128)
 
 
-class Scaled(LlamaAttention):
-    def forward(self, hidden_states, *arguments, **keywords):
-        return super().forward(2 * hidden_states, *arguments, **keywords)
+TWISTS = {
+    "an input": ("self.v_proj(hidden_states)", "self.v_proj(2 * hidden_states)"),
+    "the output": ("self.o_proj(attn_output)", "self.o_proj(2 * attn_output)"),
+    "a bound": ("self.k_proj(hidden_states)", "self.k_proj(hidden_states).clamp(-0.1, 0.1)"),
+    "the scale": ("scaling=self.scaling", "scaling=2 * self.scaling"),
+    "dropout": ("dropout=0.0", "dropout=0.5"),
+    "an option": ("scaling=self.scaling", "scaling=self.scaling, softcap=2.0"),
+    "a window": ("scaling=self.scaling", "scaling=self.scaling, sliding_window=4"),
+    "the configuration": ("scaling=self.scaling", "scaling=self.config.hidden_size**-0.5"),
+    "the mask": ("        attention_mask,\n", "        None,\n"),
+    "the cache's layer": ("value_states, self.layer_idx", "value_states, self.layer_idx + 1"),
+    "what the cache gives": ("key_states, value_states = past", "key_states, _ = past"),
+}
 
 
-class Reversed(LlamaAttention):
-    def forward(
-        self,
-        hidden_states,
-        position_embeddings=None,
-        attention_mask=None,
-        past_key_values=None,
-        **kwargs,
-    ):
-        cos, sin = position_embeddings
-        # apply_rotary_pos_emb and ALL_ATTENTION_FUNCTIONS are found by their names.
-        return LlamaAttention.forward(self, hidden_states, (cos, -sin), **kwargs)
+def twisted(own, other):
+    """Return a class of attention layers that differ from Llama's in some place of the source."""
+    source = textwrap.dedent(inspect.getsource(LlamaAttention.forward))
+    assert own in source
+    names = dict(vars(sys.modules[LlamaAttention.__module__]))
+    exec(source.replace(own, other), names)
+    return type("Twisted", (LlamaAttention,), {"forward": names["forward"]})
 
 
-@pytest.mark.parametrize("kind", [Scaled, Reversed])
-def test_other_attention_layers_stay(kind):
-    config = LlamaConfig(**GROUPED)
-    assert isinstance(apply(LlamaAttention(config, 0)), decoding.FooDecodingAttention)
-    assert not isinstance(apply(kind(config, 0)), decoding.FooDecodingAttention)
+def test_attention_layers_are_known_by_what_they_do():
+    same = twisted("hidden_states", "hidden_states")(LlamaConfig(**GROUPED), 0)
+    assert isinstance(apply(same), decoding.FooDecodingAttention)
+
+
+@pytest.mark.parametrize("twist", TWISTS)
+def test_other_attention_layers_stay(twist):
+    other = apply(twisted(*TWISTS[twist])(LlamaConfig(**GROUPED), 0))
+    assert isinstance(other, FooRotaryAttention)
+    assert not isinstance(other, decoding.FooDecodingAttention)
+
+
+def step_and_layer(length, **options):
+    """Return an attention layer, and what it is called with after some tokens; without a mask."""
+    config = MistralConfig(**GROUPED, **options)
+    torch.manual_seed(0)
+    layer, cache = MistralAttention(config, 0).eval(), DynamicCache()
+    cache.update(torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8), 0)
+    config._attn_implementation = "foo"
+    angles = torch.randn(1, 1, 4).repeat(1, 1, 2)
+    call = {"hidden_states": torch.randn(1, 1, 48), "past_key_values": cache}
+    return layer, {**call, "position_embeddings": (angles.cos(), angles.sin())}
+
+
+def test_windows_without_a_mask(steps):
+    layer, call = step_and_layer(2 * WINDOW, sliding_window=WINDOW)
+    twin, cache = copy.deepcopy(layer), copy.deepcopy(call["past_key_values"])
+    with torch.no_grad():
+        expected = twin(**call, attention_mask=None)[0]
+        result = apply(layer)(**{**call, "past_key_values": cache}, attention_mask=None)[0]
+    assert len(steps) == 1
+    torch.testing.assert_close(result, expected)
+
+
+def test_tables_with_gradients(steps):
+    layer, call = step_and_layer(3, sliding_window=None)
+    tables = tuple(it.requires_grad_() for it in call["position_embeddings"])
+    call["position_embeddings"] = tables
+    layer = apply(layer)
+    with torch.no_grad():
+        layer(**call, attention_mask=None)
+    layer(**call, attention_mask=None)[0].sum().backward()
+    assert len(steps) == 2
+    assert all(it.grad.abs().max() > 0 for it in tables)
 
 
 CASES = {
@@ -123,7 +173,7 @@ def test_what_is_not_known_is_computed_by_the_own_forward(case, steps):
 
 
 @pytest.mark.parametrize("kind", ["static", "8 bits", "padding"])
-def test_caches_and_masks_of_other_kinds(kind, steps):
+def test_caches_and_masks_of_other_kinds(kind, steps, monkeypatch):
     model, inputs = decoder(LLAMA), tokens(2, LENGTH)
     own, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
     options, bits = {}, None
@@ -131,6 +181,8 @@ def test_caches_and_masks_of_other_kinds(kind, steps):
         ours = StaticCache(config=model.config, max_cache_len=LENGTH + 3)
     if kind == "8 bits":
         bits = 8
+        # Numbers would be computed of the integers for another operator.
+        monkeypatch.setattr(Integers, "numbers", None)
     if kind == "padding":
         options["attention_mask"] = torch.ones(2, LENGTH).long().index_fill_(1, torch.tensor(0), 0)
 
@@ -206,6 +258,8 @@ def separate(model):
     twin = copy.deepcopy(model)
     for module in twin.modules():
         vars(module).pop(JOINED, None)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.clone()
     return twin
 
 
@@ -234,6 +288,7 @@ def test_joined_layers_give_what_each_gives(name, way):
     for joint in joints(model):
         parts = [part for layer in joint.parts for part in layer if part is not None]
         memory = {part.untyped_storage().data_ptr() for part in parts}
+        assert {id(it) for it in parts} <= {id(it) for it in model.buffers()}
         assert memory == {it.untyped_storage().data_ptr() for it in joint.tensors if it is not None}
     expected = decode(separate(model), inputs, DynamicCache())
     assert torch.equal(decode(model, inputs, DynamicCache()), expected)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -36,21 +35,29 @@ NORMS = {"q_norm", "k_norm"}
 UNREAD = frozenset({"position_ids", "use_cache"})
 """Keywords that models hand down, and attention does not read."""
 
-Attention = Callable[[Any, Tensor, Tensor, Tensor, Any], Tensor]
+Attention = Callable[..., tuple[Tensor, None]]
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-) -> Tensor:
-    """Compute attention of one query in each sequence, (B, Hq, 1, D) or with dimensions turned."""
-    own: Any = vars(module)
-    window = own.get("sliding_window")
-    if mask is None and window is None and type(key) is Tensor:
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    sliding_window: int | None,
+) -> tuple[Tensor, None]:
+    """Compute what `foo_attention_forward` does for one query in each sequence.
+
+    The output is (B, Hq, 1, D) or (B, 1, Hq, D).
+    """
+    if mask is None and sliding_window is None and type(key) is Tensor:
         # The last query sees all keys.
-        output, _ = torch.ops.foo.attention.default(query, key, value, scale=own["scaling"])
-        return output
-    options = {"scaling": own["scaling"], "sliding_window": window}
-    return foo_attention_forward(module, query, key, value, mask, **options)[0]
+        output, _ = torch.ops.foo.attention.default(query, key, value, scale=scaling)
+        return output, None
+    return foo_attention_forward(
+        module, query, key, value, mask, scaling=scaling, sliding_window=sliding_window
+    )
 
 
 class Latest(threading.local):
@@ -80,6 +87,7 @@ def angles_of(form: Form, tables: Any) -> Sequence[Tensor]:
 def step(
     module: Any,
     form: Form,
+    window: int | None,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     mask: Tensor | None,
@@ -100,7 +108,9 @@ def step(
     query = rotate(query, cosine, sine, interleaved=form.interleaved)
     key = rotate(key, cosine, sine, interleaved=form.interleaved)
     key, value = cache.update(key, value, module.layer_idx)
-    output = attention(module, query, key, value, mask)
+    output, _ = attention(
+        module, query, key, value, mask, scaling=module.scaling, sliding_window=window
+    )
     return layers["o_proj"](output.reshape(hidden_states.shape[0], 1, -1))
 
 
@@ -121,12 +131,17 @@ class FooDecodingAttention(FooJoined, FooRotaryAttention):
     training: bool
     config: Any
 
+    @staticmethod
+    def window_of(module: Any) -> int | None:
+        """Return the length of the sliding window of a layer."""
+        return None
+
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
         names = module._modules.keys()
         if names not in (LAYERS, LAYERS | NORMS) or module._parameters or module._buffers:
             return False
-        return super().recognises(module) and agrees(module)
+        return super().recognises(module) and agrees(module, cls.window_of)
 
     @classmethod
     def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
@@ -153,7 +168,28 @@ class FooDecodingAttention(FooJoined, FooRotaryAttention):
             or self.config._attn_implementation != NAME
         ):
             return self.own_forward(*given, **kwargs)
-        return step(self, self.form, *given, attend), None
+        return step(self, self.form, self.window_of(self), *given, attend), None
+
+
+class FooWindowAttention(FooDecodingAttention):
+    """The same for layers as of Qwen 2, each with a window of its own or none."""
+
+    @staticmethod
+    def window_of(module: Any) -> int | None:
+        window: int | None = vars(module).get("sliding_window")
+        return window
+
+
+class FooConfiguredWindowAttention(FooDecodingAttention):
+    """The same for layers as of Mistral, with one window for all."""
+
+    @staticmethod
+    def window_of(module: Any) -> int | None:
+        window: int | None = getattr(module.config, "sliding_window", None)
+        return window
+
+
+ATTENTION_LAYERS = (FooDecodingAttention, FooWindowAttention, FooConfiguredWindowAttention)
 
 
 # ----------------------------------------------------------------------------------- recognition
@@ -179,16 +215,21 @@ class Recorder:
         self.others += [module, mask, {"dropout": 0.0, **given}]
         return (query * value.mean()).transpose(1, 2).contiguous(), None
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-        own: Any = vars(module)
-        options = {"scaling": own["scaling"], "sliding_window": own.get("sliding_window")}
-        return self.attention(module, query, key, value, mask, **options)[0]
-
     def get_interface(self, *names: Any) -> Any:
         return self.attention
 
 
-def agrees(module: Any) -> bool:
+class Config:
+    """Of a layer that reads nothing else; what it asks for besides is another form."""
+
+    _attn_implementation = NAME
+    sliding_window = 11
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(name)
+
+
+def agrees(module: Any, window_of: Callable[[Any], int | None]) -> bool:
     """Whether a layer's own forward does with one token what `step` does."""
     forward: Any = type(module).forward
     if list(inspect.signature(forward).parameters)[1:] != PARAMETERS:
@@ -210,7 +251,9 @@ def agrees(module: Any) -> bool:
     layers = {name: layer(rows, width) for name, rows in heads.items()}
     norms = {name: layer(size, size) for name in NORMS & module._modules.keys()}
     twin = stand_in(module, modules={**layers, **norms, "o_proj": layer(width, 4 * size)})
-    vars(twin).update(training=False, config=types.SimpleNamespace(_attn_implementation=NAME))
+    vars(twin).update(training=False, config=Config())
+    if "sliding_window" in vars(twin):
+        vars(twin)["sliding_window"] = 7
     table = size // 2 if form.angles is whole else size
     input, mask = random(2, 1, width), random(2, 1, 1, 5)
     tables = random(2, 1, table), random(2, 1, table)
@@ -220,7 +263,8 @@ def agrees(module: Any) -> bool:
         try:
             output, weights = own_forward(twin, input, tables, mask, theirs)
             theirs.numbers.append(output)
-            ours.numbers.append(step(twin, form, input, tables, mask, ours, ours.attend))
+            window = window_of(twin)
+            ours.numbers.append(step(twin, form, window, input, tables, mask, ours, ours.attention))
         except Exception:  # what fails with plain layers is another form
             return False
     return weights is None and is_same(theirs, ours)

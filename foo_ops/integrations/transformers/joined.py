@@ -87,11 +87,8 @@ def joined_buffers(layers: Sequence[nn.Module]) -> Joined | None:
     if len(forms) > 1:
         return None
     rows = [len(weight) for weight, _, _ in buffers]  # type: ignore[arg-type]
-    # What is made in inference mode cannot be used outside of it.
-    with torch.inference_mode(False), torch.no_grad():
-        tensors: Any = tuple(
-            None if parts[0] is None else torch.cat(parts) for parts in zip(*buffers)
-        )
+    with torch.no_grad():
+        tensors: Any = [None if parts[0] is None else torch.cat(parts) for parts in zip(*buffers)]
     for name, tensor in zip(BUFFERS, tensors):
         if tensor is not None:
             for layer, part in zip(layers, tensor.split(rows)):

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from foo_ops.integrations.transformers import attention as foo_attention
 from foo_ops.integrations.transformers import cache as foo_cache
-from foo_ops.integrations.transformers.decoding import FooDecodingAttention
+from foo_ops.integrations.transformers.decoding import ATTENTION_LAYERS
 from foo_ops.integrations.transformers.fused_loss import FooLanguageModel, use_fused_loss
 from foo_ops.integrations.transformers.joined import FooJoined
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
@@ -37,7 +37,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 REPLACEMENTS: dict[str, tuple[type[Replacement], ...]] = {
     "rms_norm": (FooRMSNorm, FooOffsetRMSNorm, *LAYERS),
-    "rotary_embedding": (FooDecodingAttention, FooRotaryAttention),
+    "rotary_embedding": (*ATTENTION_LAYERS, FooRotaryAttention),
     "mlp": (FooGatedMLP, FooPackedMLP),
     "linear": (FooLinear, FooConv1D),
     "quantize": (FooQuantizedLinear,),
