@@ -84,7 +84,7 @@ TWISTS = {
     "dropout": ("dropout=0.0", "dropout=0.5"),
     "an option": ("scaling=self.scaling", "scaling=self.scaling, softcap=2.0"),
     "a window": ("scaling=self.scaling", "scaling=self.scaling, sliding_window=4"),
-    "the configuration": ("scaling=self.scaling", "scaling=self.config.hidden_size**-0.5"),
+    "the configuration": ("self.head_dim)", "self.head_dim if self.config.hidden_size else 1)"),
     "the mask": ("        attention_mask,\n", "        None,\n"),
     "the cache's layer": ("value_states, self.layer_idx", "value_states, self.layer_idx + 1"),
     "what the cache gives": ("key_states, value_states = past", "key_states, _ = past"),
