@@ -11,7 +11,7 @@ import torch
 from support.exact import assert_near, exact_copy
 from support.transformer_models import GROUPED, WINDOW, decoder, run_exactly, tokens
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, MistralConfig, StaticCache
+from transformers import AttentionInterface, DynamicCache, LlamaConfig, MistralConfig, StaticCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
@@ -169,6 +169,20 @@ def test_what_is_not_known_is_computed_by_the_own_forward(case, steps):
                 call["use_cache"] = False
             results.append(it(inputs[:, -1:], **call).logits)
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    assert steps == []
+
+
+def test_another_implementation_of_our_name(steps, monkeypatch):
+    model, inputs = apply(decoder(LLAMA)), tokens(1, LENGTH)
+    own = AttentionInterface()["foo"]
+
+    def double(*given, **options):
+        return 2 * own(*given, **options)[0], None
+
+    expected = decode(model, inputs, DynamicCache())
+    steps.clear()
+    monkeypatch.setitem(AttentionInterface._global_mapping, "foo", double)
+    assert not torch.allclose(decode(model, inputs, DynamicCache()), expected, atol=1e-2)
     assert steps == []
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -123,11 +123,13 @@ class FooDecodingAttention(FooJoined, FooRotaryAttention):
     Attributes:
         own_forward: it, with our rotation.
         form: of the rotation.
+        interfaces: the implementations of attention, of which one may replace ours by its name.
     """
 
     siblings = PROJECTIONS
     own_forward: ClassVar[Callable[..., Any]]
     form: ClassVar[Form]
+    interfaces: ClassVar[Mapping[str, Any]]
     training: bool
     config: Any
 
@@ -146,8 +148,11 @@ class FooDecodingAttention(FooJoined, FooRotaryAttention):
     @classmethod
     def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
         forward: Any = original.forward
-        own_forward = super().attributes(original)["forward"]
-        return {"own_forward": own_forward, "form": form_of(forward.__globals__[FUNCTION])}
+        return {
+            "own_forward": super().attributes(original)["forward"],
+            "form": form_of(forward.__globals__[FUNCTION]),
+            "interfaces": forward.__globals__[INTERFACES],
+        }
 
     def forward(
         self,
@@ -165,7 +170,7 @@ class FooDecodingAttention(FooJoined, FooRotaryAttention):
             or hidden_states.dim() != 3
             or hidden_states.shape[1] != 1
             or not UNREAD.issuperset(kwargs)
-            or self.config._attn_implementation != NAME
+            or self.interfaces.get(self.config._attn_implementation) is not foo_attention_forward
         ):
             return self.own_forward(*given, **kwargs)
         return step(self, self.form, self.window_of(self), *given, attend), None
@@ -235,6 +240,8 @@ def agrees(module: Any, window_of: Callable[[Any], int | None]) -> bool:
     if list(inspect.signature(forward).parameters)[1:] != PARAMETERS:
         return False
     if not isinstance(vars(module).get("head_dim"), int) or "scaling" not in vars(module):
+        return False
+    if INTERFACES not in forward.__globals__:
         return False
     form: Any = form_of(forward.__globals__[FUNCTION])
     generator = torch.Generator().manual_seed(0)
