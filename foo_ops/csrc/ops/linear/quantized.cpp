@@ -42,8 +42,8 @@ void check_of_groups(const char* name, const char* argument, const at::Tensor& t
               "input has groups");
 }
 
-// Kernels read rows of adjacent weights, of scales and zeros, and those of few rows such rows of the
-// input.
+// Kernels read rows of adjacent weights, of scales and zeros, and those of few rows such rows of
+// the input.
 at::Tensor with_adjacent_steps(const at::Tensor& matrix) {
   return matrix.size(-1) <= 1 || matrix.stride(-1) == 1 ? matrix : matrix.contiguous();
 }
