@@ -83,8 +83,8 @@ def joined_buffers(layers: Sequence[nn.Module]) -> Joined | None:
     if not all(isinstance(layer, FooQuantizedLinear) for layer in layers):
         return None
     buffers = [[layer._buffers[name] for name in BUFFERS] for layer in layers]
-    forms = {tuple(form_of(it) for it in parts) for parts in buffers}
-    if len(forms) > 1:
+    layouts = {tuple(layout_of(it) for it in parts) for parts in buffers}
+    if len(layouts) > 1:
         return None
     rows = [len(weight) for weight, _, _ in buffers]  # type: ignore[arg-type]
     with torch.no_grad():
@@ -97,7 +97,7 @@ def joined_buffers(layers: Sequence[nn.Module]) -> Joined | None:
     return Joined(parts, tensors, rows)
 
 
-def form_of(tensor: Tensor | None) -> Any:
+def layout_of(tensor: Tensor | None) -> Any:
     """Return what tensors must have in common for one to hold the rows of both."""
     return None if tensor is None else (tensor.shape[1:], tensor.dtype, tensor.device)
 

@@ -15,10 +15,8 @@ from foo_ops.ops.linear_silu_mul import linear_silu_mul
 from foo_ops.ops.silu_mul import silu_mul
 
 ACTIVATIONS = ("act_fn", "activation_fn")
-Layer = Callable[[Tensor], Tensor]
-
-
 GATE_AND_UP = ("gate_proj", "up_proj")
+Layer = Callable[[Tensor], Tensor]
 
 
 def gated(module: nn.Module, input: Tensor) -> Tensor:

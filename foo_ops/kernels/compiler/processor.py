@@ -120,9 +120,10 @@ def has_integer_dot(lanes: int) -> bool:
 
 
 def has_byte_pairs(lanes: int) -> bool:
-    """Whether the processor multiplies four bytes for each lane and adds two products each."""
-    needed = {4: "ssse3", 8: "avx2", 16: "avx512bw"}[lanes]
-    return f"+{needed}" in target()[2].split(",")
+    """Whether the processor multiplies four bytes for each lane and adds two products each, and
+    then pairs of these.
+    """
+    return has_integer_dot(lanes) and (lanes > 4 or "+ssse3" in target()[2].split(","))
 
 
 def has_byte_dot(lanes: int) -> bool:

@@ -85,16 +85,17 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
             padded, factors = round_up(groups, LANES), memory.factors
             offsets = shift(factors, ROWS * COLUMNS * padded)
             scales = shift(left, digits_size(product.depth))
-            factors_of_columns(product, column, groups, factors, offsets, scales, depth)
+            ahead = COLUMNS * tiles_ahead(COLUMNS * stride)
+            factors_of_columns(product, column, groups, factors, offsets, scales, depth, ahead)
             total = tile_zero(sums, ROWS, COLUMNS, LANES)
             for group in range(0, padded, LANES):
                 of_groups = shift(scales, padded + group)
                 total = tile_dot(total, of_groups, depth, shift(offsets, group), padded)
             digits, size = as_bytes(address_of(left)), LANE_BYTES * depth
             right, count = shift(right, column * stride), product.depth // 2
-            whole, ahead = count // BYTES * BYTES, stride * tiles_ahead(COLUMNS * stride)
+            whole = count // BYTES * BYTES
             for byte in range(0, whole, BYTES):
-                prefetch_vectors(right, COLUMNS * (ahead + byte), BYTES, COLUMNS)
+                prefetch_vectors(right, ahead * stride + COLUMNS * byte, BYTES, COLUMNS)
                 total = tile_dot_int4(
                     total, shift(digits, byte * 2 * OF_DIGITS), size, shift(right, byte), stride,
                     None, shift(factors, byte // HALF), padded, GROUPS, OF_DIGITS,
@@ -120,7 +121,7 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
     copy_row = _make_row_copy(dtype, GROUP_SIZE)
     return Tiles(
         COMPUTE, row_size, copy_row, arguments, make_tile, COLUMNS_OF_GROUP, regions,
-        _make_mender(COMPUTE, GROUP_SIZE),
+        _make_mender(GROUP_SIZE),
     )  # fmt: skip
 
 
@@ -181,13 +182,13 @@ def _make_row_copy(dtype: str, GROUP_SIZE: int) -> Callable:
 
 def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
     """Make what makes ``factors_of_columns(product, column, groups, factors, offsets, scales,
-    stride)`` of the groups of adjacent columns, with zeros behind them.
+    stride, ahead)`` of the groups of adjacent columns, with zeros behind them.
 
     The factors are the scales of weights times those of each row of the left matrix, which are a
-    stride apart, and the offsets -scale * zero of weights.
+    stride apart, and the offsets -scale * zero of weights. Those of columns ``ahead`` are brought
+    to the second cache.
     """
     LANES, none = lanes_of(COMPUTE), ELEMENTS[COMPUTE].compute(0)
-    tiles_ahead = make_tiles_ahead()
 
     @njit
     def load_groups(line, group, groups):
@@ -197,9 +198,8 @@ def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
 
     def make(ROWS: int, COLUMNS: int) -> Callable:
         @njit
-        def factors_of_columns(product, column, groups, factors, offsets, scales, stride):
+        def factors_of_columns(product, column, groups, factors, offsets, scales, stride, ahead):
             padded = round_up(groups, LANES)
-            ahead = COLUMNS * tiles_ahead(COLUMNS * product.right_column_stride)
             scale_stride, zero_stride = product.scale_column_stride, product.zero_column_stride
             for other in range(COLUMNS):
                 scales_of_column = shift(product.scale, (column + other) * scale_stride)
@@ -220,13 +220,13 @@ def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
     return make
 
 
-def _make_mender(compute: str, GROUP_SIZE: int) -> Callable:
+def _make_mender(GROUP_SIZE: int) -> Callable:
     """Make ``mend(product, block, memory, width, panel)``: sums that are not finite, once more.
 
     In the two sums that a row of the output is taken from, infinities and numbers near the largest
     may come to inf - inf, where the weights themselves give a number or an infinity.
     """
-    HALF, NUMBER, LANES = GROUP_SIZE // 2, ELEMENTS[compute].compute, lanes_of(compute)
+    HALF, NUMBER, LANES = GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute, lanes_of(COMPUTE)
     none = NUMBER(0)
 
     @njit
