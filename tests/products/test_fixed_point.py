@@ -100,16 +100,18 @@ def test_products_are_exact(compiled, monkeypatch, instructions, whole):
         if whole:
             total = tile_dot_int4(
                 total, bytes_(left), 6 * BYTES, unsigned(right), BYTES, None, numbers(scales), 1,
-                1, 3,
+                3,
             )  # fmt: skip
         else:
             total = tile_dot_int4(
                 total, bytes_(left), 6 * BYTES, unsigned(right), BYTES, some, numbers(scales), 1,
-                1, 3,
+                3,
             )  # fmt: skip
         tile_store_sums(total, numbers(sums), 3)
 
-    compiled(kernel)(*(it.data_ptr() for it in (found, given, packed, factors)), some)
+    vectors = torch.full((*factors.shape, LANES), math.nan)
+    vectors[..., 0] = factors
+    compiled(kernel)(*(it.data_ptr() for it in (found, given, packed, vectors)), some)
     places = 256 ** torch.arange(count - 1, -1, -1, dtype=torch.float64)
     left = (digits.double() * places[:, None, None]).sum(1)[..., :some]
     exact = torch.einsum("rhb,chb->rc", left, integers.double()[..., :some])
@@ -128,12 +130,13 @@ def test_lanes_share_factors(compiled):
     def kernel(sums, left, right, scales):
         total = tile_zero(numbers(sums), 1, 1, LANES)
         total = tile_dot_int4(
-            total, bytes_(left), 0, unsigned(right), 0, None, numbers(scales), 0, 2, 1
+            total, bytes_(left), 0, unsigned(right), 0, None, numbers(scales), 2, 1
         )
         tile_store_sums(total, numbers(sums), 1)
 
     left, right = torch.ones(2 * BYTES, dtype=torch.int8), torch.zeros(BYTES, dtype=torch.uint8)
     right[: BYTES // 2], right[BYTES // 2 :] = 0x21, 0x43
-    found, factors = torch.zeros(1), torch.tensor([1.0, 100.0])
+    found, factors = torch.zeros(1), torch.full((LANES,), math.nan)
+    factors[0], factors[1] = 1, 100
     compiled(kernel)(*(it.data_ptr() for it in (found, left, right, factors)))
     assert found.item() == BYTES // 2 * 3 + 100 * (BYTES // 2 * 7)

@@ -77,13 +77,17 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
     tiles_ahead = make_tiles_ahead()
 
     def make_tile(ROWS: int, COLUMNS: int) -> Callable:
-        factors_of_columns = make_factors(ROWS, COLUMNS)
+        factors_of_columns, SUMS = make_factors(ROWS, COLUMNS), ROWS * COLUMNS
+
+        @njit
+        def place_of_group(group):
+            return group // LANES * LANES * SUMS + group % LANES
 
         @njit
         def tile(product, right, memory, sums, width, left, depth, column):
             groups, stride = product.depth // GROUP_SIZE, product.right_column_stride
             padded, factors = round_up(groups, LANES), memory.factors
-            offsets = shift(factors, ROWS * COLUMNS * padded)
+            offsets = shift(factors, SUMS * padded)
             scales = shift(left, digits_size(product.depth))
             ahead = COLUMNS * tiles_ahead(COLUMNS * stride)
             factors_of_columns(product, column, groups, factors, offsets, scales, depth, ahead)
@@ -98,12 +102,13 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
                 prefetch_vectors(right, ahead * stride + COLUMNS * byte, BYTES, COLUMNS)
                 total = tile_dot_int4(
                     total, shift(digits, byte * 2 * OF_DIGITS), size, shift(right, byte), stride,
-                    None, shift(factors, byte // HALF), padded, GROUPS, OF_DIGITS,
+                    None, shift(factors, place_of_group(byte // HALF)), GROUPS, OF_DIGITS,
                 )  # fmt: skip
             if whole < count:
                 total = tile_dot_int4(
                     total, shift(digits, whole * 2 * OF_DIGITS), size, shift(right, whole), stride,
-                    count - whole, shift(factors, whole // HALF), padded, GROUPS, OF_DIGITS,
+                    count - whole, shift(factors, place_of_group(whole // HALF)), GROUPS,
+                    OF_DIGITS,
                 )  # fmt: skip
             tile_store_sums(total, sums, width)
 
@@ -185,7 +190,8 @@ def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
     stride, ahead)`` of the groups of adjacent columns, with zeros behind them.
 
     The factors are the scales of weights times those of each row of the left matrix, which are a
-    stride apart, and the offsets -scale * zero of weights. Those of columns ``ahead`` are brought
+    stride apart: a vector for each sum, and then those of the next groups. The offsets are -scale *
+    zero of weights. Those of columns ``ahead`` are brought
     to the second cache.
     """
     LANES, none = lanes_of(COMPUTE), ELEMENTS[COMPUTE].compute(0)
@@ -211,7 +217,7 @@ def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
                     zero = load_groups(zeros_of_column, group, groups)
                     store(offsets, other * padded + group, (splat(none, LANES) - scale) * zero)
                     for row in range(ROWS):
-                        place = (row * COLUMNS + other) * padded + group
+                        place = group * ROWS * COLUMNS + (row * COLUMNS + other) * LANES
                         of_row = load_vector(scales, row * stride + group, LANES)
                         store(factors, place, scale * of_row)
 

@@ -115,17 +115,15 @@ def store_digits(typing_context, target, line, count, factor, digits, lanes):
 
 
 @intrinsic(prefer_literal=True)
-def tile_dot_int4(
-    typing_context, tile, a, a_stride, b, b_stride, count, factors, stride, groups, digits
-):
+def tile_dot_int4(typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, digits):
     """Add to tile[i, j] the products of a's i-th row of digits and of integers of b's j-th row,
     times factors.
 
     A lane takes the integers of its own 32 bits of b, first the lower ones of each byte, and then
     the upper ones, as digits of a lie: all of the highest, and then the next. As many adjacent
     lanes as there are to one of ``groups`` share a factor. Those of tile[i, j] are
-    ``(i * columns + j) * stride`` elements on. ``count`` is how many bytes of b there are, or None
-    for a whole vector. All strides but the factors' are in bytes.
+    ``i * columns + j`` vectors of factors on, of which the first ones are taken. ``count`` is how
+    many bytes of b there are, or None for a whole vector. Strides are in bytes.
     """
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
     sharing = [lane * groups.literal_value // lanes for lane in range(lanes)]
@@ -142,32 +140,30 @@ def tile_dot_int4(
         upper = builder.lshr(both, constant_of(words, 4))
         return [builder.and_(half, mask) for half in (both, upper)]
 
-    def dot(builder, halves, pointer, start):
-        total = ir.Constant(words, None)
+    def dot_row(builder, integers, pointer, start):
+        totals = [ir.Constant(words, None)] * columns
         for digit in range(digits.literal_value):
             if digit:
-                total = builder.shl(total, constant_of(words, DIGIT_BITS))
+                up = constant_of(words, DIGIT_BITS)
+                totals = [builder.shl(total, up) for total in totals]
             places = (builder.add(start, INT64((2 * digit + half) * size)) for half in range(2))
             parts = [emit_load_vector(builder, a.dtype, pointer, it, size) for it in places]
             parts = [builder.bitcast(part, words) for part in parts]
-            total = emit_nibble_dots(builder, halves, parts, total)
-        return total
+            totals = emit_nibble_dots(builder, integers, parts, totals)
+        return totals
 
     def generate(context, builder, signature, args):
-        result, a_pointer, a_step, b_pointer, b_step, given, scales, step, *_ = args
+        result, a_pointer, a_step, b_pointer, b_step, given, factors_pointer, *_ = args
         integers = [
             load_halves(builder, b_pointer, builder.mul(b_step, INT64(column)), given)
             for column in range(columns)
         ]
         for row in range(rows):
-            start = builder.mul(a_step, INT64(row))
-            for column, halves in enumerate(integers):
-                position = row * columns + column
-                product = dot(builder, halves, a_pointer, start)
-                index = builder.mul(step, INT64(position))
-                factor = emit_load_vector(
-                    builder, factors.dtype, scales, index, groups.literal_value
-                )
+            products = dot_row(builder, integers, a_pointer, builder.mul(a_step, INT64(row)))
+            for position, product in enumerate(products, row * columns):
+                # A whole vector, which the instruction that shuffles reads from memory itself.
+                index = INT64(position * lanes)
+                factor = emit_load_vector(builder, factors.dtype, factors_pointer, index, lanes)
                 factor = emit_shuffle(builder, factor, factor, sharing)
                 number = builder.sitofp(product, vector_ir(tile.vector))
                 total = builder.extract_value(result, position)
@@ -175,24 +171,40 @@ def tile_dot_int4(
                 result = builder.insert_value(result, total, position)
         return result
 
-    arguments = (tile, a, types.intp, b, types.intp, count, factors, types.intp, groups, digits)
+    arguments = (tile, a, types.intp, b, types.intp, count, factors, groups, digits)
     return tile(*arguments), generate
 
 
 def emit_nibble_dots(
+    builder: ir.IRBuilder,
+    columns: list[list[ir.Value]],
+    digits: list[ir.Value],
+    totals: list[ir.Value],
+) -> list[ir.Value]:
+    """Add the products of four bytes each to a lane of each column's total: of its integers of 4
+    bits, in two halves, and of the digits of these.
+    """
+    lanes = totals[0].type.count
+    if has_byte_dot(lanes):
+        # Column by column, so that a product need not wait for the one before it: processors look
+        # for others only so far ahead (1.04 to 1.24 times as fast on a Zen 4).
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
+        for half, digit in enumerate(digits):
+            totals = [
+                call_intrinsic(builder, name, total.type, [total, column[half], digit])
+                for column, total in zip(columns, totals, strict=True)
+            ]
+        return totals
+    emit = _emit_byte_pairs if has_byte_pairs(lanes) else _emit_bytes
+    return [
+        emit(builder, column, digits, total) for column, total in zip(columns, totals, strict=True)
+    ]
+
+
+def _emit_byte_pairs(
     builder: ir.IRBuilder, integers: list[ir.Value], digits: list[ir.Value], total: ir.Value
 ) -> ir.Value:
-    """Add the products of four bytes each to a lane: of integers of 4 bits, and of digits."""
     lanes = total.type.count
-    if has_byte_dot(lanes):
-        name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
-        for pair in zip(integers, digits, strict=True):
-            total = call_intrinsic(builder, name, total.type, [total, *pair])
-        return total
-    if not has_byte_pairs(lanes):
-        for pair in zip(integers, digits, strict=True):
-            total = _emit_byte_dot(builder, *pair, total)
-        return total
     # 16 bits have room for 17 times two such products.
     halves, ones = ir.VectorType(INT16, 2 * lanes), constant_of(total.type, 0x00010001)
     sums = ir.Constant(halves, None)
@@ -203,13 +215,14 @@ def emit_nibble_dots(
     return emit_integer_pair_fma(builder, builder.bitcast(sums, total.type), ones, total)
 
 
-def _emit_byte_dot(
-    builder: ir.IRBuilder, integers: ir.Value, digits: ir.Value, total: ir.Value
+def _emit_bytes(
+    builder: ir.IRBuilder, integers: list[ir.Value], digits: list[ir.Value], total: ir.Value
 ) -> ir.Value:
     top = constant_of(total.type, 24)
-    for byte in range(4):
-        up = constant_of(total.type, 24 - 8 * byte)
-        integer = builder.lshr(builder.shl(integers, up), top)
-        digit = builder.ashr(builder.shl(digits, up), top)
-        total = emit_multiply_add(builder, integer, digit, total)
+    for integer_bytes, digit_bytes in zip(integers, digits, strict=True):
+        for byte in range(4):
+            up = constant_of(total.type, 24 - 8 * byte)
+            integer = builder.lshr(builder.shl(integer_bytes, up), top)
+            digit = builder.ashr(builder.shl(digit_bytes, up), top)
+            total = emit_multiply_add(builder, integer, digit, total)
     return total
