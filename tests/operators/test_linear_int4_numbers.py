@@ -35,9 +35,10 @@ def test_sums_of_numbers_near_the_largest(size, rows, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("size", GROUP_SIZES)
-def test_integers_are_multiplied_exactly(size, rows, dtype):
+@pytest.mark.parametrize("groups", [5, 37])
+def test_integers_are_multiplied_exactly(groups, size, rows, dtype):
     """Rows of integers, and scales that are powers of two: nothing but the result is rounded."""
-    sample = int4_sample("exact", (rows,), 5, 37, group_size=size)(dtype)
+    sample = int4_sample("exact", (rows,), groups, 37, group_size=size)(dtype)
     input, weight, scale, zero, bias = sample.inputs
     input, zero, bias = ((16 * it).round() for it in (input, zero, bias))
     scale = 2.0 ** (4 * scale).round()

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from foo_ops.kernels.vectors import fixed_point
+from foo_ops.kernels.vectors import fixed_point, pairs
 from foo_ops.kernels.vectors.elements import lanes_of
 from foo_ops.kernels.vectors.fixed_point import (
     largest_magnitude,
-    scale_of_digits,
+    scale_of_integers,
     store_digits,
     tile_dot_int4,
 )
@@ -20,121 +20,140 @@ LANES = lanes_of("float32")
 BYTES = 4 * LANES
 GROUP = 2 * BYTES
 EXPONENTS = (-60, -3, 0, 1, 40)
+INSTRUCTIONS = ("of the processor", "pairs of products", "one by one")
 
 
-def digits_of(compiled, numbers, count):
-    """Return the digits (place, half, byte) of a group, its scale, and the sum of its integers."""
+@pytest.fixture(params=INSTRUCTIONS)
+def size(request, monkeypatch):
+    """The bytes of a digit, by the instructions of this processor and of others."""
+    if request.param != INSTRUCTIONS[0]:
+        monkeypatch.setattr(fixed_point, "has_byte_dot", lambda lanes: False)
+    if request.param == INSTRUCTIONS[2]:
+        monkeypatch.setattr(pairs, "has_integer_dot", lambda lanes: False)
+    return 1 if fixed_point.has_byte_dot(LANES) else 2
+
+
+def split(integers, bits, size):
+    """Return the digits (place, byte) of the numbers of a group as they are to lie in memory.
+
+    Where digits are bytes, those of its first half precede the others. Else first are those of even
+    numbers of the first half, of the second half, and then of the odd ones.
+    """
+    base, rest, places = 256**size, integers.clone(), []
+    for _ in range(-(-bits // (8 * size))):
+        digit = (rest + base // 2) % base - base // 2
+        rest = (rest - digit) // base
+        parts = [half[offset::size] for offset in range(size) for half in digit.chunk(2)]
+        dtype = torch.int8 if size == 1 else torch.int16
+        places.insert(0, torch.cat(parts).to(dtype).view(torch.int8))
+    assert not rest.any()
+    return torch.stack(places)
+
+
+def stored(compiled, numbers, bits, size):
+    """Return the digits (place, byte) of a group, its scale, and the sum of its integers."""
     lines, bytes_, wide = pointer_to("float32"), pointer_to("int8"), pointer_to("int32")
 
     def kernel(digits, line, scales, sums):
-        bits = largest_magnitude(lines(line), GROUP, LANES)
-        scale, inverse = scale_of_digits(bits, count)
+        magnitude = largest_magnitude(lines(line), GROUP, LANES)
+        scale, inverse = scale_of_integers(magnitude, bits)
         store(lines(scales), 0, scale)
-        total = store_digits(bytes_(digits), lines(line), GROUP, inverse, count, LANES)
+        total = store_digits(bytes_(digits), lines(line), GROUP, inverse, bits, LANES)
         store(wide(sums), 0, total)
 
-    digits = torch.zeros(count, 2, BYTES, dtype=torch.int8)
+    digits = torch.zeros(-(-bits // (8 * size)), GROUP * size, dtype=torch.int8)
     scale, total = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     compiled(kernel)(*(it.data_ptr() for it in (digits, numbers, scale, total)))
     return digits, scale.double().item(), total.item()
 
 
-def integers_of(digits):
-    places = 256 ** torch.arange(len(digits) - 1, -1, -1, dtype=torch.float64)
-    return (digits.double() * places[:, None, None]).sum(0).flatten()
-
-
 @pytest.mark.parametrize("exponent", EXPONENTS)
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("bits", [16, 24])
 @pytest.mark.parametrize("largest", [1.0, 126.9 / 64, 127 / 64, 2 - 2**-23])
-def test_numbers_are_digits_times_a_power_of_two(compiled, largest, count, exponent):
+def test_numbers_are_digits_times_a_power_of_two(compiled, size, largest, bits, exponent):
     generator = torch.Generator().manual_seed(0)
     numbers = torch.rand(GROUP, generator=generator) * 2 - 1
     numbers[3], numbers[5] = largest, -largest
     numbers = numbers * 2.0**exponent
-    digits, scale, total = digits_of(compiled, numbers, count)
-    found = integers_of(digits)
+    digits, scale, total = stored(compiled, numbers, bits, size)
     assert math.frexp(scale)[0] == 0.5
-    assert bool(((found * scale - numbers.double()).abs() <= scale / 2).all())
-    # The scale is the least for which the highest digit of the largest has a place.
-    assert 63.5 * 256 ** (count - 1) <= found.abs().max() <= 127.5 * 256 ** (count - 1)
-    assert total == found.sum()
+    integers = (numbers.double() / scale).round()
+    # The scale is the least for which the highest 8 bits of the largest have a place.
+    assert 63.5 * 2 ** (bits - 8) <= integers.abs().max() <= 127.5 * 2 ** (bits - 8)
+    assert torch.equal(digits, split(integers.long(), bits, size))
+    assert total == integers.sum()
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_numbers_of_bfloat16_are_exact_down_to_a_64th_of_the_largest(compiled, sign):
+def test_numbers_of_bfloat16_are_exact_down_to_a_64th_of_the_largest(compiled, size, sign):
     mantissas = torch.arange(128, 256) / 64.0
     exponents = 2.0 ** -torch.arange(0, 6)
     numbers = sign * (mantissas * exponents[:, None]).flatten()
     for part in numbers.split(GROUP):
         group = torch.zeros(GROUP)
         group[: len(part)], group[-1] = part, numbers.abs().max()
-        digits, scale, _ = digits_of(compiled, group, 2)
-        assert torch.equal(integers_of(digits) * scale, group.double())
+        digits, scale, _ = stored(compiled, group, 16, size)
+        integers = group.double() / scale
+        assert torch.equal(integers, integers.round())
+        assert torch.equal(digits, split(integers.long(), 16, size))
 
 
-INSTRUCTIONS = ("of the processor", "pairs of products", "one by one")
-
-
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("whole", [True, False])
-def test_products_are_exact(compiled, monkeypatch, instructions, whole):
-    """All digits with all integers, the largest and least together."""
-    if instructions != INSTRUCTIONS[0]:
-        monkeypatch.setattr(fixed_point, "has_byte_dot", lambda lanes: False)
-    if instructions == INSTRUCTIONS[2]:
-        monkeypatch.setattr(fixed_point, "has_byte_pairs", lambda lanes: False)
+def test_products_are_exact(compiled, size, whole):
+    """Of the largest and least numbers, and of all others, with all integers."""
     generator = torch.Generator().manual_seed(0)
-    rows, columns, count, some = 2, 3, 3, BYTES if whole else BYTES - 3
-    digits = torch.randint(-128, 128, (rows, count, 2, BYTES), generator=generator)
+    rows, columns, some = 2, 3, BYTES if whole else BYTES - 3
+    most = 127 * 2**16
+    numbers = torch.randint(-most, most + 1, (rows, GROUP), generator=generator)
+    numbers[0], numbers[1, :4], numbers[1, BYTES : BYTES + 4] = most, -most, -most
     integers = torch.randint(0, 16, (columns, 2, BYTES), generator=generator)
-    digits[0, 0], digits[0, 1:], integers[0] = 127, -128, 15
-    digits[1, :, :, :4] = -128
+    integers[0] = 15
     packed = (integers[:, 0] + 16 * integers[:, 1]).to(torch.uint8)
     factors = torch.tensor([[0.5, 2.0, 4.0], [8.0, 0.25, 1.0]])
-    given, found = digits.to(torch.int8), torch.zeros(rows, columns)
-    numbers, bytes_, unsigned = pointer_to("float32"), pointer_to("int8"), pointer_to("uint8")
-
-    def kernel(sums, left, right, scales, some):
-        total = tile_zero(numbers(sums), 2, 3, LANES)
-        if whole:
-            total = tile_dot_int4(
-                total, bytes_(left), 6 * BYTES, unsigned(right), BYTES, None, numbers(scales), 1,
-                3,
-            )  # fmt: skip
-        else:
-            total = tile_dot_int4(
-                total, bytes_(left), 6 * BYTES, unsigned(right), BYTES, some, numbers(scales), 1,
-                3,
-            )  # fmt: skip
-        tile_store_sums(total, numbers(sums), 3)
-
     vectors = torch.full((*factors.shape, LANES), math.nan)
     vectors[..., 0] = factors
+    given = torch.stack([split(row, 24, size) for row in numbers])
+    found, stride = torch.zeros(rows, columns), given[0].numel()
+    lines, bytes_, unsigned = pointer_to("float32"), pointer_to("int8"), pointer_to("uint8")
+
+    def kernel(sums, left, right, scales, some):
+        total = tile_zero(lines(sums), 2, 3, LANES)
+        if whole:
+            total = tile_dot_int4(
+                total, bytes_(left), stride, unsigned(right), BYTES, None, lines(scales), 1, 24
+            )
+        else:
+            total = tile_dot_int4(
+                total, bytes_(left), stride, unsigned(right), BYTES, some, lines(scales), 1, 24
+            )
+        tile_store_sums(total, lines(sums), 3)
+
     compiled(kernel)(*(it.data_ptr() for it in (found, given, packed, vectors)), some)
-    places = 256 ** torch.arange(count - 1, -1, -1, dtype=torch.float64)
-    left = (digits.double() * places[:, None, None]).sum(1)[..., :some]
-    exact = torch.einsum("rhb,chb->rc", left, integers.double()[..., :some])
-    magnitude = torch.einsum("rhb,chb->rc", left.abs(), integers.double()[..., :some])
-    # Sums of four are exact; they are rounded to float32, and added up in it.
+    left, right = (
+        it.double().unflatten(-1, (2, BYTES))[..., :some] for it in (numbers, integers.flatten(1))
+    )
+    exact = torch.einsum("rhb,chb->rc", left, right)
+    magnitude = torch.einsum("rhb,chb->rc", left.abs(), right)
+    # Sums of eight are exact; they are rounded to float32, and added up in it.
     error = (found.double() / factors - exact).abs()
     assert bool((error <= 2 * LANES * torch.finfo(torch.float32).eps * magnitude).all())
     if whole:
         assert found[0, 0] == 0.5 * exact[0, 0]
 
 
-def test_lanes_share_factors(compiled):
+def test_lanes_share_factors(compiled, size):
     """Of two groups in a vector each has its own."""
     numbers, bytes_, unsigned = pointer_to("float32"), pointer_to("int8"), pointer_to("uint8")
 
     def kernel(sums, left, right, scales):
         total = tile_zero(numbers(sums), 1, 1, LANES)
         total = tile_dot_int4(
-            total, bytes_(left), 0, unsigned(right), 0, None, numbers(scales), 2, 1
+            total, bytes_(left), 0, unsigned(right), 0, None, numbers(scales), 2, 16
         )
         tile_store_sums(total, numbers(sums), 1)
 
-    left, right = torch.ones(2 * BYTES, dtype=torch.int8), torch.zeros(BYTES, dtype=torch.uint8)
+    left = split(torch.ones(GROUP, dtype=torch.int64), 16, size)
+    right = torch.zeros(BYTES, dtype=torch.uint8)
     right[: BYTES // 2], right[BYTES // 2 :] = 0x21, 0x43
     found, factors = torch.zeros(1), torch.full((LANES,), math.nan)
     factors[0], factors[1] = 1, 100

@@ -119,13 +119,6 @@ def has_integer_dot(lanes: int) -> bool:
     return triple.startswith("x86_64") and (lanes == 4 or f"+{needed}" in features.split(","))
 
 
-def has_byte_pairs(lanes: int) -> bool:
-    """Whether the processor multiplies four bytes for each lane and adds two products each, and
-    then pairs of these.
-    """
-    return has_integer_dot(lanes) and (lanes > 4 or "+ssse3" in target()[2].split(","))
-
-
 def has_byte_dot(lanes: int) -> bool:
     """Whether the processor multiplies bytes and adds four products to each of the lanes (VNNI)."""
     features = set(target()[2].split(","))

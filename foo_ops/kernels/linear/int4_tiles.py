@@ -29,9 +29,12 @@ from foo_ops.kernels.linear.parameters import quantized_argument_types
 from foo_ops.kernels.vectors.arithmetic import splat
 from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
 from foo_ops.kernels.vectors.fixed_point import (
+    LANE_BYTES,
+    Digits,
     bits_of_float,
+    digits_of,
     largest_magnitude,
-    scale_of_digits,
+    scale_of_integers,
     store_digits,
     tile_dot_int4,
 )
@@ -51,11 +54,9 @@ from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, ti
 from foo_ops.kernels.vectors.rows import round_up
 
 COMPUTE = "float32"
-# Of a lane of integers.
-LANE_BYTES = 4
-# Digits of a step of the left row, which its group's largest magnitude fills. Numbers of bfloat16,
-# which have 8 bits, are exact where they are at least a 64th of it.
-DIGITS = {"bfloat16": 2, "float16": 3, "float32": 3}
+# Of a step of the left row, which its group's largest magnitude fills. Numbers of bfloat16, which
+# have 8 bits, are exact where they are at least a 64th of it.
+NUMBER_BITS = {"bfloat16": 16, "float16": 24, "float32": 24}
 # A group whose largest magnitude is beyond takes part by numbers, as infinities do, since its scale
 # times that of a weight may have no place in float32.
 SMALLEST_GROUP, LARGEST_GROUP = 2.0**-64, 2.0**64
@@ -68,12 +69,13 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
     half a page of memory, and what brings lines to the caches on its own stops at pages.
     """
     LANES, HALF = lanes_of(COMPUTE), GROUP_SIZE // 2
-    BYTES, OF_DIGITS = LANE_BYTES * LANES, DIGITS[dtype]
+    of_numbers = digits_of(NUMBER_BITS[dtype], LANES)
+    BITS, BYTES, PER_BYTE = of_numbers.bits, of_numbers.vector_size, of_numbers.per_byte
     # Groups that share a vector of integers; where a group has several vectors, they share a scale.
     GROUPS = max(1, BYTES // HALF)
     COLUMNS_OF_GROUP = columns_of_sums(LANES)
     as_bytes, make_factors = pointer_to("int8"), _make_factors_maker(GROUP_SIZE)
-    row_size, digits_size = _make_row_sizes(GROUP_SIZE, OF_DIGITS)
+    row_size, digits_size = _make_row_sizes(GROUP_SIZE, of_numbers)
     tiles_ahead = make_tiles_ahead()
 
     def make_tile(ROWS: int, COLUMNS: int) -> Callable:
@@ -101,14 +103,13 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
             for byte in range(0, whole, BYTES):
                 prefetch_vectors(right, ahead * stride + COLUMNS * byte, BYTES, COLUMNS)
                 total = tile_dot_int4(
-                    total, shift(digits, byte * 2 * OF_DIGITS), size, shift(right, byte), stride,
-                    None, shift(factors, place_of_group(byte // HALF)), GROUPS, OF_DIGITS,
+                    total, shift(digits, byte * PER_BYTE), size, shift(right, byte), stride,
+                    None, shift(factors, place_of_group(byte // HALF)), GROUPS, BITS,
                 )  # fmt: skip
             if whole < count:
                 total = tile_dot_int4(
-                    total, shift(digits, whole * 2 * OF_DIGITS), size, shift(right, whole), stride,
-                    count - whole, shift(factors, place_of_group(whole // HALF)), GROUPS,
-                    OF_DIGITS,
+                    total, shift(digits, whole * PER_BYTE), size, shift(right, whole), stride,
+                    count - whole, shift(factors, place_of_group(whole // HALF)), GROUPS, BITS,
                 )  # fmt: skip
             tile_store_sums(total, sums, width)
 
@@ -130,17 +131,17 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
     )  # fmt: skip
 
 
-def _make_row_sizes(GROUP_SIZE: int, OF_DIGITS: int) -> tuple[Callable, Callable]:
+def _make_row_sizes(GROUP_SIZE: int, of_numbers: Digits) -> tuple[Callable, Callable]:
     """Make ``row_size(depth)`` and ``digits_size(depth)``, in elements of the compute dtype.
 
     Behind the digits of a row, for whole vectors of integers, are the scales of its groups and
     their sums, both with zeros up to whole vectors.
     """
-    LANES = lanes_of(COMPUTE)
+    LANES, BYTES, PER_BYTE = of_numbers.lanes, of_numbers.vector_size, of_numbers.per_byte
 
     @njit
     def digits_size(depth):
-        return round_up(depth // 2, LANE_BYTES * LANES) // LANE_BYTES * 2 * OF_DIGITS
+        return round_up(depth // 2, BYTES) // LANE_BYTES * PER_BYTE
 
     @njit
     def row_size(depth):
@@ -156,10 +157,11 @@ def _make_row_copy(dtype: str, GROUP_SIZE: int) -> Callable:
     it.
     """
     LANES, HALF, number = lanes_of(COMPUTE), GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute
-    BYTES, OF_DIGITS = LANE_BYTES * LANES, DIGITS[dtype]
+    of_numbers = digits_of(NUMBER_BITS[dtype], LANES)
+    BITS, BYTES, PER_BYTE = of_numbers.bits, of_numbers.vector_size, of_numbers.per_byte
     SMALLEST, LARGEST = bits_of_float(SMALLEST_GROUP), bits_of_float(LARGEST_GROUP)
     as_bytes, none, not_a_number = pointer_to("int8"), number(0), number(math.nan)
-    _, digits_size = _make_row_sizes(GROUP_SIZE, OF_DIGITS)
+    _, digits_size = _make_row_sizes(GROUP_SIZE, of_numbers)
 
     @njit
     def copy_row(target, source, stride, depth, row_size):
@@ -173,9 +175,9 @@ def _make_row_copy(dtype: str, GROUP_SIZE: int) -> Callable:
             line, byte = shift(source, group * GROUP_SIZE), group * HALF
             largest = largest_magnitude(line, GROUP_SIZE, LANES)
             if SMALLEST <= largest <= LARGEST:
-                scale, inverse = scale_of_digits(largest, OF_DIGITS)
-                place = shift(digits, byte // BYTES * BYTES * 2 * OF_DIGITS + byte % BYTES)
-                total = store_digits(place, line, GROUP_SIZE, inverse, OF_DIGITS, LANES)
+                scale, inverse = scale_of_integers(largest, BITS)
+                place = shift(digits, byte // BYTES * BYTES * PER_BYTE + byte % BYTES)
+                total = store_digits(place, line, GROUP_SIZE, inverse, BITS, LANES)
                 store(scales, group, scale)
                 store(sums, group, number(total) * scale)
             else:

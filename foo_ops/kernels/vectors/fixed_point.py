@@ -1,41 +1,85 @@
-"""Numbers as integers of several bytes, and their products with integers of 4 bits.
+"""Numbers as integers of 16 or 24 bits, and their products with integers of 4 bits.
 
-A number is digits of base 256, from -128 to 127, the highest first, times a scale that it has in
-common with others, a power of two. Products of digits and of integers of 4 bits are added up
-exactly, four in a lane of 32 bits, and become numbers at the end.
+A number is such an integer times a scale that it has in common with others, a power of two. It is
+kept as digits of base 256, from -128 to 127, the highest first, where the processor adds up four
+products of bytes in a lane of 32 bits (VNNI); elsewhere they are of base 65536, and two products
+are added up. Sums of products are exact, and become numbers at the end.
 """
 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from foo_ops.kernels.compiler.processor import has_byte_dot, has_byte_pairs
+from foo_ops.kernels.compiler.processor import has_byte_dot
 from foo_ops.kernels.vectors.instructions import (
     FLOAT,
-    INT8,
     INT16,
     INT32,
     INT64,
     call_intrinsic,
     constant_of,
     emit_fma,
-    emit_multiply_add,
     emit_shuffle,
     emit_splat,
     suffix,
 )
 from foo_ops.kernels.vectors.memory import emit_load_first, emit_load_vector
 from foo_ops.kernels.vectors.pairs import emit_integer_pair_fma
-from foo_ops.kernels.vectors.values import vector_ir
 
-DIGIT_BITS = 8
 # The bits of a float32 that are not its sign, those of its mantissa, and one of its exponent.
 MAGNITUDE, MANTISSA, EXPONENT_STEP = 0x7FFF_FFFF, 0x007F_FFFF, 0x0080_0000
-_BYTE_DOTS = {4: "ssse3.pmadd.ub.sw.128", 8: "avx2.pmadd.ub.sw", 16: "avx512.pmaddubs.w.512"}
+LANE_BYTES = 4
+"""Of a lane of integers, in which products are added up."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """How numbers lie that are multiplied by integers of 4 bits in vectors of so many lanes.
+
+    The digits of one place belong to ``parts`` vectors, of which each is multiplied by what a shift
+    by 4 more bits brings out of the integers: lower and upper ones in turns, which belong to the
+    first and second half of a group.
+
+    Attributes:
+        bits: of a number.
+        lanes: of 32 bits.
+        size: bytes of a digit.
+    """
+
+    bits: int
+    lanes: int
+    size: int
+
+    @property
+    def places(self) -> int:
+        return -(-self.bits // self.base_bits)
+
+    @property
+    def parts(self) -> int:
+        return 2 * self.size
+
+    @property
+    def per_byte(self) -> int:
+        """How many bytes they take for each byte of integers."""
+        return self.places * self.parts
+
+    @property
+    def base_bits(self) -> int:
+        return 8 * self.size
+
+    @property
+    def vector_size(self) -> int:
+        return LANE_BYTES * self.lanes
+
+
+def digits_of(bits: int, lanes: int) -> Digits:
+    """Return the digits of numbers of 16 or 24 bits that are quickest on the processor."""
+    return Digits(bits, lanes, size=1 if has_byte_dot(lanes) else 2)
 
 
 def bits_of_float(number: float) -> int:
@@ -60,13 +104,13 @@ def largest_magnitude(typing_context, line, count, lanes):
 
 
 @intrinsic(prefer_literal=True)
-def scale_of_digits(typing_context, bits, digits):
-    """Return the power of two that numbers up to one with these bits are so many digits times, and
-    1 over it.
+def scale_of_integers(typing_context, magnitude, bits):
+    """Return the power of two that numbers up to one with this magnitude's bits are integers of so
+    many bits times, and 1 over it.
 
-    The highest digit of the largest is of 64 to 127.
+    The highest 8 bits of the largest integer are 64 to 127.
     """
-    below = DIGIT_BITS * digits.literal_value - 2
+    below = bits.literal_value - 2
 
     def generate(context, builder, signature, args):
         # Of a mantissa of 127 / 64 and more the highest digit would be 128.
@@ -77,152 +121,146 @@ def scale_of_digits(typing_context, bits, digits):
         numbers = (builder.bitcast(it, FLOAT) for it in (scale, inverse))
         return context.make_tuple(builder, signature.return_type, numbers)
 
-    return types.UniTuple(types.float32, 2)(types.int32, digits), generate
+    return types.UniTuple(types.float32, 2)(types.int32, bits), generate
 
 
 @intrinsic(prefer_literal=True)
-def store_digits(typing_context, target, line, count, factor, digits, lanes):
+def store_digits(typing_context, target, line, count, factor, bits, lanes):
     """Round numbers times a factor to integers, store their digits, and return their sum.
 
-    The digits of the first half of ``count`` numbers lie in the order of a vector of bytes, those
-    of the second half behind it, and then come those of the next place: as `tile_dot_int4` reads
-    them. Halves that are shorter than a vector are a part of one.
+    They lie as `Digits` says and `tile_dot_int4` reads them. Where half of ``count`` numbers are
+    fewer than the bytes of a vector, they take a part of one.
     """
-    size, half = 4 * lanes.literal_value, count.literal_value // 2
-    rounding = constant_of(ir.VectorType(INT32, lanes.literal_value), 1 << DIGIT_BITS - 1)
+    half = count.literal_value // 2
 
     def generate(context, builder, signature, args):
         target_pointer, line_pointer, _, scalar, *_ = args
-        words, total = rounding.type, ir.Constant(rounding.type, None)
-        factors = emit_splat(builder, scalar, words.count)
+        digits = digits_of(bits.literal_value, lanes.literal_value)
+        words, vector_size = ir.VectorType(INT32, digits.lanes), digits.vector_size
+        total, factors = ir.Constant(words, None), emit_splat(builder, scalar, words.count)
         for index in range(0, 2 * half, words.count):
             number = emit_load_vector(builder, line.dtype, line_pointer, INT64(index), words.count)
             name = f"llvm.lrint.{suffix(words)}.{suffix(number.type)}"
-            rest = call_intrinsic(builder, name, words, [builder.fmul(number, factors)])
-            total = builder.add(total, rest)
-            vector, inside = divmod(index % half, size)
-            start = 2 * size * digits.literal_value * vector + inside + index // half * size
-            for digit in reversed(range(digits.literal_value)):
-                byte = builder.trunc(rest, ir.VectorType(INT8, words.count))
-                place = builder.gep(target_pointer, [INT64(start + 2 * size * digit)])
-                builder.store(byte, builder.bitcast(place, byte.type.as_pointer()), align=1)
-                # A digit is of -128 to 127: the rest is what is nearest.
-                rest = builder.add(rest, rounding)
-                rest = builder.ashr(rest, constant_of(words, DIGIT_BITS))
+            integers = call_intrinsic(builder, name, words, [builder.fmul(number, factors)])
+            total = builder.add(total, integers)
+            vector, inside = divmod(index % half, vector_size)
+            start = (digits.per_byte * vector + index // half) * vector_size + inside
+            place = builder.gep(target_pointer, [INT64(start)])
+            _store_digits_of_vector(builder, digits, place, integers)
         return call_intrinsic(builder, f"llvm.vector.reduce.add.{suffix(words)}", INT32, [total])
 
-    return types.int32(target, line, count, types.float32, digits, lanes), generate
+    return types.int32(target, line, count, types.float32, bits, lanes), generate
+
+
+def _store_digits_of_vector(
+    builder: ir.IRBuilder, digits: Digits, target: ir.Value, rest: ir.Value
+) -> None:
+    rounding = constant_of(rest.type, 1 << digits.base_bits - 1)
+    for place in reversed(range(digits.places)):
+        for offset in range(digits.size):
+            some = range(offset, digits.lanes, digits.size)
+            numbers = builder.trunc(
+                emit_shuffle(builder, rest, rest, some),
+                ir.VectorType(ir.IntType(digits.base_bits), len(some)),
+            )
+            start = (place * digits.parts + 2 * offset) * digits.vector_size
+            address = builder.gep(target, [INT64(start)])
+            builder.store(numbers, builder.bitcast(address, numbers.type.as_pointer()), align=1)
+        # A digit is from minus half of the base on: the rest is what is nearest.
+        rest = builder.add(rest, rounding)
+        rest = builder.ashr(rest, constant_of(rest.type, digits.base_bits))
 
 
 @intrinsic(prefer_literal=True)
-def tile_dot_int4(typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, digits):
+def tile_dot_int4(typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, bits):
     """Add to tile[i, j] the products of a's i-th row of digits and of integers of b's j-th row,
     times factors.
 
-    A lane takes the integers of its own 32 bits of b, first the lower ones of each byte, and then
-    the upper ones, as digits of a lie: all of the highest, and then the next. As many adjacent
-    lanes as there are to one of ``groups`` share a factor. Those of tile[i, j] are
-    ``i * columns + j`` vectors of factors on, of which the first ones are taken. ``count`` is how
-    many bytes of b there are, or None for a whole vector. Strides are in bytes.
+    A lane takes the integers of its own 32 bits of b. As many adjacent lanes as there are to one of
+    ``groups`` share a factor. Those of tile[i, j] are ``i * columns + j`` vectors of factors on, of
+    which the first ones are taken. ``count`` is how many bytes of b there are, or None for a whole
+    vector. Strides are in bytes.
     """
     rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
     sharing = [lane * groups.literal_value // lanes for lane in range(lanes)]
-    size, words = 4 * lanes, ir.VectorType(INT32, lanes)
     is_whole = isinstance(count, types.NoneType)
 
-    def load_halves(builder, pointer, index, given):
+    def load_integers(builder, digits, pointer, given):
         if is_whole:
-            both = emit_load_vector(builder, b.dtype, pointer, index, size)
+            both = emit_load_vector(builder, b.dtype, pointer, INT64(0), digits.vector_size)
         else:
-            both = emit_load_first(builder, b.dtype, builder.gep(pointer, [index]), given, size)
-        # No processor shifts bytes.
-        both, mask = builder.bitcast(both, words), constant_of(words, 0x0F0F0F0F)
-        upper = builder.lshr(both, constant_of(words, 4))
-        return [builder.and_(half, mask) for half in (both, upper)]
+            both = emit_load_first(builder, b.dtype, pointer, given, digits.vector_size)
+        return _split_integers(builder, digits, both)
 
-    def dot_row(builder, integers, pointer, start):
-        totals = [ir.Constant(words, None)] * columns
-        for digit in range(digits.literal_value):
-            if digit:
-                up = constant_of(words, DIGIT_BITS)
-                totals = [builder.shl(total, up) for total in totals]
-            places = (builder.add(start, INT64((2 * digit + half) * size)) for half in range(2))
-            parts = [emit_load_vector(builder, a.dtype, pointer, it, size) for it in places]
-            parts = [builder.bitcast(part, words) for part in parts]
-            totals = emit_nibble_dots(builder, integers, parts, totals)
-        return totals
+    def add_product(builder, total, product, pointer, position):
+        # A whole vector, which the instruction that shuffles reads from memory itself.
+        factor = emit_load_vector(builder, factors.dtype, pointer, INT64(position * lanes), lanes)
+        factor = emit_shuffle(builder, factor, factor, sharing)
+        return emit_fma(builder, builder.sitofp(product, factor.type), factor, total)
 
     def generate(context, builder, signature, args):
         result, a_pointer, a_step, b_pointer, b_step, given, factors_pointer, *_ = args
-        integers = [
-            load_halves(builder, b_pointer, builder.mul(b_step, INT64(column)), given)
-            for column in range(columns)
-        ]
+        digits = digits_of(bits.literal_value, lanes)
+        lines = [builder.gep(b_pointer, [builder.mul(b_step, INT64(it))]) for it in range(columns)]
+        integers = [load_integers(builder, digits, line, given) for line in lines]
         for row in range(rows):
-            products = dot_row(builder, integers, a_pointer, builder.mul(a_step, INT64(row)))
+            line = builder.gep(a_pointer, [builder.mul(a_step, INT64(row))])
+            products = _dot_columns(builder, digits, a.dtype, line, integers)
             for position, product in enumerate(products, row * columns):
-                # A whole vector, which the instruction that shuffles reads from memory itself.
-                index = INT64(position * lanes)
-                factor = emit_load_vector(builder, factors.dtype, factors_pointer, index, lanes)
-                factor = emit_shuffle(builder, factor, factor, sharing)
-                number = builder.sitofp(product, vector_ir(tile.vector))
                 total = builder.extract_value(result, position)
-                total = emit_fma(builder, number, factor, total)
+                total = add_product(builder, total, product, factors_pointer, position)
                 result = builder.insert_value(result, total, position)
         return result
 
-    arguments = (tile, a, types.intp, b, types.intp, count, factors, groups, digits)
+    arguments = (tile, a, types.intp, b, types.intp, count, factors, groups, bits)
     return tile(*arguments), generate
 
 
-def emit_nibble_dots(
+def _split_integers(builder: ir.IRBuilder, digits: Digits, both: ir.Value) -> list[ir.Value]:
+    """Return integers of 4 bits as parts of vectors, each as long as a digit."""
+    # No processor shifts bytes.
+    halves = ir.VectorType(INT16, 2 * digits.lanes)
+    both, mask = (
+        builder.bitcast(both, halves),
+        constant_of(halves, 0x0F0F if digits.size == 1 else 15),
+    )
+    shifted = (builder.lshr(both, constant_of(halves, 4 * part)) for part in range(digits.parts))
+    words = ir.VectorType(INT32, digits.lanes)
+    return [builder.bitcast(builder.and_(part, mask), words) for part in shifted]
+
+
+def _dot_columns(
     builder: ir.IRBuilder,
+    digits: Digits,
+    dtype: str,
+    line: ir.Value,
     columns: list[list[ir.Value]],
-    digits: list[ir.Value],
-    totals: list[ir.Value],
 ) -> list[ir.Value]:
-    """Add the products of four bytes each to a lane of each column's total: of its integers of 4
-    bits, in two halves, and of the digits of these.
-    """
-    lanes = totals[0].type.count
-    if has_byte_dot(lanes):
-        # Column by column, so that a product need not wait for the one before it: processors look
-        # for others only so far ahead (1.04 to 1.24 times as fast on a Zen 4).
-        name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
-        for half, digit in enumerate(digits):
+    """Return the sums of products of a row's digits and of each column's integers."""
+    words = ir.VectorType(INT32, digits.lanes)
+    totals = [ir.Constant(words, None)] * len(columns)
+    for place in range(digits.places):
+        if place:
+            up = constant_of(words, digits.base_bits)
+            totals = [builder.shl(total, up) for total in totals]
+        for part in range(digits.parts):
+            index = INT64((place * digits.parts + part) * digits.vector_size)
+            digit = emit_load_vector(builder, dtype, line, index, digits.vector_size)
+            digit = builder.bitcast(digit, words)
+            # Column by column, so that a product need not wait for the one before it: processors
+            # look for others only so far ahead (1.04 to 1.24 times as fast on a Zen 4).
             totals = [
-                call_intrinsic(builder, name, total.type, [total, column[half], digit])
+                _emit_dot(builder, digits, column[part], digit, total)
                 for column, total in zip(columns, totals, strict=True)
             ]
-        return totals
-    emit = _emit_byte_pairs if has_byte_pairs(lanes) else _emit_bytes
-    return [
-        emit(builder, column, digits, total) for column, total in zip(columns, totals, strict=True)
-    ]
+    return totals
 
 
-def _emit_byte_pairs(
-    builder: ir.IRBuilder, integers: list[ir.Value], digits: list[ir.Value], total: ir.Value
+def _emit_dot(
+    builder: ir.IRBuilder, digits: Digits, integers: ir.Value, digit: ir.Value, total: ir.Value
 ) -> ir.Value:
-    lanes = total.type.count
-    # 16 bits have room for 17 times two such products.
-    halves, ones = ir.VectorType(INT16, 2 * lanes), constant_of(total.type, 0x00010001)
-    sums = ir.Constant(halves, None)
-    for pair in zip(integers, digits, strict=True):
-        bytes_ = [builder.bitcast(it, ir.VectorType(INT8, 4 * lanes)) for it in pair]
-        name = f"llvm.x86.{_BYTE_DOTS[lanes]}"
-        sums = builder.add(sums, call_intrinsic(builder, name, halves, bytes_))
-    return emit_integer_pair_fma(builder, builder.bitcast(sums, total.type), ones, total)
-
-
-def _emit_bytes(
-    builder: ir.IRBuilder, integers: list[ir.Value], digits: list[ir.Value], total: ir.Value
-) -> ir.Value:
-    top = constant_of(total.type, 24)
-    for integer_bytes, digit_bytes in zip(integers, digits, strict=True):
-        for byte in range(4):
-            up = constant_of(total.type, 24 - 8 * byte)
-            integer = builder.lshr(builder.shl(integer_bytes, up), top)
-            digit = builder.ashr(builder.shl(digit_bytes, up), top)
-            total = emit_multiply_add(builder, integer, digit, total)
-    return total
+    """Add the products of four bytes to a lane, or of two digits of two bytes."""
+    if digits.size == 2:
+        return emit_integer_pair_fma(builder, integers, digit, total)
+    name = f"llvm.x86.avx512.vpdpbusd.{32 * digits.lanes}"
+    return call_intrinsic(builder, name, total.type, [total, integers, digit])
