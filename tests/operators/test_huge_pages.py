@@ -120,6 +120,7 @@ def test_large_results_ask_for_huge_pages(name):
 
 def test_given_results_get_no_advice():
     out = torch.empty(ELEMENTS)
-    torch.ops.foo.abs.out(torch.ones(ELEMENTS), out=out)
+    # Memory that had another result before, among thousands of tests, may have its advice.
     flags = advice_at_middle(out)
-    assert "hg" not in flags
+    torch.ops.foo.abs.out(torch.ones(ELEMENTS), out=out)
+    assert advice_at_middle(out) == flags
