@@ -1,6 +1,7 @@
 """Large results lie in huge pages, so that the first touch of their memory costs little."""
 
 import functools
+import mmap
 from pathlib import Path
 
 import pytest
@@ -119,8 +120,9 @@ def test_large_results_ask_for_huge_pages(name):
 
 
 def test_given_results_get_no_advice():
-    out = torch.empty(ELEMENTS)
-    # Memory that had another result before, among thousands of tests, may have its advice.
-    flags = advice_at_middle(out)
+    # A mapping of its own: memory that had another result before may have its advice.
+    memory = mmap.mmap(-1, 4 * ELEMENTS, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    out = torch.frombuffer(memory, dtype=torch.float32)
     torch.ops.foo.abs.out(torch.ones(ELEMENTS), out=out)
-    assert advice_at_middle(out) == flags
+    flags = advice_at_middle(out)
+    assert "hg" not in flags

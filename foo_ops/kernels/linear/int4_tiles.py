@@ -193,8 +193,7 @@ def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
 
     The factors are the scales of weights times those of each row of the left matrix, which are a
     stride apart: a vector for each sum, and then those of the next groups. The offsets are -scale *
-    zero of weights. Those of columns ``ahead`` are brought
-    to the second cache.
+    zero of weights. Those of columns ``ahead`` are brought to the second cache.
     """
     LANES, none = lanes_of(COMPUTE), ELEMENTS[COMPUTE].compute(0)
 
