@@ -1,5 +1,7 @@
 """The functions of flash_attn in graphs without a break, of one size and of any."""
 
+import re
+
 import pytest
 import torch
 from support.flash_attn_exact import make
@@ -111,6 +113,58 @@ def moved(given, device):
     return {
         name: it.to(device) if isinstance(it, torch.Tensor) else it for name, it in given.items()
     }
+
+
+REFUSED = {
+    "length": (
+        {"cache_seqlens": lengths(5, 0, 14)},
+        "cache_seqlens must be in [0, 13], since the cache has 20 positions, got 14",
+    ),
+    "row": (
+        {"cache_batch_idx": lengths(2, 0, 5)},
+        "cache_batch_idx must be in [0, 4], since k_cache has 5 rows, got 5",
+    ),
+    "padding": (
+        {"cache_leftpad": lengths(1, 8, 7)},
+        "cache_leftpad must be in [0, 7], since the keys in the cache are so many, got 8",
+    ),
+    "block": (
+        {"block_table": torch.tensor([[14, -1, 2, 13, 4], [3, 0, 5, 6, 7], [8, 9, 10, 11, 12]])},
+        "block_table must be in [0, 14], since k_cache has 15 rows, got -1",
+    ),
+    "block that is read": (
+        {"block_table": torch.tensor([[13, 1, 2, 14, 4], [3, 0, 5, 6, 7], [15, 9, 10, 11, 12]])},
+        "block_table must be in [0, 14], since k_cache has 15 rows, got 15",
+    ),
+    "angles": (
+        {"rotary_cos": torch.ones(15, 4), "rotary_sin": torch.ones(15, 4)},
+        "cache_seqlens must be in [0, 8], since rotary_cos has 15 positions, got 9",
+    ),
+}
+IN_ORDER = [("eager", name) for name in REFUSED]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), [*IN_ORDER, ("inductor", "padding"), ("inductor", "block that is read")]
+)
+def test_what_a_graph_refuses_is_not_written(backend, name, device):
+    """These backends write where a program writes, and not at its end."""
+    torch.compiler.reset()
+    changes, message = REFUSED[name]
+    arguments = appended_to_pages if "block_table" in changes else appended
+    given = moved(arguments(7) | changes, device)
+    if "cache_batch_idx" in changes:
+        given["k_cache"], given["v_cache"] = (
+            torch.cat([given[it], given[it][:2]]) for it in ("k_cache", "v_cache")
+        )
+    before = [given[it].clone() for it in ("k_cache", "v_cache")]
+    graph = torch.compile(flash_attn.flash_attn_with_kvcache, backend=backend, fullgraph=True)
+    message = rf"\Aflash_attn_with_kvcache: {re.escape(message)}\Z"
+    for function in (graph, flash_attn.flash_attn_with_kvcache):
+        with pytest.raises(ValueError, match=message):
+            function(**given)
+        assert given["k_cache"].equal(before[0])
+        assert given["v_cache"].equal(before[1])
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

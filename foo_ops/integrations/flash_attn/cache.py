@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foo_ops.integrations.flash_attn.cache_lengths import checked_lengths
 from foo_ops.integrations.flash_attn.options import EVERYTHING, Options, Window, require_four
 from foo_ops.library.dtypes import dtype_name
 from foo_ops.ops.attention_varlen import check_inputs
@@ -39,8 +40,7 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append new keys and values to a cache in place, and attend to all of it. No gradients.
 
-    Where an error is raised nothing is written. In a compiled graph each operator checks what it
-    uses: new keys are written before an error tells of others that cannot be read.
+    Where an error is raised nothing is written, in a compiled graph, too.
 
     Args:
         q: (B, Sq, H, D).
@@ -83,9 +83,11 @@ def flash_attn_with_kvcache(
         cache = _Cache.of(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
         new = _checked_new(k, v, cache, q, cache_seqlens)
         tables = _checked_tables(rotary_cos, rotary_sin, new)
-        filled = _filled(cache_seqlens, q, cache)
         count = 0 if new is None else new[0].shape[1]
-        _check_before_writing(q, filled, count, cache, tables, options)
+        filled = cache.checked(_filled(cache_seqlens, q, cache), count, q.shape[1], tables)
+        if not torch.compiler.is_compiling():
+            # In a graph the fake kernel refuses the same when it is made.
+            cache.check_attention(q, filled, options)
         if new is not None:
             if tables is not None:
                 is_local = causal or any(bound >= 0 for bound in window_size)
@@ -104,14 +106,14 @@ class _Cache(NamedTuple):
     Attributes:
         keys, values: (num_blocks, block_size, Hkv, D).
         blocks: (B, blocks) int64, those of each sequence.
-        name: of the argument that tells them.
+        is_paged: whether block_table tells them, else cache_batch_idx.
         leftpad: (B,) int64, or None.
     """
 
     keys: Tensor
     values: Tensor
     blocks: Tensor
-    name: str
+    is_paged: bool
     leftpad: Tensor | None
 
     @classmethod
@@ -137,9 +139,9 @@ class _Cache(NamedTuple):
         if block_table is not None:
             columns = block_table.shape[-1] if block_table.dim() else 0
             _require_integers("block_table", block_table, (len(q), columns))
-            return cls(k_cache, v_cache, block_table.long(), "block_table", pad)
+            return cls(k_cache, v_cache, block_table.long(), True, pad)
         rows = torch.arange(len(q), device=q.device) if batch_idx is None else batch_idx.long()
-        return cls(k_cache, v_cache, rows[:, None], "cache_batch_idx", pad)
+        return cls(k_cache, v_cache, rows[:, None], False, pad)
 
     @property
     def block_size(self) -> int:
@@ -153,10 +155,19 @@ class _Cache(NamedTuple):
         """Return the blocks of a sequence's positions (B, n), and the rows in them."""
         return self.blocks.gather(1, positions // self.block_size), positions % self.block_size
 
-    def used_blocks(self, filled: Tensor) -> Tensor:
-        """Return the blocks, (n,), in which so many positions (B,) are. Others may be anything."""
-        starts = torch.arange(self.blocks.shape[1], device=filled.device) * self.block_size
-        return self.blocks[starts < filled[:, None]]
+    def checked(self, filled: Tensor, new: int, queries: int, tables: Tables | None) -> Tensor:
+        """Return so many filled positions (B,), and refuse what is in no block and no table."""
+        return checked_lengths(
+            filled,
+            self.blocks,
+            self.leftpad,
+            new=new,
+            queries=queries,
+            block_size=self.block_size,
+            num_blocks=self.keys.shape[0],
+            positions=-1 if tables is None else tables[0].shape[0],
+            is_paged=self.is_paged,
+        )
 
     def append(self, filled: Tensor, k: Tensor, v: Tensor) -> None:
         torch.ops.foo.cache_append.default(self.keys, self.values, k, v, filled, self.blocks)
@@ -270,50 +281,3 @@ def _filled(cache_seqlens: int | Tensor | None, q: Tensor, cache: _Cache) -> Ten
             f"{NAME}: cache_seqlens must be an int or a tensor, got {type(filled).__name__}"
         )
     return torch.full((len(q),), filled, device=q.device)
-
-
-def _check_before_writing(
-    q: Tensor,
-    filled: Tensor,
-    count: int,
-    cache: _Cache,
-    tables: Tables | None,
-    options: Options,
-) -> None:
-    """Refuse what operators would refuse once new keys are in the cache.
-
-    In a graph that is left to them: they check shapes when it is made, and numbers when it runs.
-    """
-    if torch.compiler.is_compiling():
-        return
-    _check_values(filled, count, cache, q.shape[1], tables)
-    cache.check_attention(q, filled, options)
-
-
-def _check_values(
-    filled: Tensor, count: int, cache: _Cache, queries: int, tables: Tables | None
-) -> None:
-    """Refuse places that are not there."""
-    room = cache.capacity - count
-    _require_range("cache_seqlens", filled, 0, room, f"the cache has {cache.capacity} positions")
-    if tables is not None:
-        known = len(tables[0])
-        room = known - max(count, queries)
-        _require_range("cache_seqlens", filled, 0, room, f"rotary_cos has {known} positions")
-    if cache.leftpad is not None:
-        reason = "the keys in the cache are so many"
-        # One by one: each sequence has its own number of keys.
-        for pad, keys in zip(cache.leftpad, (filled + count).tolist()):
-            _require_range("cache_leftpad", pad[None], 0, keys, reason)
-    last = len(cache.keys) - 1
-    used = cache.used_blocks(filled + count)
-    _require_range(cache.name, used, 0, last, f"k_cache has {last + 1} rows")
-
-
-def _require_range(name: str, tensor: Tensor, least: int, most: int, reason: str) -> None:
-    outside = tensor[(tensor < least) | (tensor > most)]
-    if outside.numel():
-        raise ValueError(
-            f"{NAME}: {name} must be in [{least}, {most}], since {reason}, "
-            f"got {int(outside.flatten()[0])}"
-        )
