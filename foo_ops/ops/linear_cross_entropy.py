@@ -85,7 +85,8 @@ def linear_cross_entropy(
         The loss in nats, float32 (float64 for float64). Logits are not rounded to half precision.
         Has gradients for hidden, weight and bias, also through logsumexp, of every order. Those of
         half precision are summed up in float32 and rounded once. The result does not depend on the
-        number of threads.
+        number of threads. A row with a logit of +inf has NaN for its loss and its gradients, as in
+        torch.nn.functional.cross_entropy, and inf for its logsumexp.
 
     Raises:
         ValueError, TypeError: for shapes, dtypes and options that do not fit.

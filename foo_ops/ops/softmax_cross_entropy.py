@@ -75,7 +75,9 @@ def softmax_cross_entropy(
 
     Returns:
         The loss, float32 (float64 for float64 logits), which is more than half precision could
-        hold of it. Has a gradient for logits, also through logsumexp.
+        hold of it. Has a gradient for logits, also through logsumexp. A row with a logit of +inf
+        has NaN for its loss and its gradients, as in torch.nn.functional.cross_entropy, and inf for
+        its logsumexp.
 
     Raises:
         ValueError, TypeError: for shapes, dtypes and options that do not fit.
@@ -184,8 +186,9 @@ def forward_kernel(
                     values = language.accumulate(values, x[i] - shift)
             total = total * language.exp(largest - shift) + chunk
             largest, plain = peak, plain + values
-        rest = math.log(total) if largest != math.inf else 0.0
-        logsumexp.flat[row] = largest + rest
+        # Of a row with an infinite logit it is NaN, and so is the loss.
+        rest = math.log(total)
+        logsumexp.flat[row] = largest if largest == math.inf else largest + rest
         label = target.flat[row]
         value = 0.0
         if label != ignore_index:
@@ -238,6 +241,9 @@ def make_backward_kernel(is_part: bool) -> library.TileKernel:
                 scale = scale + grad_logsumexp.flat[row]
             each = language.cast(label_smoothing * slope / size, logits)
             shift = logsumexp.flat[row]
+            if shift == math.inf:
+                # Such a row has no probabilities: not one of them is a number.
+                shift = language.cast(math.nan, logits)
             if not is_part and LARGE < abs(shift) < math.inf:
                 total = language.zero(logits)
                 for i in range(size):

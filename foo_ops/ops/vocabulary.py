@@ -120,6 +120,8 @@ def forward(
     def lifted(loss: Tensor, is_counted: Tensor) -> Tensor:
         """Replace the process's logsumexp in its losses by that of all classes."""
         whole = (loss + (logsumexp - its_sum)).where(its_sum > -torch.inf, torch.inf)
+        # Infinite logits of any process leave no loss.
+        whole = whole.where(logsumexp != torch.inf, torch.nan)
         return whole.where(is_counted, 0.0)
 
     share = (1.0 - label_smoothing) * lifted(loss, own)

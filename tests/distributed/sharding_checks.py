@@ -57,7 +57,9 @@ def assert_as_one_process(function, tensors, mesh, placements):
     results, gradients = differentiated(function, distributed)
     assert all(isinstance(it, DTensor) for it in (*results, *gradients))
     for mine, theirs in zip((results, gradients), expected, strict=True):
-        torch.testing.assert_close(whole(mine), list(theirs), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(
+            whole(mine), list(theirs), rtol=1e-11, atol=1e-11, equal_nan=True
+        )
     return results
 
 

@@ -43,6 +43,14 @@ def each():
     function, (logits, target), placements = losses(10)[0]
     logits[..., 5:] = -torch.inf
     yield function, [logits, target % 5], placements
+    # A row has an infinite logit, which is not its target, in one process.
+    for smoothing in (0.0, 0.3):
+        cases = losses(10, reduction="none", label_smoothing=smoothing)
+        for place, (function, tensors, placements) in enumerate(cases[:3:2]):
+            tensors[-1 if place else 0][..., 7] = torch.inf
+            target = tensors[1 + place]
+            tensors[1 + place] = target.where(target != 7, 1)
+            yield function, tensors, placements
 
 
 def on_classes():

@@ -166,6 +166,31 @@ def test_logsumexp_on_request():
     assert_near(logsumexp, logits.logsumexp(-1))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("places", [(2,), (30, 590), (599,)], ids=str)
+def test_a_row_with_an_infinite_logit(places, records, smoothing, device):
+    """As in torch, it has neither a loss nor gradients, whether or not exponentials are kept."""
+    hidden, weight, target, _ = draw(40, 3, 600, torch.float64)
+    # All other logits of the row are -inf.
+    hidden[1, 0], hidden[39, 0], weight[:, 0] = torch.inf, torch.inf, -1.0
+    weight[list(places), 0], target[39] = 1.0, places[0]
+    exact = [it.requires_grad_(it.is_floating_point()) for it in (hidden, weight, target)]
+    ours = [it.detach().to(torch.float32 if it.is_floating_point() else it.dtype) for it in exact]
+    ours = [it.to(device).requires_grad_(records and it.is_floating_point()) for it in ours]
+    options = {"reduction": "none", "label_smoothing": smoothing}
+    expected = F.cross_entropy(F.linear(*exact[:2]), target, **options)
+    loss, logsumexp = foo_ops.linear_cross_entropy(*ours, return_logsumexp=True, **options)
+    assert expected.isnan().nonzero().flatten().tolist() == [1, 39]
+    assert logsumexp.isinf().nonzero().flatten().tolist() == [1, 39]
+    near = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5, equal_nan=True)
+    near(loss.cpu().double(), expected)
+    if records:
+        gradients = torch.autograd.grad(loss.sum(), ours[:2])
+        for own, exactly in zip(gradients, torch.autograd.grad(expected.sum(), exact[:2])):
+            near(own.cpu().double(), exactly)
+
+
 def test_a_row_with_infinity_and_nan():
     """No infinity hides a NaN, wherever the two are."""
     hidden, weight = torch.ones(1, 1), torch.zeros(600, 1)

@@ -64,7 +64,7 @@ def test_sizes_around_those_of_blocks(dtype):
 
 
 def test_an_infinite_logit(device):
-    """Only its own class is not a number, as where logits are computed anew."""
+    """Nothing is a number, as where logits are computed anew."""
     hidden, weight, target, bias = draw(8, 8, 300, device=device)
     bias[270] = torch.inf
     tensors = [it.requires_grad_() for it in (hidden, weight, bias)]
@@ -73,7 +73,7 @@ def test_an_infinite_logit(device):
         loss = operator(*tensors[:2], target, bias)[0]
         found.append(torch.autograd.grad(loss, tensors[1:], torch.ones_like(loss)))
     for ours, expected in zip(*found):
-        assert ours.isnan().any(-1).sum() <= 1
+        assert ours.isnan().all()
         torch.testing.assert_close(ours, expected, equal_nan=True)
 
 

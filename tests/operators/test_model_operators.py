@@ -222,6 +222,33 @@ def test_reductions_are_those_of_torch(reduction, options):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("places", [(0,), (2,), (0, 2), (1499,), (2, 1499)], ids=str)
+def test_an_infinite_logit(places, smoothing, device):
+    """As in torch, its row has neither a loss nor a gradient, whatever the target."""
+    logits = torch.randn(3, 1500, dtype=torch.float64)
+    logits[1, list(places)], logits[1, 7] = torch.inf, -torch.inf
+    ours = logits.float().to(device)
+    found, target = [], torch.tensor([1, 0, 2])
+    for x, function, keywords in (
+        (logits, F.cross_entropy, {}),
+        (ours, foo_ops.softmax_cross_entropy, {"return_logsumexp": True}),
+    ):
+        result = function(
+            x.requires_grad_(),
+            target.to(x.device),
+            reduction="none",
+            label_smoothing=smoothing,
+            **keywords,
+        )
+        loss, logsumexp = result if keywords else (result, x.logsumexp(-1))
+        (gradient,) = torch.autograd.grad(loss.sum(), x)
+        found.append([it.detach().cpu().double() for it in (loss, logsumexp, gradient)])
+    assert found[0][0].isnan().tolist() == [False, True, False]
+    assert found[0][2].isnan().all(-1).tolist() == [False, True, False]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 def test_the_mean_of_nothing():
     target = torch.full((3,), -100)
     assert foo_ops.softmax_cross_entropy(torch.zeros(3, 4), target).isnan()

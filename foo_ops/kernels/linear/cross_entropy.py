@@ -222,6 +222,9 @@ def make_loss_kernel(dtype: str) -> Kernel:
             if load(parameters.target, row) != parameters.ignore_index:
                 # Differences come first: beside a large logit nothing is left of the logarithm.
                 difference = largest - load(parameters.loss, row)
+                if largest == compute(math.inf):
+                    # As in softmax: beside an infinite logit nothing has a probability.
+                    rest = compute(math.nan)
                 loss = rest + (compute(1.0) - smoothing) * difference
                 if parameters.label_smoothing != 0.0:
                     loss -= smoothing * plain / compute(parameters.columns)

@@ -76,8 +76,13 @@ def make_gradient_kernel(dtype: str) -> Kernel:
         """Return what turns the exponentials of a row into probabilities."""
         index = block.column_start // parameters.block_columns * parameters.kept_rows + row
         base = load(parameters.bases, index)
-        # Infinities have no difference. Those of finite logits beside one are zero.
-        return compute(1.0) if base == compute(math.inf) == logsumexp else exp(base - logsumexp)
+        return exp(base - logsumexp)
+
+    @njit
+    def base_of(parameters, row):
+        """Return the logsumexp of a row, or NaN where infinite logits have no probabilities."""
+        result = load(parameters.logsumexp, row)
+        return compute(math.nan) if result == compute(math.inf) else result
 
     @njit
     def slopes(parameters, row, label):
@@ -110,7 +115,7 @@ def make_gradient_kernel(dtype: str) -> Kernel:
             target = load(parameters.target, row)
             slope, scale = slopes(parameters, row, target)
             each = compute(parameters.label_smoothing) * slope / compute(parameters.columns)
-            base, label = load(parameters.logsumexp, row), target - block.column_start
+            base, label = base_of(parameters, row), target - block.column_start
             if is_kept:
                 scale *= share_of_kept(parameters, block, row, base)
             place = row * parameters.grad_logits_row_stride
