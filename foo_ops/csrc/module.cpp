@@ -21,6 +21,7 @@
 #include "launch/autograd.h"
 #include "launch/kernel_table.h"
 #include "launch/math_bits.h"
+#include "launch/nested_tensors.h"
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
 #include "launch/parameter.h"
@@ -28,6 +29,7 @@
 #include "memory_bindings.h"
 #include "ops/bounds.h"
 #include "ops/elementwise.h"
+#include "ops/tensor_lists.h"
 #include "ops/tile.h"
 #include "ops/values.h"
 #include "python/arguments.h"
@@ -111,12 +113,12 @@ void bind_kernels(py::module_& module) {
                  return types.results;
                }),
            py::arg("arguments"))
-      .def("check_shapes",
+      .def("check_targets",
            torch::wrap_pybind_function([](const Elementwise& elementwise,
                                           const std::vector<std::optional<at::Tensor>>& arguments,
                                           const std::vector<c10::SymInt>& sizes) {
              const std::vector<c10::IValue> values(arguments.begin(), arguments.end());
-             elementwise.check_shapes(values, sizes);
+             elementwise.check_targets(values, sizes);
            }),
            py::arg("arguments"), py::arg("sizes"))
       .def("register_for", [](Elementwise& elementwise, const std::string& key) {
@@ -127,6 +129,12 @@ void bind_kernels(py::module_& module) {
                                             const std::vector<Parameter>& parameters,
                                             const py::list& arguments) {
                foo::check_tile_values(name, parameters, foo::values_of(arguments));
+             }));
+  module.def("check_written_memory",
+             torch::wrap_pybind_function([](const std::string& name,
+                                            const std::vector<Parameter>& parameters,
+                                            const py::list& arguments) {
+               const foo::SharedMemory memory(name, parameters, foo::values_of(arguments));
              }));
   module.def("register_tile",
              [](const std::string& operator_name, const std::string& key, const std::string& kernel,
@@ -193,6 +201,9 @@ void bind_autograd(py::module_& module) {
              [] { return Registration(foo::aten::replace_flash_attention_of_cpu()); });
   module.def("resolve_math_bits",
              [](const std::string& name) { return Registration(foo::resolve_math_bits(name)); });
+  module.def("refuse_nested_tensors", [](const std::string& name) {
+    return Registration(foo::refuse_nested_tensors(name));
+  });
   module.def(
       "count_versions",
       [](const std::string& name) { return Registration(foo::count_versions(name)); }, name);

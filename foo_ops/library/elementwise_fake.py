@@ -37,7 +37,7 @@ def make_fake(
         types = elementwise.result_types([given.get(p.name) for p in parameters])
         if outputs:
             shape = _broadcast_shape(inputs)
-            elementwise.check_shapes(tensors, shape)
+            elementwise.check_targets(tensors, shape)
             results = [
                 output if output.shape == shape else output.resize_(shape) for output in outputs
             ]

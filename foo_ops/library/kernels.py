@@ -80,6 +80,7 @@ class NumbaKernel(abc.ABC):
         launcher = self.launcher(operator, parameters)
         for key in keys:
             keep(launcher.register_for(key), lib)
+        keep(_C.refuse_nested_tensors(operator.name()), lib)
         if operator._schema.is_mutable:
             keep(_C.count_versions(operator.name()), lib)
             keep(_C.resolve_math_bits(operator.name()), lib)

@@ -41,8 +41,13 @@ def _fake_of_out(operator: torch._ops.OpOverload, parameters: Sequence[Parameter
         results = functional(*args, **kwargs)
         results = (results,) if len(targets) == 1 else results
         for out, target, result in zip(outs, targets, results):
-            others = [x for x in tensors if x is not None and x is not target]
+            others = [x for p, x in zip(parameters, tensors) if x is not None and p.name != out]
             _C.check_out(name, out, target, result, others)
+        for out, target, result in zip(outs, targets, results):
+            if target.shape != result.shape:
+                # It is resized, and then alone in its memory.
+                given[out] = None
+        _C.check_written_memory(name, taken, [given.get(p.name) for p in parameters])
         for target, result in zip(targets, results):
             if target.shape != result.shape:
                 target.resize_(result.shape)
@@ -70,6 +75,7 @@ def _functional(
 
 def _fake_in_place(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> Fake:
     name, names = short_name(operator), [p.name for p in parameters]
+    taken = [cpp_parameter(parameter) for parameter in parameters]
     written = [p.name for p in parameters if p.role == "in place"]
     count = len(operator._schema.returns)
 
@@ -95,6 +101,7 @@ def _fake_in_place(operator: torch._ops.OpOverload, parameters: Sequence[Paramet
                     f"got {list(target.shape)}"
                 )
             _C.check_out(name, argument, target, result, [])
+        _C.check_written_memory(name, taken, [given.get(argument) for argument in names])
         targets = [given[argument] for argument in written[:count]]
         return targets[0] if count == 1 else tuple(targets) or None
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from foo_ops import library
 
@@ -229,6 +230,10 @@ def test_lists_that_cannot_be_written(device):
         with pytest.raises(RuntimeError, match=rf"\Aadam_: {re.escape(message)}"):
             adam_(*lists, lr=0.1)
         assert all((it == 1).all() for it in (x, y, z, other))
+        with FakeTensorMode() as mode:
+            fakes = [[mode.from_tensor(it) for it in each] for each in lists]
+            with pytest.raises(RuntimeError, match=rf"\Aadam_: {re.escape(message)}"):
+                adam_(*fakes, lr=0.1)
 
 
 def test_lists_on_two_devices():

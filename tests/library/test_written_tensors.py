@@ -107,6 +107,17 @@ def refused(error, message, call, *tensors, memory=()):
         for tensor, (values, *layout) in zip(watched, before):
             assert [tensor.shape, tensor.stride()] == layout
             assert torch.equal(tensor, values)
+    if "memory" in message:
+        refused_of_fakes(error, message, call, *tensors)
+
+
+def refused_of_fakes(error, message, call, *tensors):
+    """Fake tensors of one storage tell what shares memory."""
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in tensors]
+        with pytest.raises(error, match=rf"\A{re.escape(message)}"):
+            call(*fakes)
+    assert [x.shape for x in fakes] == [x.shape for x in tensors]
 
 
 def out_of(operator):

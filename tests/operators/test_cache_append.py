@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import foo_ops
 
@@ -149,6 +150,69 @@ def test_errors_of_fake_tensors(name):
         given = {key: mode.from_tensor(it) for key, it in arguments(**changes).items()}
         with pytest.raises(error, match=re.escape(f"cache_append: {message}")):
             foo_ops.cache_append(**given)
+
+
+def sharing():
+    """Return changes to arguments that let caches share memory, and what is said of them."""
+    cache, wide, elements = torch.zeros(2, 3, 8, 4), torch.zeros(2, 3, 8, 6), torch.zeros(100)
+    value = {"value": torch.ones(2, 3, 2, 4)}
+    apart = (
+        "value_cache is written, and must not share memory with key_cache, which is written, too"
+    )
+    alone = "{} is written, and must not have elements that share memory"
+    return {
+        "one": ({"key_cache": cache, "value_cache": cache} | value, apart),
+        "views": ({"key_cache": cache, "value_cache": cache[:]} | value, apart),
+        "slices": ({"key_cache": wide[..., :4], "value_cache": wide[..., 1:]}, apart),
+        "expanded": ({"key_cache": cache[:1].expand(2, -1, -1, -1)}, alone.format("key_cache")),
+        "expanded value": (
+            {"value_cache": torch.zeros(2, 3, 8, 1).expand(-1, -1, -1, 5)},
+            alone.format("value_cache"),
+        ),
+        "windows": (
+            {"key_cache": elements.as_strided((2, 3, 8, 4), (9, 3, 1, 2))},
+            alone.format("key_cache"),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", sharing())
+def test_caches_that_share_memory(name):
+    changes, message = sharing()[name]
+    refused(RuntimeError, f"cache_append: {message}", arguments(**changes))
+
+
+@pytest.mark.parametrize("is_symbolic", [False, True])
+@pytest.mark.parametrize("name", sharing())
+def test_fake_caches_that_share_memory(name, is_symbolic):
+    changes, message = sharing()[name]
+    if is_symbolic and name not in ("one", "expanded", "expanded value"):
+        pytest.skip("sizes that are symbols do not tell")
+    with fakes(is_symbolic) as mode:
+        given = {key: mode.from_tensor(it) for key, it in arguments(**changes).items()}
+        with pytest.raises(RuntimeError, match=rf"\Acache_append: {re.escape(message)}\Z"):
+            foo_ops.cache_append(**given)
+
+
+def fakes(is_symbolic):
+    return FakeTensorMode(shape_env=ShapeEnv()) if is_symbolic else FakeTensorMode()
+
+
+@pytest.mark.parametrize("is_symbolic", [False, True])
+def test_fake_caches_beside_each_other(is_symbolic):
+    """Slices of one tensor, an expanded dimension of size 1, and caches without elements."""
+    wide, cache = torch.zeros(2, 3, 8, 9), torch.zeros(2, 3, 8, 4)
+    empty = {name: torch.zeros(2, 3, 0, 4) for name in ("key_cache", "value_cache", "key", "value")}
+    for changes in (
+        {"key_cache": wide[..., 1:5], "value_cache": wide[..., [0]].expand(2, 3, 8, 1)},
+        {"key_cache": wide[..., :4], "value_cache": wide[..., 4:]},
+        {"key_cache": cache.as_strided((2, 3, 8, 4), (1, 64, 8, 2))},
+        empty | {"value_cache": empty["key_cache"]},
+    ):
+        given = arguments(**changes)
+        given["value"] = torch.ones(*given["key"].shape[:3], given["value_cache"].shape[3])
+        with fakes(is_symbolic) as mode:
+            foo_ops.cache_append(**{key: mode.from_tensor(it) for key, it in given.items()})
 
 
 SHAPE = "must have shape [2, 2] as key has sequences, got"

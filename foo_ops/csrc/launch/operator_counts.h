@@ -11,6 +11,7 @@
 #include <string>
 
 #include "launch/device_check.h"
+#include "launch/nested_tensors.h"
 
 namespace foo {
 
@@ -72,12 +73,14 @@ void register_own_kernel(torch::Library& library) {
   library.impl(name.text, &Counted<name, function, devices>::call);
 }
 
-// The same kernel on the CPU, where nothing counts, and on foo. It checks devices itself.
+// The same kernel on the CPU, where nothing counts, and on foo. It checks devices itself, and gets
+// no nested tensors.
 template <Name name, auto function>
 void register_shared_kernel(torch::Library& library) {
   library.impl(name.text, torch::dispatch(c10::DispatchKey::CPU, function));
   library.impl(name.text, torch::dispatch(c10::DispatchKey::PrivateUse1,
                                           &Counted<name, function, Devices::kAny>::call));
+  refuse_nested_tensors(library, name.text);
 }
 
 }  // namespace foo

@@ -4,6 +4,8 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 
 namespace foo {
 
@@ -67,18 +69,55 @@ bool is_copied_on_write(const at::Tensor& tensor) {
   return c10::impl::cow::is_cow_data_ptr(tensor.storage().data_ptr());
 }
 
+// Where storages of fake tensors begin: only those in one storage are compared.
+constexpr int64_t kFakeStorage = 64;
+
+bool is_fake(const at::Tensor& tensor) {
+  return tensor.storage().device_type() == c10::DeviceType::Meta;
+}
+
+bool has_symbols(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+const char* first_byte(const at::Tensor& tensor) {
+  if (!is_fake(tensor)) return static_cast<const char*>(tensor.const_data_ptr());
+  const auto item = static_cast<int64_t>(tensor.element_size());
+  return reinterpret_cast<const char*>(kFakeStorage + tensor.storage_offset() * item);
+}
+
+bool is_expanded(const at::Tensor& tensor) {
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (TORCH_GUARD_OR_FALSE(tensor.sym_stride(i).sym_eq(0)) &&
+        TORCH_GUARD_OR_FALSE(tensor.sym_size(i).sym_gt(1))) {
+      return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
-Span::Span(const at::Tensor& tensor)
-    : begin(static_cast<const char*>(tensor.const_data_ptr())), end(begin) {
+bool has_elements(const at::Tensor& tensor) {
+  return TORCH_GUARD_OR_FALSE(tensor.sym_numel().sym_gt(0));
+}
+
+Span::Span(const at::Tensor& tensor) : begin(nullptr), end(nullptr) {
+  if (has_symbols(tensor)) {
+    end = reinterpret_cast<const char*>(std::numeric_limits<std::intptr_t>::max());
+    return;
+  }
+  begin = end = first_byte(tensor);
   int64_t last = 0;
   for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
   end += (last + 1) * static_cast<int64_t>(tensor.element_size());
 }
 
 Overlap overlap_of(const at::Tensor& one, const at::Tensor& other) {
-  if (one.numel() == 0 || other.numel() == 0) return Overlap::kNone;
+  if (!has_elements(one) || !has_elements(other)) return Overlap::kNone;
   if (one.is_same(other)) return Overlap::kSame;
+  if (has_symbols(one) || has_symbols(other)) return Overlap::kNone;
+  if ((is_fake(one) || is_fake(other)) && !one.is_alias_of(other)) return Overlap::kNone;
   const Span first(one);
   const Span second(other);
   if (first.end <= second.begin || second.end <= first.begin) return Overlap::kNone;
@@ -97,11 +136,12 @@ Overlap overlap_of(const at::Tensor& one, const at::Tensor& other) {
 }
 
 bool overlaps_itself(const at::Tensor& tensor) {
-  if (tensor.is_non_overlapping_and_dense() || tensor.numel() == 0) return false;
+  if (!has_elements(tensor)) return false;
+  if (is_expanded(tensor)) return true;
+  if (has_symbols(tensor) || tensor.is_non_overlapping_and_dense()) return false;
   Steps steps;
   for (int64_t i = 0; i < tensor.dim(); ++i) {
     const int64_t most = tensor.size(i) - 1;
-    if (most > 0 && tensor.stride(i) == 0) return true;
     // All elements lie whole elements apart.
     if (most > 0) steps.push_back({tensor.stride(i), -most, most});
   }

@@ -8,7 +8,11 @@
 
 namespace foo {
 
-// Where a tensor that is not empty lies: from its first byte to the one after its last.
+// Whether a tensor has elements, as far as a fake one tells.
+bool has_elements(const at::Tensor& tensor);
+
+// Where a tensor that has elements lies: from its first byte to the one after its last. One whose
+// sizes are symbols lies anywhere.
 struct Span {
   const char* begin;
   const char* end;
@@ -17,7 +21,8 @@ struct Span {
 };
 
 // The elements of a tensor that are also elements of another: none, each at the same index, or
-// others.
+// others. Fake tensors have elements in common only if they have the storage in common: whether
+// others would share memory only their data could tell.
 enum class Overlap { kNone, kSame, kOther };
 Overlap overlap_of(const at::Tensor& one, const at::Tensor& other);
 

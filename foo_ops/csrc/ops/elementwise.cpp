@@ -244,8 +244,8 @@ void Elementwise::check_values(c10::ArrayRef<c10::IValue> arguments, at::ScalarT
   }
 }
 
-void Elementwise::check_shapes(c10::ArrayRef<c10::IValue> arguments,
-                               c10::SymIntArrayRef sizes) const {
+void Elementwise::check_targets(c10::ArrayRef<c10::IValue> arguments,
+                                c10::SymIntArrayRef sizes) const {
   for_each_written(parameters_, arguments, [&](size_t i, const at::Tensor& target) {
     if (target.sym_sizes() == sizes) return;
     const bool is_input = std::any_of(
@@ -255,6 +255,10 @@ void Elementwise::check_shapes(c10::ArrayRef<c10::IValue> arguments,
     TORCH_CHECK(parameters_[i].role == Parameter::Role::kOut && !is_input, "output with shape ",
                 target.sym_sizes(), " doesn't match the broadcast shape ", sizes);
     check_resizable(name_, parameters_[i].name, target, sizes, other_tensors(arguments, i));
+  });
+  for_each_written(parameters_, arguments, [&](size_t i, const at::Tensor& target) {
+    // A tensor that is resized is alone in its memory.
+    if (target.sym_sizes() == sizes) check_overlaps(arguments, i);
   });
 }
 
@@ -281,11 +285,7 @@ at::DimVector Elementwise::check_written(c10::ArrayRef<c10::IValue> arguments) c
     if (!is_input(arguments, i)) continue;
     sizes = at::infer_size_dimvector(sizes, arguments[i].toTensor().sizes());
   }
-  check_shapes(arguments, c10::fromIntArrayRefUnchecked(sizes));
-  for_each_written(parameters_, arguments, [&](size_t i, const at::Tensor& target) {
-    // A tensor that is resized is alone in its memory.
-    if (target.sizes().equals(sizes)) check_overlaps(arguments, i);
-  });
+  check_targets(arguments, c10::fromIntArrayRefUnchecked(sizes));
   return sizes;
 }
 

@@ -49,8 +49,9 @@ class Elementwise : public std::enable_shared_from_this<Elementwise> {
   // Throws as TensorIterator does: one tensor on cpu without dimensions goes with any device.
   void check_devices(c10::ArrayRef<c10::IValue> arguments) const;
 
-  // Throws for tensors that are written, and that results of this shape do not fit.
-  void check_shapes(c10::ArrayRef<c10::IValue> arguments, c10::SymIntArrayRef sizes) const;
+  // Throws for tensors that are written, and that results of this shape do not fit, or that share
+  // elements. Nothing has been written, nor has anything been resized.
+  void check_targets(c10::ArrayRef<c10::IValue> arguments, c10::SymIntArrayRef sizes) const;
 
   // On a dispatch key, CPU or PrivateUse1.
   c10::RegistrationHandleRAII register_for(c10::DispatchKey key);
@@ -61,8 +62,7 @@ class Elementwise : public std::enable_shared_from_this<Elementwise> {
  private:
   at::ScalarType common_type(c10::ArrayRef<c10::IValue> arguments) const;
 
-  // Throws for tensors that cannot be written; nothing has been, nor has anything been resized.
-  // Returns the shape of the results.
+  // Throws for tensors that cannot be written. Returns the shape of the results.
   at::DimVector check_written(c10::ArrayRef<c10::IValue> arguments) const;
   void check_overlaps(c10::ArrayRef<c10::IValue> arguments, size_t index) const;
   bool is_missing(c10::ArrayRef<c10::IValue> arguments, size_t result) const;

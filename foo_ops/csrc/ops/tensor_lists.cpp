@@ -35,7 +35,7 @@ SharedMemory::SharedMemory(const std::string& name, const std::vector<Parameter>
   }
   std::vector<std::pair<Span, Member*>> sorted;
   for (Member& member : members_) {
-    if (member.tensor.numel() > 0) sorted.emplace_back(Span(member.tensor), &member);
+    if (has_elements(member.tensor)) sorted.emplace_back(Span(member.tensor), &member);
   }
   std::sort(sorted.begin(), sorted.end(),
             [](const auto& one, const auto& other) { return one.first.begin < other.first.begin; });

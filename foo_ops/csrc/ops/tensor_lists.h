@@ -19,7 +19,8 @@ void check_list(const std::string& name, const Parameter& parameter, at::TensorL
 // each with all others would take longer than the kernel.
 class SharedMemory {
  public:
-  // Throws for elements that two tensors share which are written, or a tensor of a list itself.
+  // Throws for elements that two tensors share which are written, or a tensor of a list itself. Of
+  // fake tensors it throws where they tell.
   SharedMemory(const std::string& name, const std::vector<Parameter>& parameters,
                c10::ArrayRef<c10::IValue> arguments);
 

@@ -154,6 +154,7 @@ void register_boxed_kernel(torch::Library& library) {
   library.impl(name.text, torch::dispatch(
                               c10::DispatchKey::PrivateUse1,
                               torch::CppFunction::makeFromBoxedFunction<&Boxed::count_and_call>()));
+  refuse_nested_tensors(library, name.text);
 }
 
 }  // namespace foo
