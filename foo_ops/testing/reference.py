@@ -136,12 +136,14 @@ def softmax_cross_entropy(
     logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return each row's loss, the logarithm of its denominator, and the mean of the losses."""
-    logsumexp, logarithms = logits.logsumexp(-1), logits.log_softmax(-1)
+    logsumexp = logits.logsumexp(-1)
     is_ignored = target == ignore_index
-    chosen = logarithms.gather(-1, target.masked_fill(is_ignored, 0).unsqueeze(-1)).squeeze(-1)
-    loss = (label_smoothing - 1) * chosen
+    chosen = logits.gather(-1, target.masked_fill(is_ignored, 0).unsqueeze(-1)).squeeze(-1)
+    loss = (1 - label_smoothing) * (logsumexp - chosen)
     if label_smoothing:
-        loss = loss - label_smoothing * logarithms.mean(-1)
+        loss = loss + label_smoothing * (logsumexp - logits.mean(-1))
+    # Beside an infinite logit nothing has a probability, as in softmax.
+    loss = loss * torch.where(logsumexp == torch.inf, torch.nan, 1.0)
     return loss.masked_fill(is_ignored, 0), logsumexp, loss[~is_ignored].mean()
 
 
