@@ -76,8 +76,7 @@ def softmax_cross_entropy(
     Returns:
         The loss, float32 (float64 for float64 logits), which is more than half precision could
         hold of it. Has a gradient for logits, also through logsumexp. A row with a logit of +inf
-        has NaN for its loss and its gradients, as in torch.nn.functional.cross_entropy, and inf for
-        its logsumexp.
+        has NaN for loss and gradients, as in torch.nn.functional.cross_entropy.
 
     Raises:
         ValueError, TypeError: for shapes, dtypes and options that do not fit.
@@ -186,8 +185,7 @@ def forward_kernel(
                     values = language.accumulate(values, x[i] - shift)
             total = total * language.exp(largest - shift) + chunk
             largest, plain = peak, plain + values
-        # Of a row with an infinite logit it is NaN, and so is the loss.
-        rest = math.log(total)
+        rest = math.log(total)  # NaN beside an infinite logit, as is the loss then.
         logsumexp.flat[row] = largest if largest == math.inf else largest + rest
         label = target.flat[row]
         value = 0.0
@@ -241,9 +239,8 @@ def make_backward_kernel(is_part: bool) -> library.TileKernel:
                 scale = scale + grad_logsumexp.flat[row]
             each = language.cast(label_smoothing * slope / size, logits)
             shift = logsumexp.flat[row]
-            if shift == math.inf:
-                # Such a row has no probabilities: not one of them is a number.
-                shift = language.cast(math.nan, logits)
+            # Infinite logits have no probabilities: not one in such a row is a number.
+            shift += language.cast(math.nan if shift == math.inf else 0.0, logits)
             if not is_part and LARGE < abs(shift) < math.inf:
                 total = language.zero(logits)
                 for i in range(size):
