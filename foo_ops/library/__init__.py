@@ -13,6 +13,7 @@ extended:
 - `register_autocast`: keyword arguments, and autocast's own dtype.
 - `register_vmap`: in place of the rule that kernels of Numba bring; `register_vmap_rows` maps in
   one call, and `register_vmap_loop` by a loop over the mapped dimension.
+- `register_nested_rows`: jagged nested tensors for operators of rows; others refuse them.
 - `register_sharding`: how calls on DTensors are cut among processes; kernels of elements and rows
   bring it.
 - `register_flops`: for torch.utils.flop_counter.
@@ -52,6 +53,7 @@ from foo_ops.library.implementations import (
     register_torch_dispatch,
 )
 from foo_ops.library.kernels import register_kernel
+from foo_ops.library.nested import register_nested_rows
 from foo_ops.library.numba_operator import numba_op
 from foo_ops.library.scratch import Scratch, scratch
 from foo_ops.library.sharding import register_sharding
@@ -86,6 +88,7 @@ __all__ = [
     "register_fake",
     "register_flops",
     "register_kernel",
+    "register_nested_rows",
     "register_sharding",
     "register_torch_dispatch",
     "register_variant_autograd",

@@ -153,6 +153,7 @@ of_all = of_real.overload(modulus, COMPLEX_TO_REAL, result_type=COMPLEX_TO_REAL)
 )
 library.register_kernel("foo::abs", ("cpu", "foo"), of_all)
 library.register_kernel("foo::abs.out", ("cpu", "foo"), of_all)
+library.register_nested_rows("foo::abs", "input", elementwise=True)
 # The modulus of a complex number is real and cannot take its place.
 library.register_kernel("foo::abs_", ("cpu", "foo"), of_real)
 

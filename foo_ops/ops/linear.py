@@ -186,6 +186,7 @@ def backward_sharding(*inputs: Any, bias_requires_grad: bool = False, **_: Any) 
 
 for _name in ("foo::linear", "foo::linear_activation"):
     library.register_vmap_rows(_name, "input")
+    library.register_nested_rows(_name, "input")
     library.register_autocast(_name)
 library.register_vmap_loop("foo::linear_backward")
 

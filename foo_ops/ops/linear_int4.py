@@ -146,6 +146,7 @@ def sharding(input: Any, weight: Any, scale: Any, zero: Any, bias: Any = None, *
 
 
 library.register_vmap_rows("foo::linear_int4", "input")
+library.register_nested_rows("foo::linear_int4", "input")
 library.register_autocast("foo::linear_int4")
 
 

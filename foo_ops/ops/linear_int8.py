@@ -113,6 +113,7 @@ def sharding(input: Any, weight: Any, scale: Any, bias: Any = None) -> str:
 
 
 library.register_vmap_rows("foo::linear_int8", "input")
+library.register_nested_rows("foo::linear_int8", "input")
 library.register_autocast("foo::linear_int8")
 
 

@@ -61,6 +61,7 @@ def composite(input: Tensor, gate_weight: Tensor, up_weight: Tensor) -> Tensor:
 
 library.register_autograd("foo::linear_silu_mul", composite=composite)
 library.register_vmap_rows("foo::linear_silu_mul", "input")
+library.register_nested_rows("foo::linear_silu_mul", "input")
 library.register_autocast("foo::linear_silu_mul")
 
 

@@ -69,7 +69,7 @@ def rms_norm(input: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) 
         >>> foo_ops.rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]))
         tensor([[0.8485, 2.2627]])
     """
-    return torch.ops.foo.rms_norm(input, weight, eps=eps)
+    return torch.ops.foo.rms_norm.default(input, weight, eps=eps)
 
 
 def add_rms_norm(
@@ -92,7 +92,7 @@ def add_rms_norm(
         >>> foo_ops.add_rms_norm(torch.tensor([[1.0, 4.0]]), torch.tensor([[2.0, 0.0]]))
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
-    return torch.ops.foo.add_rms_norm(input, residual, weight, eps=eps)
+    return torch.ops.foo.add_rms_norm.default(input, residual, weight, eps=eps)
 
 
 # ---------------------------------------------------------------------------------------- kernels
@@ -359,6 +359,8 @@ library.register_autograd("foo::add_rms_norm_backward", composite=add_composite_
 
 library.register_vmap_rows("foo::rms_norm", "input")
 library.register_vmap_rows("foo::add_rms_norm", "input", "residual")
+library.register_nested_rows("foo::rms_norm", "input")
+library.register_nested_rows("foo::add_rms_norm", "input", "residual")
 
 # The kernels of the forward pass tell by their source that they work by rows. Each process sums the
 # gradient of the weight over its rows, in parts that nobody else looks at.

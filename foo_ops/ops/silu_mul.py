@@ -62,3 +62,4 @@ derivative = library.elementwise_kernel(gradient, backward=second_gradient)
 library.register_kernel(
     "foo::silu_mul", ("cpu", "foo"), library.elementwise_kernel(kernel, backward=derivative)
 )
+library.register_nested_rows("foo::silu_mul", "gate", "up", elementwise=True)

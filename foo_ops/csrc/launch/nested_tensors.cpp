@@ -7,9 +7,9 @@ namespace foo {
 
 namespace {
 
-constexpr auto kNestedKeys = {c10::DispatchKey::AutogradNestedTensor,
-                              c10::DispatchKey::NestedTensorCPU,
-                              c10::DispatchKey::NestedTensorPrivateUse1};
+// It stands for all keys of nested tensors that have no kernel of their own, and goes before the
+// composites of autograd. Jagged tensors in inference mode look for it, too.
+constexpr auto kNestedKey = c10::DispatchKey::CompositeImplicitAutogradNestedTensor;
 
 // The argument that is nested, or has such a tensor in its list.
 std::string nested_argument(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
@@ -24,28 +24,33 @@ std::string nested_argument(const c10::OperatorHandle& op, const torch::jit::Sta
   return "an argument";
 }
 
-void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+// Where gradients are not recorded, tensors don't come to the kernel of autograd's key themselves.
+void refuse_unless_registered(const c10::OperatorHandle& op, c10::DispatchKeySet,
+                              torch::jit::Stack* stack) {
+  constexpr auto own_key = c10::DispatchKey::AutogradNestedTensor;
+  if (op.hasKernelForDispatchKey(own_key)) {
+    op.getComputedKernelForDispatchKey(own_key).callBoxed(op, c10::DispatchKeySet(own_key), stack);
+    return;
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(false, short_name(op.operator_name().name), ": ",
                               nested_argument(op, *stack),
                               " must be a dense tensor, got a nested one");
 }
 
+c10::KernelFunction refusal() {
+  return c10::KernelFunction::makeFromBoxedFunction<&refuse_unless_registered>();
+}
+
 }  // namespace
 
-std::vector<c10::RegistrationHandleRAII> refuse_nested_tensors(const std::string& operator_name) {
-  std::vector<c10::RegistrationHandleRAII> registrations;
-  for (const auto key : kNestedKeys) {
-    registrations.push_back(
-        hold_kernel(operator_name, key, c10::KernelFunction::makeFromBoxedFunction<&refuse>()));
-  }
-  return registrations;
+c10::RegistrationHandleRAII refuse_nested_tensors(const std::string& operator_name) {
+  return hold_kernel(operator_name, kNestedKey, refusal());
 }
 
 void refuse_nested_tensors(torch::Library& library, const char* operator_name) {
-  for (const auto key : kNestedKeys) {
-    library.impl(operator_name,
-                 torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&refuse>()));
-  }
+  library.impl(operator_name,
+               torch::dispatch(kNestedKey,
+                               torch::CppFunction::makeFromBoxedFunction<&refuse_unless_registered>()));
 }
 
 }  // namespace foo
