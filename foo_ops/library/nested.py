@@ -71,7 +71,7 @@ def _require_jagged(
         raise NotImplementedError(
             f"{operator}: {argument} must be a dense tensor, got a nested one"
         )
-    if tensor.layout != torch.jagged:
+    if not isinstance(tensor, NestedTensor):
         raise NotImplementedError(
             f"{operator}: {argument} must be dense or nested with layout torch.jagged, got a "
             f"nested tensor with layout {tensor.layout}"
@@ -95,21 +95,21 @@ def _compact(operator: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 f"{operator}: {argument} must be nested in the same parts as {first}, got shapes "
                 f"{list(tensor.shape)} and {list(parts.shape)}"
             )
-    if parts.lengths() is None:
+    if not isinstance(parts, NestedTensor) or parts.lengths() is None:
         return tensors
     return {n: it.contiguous() for n, it in tensors.items()}
 
 
 def _lengths_of(tensor: Tensor) -> torch.Size | None:
     """Say how long parts are: sizes of one symbol are those of the same offsets."""
-    return tensor.shape[: tensor._ragged_idx + 1] if tensor.is_nested else None
+    return tensor.shape[: tensor._ragged_idx + 1] if isinstance(tensor, NestedTensor) else None
 
 
 class _Values(torch.autograd.Function):
     """The rows of all parts. NestedTensor.values() can't be differentiated three times."""
 
     @staticmethod
-    def forward(nested: Tensor) -> Tensor:
+    def forward(nested: NestedTensor) -> Tensor:
         return nested._values.detach()
 
     @staticmethod

@@ -48,9 +48,10 @@ c10::RegistrationHandleRAII refuse_nested_tensors(const std::string& operator_na
 }
 
 void refuse_nested_tensors(torch::Library& library, const char* operator_name) {
-  library.impl(operator_name,
-               torch::dispatch(kNestedKey,
-                               torch::CppFunction::makeFromBoxedFunction<&refuse_unless_registered>()));
+  library.impl(
+      operator_name,
+      torch::dispatch(kNestedKey,
+                      torch::CppFunction::makeFromBoxedFunction<&refuse_unless_registered>()));
 }
 
 }  // namespace foo

@@ -1,5 +1,5 @@
-// Nested tensors, which no kernel takes: their rows differ in length, and they have no sizes. Kernels
-// of operators of rows get what is in them, by a kernel on the key AutogradNestedTensor.
+// Nested tensors, which no kernel takes: their rows differ in length, and they have no sizes.
+// Kernels of operators of rows get what is in them, by a kernel on the key AutogradNestedTensor.
 #pragma once
 
 #include <torch/library.h>
