@@ -107,7 +107,7 @@ class ElementwiseKernel(NumbaKernel):
             self._depends_on(parameters),
         )
         return Launcher(
-            elementwise.register_for,
+            lambda key: (elementwise.register_for(key),),
             make_fake(operator, parameters, elementwise, self.gradients_of),
             make_elementwise_rule(operator.name(), parameters, self.own_dtypes),
             make_elementwise_sharding(operator),

@@ -45,13 +45,13 @@ class Launcher:
     """How an operator calls its kernel.
 
     Attributes:
-        register_for: makes the registration for a dispatch key.
+        register_for: makes the registrations for a dispatch key.
         fake: the fake kernel; None where the operator's author brings it.
         vmap: the rule for torch.vmap; None for an operator that has an argument ``out``.
         sharding: the rule for DTensors.
     """
 
-    register_for: Callable[[str], Any]
+    register_for: Callable[[str], tuple[Any, ...]]
     fake: Callable[..., Any] | None
     vmap: Rule | None
     sharding: ShardingRule
@@ -79,7 +79,8 @@ class NumbaKernel(abc.ABC):
         _check_returned(operator, parameters)
         launcher = self.launcher(operator, parameters)
         for key in keys:
-            keep(launcher.register_for(key), lib)
+            for registration in launcher.register_for(key):
+                keep(registration, lib)
         keep(_C.refuse_nested_tensors(operator.name()), lib)
         if operator._schema.is_mutable:
             keep(_C.count_versions(operator.name()), lib)

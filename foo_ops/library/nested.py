@@ -10,7 +10,15 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nested._internal.ops import extract_kwargs
 from torch.utils import _pytree as pytree
 
-from foo_ops.library.operators import find, library_of
+from foo_ops import _C
+from foo_ops.library.operators import (
+    find,
+    keep,
+    library_of,
+    own_library,
+    short_name,
+    tensors_in,
+)
 
 KEY = "AutogradNestedTensor"
 
@@ -48,29 +56,53 @@ def register_nested_rows(
     """
     operator = find(name)
     names = [argument.name for argument in operator._schema.arguments]
-    short = name.partition("::")[2]
+    for row in rows:
+        if row not in names:
+            raise ValueError(f"{name}: rows must be among its arguments {names}, got {row!r}")
 
     def kernel(*inputs: Any, **keywords: Any) -> Any:
         given = dict(zip(names, inputs)) | keywords
-        for argument, value in given.items():
-            if isinstance(value, Tensor) and value.is_nested:
-                _require_jagged(short, argument, value, argument in rows, elementwise)
-        nested = _compact(short, {n: given[n] for n in rows if isinstance(given.get(n), Tensor)})
-        given |= {n: _Values.apply(it) for n, it in nested.items()}
+        require_dense(operator, {n: it for n, it in given.items() if n not in rows})
+        tensors = {n: given[n] for n in rows if isinstance(given.get(n), Tensor)}
+        first = _require_same_parts(short_name(operator), tensors, elementwise)
+        given |= {n: _rows_of(it) for n, it in tensors.items()}
         results = operator(*list(given.values())[: len(inputs)], **{n: given[n] for n in keywords})
-        parts = extract_kwargs(next(iter(nested.values())))
+        parts = extract_kwargs(first)
         return pytree.tree_map_only(Tensor, lambda it: _Nested.apply(it, parts), results)
 
-    library_of(name, lib).impl(short, kernel, KEY)
+    library_of(name, lib).impl(name.partition("::")[2], kernel, KEY)
+    # Tensors of inference mode come to the kernel by way of the refusal.
+    keep(_C.refuse_nested_tensors(name), own_library(name, lib))
 
 
-def _require_jagged(
-    operator: str, argument: str, tensor: Tensor, is_row: bool, elementwise: bool
-) -> None:
-    if not is_row:
-        raise NotImplementedError(
-            f"{operator}: {argument} must be a dense tensor, got a nested one"
-        )
+def require_dense(operator: torch._ops.OpOverload, arguments: dict[str, Any]) -> None:
+    for argument, value in arguments.items():
+        if any(tensor.is_nested for tensor in tensors_in(value)):
+            raise NotImplementedError(
+                f"{short_name(operator)}: {argument} must be a dense tensor, got a nested one"
+            )
+
+
+def _require_same_parts(
+    operator: str, tensors: dict[str, Tensor], elementwise: bool
+) -> NestedTensor:
+    """Return the first tensor; all must have its parts."""
+    for argument, tensor in tensors.items():
+        if tensor.is_nested:
+            _require_jagged(operator, argument, tensor, elementwise)
+    first, *others = tensors
+    for argument in others:
+        if _parts_of(tensors[first]) != _parts_of(tensors[argument]):
+            raise ValueError(
+                f"{operator}: {argument} must be nested in the same parts as {first}, got shapes "
+                f"{list(tensors[argument].shape)} and {list(tensors[first].shape)}"
+            )
+    nested = tensors[first]
+    assert isinstance(nested, NestedTensor)
+    return nested
+
+
+def _require_jagged(operator: str, argument: str, tensor: Tensor, elementwise: bool) -> None:
     if not isinstance(tensor, NestedTensor):
         raise NotImplementedError(
             f"{operator}: {argument} must be dense or nested with layout torch.jagged, got a "
@@ -83,26 +115,30 @@ def _require_jagged(
         )
 
 
-def _compact(operator: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Require tensors of the same parts, and leave out what is in memory between these.
+def _parts_of(tensor: Tensor) -> Any:
+    """Say where parts are: sizes of one symbol are those of the same offsets, or lengths."""
+    if not isinstance(tensor, NestedTensor):
+        return None
+    where = None if tensor.lengths() is None else id(tensor.offsets())
+    return tensor.shape[: tensor._ragged_idx + 1], where
 
-    That is no row: it could be NaN, in the gradients of weights, too.
+
+def _rows_of(nested: NestedTensor) -> Tensor:
+    """Return the rows of all parts, with zeros where there is memory between these.
+
+    That is no row: it could be NaN, and then gradients of weights would be, too.
     """
-    first, parts = next(iter(tensors.items()))
-    for argument, tensor in tensors.items():
-        if _lengths_of(parts) != _lengths_of(tensor):
-            raise ValueError(
-                f"{operator}: {argument} must be nested in the same parts as {first}, got shapes "
-                f"{list(tensor.shape)} and {list(parts.shape)}"
-            )
-    if not isinstance(parts, NestedTensor) or parts.lengths() is None:
-        return tensors
-    return {n: it.contiguous() for n, it in tensors.items()}
-
-
-def _lengths_of(tensor: Tensor) -> torch.Size | None:
-    """Say how long parts are: sizes of one symbol are those of the same offsets."""
-    return tensor.shape[: tensor._ragged_idx + 1] if isinstance(tensor, NestedTensor) else None
+    rows: Tensor = _Values.apply(nested)
+    lengths, offsets, dimension = nested.lengths(), nested.offsets(), nested._ragged_idx - 1
+    if lengths is None:
+        return rows
+    starts = offsets[: lengths.shape[0]]
+    ones = torch.ones_like(starts)
+    changes = starts.new_zeros(rows.shape[dimension] + 1)
+    changes = changes.index_add(0, starts, ones).index_add(0, starts + lengths, -ones)
+    is_row = changes.cumsum(0)[:-1] > 0
+    shape = (-1, *[1] * (rows.dim() - dimension - 1))
+    return torch.where(is_row.view(shape), rows, 0)
 
 
 class _Values(torch.autograd.Function):

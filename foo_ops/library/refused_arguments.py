@@ -11,19 +11,23 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from foo_ops.library.nested import require_dense
 from foo_ops.library.operators import find, tensors_in
 
 
 def refusing(name: str, composite: Callable[..., Any]) -> Callable[..., Any]:
     """Return a composite that takes nothing that its operator does not.
 
-    PyTorch's own operators take more: they promote dtypes, and broadcast shapes. What is wrong with
-    arguments the operator's fake kernel says, but for what their elements are.
+    PyTorch's own operators take more: they promote dtypes, broadcast shapes, and some take nested
+    tensors. What else is wrong with arguments the operator's fake kernel says, but for what their
+    elements are.
     """
     operator = find(name)
+    names = [argument.name for argument in operator._schema.arguments]
 
     @functools.wraps(composite)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        require_dense(operator, dict(zip(names, args)) | kwargs)
         fake = torch._library.simple_registry.singleton.find(operator.name()).fake_impl.kernel
         if fake is not None and all(
             it.layout == torch.strided for it in tensors_in((args, kwargs))

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from foo_ops import _C
-from foo_ops.library.operators import Parameter, short_name
-
-_CHECKED = ("text", "scalar", "floats", "ints", "tensors")
+from foo_ops.library.operators import Parameter, short_name, tensors_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +39,41 @@ class _Values:
         return results
 
 
-_values: dict[str, _Values] = {}
+# By the operator, and the dispatch key of the kernel.
+_values: dict[str, dict[str, _Values]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembered:
+    """A registration: it ends with that of the kernel."""
+
+    name: str
+    key: str
+    values: _Values
+
+    def destroy(self) -> None:
+        if _values[self.name].get(self.key) is self.values:
+            del _values[self.name][self.key]
 
 
 def remember_values(
-    operator: torch._ops.OpOverload, parameters: Sequence[Parameter], cpp_parameters: Sequence[Any]
-) -> None:
+    operator: torch._ops.OpOverload,
+    key: str,
+    parameters: Sequence[Parameter],
+    cpp_parameters: Sequence[Any],
+) -> Remembered:
     """Remember what the kernel of an operator takes, for its fake kernel."""
-    if any(p.kind in _CHECKED or p.role != "read" for p in parameters):
-        _values[operator.name()] = _Values(short_name(operator), parameters, cpp_parameters)
+    values = _Values(short_name(operator), parameters, cpp_parameters)
+    _values.setdefault(operator.name(), {})[key] = values
+    return Remembered(operator.name(), key, values)
+
+
+def _values_of(name: str, arguments: Any) -> _Values | None:
+    """Return what the tile kernel takes that would be called; of no device, any of them."""
+    kernels = _values.get(name, {})
+    types = (tensor.device.type for tensor in tensors_in(arguments))
+    key = torch._C._dispatch_key_for_device(next(types, "meta"))
+    return next(iter(kernels.values()), None) if key == "Meta" else kernels.get(key)
 
 
 def has_values(schema: torch._C.FunctionSchema) -> bool:
@@ -65,8 +89,7 @@ def checking(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fake)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if name in _values:
-            return _values[name].calling(fake, args, kwargs)
-        return fake(*args, **kwargs)
+        values = _values_of(name, (args, kwargs))
+        return fake(*args, **kwargs) if values is None else values.calling(fake, args, kwargs)
 
     return checked

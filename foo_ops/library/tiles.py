@@ -92,14 +92,13 @@ class TileKernel(NumbaKernel):
         functions = (self.function, *others.values())
         kernel = add_source(operator, functions, TILE, *options)
         cpp_parameters = list(map(cpp_parameter, parameters))
-        remember_values(operator, parameters, cpp_parameters)
         is_repeated = results > 0 and not _fresh(operator)
         checked = taken.get("check", ())
         checks = [position in checked for position in range(len(parameters))]
         refuse = self._refusal(operator, seeds, len(parameters))
 
-        def register_for(key: str) -> Any:
-            return _C.register_tile(
+        def register_for(key: str) -> tuple[Any, ...]:
+            registration = _C.register_tile(
                 operator.name(),
                 key,
                 kernel,
@@ -113,6 +112,7 @@ class TileKernel(NumbaKernel):
                 checks,
                 refuse,
             )
+            return registration, remember_values(operator, key, parameters, cpp_parameters)
 
         draws = any(parameter.kind == "generator" for parameter in parameters)
         by_rows = not (self.tiles or self.finish or self.refuse or draws)

@@ -272,3 +272,33 @@ def test_what_attention_refuses_is_not_written():
     with pytest.raises(ValueError, match="query must have"):
         flash_attn_with_kvcache(torch.ones(1, 1, 3, 16), keys, values, k, k, cache_seqlens=0)
     assert not keys.any()
+
+
+@pytest.mark.parametrize(
+    "name", ["cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table"]
+)
+def test_tables_on_another_device(name):
+    keys, values = torch.zeros(2, 1, 8, 2, 16, device="foo")
+    k = torch.ones(1, 1, 2, 16, device="foo")
+    given = {"cache_seqlens": 0, name: torch.zeros(1, *[1][: name == "block_table"]).int()}
+    message = f"flash_attn_with_kvcache: {name} must be on foo:0 as q is, got cpu"
+    with pytest.raises(ValueError, match=rf"\A{message}\Z"):
+        flash_attn_with_kvcache(k, keys, values, k, k, **given)
+    assert not keys.any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_lengths_and_blocks_of_other_shapes(compiled):
+    """The function looks at them before, and others may call the operator."""
+    options = {"new": 1, "queries": 1, "block_size": 4, "num_blocks": 1, "positions": -1}
+    operator = torch.ops.foo.flash_attn_cache_lengths.default
+    for tables, message in (
+        ((torch.ones(3), torch.zeros(1, 1), None), "blocks must be (B, blocks) for the B of"),
+        ((torch.ones(3), torch.zeros(3), None), "blocks must be (B, blocks) for the B of"),
+        ((torch.ones(3), torch.zeros(3, 1), torch.ones(1)), "leftpad must be (B,) for the B of"),
+        ((torch.ones(3, 1), torch.zeros(3, 1), None), "lengths must be (B,) for the B of"),
+    ):
+        integers = [it if it is None else it.long() for it in tables]
+        call = torch.compile(operator, backend="aot_eager") if compiled else operator
+        with pytest.raises(Exception, match=re.escape(f"flash_attn_cache_lengths: {message}")):
+            call(*integers, **options, is_paged=True)

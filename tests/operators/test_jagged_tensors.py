@@ -162,27 +162,75 @@ def test_compiled_graphs_take_nested_inputs():
     assert_close(compiled(input, weight).values(), ops.linear(input, weight).sin().values())
 
 
-@calls
-def test_memory_between_parts_is_no_row(call):
-    values = torch.full((9, K), torch.nan)
-    values[1:3] = torch.randn(2, K)
-    values[4:8] = torch.randn(4, K)
+def with_holes(values):
+    """Nest two parts of nine rows, none of which has the first, the fourth and the last."""
     offsets, lengths = torch.tensor([1, 4, 9]), torch.tensor([2, 4])
-    input = torch.nested.nested_tensor_from_jagged(values, offsets, lengths)
-    parts = torch.cat([values[1:3], values[4:8]])
-    for result, expected in zip(results_of(call, input), results_of(call, parts), strict=True):
-        assert_close(torch.cat(result.unbind()), expected, rtol=0, atol=0)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths)
 
 
-def test_gradients_do_not_see_memory_between_parts():
-    values = torch.full((4, K), torch.nan)
-    values[0] = values[2] = 1
-    input = torch.nested.nested_tensor_from_jagged(
-        values, torch.tensor([0, 2, 4]), torch.tensor([1, 1])
-    )
-    weight = torch.ones(N, K, requires_grad=True)
-    sum(it.sum() for it in foo_ops.linear(input, weight).unbind()).backward()
-    assert_close(weight.grad, torch.full([N, K], 2.0))
+HOLES = [0, 3, 8]
+
+
+def parts_of(values):
+    return torch.cat([values[1:3], values[4:8]])
+
+
+@calls
+@pytest.mark.parametrize("shape", [(), (2,)], ids=str)
+def test_memory_between_parts_is_no_row(call, shape):
+    values = rows(*shape)
+    values[HOLES] = torch.nan
+    for result, expected in zip(
+        results_of(call, with_holes(values)), results_of(call, parts_of(values)), strict=True
+    ):
+        assert_close(torch.cat(result.unbind()), expected, rtol=1e-4, atol=1e-4)
+        assert (result + result).shape == result.shape
+
+
+@calls
+def test_gradients_do_not_see_memory_between_parts(call):
+    values = rows()
+    values[HOLES] = torch.nan
+    leaf, dense = values.clone().requires_grad_(), parts_of(values).requires_grad_()
+    flat = [torch.cat(it.unbind()) for it in results_of(call, with_holes(leaf))]
+    sum(it.square().sum() for it in flat).backward()
+    sum(it.square().sum() for it in results_of(call, dense)).backward()
+    assert_close(parts_of(leaf.grad), dense.grad, rtol=1e-4, atol=1e-3)
+    assert_close(leaf.grad[HOLES], torch.zeros(3, K))
+
+
+def test_gradients_of_weights_do_not_see_memory_between_parts():
+    values = rows()
+    values[HOLES] = torch.nan
+    gradients = []
+    for input in (with_holes(values), parts_of(values)):
+        weight = torch.ones(N, K, requires_grad=True)
+        output = foo_ops.linear(foo_ops.rms_norm(input), weight)
+        output = torch.cat(output.unbind()) if output.is_nested else output
+        gradients.append(torch.autograd.grad(output.square().sum(), weight))
+    assert_close(*gradients)
+
+
+def test_narrowed_tensors():
+    base = torch.randn(3, 6, K, requires_grad=True)
+    starts, lengths = torch.tensor([0, 1, 2]), torch.tensor([3, 0, 4])
+    input = torch.nested.narrow(base, 1, starts, lengths, layout=torch.jagged)
+    weight = torch.randn(K, K)
+    total = input + foo_ops.add_rms_norm(input, foo_ops.linear(input, weight))[1]
+    parts = [row[i : i + n] for row, i, n in zip(base, starts.tolist(), lengths.tolist())]
+    for part, result in zip(parts, total.unbind(), strict=True):
+        assert_close(result, 2 * part + part @ weight.T, rtol=1e-4, atol=1e-4)
+    heads = torch.nested.narrow(base.unflatten(-1, (2, 16)), 1, starts, lengths, torch.jagged)
+    for part, result in zip(parts, ops.abs.default(heads.transpose(1, 2)).unbind(), strict=True):
+        assert_close(result, part.unflatten(-1, (2, 16)).transpose(0, 1).abs())
+
+
+def test_compiled_graphs_with_memory_between_parts():
+    values, weight = rows(), weights()[0]
+    values[HOLES] = torch.nan
+    compiled = torch.compile(lambda *it: ops.linear.default(*it).sin(), fullgraph=True)
+    result = torch.cat(compiled(with_holes(values), weight).unbind())
+    assert_close(result, foo_ops.linear(parts_of(values), weight).sin())
 
 
 @calls
@@ -225,6 +273,20 @@ def test_what_does_not_fit_is_refused():
         ops.silu_mul.default,
         input,
         values,
+    )
+    lengths = torch.tensor([1, 1])
+    one, other = (
+        torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets), lengths)
+        for offsets in ([0, 3, 9], [0, 4, 9])
+    )
+    assert one.shape == other.shape
+    refused(
+        ValueError,
+        f"silu_mul: up must be nested in the same parts as gate, got shapes {list(one.shape)} and "
+        f"{list(one.shape)}",
+        ops.silu_mul.default,
+        one,
+        other,
     )
     refused(
         ValueError,

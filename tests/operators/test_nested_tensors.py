@@ -84,3 +84,62 @@ def test_lists(layout, device):
     library.register_kernel("foo_nested::first", ("cpu", "foo"), kernel)
     tensors = [torch.ones(3, device=device), nested(layout, device)]
     refused(torch.ops.foo_nested.first.default, "tensors", tensors)
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, input):
+        return input * 3
+
+    @staticmethod
+    def backward(context, grad):
+        return grad * 3
+
+
+def define_triple(name):
+    library.define(name, "(Tensor input) -> Tensor")
+    for device in ("cpu", "foo"):
+        library.register_kernel(name, device, library.elementwise_kernel(lambda x: 3 * x))
+    return getattr(torch.ops.foo_nested, name.partition("::")[2]).default
+
+
+@pytest.mark.parametrize("key", ["Autograd", "AutogradNestedTensor"])
+def test_kernels_of_authors_go_first(key):
+    operator = define_triple(f"foo_nested::of_{key.lower()}")
+    own = torch.library.Library("foo_nested", "FRAGMENT")
+    own.impl(operator, Tripled.apply, key)
+    input = nested(torch.jagged).requires_grad_()
+    operator(input).values().sum().backward()
+    torch.testing.assert_close(input.grad.values(), torch.full([5, 4], 3.0))
+
+
+def test_composites_take_what_kernels_take():
+    """PyTorch's own operators would take this one."""
+    operator = define_triple("foo_nested::with_composite")
+    library.register_autograd(operator.name(), composite=lambda input: input * 3)
+    refused(operator, "input", nested(torch.jagged).requires_grad_())
+
+
+def test_the_refusal_is_registered_once():
+    """A second one would be a warning, the only one of its kind that PyTorch gives."""
+    dump = torch._C._dispatch_dump(define_triple("foo_nested::of_two_devices").name())
+    assert dump.count("CompositeImplicitAutogradNestedTensor") == 1
+
+
+def test_rows_are_arguments():
+    define_triple("foo_nested::misspelt")
+    message = r"\Afoo_nested::misspelt: rows must be among its arguments \['input'\], got 'inptu'\Z"
+    with pytest.raises(ValueError, match=message):
+        library.register_nested_rows("foo_nested::misspelt", "inptu")
+
+
+def test_operators_without_a_kernel_of_numba():
+    library.define("foo_nested::in_python", "(Tensor input, Tensor[] others) -> Tensor")
+    library.impl("foo_nested::in_python", "cpu", lambda input, others: input * 2)
+    library.register_nested_rows("foo_nested::in_python", "input")
+    operator = torch.ops.foo_nested.in_python.default
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            input = nested(torch.jagged)
+            assert operator(input, []).values().eq(2).all()
+    refused(operator, "others", torch.ones(2, 4), [nested(torch.jagged)])

@@ -134,8 +134,7 @@ Action unless_registered(const Action& refuse) {
       refuse(op, keys, stack);
       return;
     }
-    // No kernel of this package is for such a device.
-    op.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradXLA).callBoxed(op, keys, stack);
+    kernel_of_autograd(op).callBoxed(op, keys, stack);
   };
 }
 

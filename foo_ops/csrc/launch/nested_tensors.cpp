@@ -24,34 +24,49 @@ std::string nested_argument(const c10::OperatorHandle& op, const torch::jit::Sta
   return "an argument";
 }
 
-// Where gradients are not recorded, tensors don't come to the kernel of autograd's key themselves.
-void refuse_unless_registered(const c10::OperatorHandle& op, c10::DispatchKeySet,
-                              torch::jit::Stack* stack) {
-  constexpr auto own_key = c10::DispatchKey::AutogradNestedTensor;
-  if (op.hasKernelForDispatchKey(own_key)) {
-    op.getComputedKernelForDispatchKey(own_key).callBoxed(op, c10::DispatchKeySet(own_key), stack);
-    return;
-  }
+[[noreturn]] void refuse(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, short_name(op.operator_name().name), ": ",
-                              nested_argument(op, *stack),
+                              nested_argument(op, stack),
                               " must be a dense tensor, got a nested one");
 }
 
-c10::KernelFunction refusal() {
-  return c10::KernelFunction::makeFromBoxedFunction<&refuse_unless_registered>();
+// Lets a kernel of rows go first, which tensors of inference mode don't come to themselves.
+void refuse_unless_of_rows(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                           torch::jit::Stack* stack) {
+  constexpr auto nested = c10::DispatchKey::AutogradNestedTensor;
+  if (!op.hasKernelForDispatchKey(nested)) refuse(op, *stack);
+  op.getComputedKernelForDispatchKey(nested).callBoxed(op, keys, stack);
+}
+
+// Lets what its author has registered for autograd of all tensors go first, too.
+void refuse_unless_registered(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                              torch::jit::Stack* stack) {
+  constexpr auto nested = c10::DispatchKey::AutogradNestedTensor;
+  if (!op.hasKernelForDispatchKey(nested) && keys.has(nested) &&
+      op.hasKernelForDispatchKey(c10::DispatchKey::Autograd)) {
+    kernel_of_autograd(op).callBoxed(op, keys, stack);
+  } else {
+    refuse_unless_of_rows(op, keys, stack);
+  }
 }
 
 }  // namespace
 
-c10::RegistrationHandleRAII refuse_nested_tensors(const std::string& operator_name) {
-  return hold_kernel(operator_name, kNestedKey, refusal());
+std::vector<c10::RegistrationHandleRAII> refuse_nested_tensors(const std::string& operator_name) {
+  std::vector<c10::RegistrationHandleRAII> registrations;
+  if (!find_operator(operator_name).hasKernelForDispatchKey(kNestedKey)) {
+    registrations.push_back(
+        hold_kernel(operator_name, kNestedKey,
+                    c10::KernelFunction::makeFromBoxedFunction<&refuse_unless_registered>()));
+  }
+  return registrations;
 }
 
 void refuse_nested_tensors(torch::Library& library, const char* operator_name) {
   library.impl(
       operator_name,
       torch::dispatch(kNestedKey,
-                      torch::CppFunction::makeFromBoxedFunction<&refuse_unless_registered>()));
+                      torch::CppFunction::makeFromBoxedFunction<&refuse_unless_of_rows>()));
 }
 
 }  // namespace foo

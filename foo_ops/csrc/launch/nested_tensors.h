@@ -5,14 +5,16 @@
 #include <torch/library.h>
 
 #include <string>
+#include <vector>
 
 namespace foo {
 
-// Lets an operator refuse them on every device, with gradients and without, unless it has such a
-// kernel.
-c10::RegistrationHandleRAII refuse_nested_tensors(const std::string& operator_name);
+// Lets an operator refuse them on every device, with gradients and without, unless its author has
+// registered something for them.
+std::vector<c10::RegistrationHandleRAII> refuse_nested_tensors(const std::string& operator_name);
 
-// The same for an operator that may be defined later.
+// The same for an operator of this package, which may be defined later: what is registered for its
+// autograd is not for them.
 void refuse_nested_tensors(torch::Library& library, const char* operator_name);
 
 }  // namespace foo

@@ -114,9 +114,10 @@ Span::Span(const at::Tensor& tensor) : begin(nullptr), end(nullptr) {
 }
 
 Overlap overlap_of(const at::Tensor& one, const at::Tensor& other) {
-  if (!has_elements(one) || !has_elements(other)) return Overlap::kNone;
-  if (one.is_same(other)) return Overlap::kSame;
+  // Guards on symbols take long, and lists have many pairs: only where all else is the same.
+  if (one.is_same(other)) return has_elements(one) ? Overlap::kSame : Overlap::kNone;
   if (has_symbols(one) || has_symbols(other)) return Overlap::kNone;
+  if (!has_elements(one) || !has_elements(other)) return Overlap::kNone;
   if ((is_fake(one) || is_fake(other)) && !one.is_alias_of(other)) return Overlap::kNone;
   const Span first(one);
   const Span second(other);
@@ -136,7 +137,8 @@ Overlap overlap_of(const at::Tensor& one, const at::Tensor& other) {
 }
 
 bool overlaps_itself(const at::Tensor& tensor) {
-  if (!has_elements(tensor)) return false;
+  // Kernels refuse others than strided tensors in words of their own.
+  if (tensor.layout() != at::kStrided || !has_elements(tensor)) return false;
   if (is_expanded(tensor)) return true;
   if (has_symbols(tensor) || tensor.is_non_overlapping_and_dense()) return false;
   Steps steps;

@@ -39,6 +39,11 @@ std::string short_name(const std::string& operator_name) {
   return operator_name.substr(start, operator_name.find('.', start) - start);
 }
 
+c10::SafeKernelFunction kernel_of_autograd(const c10::OperatorHandle& op) {
+  // No kernel of this package is for such a device.
+  return op.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradXLA);
+}
+
 c10::RegistrationHandleRAII hold_kernel(const std::string& operator_name, c10::DispatchKey key,
                                         c10::KernelFunction kernel) {
   if (c10::toFunctionalityKey(key) == c10::DispatchKey::Dense) {

@@ -19,6 +19,10 @@ std::string short_name(const std::string& operator_name);
 // other operators.
 bool has_native_kernel(const std::string& operator_name);
 
+// What an operator's author has registered for autograd of all tensors, as
+// torch.library.register_autograd does; there must be such a kernel.
+c10::SafeKernelFunction kernel_of_autograd(const c10::OperatorHandle& op);
+
 // Registers a kernel until the returned handle is destroyed.
 c10::RegistrationHandleRAII hold_kernel(const std::string& operator_name, c10::DispatchKey key,
                                         c10::KernelFunction kernel);

@@ -134,11 +134,11 @@ class _Cache(NamedTuple):
                     f"{NAME}: {name} must be None where block_table is given, got a tensor"
                 )
             if tensor is not None:
-                _require_integers(name, tensor, (len(q),))
+                _require_integers(name, tensor, q, ())
         pad = None if leftpad is None else leftpad.long()
         if block_table is not None:
             columns = block_table.shape[-1] if block_table.dim() else 0
-            _require_integers("block_table", block_table, (len(q), columns))
+            _require_integers("block_table", block_table, q, (columns,))
             return cls(k_cache, v_cache, block_table.long(), True, pad)
         rows = torch.arange(len(q), device=q.device) if batch_idx is None else batch_idx.long()
         return cls(k_cache, v_cache, rows[:, None], False, pad)
@@ -224,11 +224,13 @@ def _require_shape(name: str, tensor: Tensor, shape: tuple[int, ...], model: str
         )
 
 
-def _require_integers(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def _require_integers(name: str, tensor: Tensor, q: Tensor, columns: tuple[int, ...]) -> None:
     """Require numbers for each sequence. Others than integers would be rounded without a word."""
     if tensor.dtype not in INDICES:
         raise TypeError(f"{NAME}: {name} must be int32 or int64, got {dtype_name(tensor.dtype)}")
-    _require_shape(name, tensor, shape, "q's batch")
+    _require_shape(name, tensor, (len(q), *columns), "q's batch")
+    if tensor.device != q.device:
+        raise ValueError(f"{NAME}: {name} must be on {q.device} as q is, got {tensor.device}")
 
 
 def _checked_new(
@@ -273,7 +275,7 @@ def _checked_tables(
 def _filled(cache_seqlens: int | Tensor | None, q: Tensor, cache: _Cache) -> Tensor:
     """Return how many positions each sequence has in the cache, (B,) int64."""
     if isinstance(cache_seqlens, Tensor):
-        _require_integers("cache_seqlens", cache_seqlens, (len(q),))
+        _require_integers("cache_seqlens", cache_seqlens, q, ())
         return cache_seqlens.long()
     filled = cache.capacity if cache_seqlens is None else cache_seqlens
     if not isinstance(filled, (int, torch.SymInt)):

@@ -148,7 +148,20 @@ def kernel(
 
 @library.register_fake(NAME)
 def fake(lengths: Tensor, blocks: Tensor, leftpad: Tensor | None, **options: Any) -> Tensor:
+    _require_rows("lengths", lengths, 1, lengths)
+    _require_rows("blocks", blocks, 2, lengths)
+    if leftpad is not None:
+        _require_rows("leftpad", leftpad, 1, lengths)
     return lengths.new_empty(lengths.shape)
+
+
+def _require_rows(name: str, tensor: Tensor, dimensions: int, lengths: Tensor) -> None:
+    if tensor.dim() != dimensions or tensor.shape[0] != lengths.shape[0]:
+        shape = "(B,)" if dimensions == 1 else "(B, blocks)"
+        raise ValueError(
+            f"flash_attn_cache_lengths: {name} must be {shape} for the B of lengths, got "
+            f"{list(tensor.shape)}"
+        )
 
 
 library.register_kernel(NAME, ("cpu", "foo"), kernel)
