@@ -126,8 +126,8 @@ def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
     arguments = quantized_argument_types(dtype, "uint8")
     copy_row = _make_row_copy(dtype, GROUP_SIZE)
     return Tiles(
-        COMPUTE, row_size, copy_row, arguments, make_tile, COLUMNS_OF_GROUP, regions,
-        _make_mender(GROUP_SIZE),
+        COMPUTE, row_size, copy_row, arguments, make_tile, COLUMNS_OF_ROW, COLUMNS_OF_GROUP,
+        regions, _make_mender(GROUP_SIZE),
     )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.linear.few_rows import (
-    COLUMNS_OF_ROW,
     Tiles,
     make_element_tiles,
     make_few_rows_kernel,
@@ -110,7 +109,7 @@ def _make_unpacked_tiles(dtype: str) -> Tiles:
         return tile
 
     def regions(depth: Any) -> dict[str, Any]:
-        return {"numbers": max(COLUMNS_OF_ROW, tiles.columns_of_group) * depth}
+        return {"numbers": max(tiles.columns_of_row, tiles.columns_of_group) * depth}
 
     return dataclasses.replace(tiles, make_tile=make_tile, regions=regions)
 
