@@ -57,6 +57,15 @@ def has_compiler():
     return True
 
 
+@pytest.fixture(autouse=True)
+def gradients_are_recorded():
+    """Let no test turn gradients off for those behind it, of which many would fail, and some not."""
+    yield
+    is_on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert is_on, "the test has left gradients off"
+
+
 @pytest.fixture(params=["cpu", "foo"])
 def device(request):
     return request.param

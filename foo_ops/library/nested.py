@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
-from torch.nested._internal.ops import extract_kwargs
 from torch.utils import _pytree as pytree
 
 from foo_ops import _C
@@ -67,7 +66,7 @@ def register_nested_rows(
         first = _require_same_parts(short_name(operator), tensors, elementwise)
         given |= {n: _rows_of(it) for n, it in tensors.items()}
         results = operator(*list(given.values())[: len(inputs)], **{n: given[n] for n in keywords})
-        parts = extract_kwargs(first)
+        parts = _parts_of(first)
         return pytree.tree_map_only(Tensor, lambda it: _Nested.apply(it, parts), results)
 
     library_of(name, lib).impl(name.partition("::")[2], kernel, KEY)
@@ -92,7 +91,7 @@ def _require_same_parts(
             _require_jagged(operator, argument, tensor, elementwise)
     first, *others = tensors
     for argument in others:
-        if _parts_of(tensors[first]) != _parts_of(tensors[argument]):
+        if _places_of(tensors[first]) != _places_of(tensors[argument]):
             raise ValueError(
                 f"{operator}: {argument} must be nested in the same parts as {first}, got shapes "
                 f"{list(tensors[argument].shape)} and {list(tensors[first].shape)}"
@@ -115,12 +114,22 @@ def _require_jagged(operator: str, argument: str, tensor: Tensor, elementwise: b
         )
 
 
-def _parts_of(tensor: Tensor) -> Any:
+def _places_of(tensor: Tensor) -> Any:
     """Say where parts are: sizes of one symbol are those of the same offsets, or lengths."""
     if not isinstance(tensor, NestedTensor):
         return None
     where = None if tensor.lengths() is None else id(tensor.offsets())
     return tensor.shape[: tensor._ragged_idx + 1], where
+
+
+def _parts_of(nested: NestedTensor) -> dict[str, Any]:
+    """Return what a nested tensor of the same parts is made of, beside its values."""
+    return {
+        "offsets": nested.offsets(),
+        "lengths": nested.lengths(),
+        "_metadata_cache": nested._metadata_cache,
+        "_ragged_idx": nested._ragged_idx,
+    }
 
 
 def _rows_of(nested: NestedTensor) -> Tensor:
@@ -150,7 +159,7 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def setup_context(context: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        context.parts = extract_kwargs(inputs[0])
+        context.parts = _parts_of(inputs[0])
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> Tensor:
