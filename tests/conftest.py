@@ -59,7 +59,7 @@ def has_compiler():
 
 @pytest.fixture(autouse=True)
 def gradients_are_recorded():
-    """Let no test turn gradients off for those behind it, of which many would fail, and some not."""
+    """Let no test turn gradients off for others: many would fail, and some check nothing."""
     yield
     is_on = torch.is_grad_enabled()
     torch.set_grad_enabled(True)

@@ -158,7 +158,7 @@ class _Values(torch.autograd.Function):
         return nested._values.detach()
 
     @staticmethod
-    def setup_context(context: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    def setup_context(context: Any, inputs: tuple[NestedTensor], output: Tensor) -> None:
         context.parts = _parts_of(inputs[0])
 
     @staticmethod
