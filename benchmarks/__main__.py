@@ -23,7 +23,7 @@ from benchmarks.publish import Published, publish
 from foo_ops import info
 
 RESULTS = Path("benchmarks/results/latest.json")
-WIDTH = 200
+WIDTH = 250
 """Of the tables where the output is no terminal."""
 
 

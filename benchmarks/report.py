@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from benchmarks import (
@@ -41,6 +41,9 @@ from benchmarks.targets import (
 )
 
 NONE = "-"
+TEXTS = ("case", "verdict")
+FOLDED = 16
+"""The least width of a verdict."""
 NOT_JUDGED = "not judged: one core"
 LEGEND = (
     "Of peak: of the FMA peak; for bfloat16 that of the matrix unit (AMX) or the bf16 dot peak "
@@ -107,9 +110,13 @@ def peak_table(results: Sequence[Result], unit: str) -> list[list[str]]:
 
 
 def comparison_table(results: Sequence[Result], unit: str) -> list[list[str]]:
-    """Write the ratio of the figures shown: the title says which way is better."""
+    """Write the ratio of the figures shown: the title says which way is better.
+
+    Ours with an option, as in ``foo, 8 bits``, is compared with the peers that have it, too.
+    """
     ours, *others = dict.fromkeys(name for result in results for name in result.seconds)
-    rows = [["case", "threads", ours, *others, *(f"{ours} / {name}" for name in others)]]
+    pairs = [(_with_option(ours, it, others), it) for it in others if not it.startswith(f"{ours},")]
+    rows = [["case", "threads", ours, *others, *(f"{one} / {other}" for one, other in pairs)]]
     for result in results:
         figures = {
             name: [figure(each, result.work, unit) for each in seconds]
@@ -117,11 +124,17 @@ def comparison_table(results: Sequence[Result], unit: str) -> list[list[str]]:
         }
         medians = [median(figures[name]) if name in figures else NONE for name in (ours, *others)]
         compared = [
-            spread(ratios(figures[ours], figures[name])) if name in figures else NONE
-            for name in others
+            spread(ratios(figures[one], figures[other])) if {one, other} <= {*figures} else NONE
+            for one, other in pairs
         ]
         rows.append([result.name, str(result.threads), *medians, *compared])
     return rows
+
+
+def _with_option(ours: str, peer: str, others: Sequence[str]) -> str:
+    """Return ours with the option of ``llama.cpp, 8 bits``, or without, where there is none."""
+    _, comma, option = peer.partition(",")
+    return ours + comma + option if ours + comma + option in others else ours
 
 
 def device_table(content: Content, results: Sequence[Result], unit: str) -> list[list[str]]:
@@ -308,16 +321,45 @@ def spread(values: Sequence[float]) -> str:
     return f"{middle:.2f} ({low:.2f}-{high:.2f})" if len(values) > 1 else f"{middle:.2f}"
 
 
+def _in_lines(column: str) -> str:
+    return column.replace(", ", ",\n").replace(" / ", " /\n")
+
+
+def _parts(rows: list[list[str]], width: int) -> list[list[list[str]]]:
+    """Cut a table that is too wide for the console. Each part tells the cases and threads."""
+    header = rows[0]
+    repeated = [place for place, column in enumerate(header) if column in ("case", "threads")]
+    parts = [repeated]
+    for place in range(len(header)):
+        if place in repeated:
+            continue
+        taken = sum(_width(rows, it) for it in (*parts[-1], place)) + 1
+        if taken > width and parts[-1] != repeated:
+            parts.append(repeated)
+        parts[-1] = [*parts[-1], place]
+    return [[[row[place] for place in part] for row in rows] for part in parts]
+
+
+def _width(rows: list[list[str]], place: int) -> int:
+    """Return the width of a column with a border. A verdict may be folded."""
+    header, *cells = (row[place] for row in rows)
+    most = FOLDED if header == "verdict" else max(map(len, cells), default=0)
+    return max(most, *map(len, _in_lines(header).split("\n"))) + 3
+
+
 def print_tables(console: Console, content: Content) -> None:
     for name, results in content.by_section().items():
-        header, *rows = table_of(content, name, results)
-        table = Table(title=SECTIONS[name].title, title_justify="left", title_style="bold")
-        for column in header:
-            is_text = column in ("case", "verdict")
-            table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        title = SECTIONS[name].title
+        for header, *rows in _parts(table_of(content, name, results), console.width):
+            table = Table(title=title, title_justify="left", title_style="bold")
+            for column in header:
+                is_text = column in TEXTS
+                justify: JustifyMethod = "left" if is_text else "right"
+                table.add_column(_in_lines(column), justify=justify, no_wrap=not is_text)
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+            title = f"{SECTIONS[name].title}, continued"
     texts = (content.one_core, tally(content), code_lines.report(), LEGEND, caption(content))
     for text in filter(None, texts):
         console.print(text, markup=False)
