@@ -70,7 +70,9 @@ def remember_values(
 
 def _values_of(name: str, arguments: Any) -> _Values | None:
     """Return what the tile kernel takes that would be called; of no device, any of them."""
-    kernels = _values.get(name, {})
+    kernels = _values.get(name)
+    if not kernels:
+        return None
     types = (tensor.device.type for tensor in tensors_in(arguments))
     key = torch._C._dispatch_key_for_device(next(types, "meta"))
     return next(iter(kernels.values()), None) if key == "Meta" else kernels.get(key)

@@ -46,12 +46,12 @@ def refused(operator, device):
 
 def test_checks_end_with_the_kernel(device):
     define("foo_written_fakes::again_", device)
-    operator = torch.ops.foo_written_fakes.again_
-    refused(operator.default, device)
+    refused(torch.ops.foo_written_fakes.again_.default, device)
     library.define("foo_written_fakes::again_", SCHEMA)
     library.register_fake("foo_written_fakes::again_", lambda input, other: None)
     library.register_kernel("foo_written_fakes::again_", device, add_in_python)
-    calls(operator.default, device)
+    # Not the operator from before: that one is gone.
+    calls(torch.ops.foo_written_fakes.again_.default, device)
 
 
 def test_checks_are_of_the_device():
