@@ -160,7 +160,8 @@ def leaves_masks_out(config: Any) -> bool:
     They do where a class of models with such a configuration supports PyTorch's ``sdpa``, or says
     that any implementation will do. All others get every mask, and without one nothing is hidden.
     """
-    return class_leaves_masks_out(type(config))
+    config_class: Any = type(config)
+    return class_leaves_masks_out(config_class)
 
 
 @cache

@@ -1,11 +1,11 @@
 """foo::attention in attention layers, in the place of the function that each would call.
 
-A layer of transformers looks its function up by the name of the model's implementation. Names also
-decide how a model makes its masks, what it passes on, and which of its entry points work, so a
-model keeps its own. Only the table in which its layers look is another: it has a function of ours
-for each whose computation is known, PyTorch's ``sdpa`` and an ``eager_attention_forward`` that gives
-what foo's operator gives on random numbers. All others, and all arguments that these functions do
-not know, go to the model's own function as they are.
+A layer of transformers looks its function up by the name of the model's implementation. The name
+also decides how a model makes its masks, what it passes on, and which entry points take it, so a
+model keeps its name. Its layers look into another table, which has a function of ours for each
+whose computation is known: PyTorch's ``sdpa``, and an ``eager_attention_forward`` that gives what
+foo's operator gives on random numbers. All other functions are the model's own, and so are all
+calls with arguments that ours do not know.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INTERFACES = "ALL_ATTENTION_FUNCTIONS"
 EAGER = "eager_attention_forward"
 """The global name of the function that a layer calls for the implementation ``"eager"``."""
 
-Function = Callable[..., tuple[Tensor, Any]]
+Function = Callable[..., Any]
 
 
 def is_served(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
@@ -90,7 +90,7 @@ def in_place_of_sdpa(
         key, value = cache.update(
             key_states=key,
             value_states=value,
-            layer_idx=module.layer_idx,  # type: ignore[arg-type]
+            layer_idx=module.layer_idx,
             kwargs=others,
         )
         cache = None
@@ -263,9 +263,8 @@ class Interfaces:
         """Return the function to call instead of one of the model's own."""
         if function is sdpa_attention_forward:
             return in_place_of_sdpa
-        if self.eager is not None and function is self.eager.function:
-            return self.eager
-        return function
+        known = self.eager
+        return known if known is not None and function is known.function else function
 
 
 @cache

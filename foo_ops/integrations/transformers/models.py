@@ -45,7 +45,7 @@ REPLACEMENTS: dict[type[Replacement], frozenset[str]] = {
     **dict.fromkeys((FooGatedMLP, FooPackedMLP), frozenset({"mlp"})),
     **dict.fromkeys((FooLinear, FooConv1D), frozenset({"linear"})),
 }
-"""The arguments of `apply` that allow each replacement. The first that recognises a module is it."""
+"""The arguments of `apply` that allow each replacement; the first that fits a module is taken."""
 
 KINDS: dict[str, tuple[type[Replacement], ...]] = {
     "attention": (FooAttention,),
@@ -149,7 +149,7 @@ def apply(
 
 
 def change(module: nn.Module, allowed: Iterable[str]) -> None:
-    """Give a module the first replacement that recognises it, or one that does more than its own."""
+    """Give a module the first replacement that fits, or one that does more than it has."""
     if is_replaced(module):
         has = kinds_of(module) & {"attention", "rotary_embedding"}
         if not has or has >= {"attention", "rotary_embedding"} & set(allowed):
