@@ -13,8 +13,9 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +113,8 @@ def in_place_of_sdpa(
 # ------------------------------------------------------------------------------------------ eager
 
 
-class Eager(NamedTuple):
+@dataclass(frozen=True)
+class Eager:
     """An ``eager_attention_forward``, and what is known of it.
 
     Attributes:
