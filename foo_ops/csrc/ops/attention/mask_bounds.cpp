@@ -70,12 +70,14 @@ MaskBounds::MaskBounds(const Parameters& parameters, at::ScalarType query_type,
       options.is_causal || options.window_left >= 0 || options.window_right >= 0;
   const double hidden = has_window ? -kInfinity : kLowestSeen;
   const auto& strides = parameters.attn_bias.strides;
-  const auto size = [&](int axis, int64_t count) { return strides[axis] == 0 ? 1 : count; };
+  const auto size = [&](int axis, int64_t count) {
+    return strides[axis] == 0 ? std::min<int64_t>(1, count) : count;
+  };
   const int64_t batch = size(0, parameters.batch), heads = size(1, parameters.query_heads);
   const int64_t rows = size(2, parameters.query_length), keys = parameters.key_length;
-  row_step_ = rows == 1 ? 0 : 1;
-  head_step_ = heads == 1 ? 0 : rows;
-  batch_step_ = batch == 1 ? 0 : rows * heads;
+  row_step_ = rows <= 1 ? 0 : 1;
+  head_step_ = heads <= 1 ? 0 : rows;
+  batch_step_ = batch <= 1 ? 0 : rows * heads;
   rows_.resize(batch * heads * rows);
   with_elements(parameters, query_type, [&](const auto* elements) {
     const int64_t grain = std::max<int64_t>(1, kElementsOfThread / std::max<int64_t>(1, keys));
