@@ -404,6 +404,24 @@ def test_indices_choose_keys():
 # --------------------------------------------------------------------------------------- rotations
 
 
+def test_arguments_of_a_rotation_may_be_left_out():
+    """Some functions turn a query alone, and have another default of the dimension of the heads."""
+    own = modeling_llama.apply_rotary_pos_emb
+
+    def apply_rotary_pos_emb(q, k=None, cos=None, sin=None, unsqueeze_dim=2):
+        both = own(q, q if k is None else k, cos, sin, unsqueeze_dim)
+        return both[0] if k is None else both
+
+    rotate, generator = rotation_of(apply_rotary_pos_emb), torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 2, 5, 3, 8, generator=generator).unbind()
+    tables = torch.randn(2, 2, 5, 4, generator=generator).repeat(1, 1, 1, 2).unbind()
+    cosine, sine = tables
+    alone = rotate(query, cos=cosine, sin=sine)
+    assert torch.equal(alone, apply_rotary_pos_emb(query, cos=cosine, sin=sine))
+    results = rotate(query, key, *tables), apply_rotary_pos_emb(query, key, *tables)
+    torch.testing.assert_close(*results)
+
+
 def test_tables_with_two_sets_of_angles_are_turned_by_the_models_function():
     """As those of images whose positions have several axes."""
     own = modeling_llama.apply_rotary_pos_emb
@@ -415,7 +433,7 @@ def test_tables_with_two_sets_of_angles_are_turned_by_the_models_function():
         for width in (4, 8)
     )
     # The same tables, written over with one set of angles, and with two again.
-    for angles in (two, one, two):
+    for angles in (one, two, one):
         cosine.copy_(angles[0])
         sine.copy_(angles[1])
         results = rotate(query, key, cosine, sine), own(query, key, cosine, sine)
