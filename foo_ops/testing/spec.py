@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foo_ops.testing.draws import budget_of, means, seeded
 from foo_ops.testing.layouts import copy_with_layout, hint_at_junk
 from foo_ops.testing.remembered import Remembered, expected_gradients, expected_outputs
 from foo_ops.testing.schema import functional_form, overload, tensors_in, with_each_tensor
 from foo_ops.testing.tolerance import (
     gradient_tolerance,
+    gradients_of,
     has_gradients,
     tolerance,
 )
@@ -109,6 +111,11 @@ class OpSpec:
         gradient_budget: likewise how far each gradient may be, of a sample in float64, whose
             tensors require gradients as those of the call did, the dtypes that the positional
             tensors had in the call, and the gradients of the outputs.
+        draws: of an operator that draws random numbers: how many calls, with one seed each, the
+            reference is compared with, which gives the mean of each result. The same seed must give
+            the same bits.
+        statistic: what the reference gives the mean of, where that is not the outputs: a function
+            of a tuple of these and the arguments of the call that returns a tensor or several.
         functional: of an out variant: the operator with results of the shapes and dtypes that its
             out arguments must have. See `variant`.
 
@@ -141,6 +148,8 @@ class OpSpec:
     tolerances: Mapping[torch.dtype, tuple[float, float]] = dataclasses.field(default_factory=dict)
     output_budget: Callable[[Sample, torch.dtype], Tensors] | None = None
     gradient_budget: Callable[[Sample, Dtypes, Tensors], Tensors] | None = None
+    draws: int = 0
+    statistic: Callable[..., Tensor | Tensors] | None = None
     functional: torch._ops.OpOverload | None = None
 
     def __post_init__(self) -> None:
@@ -165,6 +174,10 @@ class OpSpec:
         for field in ("dtypes", "devices", "samples", "essential"):
             if not getattr(self, field):
                 raise ValueError(f"OpSpec({self}): {field} must not be empty")
+        if self.draws == 1 or self.draws < 0:
+            raise ValueError(f"OpSpec({self}): draws must be 0 or at least 2, got {self.draws}")
+        if self.statistic is not None and not self.draws:
+            raise ValueError(f"OpSpec({self}): a statistic must come with draws, got none")
         for field in ("essential", "in_layouts"):
             for name in getattr(self, field):
                 if name not in self.samples:
@@ -196,8 +209,14 @@ class OpSpec:
         return Remembered()
 
     def call(self, sample: Sample) -> Tensors:
-        """Return what the operator returns, then the arguments that it writes, in copies."""
-        return sample.call(self.function)
+        """Return what the operator returns, then the arguments that it writes, in copies.
+
+        If it draws random numbers, each call draws the same.
+        """
+        if not self.draws:
+            return sample.call(self.function)
+        with seeded():
+            return sample.call(self.function)
 
     def variant(self, operator: Any, **changes: Any) -> OpSpec:
         """Return the spec of the in-place or out variant, with the essential samples.
@@ -244,6 +263,8 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
         Traceback (most recent call last):
         AssertionError: output 0 is wrong in 1 of 2 elements; the worst, at (1,), is 3.0 ...
     """
+    if spec.draws:
+        return  # See `check_means`.
     plain = sample.map(Tensor.detach)
     expected, budgets = spec.remembered.result(
         lambda: expected_outputs(spec, plain.exact(), dtype),
@@ -259,7 +280,50 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
         budgets = tuple(map(allowed, outputs, expected))
     assert len(budgets) == len(outputs)
     for position, (output, value, budget) in enumerate(zip(outputs, expected, budgets)):
-        assert_within(f"output {position}", output, value, budget)
+        assert_within(f"output {position}", output, value, budget, OUTPUT_KNOBS)
+
+
+def check_means(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
+    """Assert that the results of an operator that draws random numbers are right on average."""
+    plain = sample.map(Tensor.detach)
+    expected = plain.exact().call(spec.reference)
+
+    def call() -> Sequence[Tensor]:
+        outputs = plain.call(spec.function)
+        if spec.statistic is None:
+            return outputs
+        return tensors_in(spec.statistic(outputs, *plain.inputs, **plain.keywords))
+
+    found = means(call, spec.draws)
+    if len(found) != len(expected):
+        raise AssertionError(
+            f"its {'statistic' if spec.statistic else 'call'} gives {len(found)} tensors, its "
+            f"reference {len(expected)}"
+        )
+    for position, (mean, value) in enumerate(zip(found, expected)):
+        what = f"the mean of {'statistic' if spec.statistic else 'output'} {position}"
+        budget = budget_of(mean, dtype, exact(value), spec.tolerances)
+        assert_within(f"{what} over {spec.draws} seeds", mean.value(), exact(value), budget)
+
+
+def check_mean_gradients(
+    spec: OpSpec, sample: Sample, dtype: torch.dtype, names: Sequence[str]
+) -> None:
+    """Assert that the gradients of such an operator are, on average, those of the reference."""
+    exact_sample = sample.exact().requiring_grad()
+    outputs = exact_sample.call(spec.reference)
+    cotangents = cotangents_for(outputs)
+    expected = gradients_of(outputs, exact_sample.differentiable(), cotangents)
+
+    def call() -> Sequence[Tensor]:
+        results = sample.call(spec.function)
+        given = [c.to(result) for c, result in zip(cotangents, results)]
+        return gradients_of(results, sample.differentiable(), given)
+
+    for name, mean, value in zip(names, means(call, spec.draws), expected):
+        budget = budget_of(mean, dtype, value, spec.tolerances)
+        what = f"the mean of the gradient of {name} over {spec.draws} seeds"
+        assert_within(what, mean.value(), value, budget)
 
 
 def check_gradients(
@@ -284,6 +348,8 @@ def check_gradients(
         >>> gradients = torch.autograd.grad(outputs, sample.tensors(), cotangents)
         >>> check_gradients(ABS, sample, gradients, cotangents)
     """
+    if spec.draws:
+        return  # See `check_mean_gradients`.
     dtypes = tuple(tensor.dtype if isinstance(tensor, Tensor) else None for tensor in sample.inputs)
 
     def compute() -> tuple[Tensors, Sequence[Tensor], Tensors | None]:
@@ -299,7 +365,7 @@ def check_gradients(
     assert len(gradients) == len(expected) == len(budgets)
     names = names or [str(position) for position in range(len(gradients))]
     for name, gradient, value, budget in zip(names, gradients, expected, budgets):
-        assert_within(f"the gradient of {name}", gradient, value, budget)
+        assert_within(f"the gradient of {name}", gradient, value, budget, GRADIENT_KNOBS)
 
 
 def cotangents_for(outputs: Tensors) -> Tensors:
@@ -321,8 +387,18 @@ def cotangents_for(outputs: Tensors) -> Tensors:
     )
 
 
-def assert_within(what: str, actual: Tensor, expected: Tensor, budget: Tensor) -> None:
-    """Assert |actual - expected| <= budget, element by element; NaN and infinities must agree."""
+OUTPUT_KNOBS = "tolerances= or output_budget="
+GRADIENT_KNOBS = "tolerances= or gradient_budget="
+
+
+def assert_within(
+    what: str, actual: Tensor, expected: Tensor, budget: Tensor, knobs: str = ""
+) -> None:
+    """Assert |actual - expected| <= budget, element by element; NaN and infinities must agree.
+
+    Args:
+        knobs: the arguments of an `OpSpec` that give the budget, for the message.
+    """
     if actual.shape != expected.shape:
         raise AssertionError(
             f"{what} has shape {tuple(actual.shape)}, that of the reference {tuple(expected.shape)}"
@@ -338,10 +414,12 @@ def assert_within(what: str, actual: Tensor, expected: Tensor, budget: Tensor) -
     excess = torch.where(wrong, (error / budget).nan_to_num(math.inf, math.inf), 0)
     worst = excess.flatten().argmax()
     place = tuple(int(index) for index in torch.unravel_index(worst, excess.shape))
+    allowed_by = f": {knobs} of the OpSpec says how much" if knobs else ""
     raise AssertionError(
         f"{what} is wrong in {int(wrong.sum())} of {wrong.numel()} elements; the worst, at "
         f"{place}, is {value[place].item()} instead of {expected[place].item()}, "
-        f"where {budget[place].item():.3g} is allowed" + hint_at_junk(actual.cpu()[wrong])
+        f"where {budget[place].item():.3g} is allowed"
+        + (hint_at_junk(actual.cpu()[wrong]) or allowed_by)
     )
 
 

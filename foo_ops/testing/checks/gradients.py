@@ -26,7 +26,12 @@ from foo_ops.testing.checks.matrix import (
     essential,
     first_device,
 )
-from foo_ops.testing.spec import Tensors, check_gradients, cotangents_for
+from foo_ops.testing.spec import (
+    Tensors,
+    check_gradients,
+    check_mean_gradients,
+    cotangents_for,
+)
 
 
 @check("given to it as it is, and differentiated", dtypes=differentiable)
@@ -36,6 +41,9 @@ def gradients(case: Case) -> None:
         outputs = run(case, sample)
         require_history(case, sample, outputs)
         check_both(case, sample, outputs, cotangents_for(outputs))
+    if case.spec.draws and case.spec.statistic is None:
+        names = differentiable_names(case.spec, sample)
+        check_mean_gradients(case.spec, sample, case.dtype, names)
 
 
 @check(
