@@ -17,9 +17,8 @@ from support.product_operator import (
 )
 
 from foo_ops import library
-from foo_ops.testing import Sample, cases, check_operator
+from foo_ops.testing import KnownFaultWarning, Sample, cases, check_operator
 from foo_ops.testing.checks import inductor
-from foo_ops.testing.checks.inductor import KnownFaultWarning
 
 CPU_ALONE = {"devices": ("cpu",), "differentiable": False}
 

@@ -12,6 +12,7 @@ import dis
 import math
 import os
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -194,7 +195,6 @@ class Named:
     name: str
     file: str
     line: int
-
     is_known: bool
 
     def refusal(self, *, sees_rows: bool) -> str:
@@ -202,7 +202,6 @@ class Named:
         return f"a kernel cannot call {self.words}" + (f": {advice}" if advice else "")
 
 
-_BUILT_IN = (types.BuiltinFunctionType,)
 _KNOWN = {
     *(abs, bool, complex, divmod, enumerate, float, int, isinstance, len, max, min, pow, print),
     *(range, round, slice, str, sum, tuple, zip),
@@ -211,7 +210,7 @@ _KNOWN = {
 
 
 def named_functions(functions: tuple[Callable[..., Any], ...]) -> Iterator[Named]:
-    """Yield the functions that are not the author's own, in these and in all that they call."""
+    """Yield the functions of Python, NumPy and torch in these, and in all that they call."""
     seen: set[int] = set()
     waiting: list[Any] = list(functions)
     while waiting:
@@ -221,10 +220,11 @@ def named_functions(functions: tuple[Callable[..., Any], ...]) -> Iterator[Named
         seen.add(id(function))
         scope = {**vars(builtins), **function.__globals__, **_closure(function)}
         for named, value in _named_in(function.__code__, scope):
-            if _is_own(value):
-                waiting.append(value)
-            elif callable(value):
+            package = _package_of(value)
+            if package in _LIBRARIES:
                 yield named
+            elif package != "foo_ops" and isinstance(value, types.FunctionType):
+                waiting.append(value)
 
 
 def _closure(function: types.FunctionType) -> dict[str, Any]:
@@ -250,20 +250,30 @@ def _named_in(code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[Nam
         if value is not None and not isinstance(value, types.ModuleType):
             outer, _, name = words.rpartition(".")
             name = name if outer else getattr(value, "__name__", name)
-            is_known = value in _KNOWN if isinstance(value, (type, *_BUILT_IN)) else False
+            is_known = isinstance(value, (type, types.BuiltinFunctionType)) and value in _KNOWN
             yield Named(words, name, code.co_filename, line, is_known), value
 
 
-def _is_own(value: Any) -> bool:
-    """Whether a value is a function that an author wrote, and not one of a library."""
-    return isinstance(value, types.FunctionType) and not is_of_library(value.__code__.co_filename)
+_LIBRARIES = {"numpy", "scipy", "torch", *sys.stdlib_module_names}
+_STANDARD = os.path.dirname(os.__file__)
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
 
 
-_LIBRARIES = (os.path.dirname(os.__file__) + os.sep, f"{os.sep}site-packages{os.sep}")
+def _package_of(value: Any) -> str:
+    """Return the package that a function comes from; it is empty for what is not called."""
+    if not callable(value):
+        return ""
+    if isinstance(value, types.FunctionType) and value.__module__ in (None, "builtins"):
+        return ""  # It was made by exec.
+    return str(getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
 
 
 def is_of_library(file: str) -> bool:
-    return file.startswith((_LIBRARIES[0], "<frozen")) or _LIBRARIES[1] in file
+    """Whether a file belongs to Python, NumPy or torch."""
+    installed = _INSTALLED.search(file)
+    if installed:
+        return installed[1] in _LIBRARIES
+    return file.startswith((_STANDARD + os.sep, "<frozen"))
 
 
 # -------------------------------------------------------------------------- the compiler's words
