@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -147,10 +146,15 @@ def mapped(case: Case) -> None:
 
 @contextlib.contextmanager
 def without_advice_on_speed() -> Iterator[None]:
-    """Keep the warning to itself that an operator without a rule is called for each element."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
+    """Keep PyTorch from telling that an operator without a rule is called for each element.
+
+    Its C++ writes to standard error, past the filters of Python's warnings.
+    """
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    try:
         yield
+    finally:
+        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
 
 
 def reordered(case: Case, sample: Sample) -> Sample:
