@@ -9,6 +9,7 @@ one, the budget is a relative and an absolute tolerance that follow from the dty
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -20,13 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foo_ops.testing.draws import budget_of, means, seeded
+from foo_ops.testing.draws import seeded
 from foo_ops.testing.layouts import copy_with_layout, hint_at_junk
 from foo_ops.testing.remembered import Remembered, expected_gradients, expected_outputs
 from foo_ops.testing.schema import functional_form, overload, tensors_in, with_each_tensor
 from foo_ops.testing.tolerance import (
     gradient_tolerance,
-    gradients_of,
     has_gradients,
     tolerance,
 )
@@ -209,13 +209,8 @@ class OpSpec:
         return Remembered()
 
     def call(self, sample: Sample) -> Tensors:
-        """Return what the operator returns, then the arguments that it writes, in copies.
-
-        If it draws random numbers, each call draws the same.
-        """
-        if not self.draws:
-            return sample.call(self.function)
-        with seeded():
+        """Return what the operator returns, then the arguments that it writes, in copies."""
+        with seeded() if self.draws else contextlib.nullcontext():
             return sample.call(self.function)
 
     def variant(self, operator: Any, **changes: Any) -> OpSpec:
@@ -264,7 +259,7 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
         AssertionError: output 0 is wrong in 1 of 2 elements; the worst, at (1,), is 3.0 ...
     """
     if spec.draws:
-        return  # See `check_means`.
+        return  # means.py compares their means.
     plain = sample.map(Tensor.detach)
     expected, budgets = spec.remembered.result(
         lambda: expected_outputs(spec, plain.exact(), dtype),
@@ -280,50 +275,7 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
         budgets = tuple(map(allowed, outputs, expected))
     assert len(budgets) == len(outputs)
     for position, (output, value, budget) in enumerate(zip(outputs, expected, budgets)):
-        assert_within(f"output {position}", output, value, budget, OUTPUT_KNOBS)
-
-
-def check_means(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
-    """Assert that the results of an operator that draws random numbers are right on average."""
-    plain = sample.map(Tensor.detach)
-    expected = plain.exact().call(spec.reference)
-
-    def call() -> Sequence[Tensor]:
-        outputs = plain.call(spec.function)
-        if spec.statistic is None:
-            return outputs
-        return tensors_in(spec.statistic(outputs, *plain.inputs, **plain.keywords))
-
-    found = means(call, spec.draws)
-    if len(found) != len(expected):
-        raise AssertionError(
-            f"its {'statistic' if spec.statistic else 'call'} gives {len(found)} tensors, its "
-            f"reference {len(expected)}"
-        )
-    for position, (mean, value) in enumerate(zip(found, expected)):
-        what = f"the mean of {'statistic' if spec.statistic else 'output'} {position}"
-        budget = budget_of(mean, dtype, exact(value), spec.tolerances)
-        assert_within(f"{what} over {spec.draws} seeds", mean.value(), exact(value), budget)
-
-
-def check_mean_gradients(
-    spec: OpSpec, sample: Sample, dtype: torch.dtype, names: Sequence[str]
-) -> None:
-    """Assert that the gradients of such an operator are, on average, those of the reference."""
-    exact_sample = sample.exact().requiring_grad()
-    outputs = exact_sample.call(spec.reference)
-    cotangents = cotangents_for(outputs)
-    expected = gradients_of(outputs, exact_sample.differentiable(), cotangents)
-
-    def call() -> Sequence[Tensor]:
-        results = sample.call(spec.function)
-        given = [c.to(result) for c, result in zip(cotangents, results)]
-        return gradients_of(results, sample.differentiable(), given)
-
-    for name, mean, value in zip(names, means(call, spec.draws), expected):
-        budget = budget_of(mean, dtype, value, spec.tolerances)
-        what = f"the mean of the gradient of {name} over {spec.draws} seeds"
-        assert_within(what, mean.value(), value, budget)
+        assert_within(f"output {position}", output, value, budget, "output_budget=")
 
 
 def check_gradients(
@@ -349,7 +301,7 @@ def check_gradients(
         >>> check_gradients(ABS, sample, gradients, cotangents)
     """
     if spec.draws:
-        return  # See `check_mean_gradients`.
+        return  # means.py compares their means.
     dtypes = tuple(tensor.dtype if isinstance(tensor, Tensor) else None for tensor in sample.inputs)
 
     def compute() -> tuple[Tensors, Sequence[Tensor], Tensors | None]:
@@ -365,7 +317,7 @@ def check_gradients(
     assert len(gradients) == len(expected) == len(budgets)
     names = names or [str(position) for position in range(len(gradients))]
     for name, gradient, value, budget in zip(names, gradients, expected, budgets):
-        assert_within(f"the gradient of {name}", gradient, value, budget, GRADIENT_KNOBS)
+        assert_within(f"the gradient of {name}", gradient, value, budget, "gradient_budget=")
 
 
 def cotangents_for(outputs: Tensors) -> Tensors:
@@ -387,18 +339,10 @@ def cotangents_for(outputs: Tensors) -> Tensors:
     )
 
 
-OUTPUT_KNOBS = "tolerances= or output_budget="
-GRADIENT_KNOBS = "tolerances= or gradient_budget="
-
-
 def assert_within(
-    what: str, actual: Tensor, expected: Tensor, budget: Tensor, knobs: str = ""
+    what: str, actual: Tensor, expected: Tensor, budget: Tensor, knob: str = ""
 ) -> None:
-    """Assert |actual - expected| <= budget, element by element; NaN and infinities must agree.
-
-    Args:
-        knobs: the arguments of an `OpSpec` that give the budget, for the message.
-    """
+    """Assert |actual - expected| <= budget, element by element; NaN and infinities must agree."""
     if actual.shape != expected.shape:
         raise AssertionError(
             f"{what} has shape {tuple(actual.shape)}, that of the reference {tuple(expected.shape)}"
@@ -414,7 +358,7 @@ def assert_within(
     excess = torch.where(wrong, (error / budget).nan_to_num(math.inf, math.inf), 0)
     worst = excess.flatten().argmax()
     place = tuple(int(index) for index in torch.unravel_index(worst, excess.shape))
-    allowed_by = f": {knobs} of the OpSpec says how much" if knobs else ""
+    allowed_by = f": tolerances= or {knob} of the OpSpec says how much" if knob else ""
     raise AssertionError(
         f"{what} is wrong in {int(wrong.sum())} of {wrong.numel()} elements; the worst, at "
         f"{place}, is {value[place].item()} instead of {expected[place].item()}, "

@@ -13,13 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foo_ops.kernels.compiler.advice import (
-    Named,
-    is_blamed,
-    is_of_library,
-    named_functions,
-    reworded,
-)
 from foo_ops.kernels.compiler.fingerprint import fingerprint
 from foo_ops.kernels.compiler.kernel import (
     CHECKED,
@@ -28,6 +21,13 @@ from foo_ops.kernels.compiler.kernel import (
     KernelTypeError,
     Maker,
     Source,
+)
+from foo_ops.kernels.compiler.reasons import (
+    Named,
+    is_blamed,
+    is_of_library,
+    named_functions,
+    reworded,
 )
 from foo_ops.kernels.user.copies import Copies
 

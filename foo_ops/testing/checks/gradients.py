@@ -26,12 +26,8 @@ from foo_ops.testing.checks.matrix import (
     essential,
     first_device,
 )
-from foo_ops.testing.spec import (
-    Tensors,
-    check_gradients,
-    check_mean_gradients,
-    cotangents_for,
-)
+from foo_ops.testing.means import check_mean_gradients
+from foo_ops.testing.spec import Tensors, check_gradients, cotangents_for
 
 
 @check("given to it as it is, and differentiated", dtypes=differentiable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,11 +151,12 @@ def without_advice_on_speed() -> Iterator[None]:
 
     Its C++ writes to standard error, past the filters of Python's warnings.
     """
-    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    functorch: Any = torch._C._functorch
+    functorch._set_vmap_fallback_warning_enabled(False)
     try:
         yield
     finally:
-        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+        functorch._set_vmap_fallback_warning_enabled(True)
 
 
 def reordered(case: Case, sample: Sample) -> Sample:

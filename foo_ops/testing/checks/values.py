@@ -20,7 +20,8 @@ from foo_ops.testing.checks.matrix import (
 )
 from foo_ops.testing.draws import seeded
 from foo_ops.testing.layouts import Layout
-from foo_ops.testing.spec import Sample, Tensors, check_means, check_outputs, cotangents_for
+from foo_ops.testing.means import check_means
+from foo_ops.testing.spec import Sample, Tensors, check_outputs, cotangents_for
 
 
 @check("given to it as it is, and fresh memory was full of NaN")
