@@ -197,6 +197,6 @@ SPEC = OpSpec(
     essential=("size5", "equal"),
     large=lambda dtype: sample((301, 501), dtype),
     differentiable=False,
-    draws=600,
+    draws=400,
     statistic=lambda outputs, logits, **options: one_hot(outputs[0], logits.shape[-1]),
 )
