@@ -1,7 +1,7 @@
-"""Tell whom a kernel's compiler stumbles over, in words of kernels. Light: no Numba, no LLVM.
+"""Explain errors of the compiler in words of kernels, and find the function to blame.
 
-Numba says what it does not know in words of its own types, and of a function that it does not know
-where the function around it begins.
+Numba describes errors by its own types. For a function that it does not know it often gives the
+line where the kernel begins, so the function is looked for in the kernel. Light: no Numba, no LLVM.
 """
 
 from __future__ import annotations
@@ -78,8 +78,16 @@ def named_functions(functions: tuple[Callable[..., Any], ...]) -> Iterator[Named
 
 
 def _closure(function: types.FunctionType) -> dict[str, Any]:
+    """Return the values of a function's free variables; a cell may be empty."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or ())
-    return {name: cell.cell_contents for name, cell in cells}
+    return {name: value for name, cell in cells for value in _contents(cell)}
+
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
 
 
 def _named_in(code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[Named, Any]]:
