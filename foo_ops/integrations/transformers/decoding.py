@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from foo_ops.integrations.transformers.attention import NAME, foo_attention_forward
 from foo_ops.integrations.transformers.joined import FooJoined, products
-from foo_ops.integrations.transformers.replacement import stand_in
+from foo_ops.integrations.transformers.replacement import are_alike, is_near, stand_in
 from foo_ops.integrations.transformers.rotary import (
     FUNCTION,
     FooRotaryAttention,
@@ -89,7 +89,7 @@ def step(
     form: Form,
     window: int | None,
     hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
+    position_embeddings: tuple[Tensor, ...],
     mask: Tensor | None,
     cache: Any,
     attention: Attention,
@@ -103,10 +103,13 @@ def step(
     layers = module._modules
     if "q_norm" in layers:
         query, key = layers["q_norm"](query), layers["k_norm"](key)
-    cosine, sine = angles_of(form, position_embeddings)
-    rotate = torch.ops.foo.rotary_embedding.default
-    query = rotate(query, cosine, sine, interleaved=form.interleaved)
-    key = rotate(key, cosine, sine, interleaved=form.interleaved)
+    if are_alike(query, key, *position_embeddings):
+        cosine, sine = angles_of(form, position_embeddings)
+        rotate = torch.ops.foo.rotary_embedding.default
+        query = rotate(query, cosine, sine, interleaved=form.interleaved)
+        key = rotate(key, cosine, sine, interleaved=form.interleaved)
+    else:
+        query, key = form.rotate(query, key, *position_embeddings)
     key, value = cache.update(key, value, module.layer_idx)
     output, _ = attention(
         module, query, key, value, mask, scaling=module.scaling, sliding_window=window
@@ -251,7 +254,7 @@ def agrees(module: Any, window_of: Callable[[Any], int | None]) -> bool:
 
     def layer(rows: int, columns: int) -> Callable[[Tensor], Tensor]:
         weight = random(columns, rows)
-        return lambda input: input @ weight
+        return lambda input: input @ weight.to(input.dtype)
 
     width, size = 8, module.head_dim
     heads = {"q_proj": 4 * size, "k_proj": 2 * size, "v_proj": 2 * size}
@@ -264,20 +267,26 @@ def agrees(module: Any, window_of: Callable[[Any], int | None]) -> bool:
     table = size // 2 if form.angles is whole else size
     input, mask = random(2, 1, width), random(2, 1, 1, 5)
     tables = random(2, 1, table), random(2, 1, table)
-    theirs, ours = Recorder(), Recorder()
-    own_forward = with_globals(forward, {FUNCTION: form.rotate, INTERFACES: theirs})
-    with torch.no_grad():
+
+    def agrees_in(dtype: torch.dtype) -> bool:
+        theirs, ours = Recorder(), Recorder()
+        own_forward = with_globals(forward, {FUNCTION: form.rotate, INTERFACES: theirs})
+        hidden, shown, *turns = (it.to(dtype) for it in (input, mask, *tables))
         try:
-            output, weights = own_forward(twin, input, tables, mask, theirs)
+            output, weights = own_forward(twin, hidden, tuple(turns), shown, theirs)
             theirs.numbers.append(output)
             window = window_of(twin)
-            ours.numbers.append(step(twin, form, window, input, tables, mask, ours, ours.attention))
+            result = step(twin, form, window, hidden, tuple(turns), shown, ours, ours.attention)
         except Exception:  # what fails with plain layers is another form
             return False
-    return weights is None and is_same(theirs, ours)
+        ours.numbers.append(result)
+        return weights is None and is_same(theirs, ours)
+
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        # In two dtypes, so that a conversion would be seen.
+        return agrees_in(torch.float32) and agrees_in(torch.bfloat16)
 
 
 def is_same(one: Recorder, other: Recorder) -> bool:
     pairs = list(zip(one.numbers, other.numbers))
-    has_same = all(a.shape == b.shape and torch.allclose(a, b, atol=1e-4) for a, b in pairs)
-    return has_same and one.others == other.others
+    return all(is_near(*pair) for pair in pairs) and one.others == other.others

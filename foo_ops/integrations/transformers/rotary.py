@@ -11,8 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from foo_ops.integrations.transformers.replacement import Replacement, has_own_forward
-from foo_ops.ops.rotary_embedding import rotary_embedding
+from foo_ops.integrations.transformers.replacement import (
+    Replacement,
+    are_alike,
+    has_own_forward,
+    memory_order,
+    permuted_back,
+)
+from foo_ops.library.dtypes import FLOATING
+from foo_ops.ops.rotary_embedding import composite
 
 FUNCTION = "apply_rotary_pos_emb"
 PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
@@ -35,52 +42,81 @@ def whole(table: Tensor) -> Tensor:
     return table
 
 
-def make_rotation(angles: Table, interleaved: bool) -> Rotation:
-    def rotate(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        cosine, sine = (angles(table).unsqueeze(unsqueeze_dim) for table in (cos, sin))
-        return tuple(  # type: ignore[return-value]
-            rotary_embedding(each, cosine, sine, interleaved=interleaved) for each in (q, k)
-        )
-
-    return rotate
-
-
-class Form(NamedTuple):
-    """A way to turn query and key.
+class Layout(NamedTuple):
+    """How a function turns query and key.
 
     Attributes:
         angles: how a table holds the angles.
         interleaved: whether neighbours turn together, and not the halves of a row.
-        rotate: the function.
+        keeps_order: whether results lie in memory like their inputs, and not always contiguous.
     """
+
+    angles: Table
+    interleaved: bool
+    keeps_order: bool
+
+    def turn(self, input: Tensor, cosine: Tensor, sine: Tensor) -> Tensor | None:
+        """Turn query or key, or return None where the operator cannot write the result."""
+        rotate = torch.ops.foo.rotary_embedding.default
+        if not self.keeps_order or input.is_contiguous():
+            return rotate(input, cosine, sine, interleaved=self.interleaved)
+        order = memory_order(input)
+        if order is None or cosine.dim() != input.dim():
+            return None
+        given = (it.permute(order) for it in (input, cosine, sine))
+        return permuted_back(rotate(*given, interleaved=self.interleaved), order)
+
+
+class Form(NamedTuple):
+    """How query and key are turned (`Layout`), and a function that does it with foo's operator."""
 
     angles: Table
     interleaved: bool
     rotate: Rotation
 
 
-FORMS = [
-    Form(angles, interleaved, make_rotation(angles, interleaved))
+LAYOUTS = [
+    Layout(angles, interleaved, keeps_order)
     for angles, interleaved in (
         (first_half, False),  # Llama, and most others
         (whole, False),  # gpt-oss
         (every_second, True),  # Cohere
         (first_half, True),  # GLM
     )
+    for keeps_order in (True, False)
 ]
 
 
 @cache
 def form_of(function: Callable[..., Any]) -> Form | None:
-    """Return the form that gives what a function gives on random numbers, if there is one."""
+    """Return the form of a function that turns random numbers in one of the known ways."""
     if list(inspect.signature(function).parameters) != PARAMETERS:
         return None
-    return next((form for form in FORMS if agrees(function, form)), None)
+    layout = next((it for it in LAYOUTS if agrees(function, it)), None)
+    if layout is None:
+        return None
+    return Form(layout.angles, layout.interleaved, make_rotation(function, layout))
 
 
-def agrees(function: Callable[..., Any], form: Form) -> bool:
+def make_rotation(own: Rotation, layout: Layout) -> Rotation:
+    """Make the function that turns query and key as ``own``, which is called where it must be."""
+
+    def rotate(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        if not are_alike(q, k, cos, sin):
+            return own(q, k, cos, sin, unsqueeze_dim)
+        cosine, sine = (layout.angles(table).unsqueeze(unsqueeze_dim) for table in (cos, sin))
+        query, key = (layout.turn(it, cosine, sine) for it in (q, k))
+        if query is None or key is None:
+            return own(q, k, cos, sin, unsqueeze_dim)
+        return query, key
+
+    return rotate
+
+
+def agrees(function: Callable[..., Any], layout: Layout) -> bool:
+    """Whether a function turns tensors of each dtype so, and returns them in it."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -92,19 +128,31 @@ def agrees(function: Callable[..., Any], form: Form) -> bool:
         every_second: table.repeat_interleave(2, dim=-1),
         whole: table,
     }
-    cosine, sine = tables[form.angles].cos(), tables[form.angles].sin()
-    for query_, key_, dim in (
-        (query, key, 1),
-        (query.mT.mT.transpose(1, 2), key.transpose(1, 2), 2),
-    ):
-        arguments = (query_, key_, cosine, sine, dim)
-        try:
-            own, ours = function(*arguments), form.rotate(*arguments)
-        except Exception:  # another form of the tables
-            return False
-        if not all(torch.allclose(*pair, atol=1e-5) for pair in zip(own, ours, strict=True)):
-            return False
+    angles = tables[layout.angles]
+    for dtype in FLOATING:
+        q, k, cosine, sine = (it.to(dtype) for it in (query, key, angles.cos(), angles.sin()))
+        for each, dim in (((q, k), 1), ((q.transpose(1, 2), k.transpose(1, 2)), 2)):
+            try:
+                own = function(*each, cosine, sine, dim)
+            except Exception:  # another form of the tables
+                return False
+            if not all(is_turned(*pair, cosine, sine, dim, layout) for pair in zip(own, each)):
+                return False
     return True
+
+
+def is_turned(
+    own: Tensor, input: Tensor, cosine: Tensor, sine: Tensor, dim: int, layout: Layout
+) -> bool:
+    memory = torch.preserve_format if layout.keeps_order else torch.contiguous_format
+    like = torch.empty_like(input, memory_format=memory)
+    if (own.shape, own.dtype, own.stride()) != (like.shape, like.dtype, like.stride()):
+        return False
+    tables = (layout.angles(it.double()).unsqueeze(dim) for it in (cosine, sine))
+    exact = composite(input.double(), *tables, interleaved=layout.interleaved)
+    # Some compute in float32, also with float64.
+    room = 16 * max(torch.finfo(own.dtype).eps, torch.finfo(torch.float32).eps)
+    return torch.allclose(own.double(), exact, rtol=0, atol=room)
 
 
 class FooRotaryAttention(Replacement):
