@@ -16,7 +16,7 @@ from foo_ops.integrations.transformers.joined import FooJoined
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.loss import LOSSES
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
-from foo_ops.integrations.transformers.norms import FooOffsetRMSNorm, FooRMSNorm
+from foo_ops.integrations.transformers.norms import NORMS
 from foo_ops.integrations.transformers.quantized import (
     FooQuantizedLinear,
     check_bits,
@@ -36,7 +36,7 @@ from foo_ops.integrations.transformers.rotary import FooRotaryAttention
 Model = TypeVar("Model", bound=nn.Module)
 
 REPLACEMENTS: dict[str, tuple[type[Replacement], ...]] = {
-    "rms_norm": (FooRMSNorm, FooOffsetRMSNorm, *LAYERS),
+    "rms_norm": (*NORMS, *LAYERS),
     "rotary_embedding": (*ATTENTION_LAYERS, FooRotaryAttention),
     "mlp": (FooGatedMLP, FooPackedMLP),
     "linear": (FooLinear, FooConv1D),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,14 @@ def eps_of(module: nn.Module) -> float | None:
     return None
 
 
-def is_norm(module: nn.Module, weight_of: Callable[[Tensor], Tensor]) -> bool:
+def is_norm(module: nn.Module, weight_of: Callable[[Tensor], Tensor], keeps_order: bool) -> bool:
     """Whether a module is called a norm, and gives what an RMS norm gives on random numbers.
 
     There are rows where eps counts and rows where it does not, and their mean is not zero.
 
     Args:
         weight_of: returns what the norm multiplies by, from the module's weight.
+        keeps_order: whether results lie in memory like their inputs, and not always contiguous.
     """
     weight, eps = module._parameters.get("weight"), eps_of(module)
     if "Norm" not in type(module).__name__ or has_own_forward(module):
@@ -49,9 +50,10 @@ def is_norm(module: nn.Module, weight_of: Callable[[Tensor], Tensor]) -> bool:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([1.0, eps**0.5, 100.0])[:, None]
     input = sizes * (torch.randn(2, 3, len(weight), generator=generator) + 0.5)
+    input = input.transpose(0, 1)
     other = torch.randn(len(weight), generator=generator)
     return all(
-        agrees(module, input.to(dtype), other.to(dtype), weight_of, autocast)
+        agrees(module, input.to(dtype), other.to(dtype), weight_of, keeps_order, autocast)
         for dtype in FLOATING
         for autocast in (False, True)
     )
@@ -62,6 +64,7 @@ def agrees(
     input: Tensor,
     weight: Tensor,
     weight_of: Callable[[Tensor], Tensor],
+    keeps_order: bool,
     autocast: bool,
 ) -> bool:
     """Whether a module's own forward returns the norm, in the dtype of its input."""
@@ -70,7 +73,11 @@ def agrees(
             own = type(module).forward(stand_in(module, {"weight": weight}), input)
         except Exception:  # what fails on a plain tensor is no plain norm
             return False
-    if not isinstance(own, Tensor) or own.shape != input.shape or own.dtype != input.dtype:
+    memory = torch.preserve_format if keeps_order else torch.contiguous_format
+    like = torch.empty_like(input, memory_format=memory)
+    if not isinstance(own, Tensor) or own.shape != like.shape:
+        return False
+    if own.dtype != like.dtype or own.stride() != like.stride():
         return False
     exact = composite(input.double(), weight_of(weight.double()), eps=eps_of(module))  # type: ignore[arg-type]
     # They compute in float32, also with float64, and may round the norm before they weight it.
@@ -88,9 +95,14 @@ def one_more(weight: Tensor) -> Tensor:
 
 
 class FooNorm(Replacement):
-    """The base of norms with a weight."""
+    """The base of norms with a weight.
+
+    Attributes:
+        keeps_order: whether results lie in memory like their inputs, and not always contiguous.
+    """
 
     weight: Tensor
+    keeps_order: ClassVar[bool] = True
 
     @staticmethod
     def weight_of(weight: Tensor) -> Tensor:
@@ -99,14 +111,14 @@ class FooNorm(Replacement):
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
-        return is_norm(module, cls.weight_of)
+        return is_norm(module, cls.weight_of, cls.keeps_order)
 
     def forward(self, hidden_states: Tensor) -> Any:
         if not are_alike(hidden_states, self.weight):
             return super().forward(hidden_states)  # type: ignore[misc]
         weight, eps = self.weight_of(self.weight), eps_of(self)  # type: ignore[arg-type]
         norm = torch.ops.foo.rms_norm.default
-        if hidden_states.is_contiguous():
+        if hidden_states.is_contiguous() or not self.keeps_order:
             return norm(hidden_states, weight, eps=eps)
         order = memory_order(hidden_states)
         if order is None:
@@ -120,10 +132,19 @@ class FooRMSNorm(FooNorm):
     weight_of = staticmethod(same)
 
 
+class FooContiguousRMSNorm(FooRMSNorm):
+    """In the place of `torch.nn.RMSNorm`."""
+
+    keeps_order = False
+
+
 class FooOffsetRMSNorm(FooNorm):
     """In the place of Gemma's norms, whose weight is what is added to 1."""
 
     weight_of = staticmethod(one_more)
+
+
+NORMS = (FooRMSNorm, FooContiguousRMSNorm, FooOffsetRMSNorm)
 
 
 def add_norm(norm: Any, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
