@@ -161,11 +161,14 @@ def test_single_numbers_are_seen(kind, sight):
     torch.testing.assert_close(result[:1], expected)
 
 
-def test_small_weights_are_seen_as_a_whole():
-    model, input = apply(nn.Sequential(nn.Linear(64, 48)).eval(), quantize=8), torch.randn(1, 64)
+@pytest.mark.parametrize("index", [(3, 5), (0,), (20,), (slice(None), slice(3))])
+def test_small_weights_are_seen_as_a_whole_and_others_in_each_row(index):
+    width = 16 if len(index) == 2 and index[0] == 3 else 64
+    model = apply(nn.Sequential(nn.Linear(width, 48)).eval(), quantize=8)
     with torch.no_grad():
+        input = torch.randn(1, width)
         model(input)
-        change_unseen(model)
+        model[0].weight.data[index] = 0.7
         assert torch.equal(model(input), quantised_again(model)(input))
 
 

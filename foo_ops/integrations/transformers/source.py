@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-SMALL = 2**12
+SMALL = 2**10
 """Weights of so many numbers are compared as a whole."""
-SAMPLES = 64
+SAMPLES = 256
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,18 +46,24 @@ def sample_of(weight: Tensor) -> Tensor:
 
 
 def sampled(weight: Tensor) -> Any:
-    """Return sizes, strides and offset of a sample from all rows and columns of a matrix.
+    """Return sizes, strides and offset of a sample from all over a matrix.
 
-    The last number is the last of the matrix, so that rows which are appended are seen, as for new
-    tokens.
+    It has a number of each row of up to `SAMPLES` rows, and ends with the last of the matrix, so
+    that rows which are appended are seen, as for new tokens.
     """
     (rows, columns), (row, column) = weight.shape, weight.stride()
     if weight.numel() <= SMALL:
         return weight.shape, weight.stride(), weight.storage_offset()
-    count = min(SAMPLES, rows, columns)
-    if count < SAMPLES:
+    if weight.is_contiguous() or weight.t().is_contiguous():
+        width = max(row, column)
+        step = weight.numel() // SAMPLES
+        # Without a common divisor, rows that follow each other are not seen in the same columns.
+        while math.gcd(step, width) > 1:
+            step -= 1
+        count = (weight.numel() - 1) // step + 1
+    else:
         count = min(SAMPLES, max(rows, columns))
-    step = rows // count * row + columns // count * column
+        step = rows // count * row + columns // count * column
     last = weight.storage_offset() + (rows - 1) * row + (columns - 1) * column
     return (count,), (step,), last - (count - 1) * step
 
