@@ -10,10 +10,16 @@ from support.exact import Doubles, exact_copy
 from support.transformer_models import GROUPED, VOCABULARY, decoder, tokens
 from support.transformer_models import build as build_model
 from torch import nn
+from transformers import DynamicCache
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+)
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.t5.modeling_t5 import T5LayerNorm
@@ -248,3 +254,33 @@ def test_weights_that_are_put_in_place_later():
             assert str(results[0]) == str(results[1])
         else:
             torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("table", FLOATING)
+@pytest.mark.parametrize("dtype", FLOATING)
+def test_dtypes_of_a_decoding_step(dtype, table):
+    """With a cache, and tables of cosine and sine in another dtype."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SIZES, "attn_implementation": "foo"})
+    own = LlamaAttention(config, 0).to(dtype).eval()
+    input, angles = torch.randn(2, 4, WIDTH).to(dtype), torch.randn(1, 4, 4).repeat(1, 1, 2)
+    tables = angles.cos().to(table), angles.sin().to(table)
+
+    def decode(layer):
+        cache, outputs = DynamicCache(), []
+        for position in range(4):
+            turns = tuple(it[:, position : position + 1] for it in tables)
+            given = input[:, position : position + 1]
+            try:
+                outputs.append(layer(given, turns, None, past_key_values=cache)[0])
+            except Exception as error:
+                outputs.append(error)
+        return outputs
+
+    with torch.no_grad():
+        pairs = zip(decode(apply(copy.deepcopy(own))), decode(own), strict=True)
+    for ours, theirs in pairs:
+        if isinstance(theirs, Exception):
+            assert str(ours) == str(theirs)
+        else:
+            assert_same(ours, theirs, theirs.double(), ROUNDINGS * torch.finfo(dtype).eps, table)

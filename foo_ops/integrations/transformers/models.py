@@ -88,8 +88,9 @@ def apply(
         quantize: 8 or 4: linear layers have a copy of their weight in so many bits
             (`foo_ops.quantize_weight`; 4 bits in groups of 64, or 32) and compute with that, but
             for training. It is for decoding, whose time is that of reading weights. The weights
-            stay, so the model takes more memory and not less, and ``state_dict`` has them. A weight
-            that changes later is quantised anew by another ``apply(model, quantize=...)``.
+            stay, so the model takes more memory and not less, and ``state_dict`` has them. The copy
+            of a weight that changes is made again; what few numbers change through ``.data``,
+            ``model.eval()`` sees.
 
     Raises:
         TypeError: for what is no module.
