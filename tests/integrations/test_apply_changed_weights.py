@@ -50,11 +50,12 @@ def merge_safely(layer):
     layer.weight.data = layer.weight.data + noise(layer.weight.data)
 
 
-def merge_and_unmerge_others(layer):
-    """Free the memory of the first weight, and come back to it, with other numbers."""
-    place = layer.weight.data_ptr()
+def come_back(layer):
+    """Put others in the place of a weight until one has its memory, with one number changed."""
+    place, numbers = layer.weight.data_ptr(), layer.weight.detach().clone()
+    numbers[3, 5] = 9.0
     for _ in range(50):
-        merge_safely(layer)
+        layer.weight.data = numbers.clone()
         if layer.weight.data_ptr() == place:
             break
 
@@ -85,7 +86,7 @@ def append_a_token(layer):
 CHANGES = {
     "merged": merge,
     "merged safely": merge_safely,
-    "merged back and forth": merge_and_unmerge_others,
+    "its memory again": come_back,
     "data.copy_": lambda layer: layer.weight.data.copy_(noise(layer.weight)),
     "in another order": lambda layer: setattr(layer.weight, "data", layer.weight.data.flip(0)),
     "a step": take_a_step,
