@@ -41,7 +41,7 @@ from foo_ops.integrations.transformers.attention_layers import (
     in_place_of_sdpa,
     known_eager,
 )
-from foo_ops.integrations.transformers.rotary import rotation_of
+from foo_ops.integrations.transformers.rotary import form_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -412,7 +412,7 @@ def test_arguments_of_a_rotation_may_be_left_out():
         both = own(q, q if k is None else k, cos, sin, unsqueeze_dim)
         return both[0] if k is None else both
 
-    rotate, generator = rotation_of(apply_rotary_pos_emb), torch.Generator().manual_seed(0)
+    rotate, generator = form_of(apply_rotary_pos_emb).rotate, torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 2, 5, 3, 8, generator=generator).unbind()
     tables = torch.randn(2, 2, 5, 4, generator=generator).repeat(1, 1, 1, 2).unbind()
     cosine, sine = tables
@@ -425,7 +425,7 @@ def test_arguments_of_a_rotation_may_be_left_out():
 def test_tables_with_two_sets_of_angles_are_turned_by_the_models_function():
     """As those of images whose positions have several axes."""
     own = modeling_llama.apply_rotary_pos_emb
-    rotate, generator = rotation_of(own), torch.Generator().manual_seed(0)
+    rotate, generator = form_of(own).rotate, torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 2, 2, 5, 8, generator=generator).unbind()
     cosine, sine = torch.randn(2, 2, 5, 8, generator=generator).unbind()
     one, two = (

@@ -22,8 +22,8 @@ from foo_ops.integrations.transformers.attention_layers import (
     in_place_of_sdpa,
 )
 from foo_ops.integrations.transformers.joined import FooJoined, products
-from foo_ops.integrations.transformers.replacement import stand_in, with_globals
-from foo_ops.integrations.transformers.rotary import FUNCTION, Form, form_of, whole
+from foo_ops.integrations.transformers.replacement import are_alike, is_near, stand_in, with_globals
+from foo_ops.integrations.transformers.rotary import FUNCTION, Form, form_of
 
 PARAMETERS = ["hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -104,7 +104,7 @@ def angles_of(form: Form, tables: Any) -> Sequence[Tensor]:
     """Return the angles of cosine and sine, broadcast to the heads, as views of the tables."""
     if tables is latest.tables and form is latest.form:
         return latest.angles
-    angles = [form.angles(table).unsqueeze(1) for table in tables]
+    angles = [form.layout.angles(table).unsqueeze(1) for table in tables]
     if type(tables) is tuple and not any(table.requires_grad for table in tables):
         latest.form, latest.tables, latest.angles = form, tables, angles
     return angles
@@ -115,7 +115,7 @@ def step(
     form: Form,
     window: int | None,
     hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
+    position_embeddings: tuple[Tensor, ...],
     mask: Tensor | None,
     cache: Any,
     attention: Attention,
@@ -129,10 +129,13 @@ def step(
     layers = module._modules
     if "q_norm" in layers:
         query, key = layers["q_norm"](query), layers["k_norm"](key)
-    cosine, sine = angles_of(form, position_embeddings)
-    rotate = torch.ops.foo.rotary_embedding.default
-    query = rotate(query, cosine, sine, interleaved=form.interleaved)
-    key = rotate(key, cosine, sine, interleaved=form.interleaved)
+    if are_alike(query, key, *position_embeddings):
+        cosine, sine = angles_of(form, position_embeddings)
+        rotate = torch.ops.foo.rotary_embedding.default
+        query = rotate(query, cosine, sine, interleaved=form.layout.interleaved)
+        key = rotate(key, cosine, sine, interleaved=form.layout.interleaved)
+    else:
+        query, key = form.rotate(query, key, *position_embeddings)
     key, value = cache.update(key, value, module.layer_idx)
     output, _ = attention(
         module, query, key, value, mask, scaling=module.scaling, sliding_window=window
@@ -199,7 +202,7 @@ class FooDecodingAttention(FooJoined, FooRotaryFooAttention):
         ):
             return self.own_forward(*given, **kwargs)
         attention = ATTENTION.get(self.interfaces.get(self.config._attn_implementation))
-        if attention is None or not self.form.reads(position_embeddings):
+        if attention is None or not self.form.layout.reads(position_embeddings):
             return self.own_forward(*given, **kwargs)
         return step(self, self.form, self.window_of(self), *given, attention), None
 
@@ -279,37 +282,40 @@ def agrees(module: Any, window_of: Callable[[Any], int | None]) -> bool:
 
     def layer(rows: int, columns: int) -> Callable[[Tensor], Tensor]:
         weight = random(columns, rows)
-        return lambda input: input @ weight
+        return lambda input: input @ weight.to(input.dtype)
 
     width, size = 8, module.head_dim
     heads = {"q_proj": 4 * size, "k_proj": 2 * size, "v_proj": 2 * size}
     layers = {name: layer(rows, width) for name, rows in heads.items()}
     norms = {name: layer(size, size) for name in NORMS & module._modules.keys()}
-    table = size // 2 if form.angles is whole else size
     input, mask = random(2, 1, width), random(2, 1, 1, 5)
-    tables = random(2, 1, table), random(2, 1, table)
+    tables = [form.layout.table(random(2, 1, size // 2)) for _ in range(2)]
 
-    def agrees_with_window(**changes: Any) -> bool:
+    # Some layers turn query and key only if they have a window, so its own value is tried, too.
+    windows = [{}, {"sliding_window": 7}] if "sliding_window" in vars(module) else [{}]
+
+    def agrees_in(dtype: torch.dtype, changes: dict[str, Any]) -> bool:
         twin = stand_in(module, modules={**layers, **norms, "o_proj": layer(width, 4 * size)})
         vars(twin).update(training=False, config=Config(), **changes)
         theirs, ours = Recorder(), Recorder()
         own_forward = with_globals(forward, {FUNCTION: form.rotate, INTERFACES: theirs})
-        with torch.no_grad():
-            try:
-                output, weights = own_forward(twin, input, tables, mask, theirs)
-                theirs.numbers.append(output)
-                window, attention = window_of(twin), ours.attention
-                ours.numbers.append(step(twin, form, window, input, tables, mask, ours, attention))
-            except Exception:  # what fails with plain layers is another form
-                return False
+        hidden, shown, *turns = (it.to(dtype) for it in (input, mask, *tables))
+        try:
+            output, weights = own_forward(twin, hidden, tuple(turns), shown, theirs)
+            theirs.numbers.append(output)
+            window = window_of(twin)
+            result = step(twin, form, window, hidden, tuple(turns), shown, ours, ours.attention)
+        except Exception:  # what fails with plain layers is another form
+            return False
+        ours.numbers.append(result)
         return weights is None and is_same(theirs, ours)
 
-    # Some layers turn query and key only if they have a window, so its own value is tried, too.
-    windows = [{}, {"sliding_window": 7}] if "sliding_window" in vars(module) else [{}]
-    return all(agrees_with_window(**window) for window in windows)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        # In two dtypes, so that a conversion would be seen.
+        dtypes = (torch.float32, torch.bfloat16)
+        return all(agrees_in(dtype, changes) for dtype in dtypes for changes in windows)
 
 
 def is_same(one: Recorder, other: Recorder) -> bool:
     pairs = list(zip(one.numbers, other.numbers))
-    has_same = all(a.shape == b.shape and torch.allclose(a, b, atol=1e-4) for a, b in pairs)
-    return has_same and one.others == other.others
+    return all(is_near(*pair) for pair in pairs) and one.others == other.others

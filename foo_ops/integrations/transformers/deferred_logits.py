@@ -169,7 +169,11 @@ class DeferredLogits:
     def dtype(self) -> torch.dtype:
         if self.computed is not None:
             return self.computed.dtype
-        return self.converted or self.hidden.dtype
+        if self.converted is not None:
+            return self.converted
+        is_cast = self.autocast["enabled"] and self.hidden.dtype != torch.float64
+        dtype: torch.dtype = self.autocast["dtype"] if is_cast else self.hidden.dtype
+        return dtype
 
     def dim(self) -> int:
         return self.ndim
@@ -348,7 +352,11 @@ def functional_loss(
     if options.keys() - {"reduction", "ignore_index", "label_smoothing"}:
         return None
     loss = logits.cross_entropy(target, **options)
-    return None if loss is None else (loss.to(logits.dtype),)
+    if loss is None:
+        return None
+    # Under autocast it is computed in float32.
+    is_cast = torch.is_autocast_enabled(logits.device.type) and logits.dtype != torch.float64
+    return (loss.to(torch.float32 if is_cast else logits.dtype),)
 
 
 def computed(value: Any) -> Any:

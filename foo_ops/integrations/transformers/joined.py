@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from foo_ops.integrations.transformers.quantized import (
     BUFFERS,
     FooQuantizedLinear,
+    current_copy,
+    is_multiplied,
     quantized_product,
 )
 from foo_ops.integrations.transformers.replacement import Replacement, has_hooks
+from foo_ops.ops.linear import any_requires_grad
 
 JOINED = "_foo_joined"
 """The attribute of a module whose layers are joined."""
@@ -87,12 +90,12 @@ def joined_buffers(layers: Sequence[nn.Module]) -> Joined | None:
     if len(layouts) > 1:
         return None
     rows = [len(weight) for weight, _, _ in buffers]  # type: ignore[arg-type]
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         tensors: Any = [None if parts[0] is None else torch.cat(parts) for parts in zip(*buffers)]
     for name, tensor in zip(BUFFERS, tensors):
         if tensor is not None:
             for layer, part in zip(layers, tensor.split(rows)):
-                layer._buffers[name] = part.data
+                layer._buffers[name] = part.detach()
     parts = [tuple(layer._buffers[name] for name in BUFFERS) for layer in layers]
     return Joined(parts, tensors, rows)
 
@@ -104,13 +107,15 @@ def layout_of(tensor: Tensor | None) -> Any:
 
 def products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tensor]:
     """Return what some layers of a module give for one input: by one product if they are joined."""
-    layers = [module._modules[name] for name in names]
+    layers: Any = [module._modules[name] for name in names]
     # A graph that is compiled would depend on which tensors the buffers are.
     joined = None if torch.compiler.is_compiling() else vars(module).get(JOINED)
-    if joined is None or not all(map(is_lone, layers)) or not joined.holds(layers):
+    if joined is None or not all(is_lone(layer, input) for layer in layers):
         return [layer(input) for layer in layers]
     biases = [bias for it in layers if (bias := it._parameters["bias"]) is not None]
-    if len(biases) not in (0, len(layers)):
+    for layer in layers:
+        current_copy(layer, layer._parameters["weight"], input)
+    if len(biases) not in (0, len(layers)) or not joined.holds(layers):
         return [layer(input) for layer in layers]
     weight, scale, zero = joined.tensors
     bias = torch.cat(biases) if biases else None
@@ -118,7 +123,12 @@ def products(module: Any, names: Sequence[str], input: Tensor) -> Sequence[Tenso
     return output.split_with_sizes(joined.rows, -1)
 
 
-def is_lone(layer: Any) -> bool:
+def is_lone(layer: Any, input: Tensor) -> bool:
     """Whether a layer multiplies by its buffers and adds its own bias, and does nothing else."""
-    is_ours = type(layer).forward is FooQuantizedLinear.forward and "bias" in layer._parameters
-    return is_ours and not layer.training and not has_hooks(layer)
+    own = layer._parameters
+    if type(layer).forward is not FooQuantizedLinear.forward or "bias" not in own:
+        return False
+    weight = own.get("weight")
+    if layer.training or has_hooks(layer) or not is_multiplied(input, weight, own["bias"]):
+        return False
+    return not any_requires_grad(weight)

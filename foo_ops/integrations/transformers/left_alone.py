@@ -15,7 +15,7 @@ from foo_ops.integrations.transformers.attention_layers import (
 )
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
-from foo_ops.integrations.transformers.norms import FooOffsetRMSNorm, FooRMSNorm
+from foo_ops.integrations.transformers.norms import NORMS
 from foo_ops.integrations.transformers.replacement import (
     PLAIN,
     Replacement,
@@ -86,9 +86,7 @@ def reason_of_norm(module: nn.Module) -> str:
     name = type(module).__name__
     if type(module).__module__.startswith("torch."):
         return f"foo_ops has no operator for {name}"
-    return asked_or(
-        module, (FooRMSNorm, FooOffsetRMSNorm), f"{name} does not compute what foo::rms_norm does"
-    )
+    return asked_or(module, NORMS, f"{name} does not compute what foo::rms_norm does")
 
 
 def reason_of_attention(module: Any) -> str:

@@ -13,10 +13,10 @@ from foo_ops.integrations.transformers.deferred_logits import defer
 from foo_ops.integrations.transformers.replacement import (
     PLAIN,
     Replacement,
+    can_multiply,
     has_hooks,
     has_own_forward,
 )
-from foo_ops.ops.linear import linear
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -55,7 +55,7 @@ class FooLinear(Replacement):
         # Attributes are quick to find only where they are; a parametrization has them elsewhere.
         is_own = "weight" in own and "bias" in own
         weight, bias = (own["weight"], own["bias"]) if is_own else (self.weight, self.bias)
-        if type(weight) not in PLAIN:
+        if not can_multiply(input, weight, bias):
             return super().forward(input)  # type: ignore[misc]
         if deferred.head is self:
             return defer(input, weight, bias)
@@ -83,5 +83,8 @@ class FooConv1D(Replacement):
     def recognises(cls, module: nn.Module) -> bool:
         return type(module).forward is Conv1D.forward and is_plain(module)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight.t(), self.bias)
+    def forward(self, x: Tensor) -> Any:
+        # Their own forward takes the input as rows without a copy, or refuses it.
+        if not can_multiply(x, self.weight, self.bias) or not x.is_contiguous():
+            return super().forward(x)  # type: ignore[misc]
+        return torch.ops.foo.linear.default(x, self.weight.t(), self.bias)

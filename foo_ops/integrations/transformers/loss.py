@@ -27,6 +27,8 @@ def token_loss(
         loss = logits.cross_entropy(target, **options)
     if loss is None:
         loss = softmax_cross_entropy(computed(logits), target, **options)
+    # transformers converts the logits.
+    loss = loss.float()
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss if num_items_in_batch is None else loss / num_items_in_batch

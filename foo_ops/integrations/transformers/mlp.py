@@ -7,10 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from foo_ops.integrations.transformers.joined import FooJoined, products
 from foo_ops.integrations.transformers.linear import lone_weight
-from foo_ops.integrations.transformers.replacement import Replacement, has_own_forward, stand_in
+from foo_ops.integrations.transformers.replacement import (
+    Replacement,
+    can_multiply,
+    has_own_forward,
+    is_near,
+    is_taken,
+    stand_in,
+)
+from foo_ops.library.dtypes import FLOATING
 from foo_ops.ops.linear_silu_mul import linear_silu_mul
 from foo_ops.ops.silu_mul import silu_mul
 
@@ -23,7 +32,11 @@ def gated(module: nn.Module, input: Tensor) -> Tensor:
     """Compute ``silu(gate_proj(input)) * up_proj(input)``."""
     layers = module._modules
     gate_weight, up_weight = lone_weight(layers["gate_proj"]), lone_weight(layers["up_proj"])
-    if gate_weight is not None and up_weight is not None:
+    if (
+        gate_weight is not None
+        and up_weight is not None
+        and can_multiply(input, gate_weight, up_weight)
+    ):
         return linear_silu_mul(input, gate_weight, up_weight)
     return silu_mul(*products(module, GATE_AND_UP, input))
 
@@ -36,31 +49,36 @@ def has_layers(module: nn.Module, names: set[str]) -> bool:
     return not others and not module._parameters and not module._buffers
 
 
-def agrees(module: nn.Module, forward: Callable[..., Any], widths: dict[str, int]) -> bool:
-    """Whether a module's own forward gives what ``forward`` gives, with other layers in it.
+def agrees(module: Any, widths: dict[str, int], gate_and_up: Callable[..., Any]) -> bool:
+    """Whether a module's own forward multiplies in each dtype as we do, with other layers in it.
 
-    Some rows are large, so that a bound on what is multiplied would be seen.
+    Some rows are large, so that a bound on what is multiplied would be seen, and in float16 one on
+    what overflows.
     """
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    def layer(rows: int, columns: int) -> Layer:
-        weight = random(rows, columns)
-        return lambda input: input @ weight
+    def layer(weight: Tensor) -> Layer:
+        return lambda input: input @ weight.to(input.dtype)
 
     width = 8
-    layers = {name: layer(width, columns) for name, columns in widths.items()}
+    layers = {name: layer(random(width, columns)) for name, columns in widths.items()}
     sizes = torch.tensor([0.01, 1.0, 100.0, 10000.0], dtype=torch.float64)
     input = random(2, 4, width) * sizes[:, None]
-    with torch.no_grad():
-        twin = stand_in(module, modules=layers)
+    twin: Any = stand_in(module, modules=layers)
+
+    def agrees_in(dtype: torch.dtype) -> bool:
         try:
-            own, ours = type(module).forward(twin, input), forward(twin, input)
+            own = type(module).forward(twin, input.to(dtype))
+            gate, up = gate_and_up(layers, input.to(dtype))
         except Exception:  # what fails with plain layers is another form
             return False
-    return isinstance(own, Tensor) and own.shape == ours.shape and torch.allclose(own, ours)
+        return is_near(own, layers["down_proj"](F.silu(gate) * up))
+
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return all(map(agrees_in, FLOATING))
 
 
 class FooGatedMLP(FooJoined):
@@ -70,10 +88,15 @@ class FooGatedMLP(FooJoined):
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
-        widths = {"gate_proj": 8, "up_proj": 8, "down_proj": 8}
-        return has_layers(module, set(widths)) and agrees(module, cls.forward, widths)
+        def gate_and_up(layers: dict[str, Layer], x: Tensor) -> Any:
+            return layers["gate_proj"](x), layers["up_proj"](x)
 
-    def forward(self, x: Tensor) -> Tensor:
+        widths = {"gate_proj": 8, "up_proj": 8, "down_proj": 8}
+        return has_layers(module, set(widths)) and agrees(module, widths, gate_and_up)
+
+    def forward(self, x: Tensor) -> Any:
+        if not is_taken(x):
+            return super().forward(x)  # type: ignore[misc]
         return self._modules["down_proj"](gated(self, x))  # type: ignore[arg-type]
 
 
@@ -85,8 +108,13 @@ class FooPackedMLP(Replacement):
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
-        widths = {"gate_up_proj": 16, "down_proj": 8}
-        return has_layers(module, set(widths)) and agrees(module, cls.forward, widths)
+        def gate_and_up(layers: dict[str, Layer], x: Tensor) -> Any:
+            return layers["gate_up_proj"](x).chunk(2, dim=-1)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+        widths = {"gate_up_proj": 16, "down_proj": 8}
+        return has_layers(module, set(widths)) and agrees(module, widths, gate_and_up)
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        if not is_taken(hidden_states):
+            return super().forward(hidden_states)  # type: ignore[misc]
         return self.down_proj(silu_mul(*self.gate_up_proj(hidden_states).chunk(2, dim=-1)))

@@ -17,7 +17,7 @@ from foo_ops.integrations.transformers.joined import FooJoined
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.loss import LOSSES
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
-from foo_ops.integrations.transformers.norms import FooOffsetRMSNorm, FooRMSNorm
+from foo_ops.integrations.transformers.norms import NORMS
 from foo_ops.integrations.transformers.quantized import (
     FooQuantizedLinear,
     check_bits,
@@ -41,7 +41,7 @@ REPLACEMENTS: dict[type[Replacement], frozenset[str]] = {
     FooRotaryFooAttention: frozenset({"attention", "rotary_embedding"}),
     FooAttention: frozenset({"attention"}),
     FooRotaryAttention: frozenset({"rotary_embedding"}),
-    **dict.fromkeys((FooRMSNorm, FooOffsetRMSNorm, *LAYERS), frozenset({"rms_norm"})),
+    **dict.fromkeys((*NORMS, *LAYERS), frozenset({"rms_norm"})),
     **dict.fromkeys((FooGatedMLP, FooPackedMLP), frozenset({"mlp"})),
     **dict.fromkeys((FooLinear, FooConv1D), frozenset({"linear"})),
 }
@@ -49,7 +49,7 @@ REPLACEMENTS: dict[type[Replacement], frozenset[str]] = {
 
 KINDS: dict[str, tuple[type[Replacement], ...]] = {
     "attention": (FooAttention,),
-    "rms_norm": (FooRMSNorm, FooOffsetRMSNorm),
+    "rms_norm": NORMS,
     "rotary_embedding": (FooRotaryAttention,),
     "mlp": (FooGatedMLP, FooPackedMLP),
     "linear": (FooLinear, FooConv1D),
@@ -103,8 +103,9 @@ def apply(
         quantize: 8 or 4: linear layers have a copy of their weight in so many bits
             (`foo_ops.quantize_weight`; 4 bits in groups of 64, or 32) and compute with that, but
             for training. It is for decoding, whose time is that of reading weights. The weights
-            stay, so the model takes more memory and not less, and ``state_dict`` has them. A weight
-            that changes later is quantised anew by another ``apply(model, quantize=...)``.
+            stay, so the model takes more memory and not less, and ``state_dict`` has them. The copy
+            of a weight that changes is made again; what few numbers change through ``.data``,
+            ``model.eval()`` sees.
 
     Raises:
         TypeError: for what is no module.

@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.replacement import (
+    PLAIN,
     Replacement,
+    can_multiply,
     is_replaced,
     put_back,
     replace,
 )
+from foo_ops.integrations.transformers.source import Numbers, Source, note_of, sample_of
+from foo_ops.ops.linear import any_requires_grad
+from foo_ops.ops.linear_int8 import grad_of_weight
 from foo_ops.ops.quantize_weight import quantize_weight
 
 BITS = (8, 4)
 GROUP_SIZES = (64, 32)
 """Of 4 bits, in the order in which they are tried: as many weights share a scale and a zero."""
 BUFFERS = ("foo_weight", "foo_scale", "foo_zero")
+SOURCE = "_foo_source"
+"""The attribute of a layer that tells of which weight its copy was made."""
+MANY_ROWS = 256
+"""With so many, the time to read all of a weight is a few percent of that of its product."""
+
+lock = threading.RLock()
+"""Held where copies are made again, so that no other thread reads half of one."""
 
 
 class FooQuantizedLinear(Replacement):
     """In the place of linear layers, with a copy of the weight in 8 or 4 bits beside it.
 
-    The copy is in buffers that no ``state_dict`` has, which go where the module goes. In training
-    the weight itself is used.
+    The copy is in buffers that no ``state_dict`` has, which go where the module goes. Each call
+    looks whether the weight is still the one that was copied, and makes the copy again otherwise.
+    In training the weight itself is used.
     """
 
     bias: Tensor | None
     training: bool
     _buffers: Any
+    _parameters: Any
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:
@@ -42,19 +59,62 @@ class FooQuantizedLinear(Replacement):
     def forget(cls, module: nn.Module) -> None:
         for name in BUFFERS:
             delattr(module, name)
+        vars(module).pop(SOURCE, None)
 
-    def forward(self, input: Tensor) -> Tensor:
-        if self.training:
+    def forward(self, input: Tensor) -> Any:
+        own = self._parameters
+        weight = own.get("weight")
+        # Attributes are slow to find, and only a parametrization has them elsewhere.
+        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
+        if self.training or not is_multiplied(input, weight, bias):
             return super().forward(input)  # type: ignore[misc]
-        # Attributes would be looked for in two places before the buffers.
-        own = self._buffers
-        weight, scale, zero = own["foo_weight"], own["foo_scale"], own["foo_zero"]
-        return quantized_product(input, weight, scale, zero, self.bias)
+        output = quantized_product(input, *current_copy(self, weight, input), bias)
+        if any_requires_grad(weight):
+            output = output + WeightGradient.apply(output, input, turned(self, weight))
+        return output
+
+    def train(self, mode: bool = True) -> Any:
+        """Look at all of the weight before it is evaluated, also where a graph is compiled."""
+        made = super().train(mode)  # type: ignore[misc]
+        if not mode:
+            renew(self, looks_at_all=True)
+        return made
+
+    def _load_from_state_dict(self, *arguments: Any, **keywords: Any) -> None:
+        super()._load_from_state_dict(*arguments, **keywords)  # type: ignore[misc]
+        if not self.training:
+            renew(self)
+
+    def _apply(self, *arguments: Any, **keywords: Any) -> Any:
+        """Keep a copy that is moved with its weight; one that is converted is made again."""
+        numbers = current_numbers(self)
+        made = super()._apply(*arguments, **keywords)  # type: ignore[misc]
+        take_over(self, numbers)
+        return made
 
     def copied(self, state: dict[str, Any]) -> dict[str, Any]:
         """Give a copy buffers of its own, and not all that theirs may be part of (`FooJoined`)."""
         own = {name: it.clone() for name in BUFFERS if (it := self._buffers[name]) is not None}
-        return {**state, "_buffers": {**state["_buffers"], **own}}
+        return {
+            **state,
+            "_buffers": {**state["_buffers"], **own},
+            SOURCE: current_numbers(self),
+        }
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        take_over(self, vars(self).pop(SOURCE, None))
+
+
+def is_multiplied(input: Any, weight: Any, bias: Any) -> bool:
+    """Whether a layer's copy may stand for its weight.
+
+    Not where `torch.func` has wrapped it: then what is differentiated or mapped is the weight.
+    """
+    if weight is None or not can_multiply(input, weight, bias):
+        return False
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return torch.compiler.is_compiling() or not is_wrapped(weight)
 
 
 def quantized_product(
@@ -67,6 +127,162 @@ def quantized_product(
     return torch.ops.foo.linear_int4.default(
         input, weight, scale, zero, bias, group_size=group_size
     )
+
+
+class WeightGradient(torch.autograd.Function):
+    """Zero, with the gradient that the weight of a product has.
+
+    Added to a product with the weight's copy, it gives the weight the gradient that it has in the
+    model's own layer (straight through the rounding), and changes no value.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(output: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+        return output.new_zeros(()).expand(output.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, input, weight = inputs
+        ctx.save_for_backward(input)
+        ctx.dtype = weight.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (input,) = ctx.saved_tensors
+        return None, None, grad_of_weight(grad_output, input).to(ctx.dtype)
+
+
+# -------------------------------------------------------------------------------------- the copy
+
+
+def turned(layer: Any, weight: Tensor) -> Tensor:
+    """Return a layer's weight as (outputs, inputs)."""
+    return weight.t() if isinstance(layer, Conv1D) else weight
+
+
+def has_numbers(weight: Any) -> bool:
+    return type(weight) in PLAIN and not weight.is_meta and not is_fake(weight)
+
+
+def current_copy(layer: Any, weight: Tensor, input: Tensor) -> tuple[Any, Any, Any]:
+    """Return the copy of a layer's weight, which is made again if the weight has changed."""
+    own = layer._buffers
+    if torch.compiler.is_compiling():
+        scale = current_scale(layer, weight)
+        return own["foo_weight"], scale, own["foo_zero"]
+    weight = turned(layer, weight)
+    looks_at_all = input.numel() >= MANY_ROWS * weight.shape[1]
+    source = vars(layer).get(SOURCE)
+    if torch._C._len_torch_dispatch_stack():
+        with _disable_current_modes():
+            renew(layer, looks_at_all)
+    elif looks_at_all or source is None or not source.holds(weight):
+        renew(layer, looks_at_all)
+    return own["foo_weight"], own["foo_scale"], own["foo_zero"]
+
+
+def renew(layer: Any, looks_at_all: bool = False) -> None:
+    """Make a layer's copy again, if its weight is no longer the one that was copied."""
+    weight = layer._parameters.get("weight")
+    if not has_numbers(weight):
+        return
+    weight = turned(layer, weight)
+    with lock:
+        source = vars(layer).get(SOURCE)
+        holds = source is not None and (source.holds_all if looks_at_all else source.holds)
+        if not holds or not holds(weight):
+            _, scale, zero = (layer._buffers[name] for name in BUFFERS)
+            group_size = None if zero is None else weight.shape[1] // scale.shape[1]
+            make_copy(layer, weight, group_size)
+
+
+def make_copy(layer: Any, weight: Tensor, group_size: int | None) -> None:
+    """Quantise a weight, which is (outputs, inputs), into a layer's buffers, and note it."""
+    # It is noted first, so that what is written meanwhile is seen.
+    source = Source.of(weight) if has_numbers(weight) else None
+    bits = 8 if group_size is None else 4
+    with torch.inference_mode(False), torch.no_grad():
+        tensors = (*quantize_weight(weight, bits, group_size), None)
+        for name, tensor in zip(BUFFERS, tensors):
+            write_buffer(layer, name, tensor)
+    vars(layer)[SOURCE] = source
+
+
+# A graph that is compiled sees what is in tensors, so there one operator looks at the weight. The
+# copy is its memory of what it has computed: it may write to it, and returns the scale so that the
+# product comes afterwards.
+torch.library.define(
+    "foo_transformers::current_scale",
+    "(Tensor scale, Tensor copy, Tensor? zero, Tensor weight, Tensor sample, Tensor note) "
+    "-> Tensor",
+)
+
+
+@torch.library.impl("foo_transformers::current_scale", "CompositeExplicitAutograd")
+def renewed_scale(
+    scale: Tensor, copy: Tensor, zero: Tensor | None, weight: Tensor, sample: Tensor, note: Tensor
+) -> Tensor:
+    with lock:
+        now = note_of(weight)
+        if not torch.equal(now, note) or not torch.equal(sample_of(weight), sample):
+            bits, size = (8, None) if zero is None else (4, weight.shape[1] // scale.shape[1])
+            tensors = quantize_weight(weight, bits, size)
+            for held, tensor in zip((copy, scale, zero), tensors):
+                held.copy_(tensor)  # type: ignore[union-attr]
+            sample.copy_(sample_of(weight))
+            note.copy_(now)
+    return scale.clone()
+
+
+@torch.library.register_fake("foo_transformers::current_scale")
+def fake_scale(scale: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(scale)
+
+
+def current_scale(layer: Any, weight: Tensor) -> Tensor:
+    scale, source = layer._buffers["foo_scale"], getattr(layer, SOURCE)
+    # An exported program has the copies that were there.
+    if source is None or torch.compiler.is_exporting():
+        return scale
+    own, weight = layer._buffers, turned(layer, weight.detach())
+    return torch.ops.foo_transformers.current_scale(
+        scale, own["foo_weight"], own["foo_zero"], weight, source.numbers.sample, source.note
+    )
+
+
+def write_buffer(layer: Any, name: str, tensor: Tensor | None) -> None:
+    """Write to the buffer that is there, which may be part of another one (`FooJoined`)."""
+    held = layer._buffers.get(name)
+    if held is not None and tensor is not None and not held.is_inference():
+        alike = [(it.shape, it.dtype, it.device) for it in (held, tensor)]
+        if alike[0] == alike[1]:
+            held.copy_(tensor)
+            return
+    layer.register_buffer(name, tensor, persistent=False)
+
+
+def current_numbers(layer: Any) -> Numbers | None:
+    """Return what a layer's weight holds, if its copy is of that."""
+    weight, source = layer._parameters.get("weight"), vars(layer).get(SOURCE)
+    if source is None or not has_numbers(weight) or not source.holds(turned(layer, weight)):
+        return None
+    numbers: Numbers | None = source.numbers
+    return numbers
+
+
+def take_over(layer: Any, numbers: Numbers | None) -> None:
+    """Note the weight of a layer that was copied or moved, if it holds the same numbers."""
+    weight = layer._parameters.get("weight")
+    vars(layer)[SOURCE] = None
+    if not has_numbers(weight):
+        return
+    weight = turned(layer, weight)
+    if numbers is not None and numbers.may_be_of(weight):
+        vars(layer)[SOURCE] = Source(weight, numbers.to(weight.device))
+    else:
+        vars(layer)[SOURCE] = Source(weight, Numbers.of(weight), is_current=False)
 
 
 def check_bits(bits: int | None) -> None:
@@ -83,15 +299,10 @@ def quantize(module: nn.Module, bits: int) -> None:
         put_back(module)
     if not FooQuantizedLinear.recognises(module):
         return
-    weight: Any = module.weight
-    if isinstance(module, Conv1D):
-        weight = weight.t()
-    group_size = next((it for it in GROUP_SIZES if weight.shape[1] % it == 0), None)
-    if bits == 4 and group_size is None:
-        return
-    options = {"group_size": group_size} if bits == 4 else {}
-    with torch.no_grad():
-        tensors = quantize_weight(weight, bits, **options)
-    for name, tensor in zip(BUFFERS, (*tensors, None)):
-        module.register_buffer(name, tensor, persistent=False)
+    weight, group_size = turned(module, module.weight), None  # type: ignore[arg-type]
+    if bits == 4:
+        group_size = next((it for it in GROUP_SIZES if weight.shape[1] % it == 0), None)
+        if group_size is None:
+            return
+    make_copy(module, weight, group_size)
     replace(module, FooQuantizedLinear)

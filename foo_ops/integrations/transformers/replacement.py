@@ -12,8 +12,13 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.module import _has_any_global_hook
+
+from foo_ops.library.dtypes import FLOATING
 
 
 class Replacement:
@@ -116,11 +121,80 @@ def is_replaced(module: nn.Module) -> bool:
     return "original" in vars(type(module)) and isinstance(module, Replacement)
 
 
-# ----------------------------------------------------------------------------------- recognition
+# ------------------------------------------------------------------------------------ what fits
 
 
 PLAIN = (Tensor, nn.Parameter)
 """The types of weights that kernels take; others, as of quantisers, bring their own products."""
+KINDS = (*PLAIN, FakeTensor, FunctionalTensor)
+"""The types of tensors that kernels take, and those that stand for them while a graph is made."""
+DEVICES = ("cpu", "foo", "meta")
+
+
+def is_taken(tensor: Any) -> bool:
+    """Whether foo's operators compute with such a tensor as torch's do."""
+    return (
+        type(tensor) in KINDS
+        and tensor.dtype in FLOATING
+        and tensor.layout is torch.strided
+        and (tensor.is_cpu or tensor.device.type in DEVICES)
+    )
+
+
+def are_alike(input: Any, *others: Any) -> bool:
+    """Whether foo's operators take these tensors, all of one dtype and on one device.
+
+    A module is recognised with tensors of one dtype. Where they are mixed, some modules promote,
+    some cast, and some refuse: its own forward tells, and is called.
+    """
+    if not is_taken(input):
+        return False
+    dtype, is_cpu = input.dtype, input.is_cpu
+    # Each layer asks, for each token: attributes of tensors take 40 ns, and devices 100.
+    for it in others:
+        if it is not None and (
+            it.dtype is not dtype
+            or type(it) not in KINDS
+            or it.layout is not torch.strided
+            or not (it.is_cpu if is_cpu else it.device == input.device)
+        ):
+            return False
+    return True
+
+
+def can_multiply(input: Any, *others: Any) -> bool:
+    """Whether foo's matrix products take these tensors: alike, or cast by autocast to be so."""
+    if are_alike(input, *others):
+        return True
+    if not is_taken(input) or not torch.is_autocast_enabled(input.device.type):
+        return False
+    return all(
+        it is None or (is_taken(it) and it.device == input.device and it.dtype != torch.float64)
+        for it in (input, *others)
+    )
+
+
+def memory_order(tensor: Tensor) -> list[int] | None:
+    """Return the dimensions of a tensor as they lie in memory, the one with adjacent elements last.
+
+    Results of elementwise functions lie like their input. Where operators of rows cannot write
+    such a result, since the elements of its rows are not adjacent, this is None.
+    """
+    strides = tensor.stride()
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    return order if strides and 0 not in strides and order[-1] == len(order) - 1 else None
+
+
+def permuted_back(tensor: Tensor, order: list[int]) -> Tensor:
+    """Undo ``permute(order)``."""
+    return tensor.permute([order.index(dim) for dim in range(len(order))])
+
+
+# ----------------------------------------------------------------------------------- recognition
+
+
+ROUNDINGS = 16
+"""Of the largest number in a row, between a module's own results and ours."""
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -157,3 +231,16 @@ def stand_in(
     vars(made)["_parameters"] = {**own["_parameters"], **(parameters or {})}
     vars(made)["_modules"] = {**own["_modules"], **(modules or {})}
     return made
+
+
+def is_near(own: Any, ours: Tensor) -> bool:
+    """Whether a module's own result is ours but for roundings, in dtype and in what overflows."""
+    if not isinstance(own, Tensor) or (own.shape, own.dtype) != (ours.shape, ours.dtype):
+        return False
+    is_finite = ours.isfinite()
+    if not torch.equal(own.isfinite(), is_finite):
+        return False
+    rounding = torch.finfo(ours.dtype).eps
+    own, ours = (it.masked_fill(~is_finite, 0).double() for it in (own, ours))
+    room = ROUNDINGS * rounding * ours.abs().amax(-1, keepdim=True)
+    return bool(((own - ours).abs() <= room).all())

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from foo_ops.integrations.transformers.norms import add_norm
-from foo_ops.integrations.transformers.replacement import Replacement, has_own_forward, stand_in
+from foo_ops.integrations.transformers.replacement import (
+    Replacement,
+    has_own_forward,
+    is_near,
+    stand_in,
+)
+from foo_ops.library.dtypes import FLOATING
 
 WIDTH = 8
 
@@ -112,6 +118,8 @@ def agrees(
 ) -> bool:
     """Whether a layer's own forward calls its blocks as ours does, and adds what they give.
 
+    In each dtype, and with a row whose sums overflow in float16, since some bound them there.
+
     Args:
         names: of what must reach its attention.
         gives_pair: its MLP gives more than the hidden states.
@@ -122,7 +130,7 @@ def agrees(
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     def block(weight: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda hidden_states: hidden_states @ weight
+        return lambda hidden_states: hidden_states @ weight.to(hidden_states.dtype)
 
     calls: list[dict[str, Any]] = []
 
@@ -131,7 +139,7 @@ def agrees(
         return hidden_states.flip(1), None
 
     blocks: dict[str, Any] = {
-        name: block(random(WIDTH, WIDTH)) for name in sorted(replacement.blocks)
+        name: block(0.1 * random(WIDTH, WIDTH)) for name in sorted(replacement.blocks)
     }
     mlp = blocks["mlp"]
     twin = stand_in(module, modules={
@@ -139,13 +147,18 @@ def agrees(
         "self_attn": attention,
         "mlp": (lambda hidden_states: (mlp(hidden_states), None)) if gives_pair else mlp,
     })  # fmt: skip
-    input = random(3, 4, WIDTH)
+    sizes = torch.tensor([0.01, 1.0, 100.0, 30000.0], dtype=torch.float64)
+    input = random(3, 4, WIDTH) * sizes[:, None]
     keywords = {name: object() for name in names}
-    try:
-        own = inspect.unwrap(type(module).forward)(twin, input, **keywords)
-        ours = replacement.run(twin, input, keywords)  # type: ignore[arg-type]
-    except Exception:  # what fails with plain blocks is another form
-        return False
-    if not isinstance(own, Tensor) or own.shape != ours.shape:
-        return False
-    return torch.allclose(own, ours) and calls == [keywords, keywords]
+
+    def agrees_in(dtype: torch.dtype) -> bool:
+        calls.clear()
+        try:
+            own = inspect.unwrap(type(module).forward)(twin, input.to(dtype), **keywords)
+            ours = replacement.run(twin, input.to(dtype), keywords)  # type: ignore[arg-type]
+        except Exception:  # what fails with plain blocks is another form
+            return False
+        return is_near(own, ours) and calls == [keywords, keywords]
+
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return all(map(agrees_in, FLOATING))

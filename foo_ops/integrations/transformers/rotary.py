@@ -12,8 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from foo_ops.integrations.transformers.replacement import OtherGlobals, has_own_forward
-from foo_ops.ops.rotary_embedding import rotary_embedding
+from foo_ops.integrations.transformers.replacement import (
+    OtherGlobals,
+    are_alike,
+    has_own_forward,
+    memory_order,
+    permuted_back,
+)
+from foo_ops.library.dtypes import FLOATING
+from foo_ops.ops.rotary_embedding import composite
 
 FUNCTION = "apply_rotary_pos_emb"
 PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
@@ -48,24 +55,35 @@ COPIES: dict[Table, Table] = {first_half: second_half, every_second: every_other
 """How a table that has its angles twice holds them the second time."""
 
 
-class Form(NamedTuple):
-    """A way to turn query and key.
+class Layout(NamedTuple):
+    """How a function turns query and key.
 
     Attributes:
         angles: how a table holds the angles.
         interleaved: whether neighbours turn together, and not the halves of a row.
+        keeps_order: whether results lie in memory like their inputs, and not always contiguous.
     """
 
     angles: Table
     interleaved: bool
+    keeps_order: bool
 
-    def rotate(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        cosine, sine = (self.angles(table).unsqueeze(unsqueeze_dim) for table in (cos, sin))
-        return tuple(  # type: ignore[return-value]
-            rotary_embedding(each, cosine, sine, interleaved=self.interleaved) for each in (q, k)
-        )
+    def table(self, angles: Tensor) -> Tensor:
+        """Return a table that holds these angles."""
+        if self.angles is first_half:
+            return torch.cat((angles, angles), dim=-1)
+        return angles.repeat_interleave(2, dim=-1) if self.angles is every_second else angles
+
+    def turn(self, input: Tensor, cosine: Tensor, sine: Tensor) -> Tensor | None:
+        """Turn query or key, or return None where the operator cannot write the result."""
+        rotate = torch.ops.foo.rotary_embedding.default
+        if not self.keeps_order or input.is_contiguous():
+            return rotate(input, cosine, sine, interleaved=self.interleaved)
+        order = memory_order(input)
+        if order is None or cosine.dim() != input.dim():
+            return None
+        given = (it.permute(order) for it in (input, cosine, sine))
+        return permuted_back(rotate(*given, interleaved=self.interleaved), order)
 
     def reads(self, tables: Sequence[Tensor]) -> bool:
         """Whether tables hold nothing but the angles that are read.
@@ -78,16 +96,13 @@ class Form(NamedTuple):
             return True
         if torch.compiler.is_compiling():
             return False
-        if seen.form is self and is_latest(tables):
+        if seen.angles is self.angles and is_latest(tables):
             return seen.reads
-        if any(type(it) is not Tensor or it.device.type not in DEVICES for it in tables):
+        if any(type(it) is not Tensor or it.is_meta for it in tables):
             return False
-        seen.form, seen.tables, seen.versions = self, tuple(tables), versions_of(tables)
+        seen.angles, seen.tables, seen.versions = self.angles, tuple(tables), versions_of(tables)
         seen.reads = all(torch.equal(self.angles(it), copies(it)) for it in tables)
         return seen.reads
-
-
-DEVICES = ("cpu", "foo")
 
 
 class Seen(threading.local):
@@ -96,7 +111,7 @@ class Seen(threading.local):
     They are kept, so that no others are at their place.
     """
 
-    form: Form | None = None
+    angles: Table | None = None
     tables: Sequence[Tensor] = ()
     versions: Sequence[int] = ()
     reads = False
@@ -114,50 +129,85 @@ def versions_of(tables: Sequence[Tensor]) -> Sequence[int]:
     return [0 if it.is_inference() else it._version for it in tables]
 
 
-FORMS = [
-    Form(angles, interleaved)
+class Form(NamedTuple):
+    """How query and key are turned (`Layout`), and a function that does it with foo's operator."""
+
+    layout: Layout
+    rotate: Rotation
+
+
+LAYOUTS = [
+    Layout(angles, interleaved, keeps_order)
     for angles, interleaved in (
         (first_half, False),  # Llama, and most others
         (whole, False),  # gpt-oss
         (every_second, True),  # Cohere
         (first_half, True),  # GLM
     )
+    for keeps_order in (True, False)
 ]
 
 
 @cache
 def form_of(function: Callable[..., Any]) -> Form | None:
-    """Return the form that gives what a function gives on random numbers, if there is one."""
+    """Return the form of a function that turns random numbers in one of the known ways."""
     if list(inspect.signature(function).parameters) != PARAMETERS:
         return None
-    return next((form for form in FORMS if agrees(function, form)), None)
+    layout = next((it for it in LAYOUTS if agrees(function, it)), None)
+    if layout is None:
+        return None
+    return Form(layout, make_rotation(function, layout))
 
 
-def agrees(function: Callable[..., Any], form: Form) -> bool:
+def make_rotation(own: Rotation, layout: Layout) -> Rotation:
+    """Make the function that turns query and key as ``own``, which is called where it must be."""
+    heads = inspect.signature(own).parameters["unsqueeze_dim"].default
+
+    def rotate(
+        q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = heads
+    ) -> Any:
+        if k is not None and are_alike(q, k, cos, sin) and layout.reads((cos, sin)):
+            cosine, sine = (layout.angles(table).unsqueeze(unsqueeze_dim) for table in (cos, sin))
+            query, key = (layout.turn(it, cosine, sine) for it in (q, k))
+            if query is not None and key is not None:
+                return query, key
+        return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    return rotate
+
+
+def agrees(function: Callable[..., Any], layout: Layout) -> bool:
+    """Whether a function turns tensors of each dtype so, and returns them in it."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    query, key, table = random(2, 6, 5, 16), random(2, 2, 5, 16), random(2, 5, 8)
-    tables: dict[Table, Tensor] = {
-        first_half: torch.cat((table, table), dim=-1),
-        every_second: table.repeat_interleave(2, dim=-1),
-        whole: table,
-    }
-    cosine, sine = tables[form.angles].cos(), tables[form.angles].sin()
-    for query_, key_, dim in (
-        (query, key, 1),
-        (query.mT.mT.transpose(1, 2), key.transpose(1, 2), 2),
-    ):
-        arguments = (query_, key_, cosine, sine, dim)
-        try:
-            own, ours = function(*arguments), form.rotate(*arguments)
-        except Exception:  # another form of the tables
-            return False
-        if not all(torch.allclose(*pair, atol=1e-5) for pair in zip(own, ours, strict=True)):
-            return False
+    query, key, angles = random(2, 6, 5, 16), random(2, 2, 5, 16), layout.table(random(2, 5, 8))
+    for dtype in FLOATING:
+        q, k, cosine, sine = (it.to(dtype) for it in (query, key, angles.cos(), angles.sin()))
+        for each, dim in (((q, k), 1), ((q.transpose(1, 2), k.transpose(1, 2)), 2)):
+            try:
+                own = function(*each, cosine, sine, dim)
+            except Exception:  # another form of the tables
+                return False
+            if not all(is_turned(*pair, cosine, sine, dim, layout) for pair in zip(own, each)):
+                return False
     return True
+
+
+def is_turned(
+    own: Tensor, input: Tensor, cosine: Tensor, sine: Tensor, dim: int, layout: Layout
+) -> bool:
+    memory = torch.preserve_format if layout.keeps_order else torch.contiguous_format
+    like = torch.empty_like(input, memory_format=memory)
+    if (own.shape, own.dtype, own.stride()) != (like.shape, like.dtype, like.stride()):
+        return False
+    tables = (layout.angles(it.double()).unsqueeze(dim) for it in (cosine, sine))
+    exact = composite(input.double(), *tables, interleaved=layout.interleaved)
+    # Some compute in float32, also with float64.
+    room = 16 * max(torch.finfo(own.dtype).eps, torch.finfo(torch.float32).eps)
+    return torch.allclose(own.double(), exact, rtol=0, atol=room)
 
 
 class FooRotaryAttention(OtherGlobals):
@@ -175,20 +225,5 @@ class FooRotaryAttention(OtherGlobals):
 
     @classmethod
     def names(cls, forward: Any) -> dict[str, Any]:
-        return {**super().names(forward), FUNCTION: rotation_of(forward.__globals__[FUNCTION])}
-
-
-@cache
-def rotation_of(function: Rotation) -> Rotation:
-    """Return what computes what a model's function computes, by our operator where it can."""
-    form: Any = form_of(function)
-    heads = inspect.signature(function).parameters["unsqueeze_dim"].default
-
-    def rotate(
-        q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = heads
-    ) -> Any:
-        is_whole = k is not None and cos is not None and sin is not None
-        turn = form.rotate if is_whole and form.reads((cos, sin)) else function
-        return turn(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-
-    return rotate
+        form: Any = form_of(forward.__globals__[FUNCTION])
+        return {**super().names(forward), FUNCTION: form.rotate}
