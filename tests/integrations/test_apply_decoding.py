@@ -147,7 +147,7 @@ def test_tables_with_gradients(steps):
 
 
 CASES = {
-    "another implementation": lambda model, call: model.set_attn_implementation("sdpa"),
+    "another implementation": lambda model, call: model.set_attn_implementation("eager"),
     "training": lambda model, call: model.train(),
     "keywords": lambda model, call: call.update(is_causal=True),
     "no cache": lambda model, call: call.update(past_key_values=None),
@@ -172,16 +172,18 @@ def test_what_is_not_known_is_computed_by_the_own_forward(case, steps):
     assert steps == []
 
 
-def test_another_implementation_of_our_name(steps, monkeypatch):
+@pytest.mark.parametrize("name", ["foo", "sdpa"])
+def test_another_function_of_this_name(name, steps, monkeypatch):
     model, inputs = apply(decoder(LLAMA)), tokens(1, LENGTH)
-    own = AttentionInterface()["foo"]
+    model.set_attn_implementation(name)
+    own = AttentionInterface()[name]
 
     def double(*given, **options):
         return 2 * own(*given, **options)[0], None
 
     expected = decode(model, inputs, DynamicCache())
     steps.clear()
-    monkeypatch.setitem(AttentionInterface._global_mapping, "foo", double)
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, double)
     assert not torch.allclose(decode(model, inputs, DynamicCache()), expected, atol=1e-2)
     assert steps == []
 

@@ -34,22 +34,21 @@ CACHED = [
     "gpt_oss: sinks, windows in every second layer",
 ]
 
-# How many norms (with the layers that add before one), rotations, MLPs and linear layers of two
-# blocks are known.
+# How many norms, rotations, MLPs and linear layers of two blocks are known.
 COUNTS = {
-    "llama: plain": (7, 2, 2, 15),
-    "mistral: windows": (7, 2, 2, 15),
-    "gemma2: softcap, windows in every second layer": (11, 2, 0, 15),
-    "gpt_oss: sinks, windows in every second layer": (7, 2, 0, 9),
-    "qwen2_moe: windows that only the mask tells of": (7, 2, 2, 17),
+    "llama: plain": (5, 2, 2, 15),
+    "mistral: windows": (5, 2, 2, 15),
+    "gemma2: softcap, windows in every second layer": (9, 2, 0, 15),
+    "gpt_oss: sinks, windows in every second layer": (5, 2, 0, 9),
+    "qwen2_moe: windows that only the mask tells of": (5, 2, 2, 17),
     "llama4: chunks": (5, 0, 2, 15),
-    "Gemma": (7, 2, 0, 15),
-    "Gemma3Text": (15, 2, 0, 15),
-    "Qwen2": (7, 2, 2, 15),
-    "Qwen3": (11, 2, 2, 15),
-    "Mixtral": (7, 2, 0, 9),
+    "Gemma": (5, 2, 0, 15),
+    "Gemma3Text": (13, 2, 0, 15),
+    "Qwen2": (5, 2, 2, 15),
+    "Qwen3": (9, 2, 2, 15),
+    "Mixtral": (5, 2, 0, 9),
     "Cohere": (0, 2, 2, 15),
-    "Glm": (7, 2, 2, 13),
+    "Glm": (5, 2, 2, 13),
     "Phi": (0, 2, 0, 13),
     "Phi3": (5, 2, 2, 9),
     "GPT2": (0, 0, 0, 9),
@@ -62,11 +61,12 @@ def applied(model, **options):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_known_modules(name):
-    names = replaced(applied(decoder(name)))
+    counts = replaced(applied(decoder(name)))
     kinds = ("rms_norm", "rotary_embedding", "mlp", "linear")
-    assert tuple(len(names.get(kind, ())) for kind in kinds) == COUNTS[name]
-    assert names["attention"] == names["loss"] == names["fused_loss"] == [""]
-    assert names["cache"]
+    assert tuple(counts.get(kind, 0) for kind in kinds) == COUNTS[name]
+    assert counts["attention"] == 2
+    assert counts["loss"] == counts["fused_loss"] == 1
+    assert counts["cache"] >= 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -74,7 +74,7 @@ def test_prefill_with_padding(name, device):
     model, mask = decoder(name, device), padding("left", 20)
     options = {"attention_mask": mask.long()}
     exact = run_exactly(model, tokens(3, 20), **options)
-    ours = run(applied(model), "foo", tokens(3, 20), **options)
+    ours = run(applied(model), None, tokens(3, 20), **options)
     theirs = run(model, "eager", tokens(3, 20), **options)
     assert_as_near([ours[mask]], [theirs[mask]], [exact[mask]], ROUNDINGS)
 
@@ -87,7 +87,7 @@ def test_float64(name):
         exact = run(twin, "eager", tokens(2, 20))
     apply(twin)
     with Doubles():
-        ours = run(twin, "foo", tokens(2, 20))
+        ours = run(twin, None, tokens(2, 20))
     assert_near(ours, exact, roundings=ROUNDINGS)
 
 
@@ -96,7 +96,7 @@ def test_bfloat16(name, device):
     """The median token is compared: a rounding may send one to another expert."""
     model, inputs = decoder(name, device, torch.bfloat16), tokens(2, 20)
     exact = run_exactly(model, inputs)
-    results = run(applied(model), "foo", inputs), run(model, "eager", inputs)
+    results = run(applied(model), None, inputs), run(model, "eager", inputs)
     ours, theirs = ((it.double() - exact).norm(dim=-1).median() for it in results)
     rounding = torch.finfo(torch.bfloat16).eps * exact.norm(dim=-1).median()
     assert ours <= BFLOAT16_ROUNDINGS * rounding
@@ -108,7 +108,7 @@ def test_encoder(name, device):
     model, mask = encoder(name, device), padding("right", 20)
     options = {"attention_mask": mask.long()}
     exact = run_exactly(model, tokens(3, 20), **options)
-    ours = run(applied(model), "foo", tokens(3, 20), **options)
+    ours = run(applied(model), None, tokens(3, 20), **options)
     theirs = run(model, "eager", tokens(3, 20), **options)
     assert_as_near([ours[mask]], [theirs[mask]], [exact[mask]], ROUNDINGS)
 
@@ -165,7 +165,7 @@ def test_loss_of_masked_language_models(device):
     config = ENCODERS["bert: plain"]
     model, inputs = build(transformers.AutoModelForMaskedLM, config, device), tokens(2, 14)
     ours = applied(model)
-    assert replaced(ours)["loss"] == [""]
+    assert replaced(ours)["loss"] == 1
     ours, theirs = step(ours, inputs), step(model, inputs)
     torch.testing.assert_close(ours["loss"], theirs["loss"])
 
@@ -179,7 +179,7 @@ def test_cached_decoding(name, kind, device):
     options = {"max_cache_len": 24} if kind is StaticCache else {}
     cache = kind(config=model.config, **options)
     parts = [
-        run(ours, "foo", part, past_key_values=cache, use_cache=True)
+        run(ours, None, part, past_key_values=cache, use_cache=True)
         for part in inputs.split([4, 9, 1, 1, 1, 1, 1], dim=1)
     ]
     theirs, exact = run(model, "eager", inputs), run_exactly(model, inputs)

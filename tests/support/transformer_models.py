@@ -111,8 +111,9 @@ def padding(side, length):
 
 
 def run(model, implementation, *inputs, **options):
-    """Return the first output of a model, on the cpu."""
-    model.set_attn_implementation(implementation)
+    """Return the first output of a model, on the cpu, by its own implementation if it is None."""
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
     device = model.device
     options = {
         name: option.to(device) if isinstance(option, torch.Tensor) else option

@@ -8,12 +8,13 @@ so what it cannot tell from its arguments must be in the mask.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
@@ -27,7 +28,21 @@ UNSUPPORTED = {
     "cache": "must be None, since the pages of continuous batching are not supported",
     "sinks": "must be None, since a sink is one logit for each head (s_aux)",
 }
-"""Options that would change the result if they went unheard, unlike most that models pass on."""
+"""Options that would change the result, and why they are refused."""
+
+HARMLESS = frozenset(
+    {
+        # The mask, which is complete, has what these tell to implementations without masks.
+        *("position_ids", "cache_position", "seq_idx"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+        # What a model returns besides, and how its loss is divided.
+        *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
+        *("use_cache", "logits_to_keep"),
+        # The gradients of flash-attn alone depend on it.
+        "deterministic",
+    }
+)
+"""Keywords that models pass on to every implementation, and that change no result of it."""
 
 
 def register() -> None:
@@ -52,6 +67,7 @@ def foo_attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as transformers calls it.
@@ -71,45 +87,103 @@ def foo_attention_forward(
         softcap: bound of the scores, by a tanh.
         s_aux: (Hq,), the attention sinks: a logit of each head in the denominator only.
         position_bias: added to the scores beside the mask; broadcasts to (B, Hq, Sq, Sk).
-        others: what transformers hands to every implementation. `UNSUPPORTED` is refused.
+        indices: (B, Sq, count), the keys that a query sees of those that the mask shows; numbers
+            below 0 stand for no key.
+        others: what transformers hands to every implementation. All but those that change nothing
+            (`HARMLESS`) must be None or False.
 
     Returns:
         The output, (B, Sq, Hq, Dv) and contiguous, and None in place of the weights.
 
     Raises:
-        NotImplementedError: for what is in `UNSUPPORTED`.
+        NotImplementedError: for other keywords.
         ValueError, TypeError: as `foo_ops.attention`.
     """
     refuse_unsupported(others, NAME)
-    heads = query.expand(key.shape[0], -1, -1, -1)
     options: Mapping[str, Any]
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = causal and leaves_masks_out(getattr(module, "config", None))
         options = lower_right(query.shape[2], key.shape[2], sliding_window) if causal else {}
     else:
         bounds = getattr(attention_mask, BOUNDS, UNBOUNDED)
         options = bounds.options
         attention_mask = None if bounds.exact else attention_mask
-    given = given_options(scale=scaling, dropout_p=dropout, softcap=softcap or 0.0, **options)
     bias = combine(position_bias, attention_mask)
+    if indices is not None:
+        bias = combine(bias, chosen_keys(indices, key.shape[2]))
+    softcap = softcap or 0.0
+    return compute(query, key, value, bias, s_aux, scaling, dropout, softcap, options), None
+
+
+def compute(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """Return the output of foo::attention as (B, Sq, Hq, Dv), contiguous."""
+    heads = query.expand(key.shape[0], -1, -1, -1)
+    given = given_options(scale=scaling, dropout_p=dropout, softcap=softcap, **options)
     if isinstance(key, Integers) and isinstance(value, Integers):
         if bias is None and not given.keys() & {"dropout_p", "is_causal"}:
             tensors = key.integers, value.integers, key.scales, value.scales
-            output, _ = torch.ops.foo.attention_int8_cache.default(heads, *tensors, s_aux, **given)
-            return output.transpose(1, 2).contiguous(), None
+            output, _ = torch.ops.foo.attention_int8_cache.default(heads, *tensors, sinks, **given)
+            return output.transpose(1, 2).contiguous()
         key, value = key.numbers(), value.numbers()
-    output, _ = torch.ops.foo.attention.default(heads, key, value, bias, sinks=s_aux, **given)
-    return output.transpose(1, 2).contiguous(), None
+    output, _ = torch.ops.foo.attention.default(heads, key, value, bias, sinks=sinks, **given)
+    return output.transpose(1, 2).contiguous()
 
 
 def refuse_unsupported(options: Mapping[str, Any], implementation: str) -> None:
-    for name, requirement in UNSUPPORTED.items():
-        value = options.get(name)
-        if value is not None and value is not False:
-            came = "True" if value is True else type(value).__name__
-            raise NotImplementedError(
-                f"attention of implementation {implementation!r}: {name} {requirement}, got {came}"
-            )
+    """Raise NotImplementedError for the first option that may change the result."""
+    for name, value in options.items():
+        if value is None or value is False or name in HARMLESS:
+            continue
+        requirement = UNSUPPORTED.get(
+            name, "must be None, since it is not known and may change the result"
+        )
+        came = "True" if value is True else type(value).__name__
+        raise NotImplementedError(
+            f"attention of implementation {implementation!r}: {name} {requirement}, got {came}"
+        )
+
+
+def leaves_masks_out(config: Any) -> bool:
+    """Whether layers with this configuration take a missing mask for a causal one.
+
+    They do where a class of models with such a configuration supports PyTorch's ``sdpa``, or says
+    that any implementation will do. All others get every mask, and without one nothing is hidden.
+    """
+    config_class: Any = type(config)
+    return class_leaves_masks_out(config_class)
+
+
+@cache
+def class_leaves_masks_out(config_class: Any) -> bool:
+    models = [it for it in subclasses(PreTrainedModel) if it.config_class is config_class]
+    return not models or any(
+        it._supports_sdpa or getattr(it, "_supports_attention_backend", False) for it in models
+    )
+
+
+def subclasses(base: Any) -> Iterator[Any]:
+    for each in base.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+def chosen_keys(indices: Tensor, count: int) -> Tensor:
+    """Return the mask, (B, 1, Sq, count), of queries that see the keys with these numbers."""
+    shape = (*indices.shape[:-1], count + 1)
+    places = indices.long().masked_fill(indices < 0, count)
+    seen = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter_(-1, places, True)
+    return seen[..., :count].unsqueeze(1)
 
 
 def combine(position_bias: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
@@ -118,6 +192,8 @@ def combine(position_bias: Tensor | None, attention_mask: Tensor | None) -> Tens
         return attention_mask
     if attention_mask is None:
         return position_bias
+    if attention_mask.dtype == torch.bool and position_bias.dtype == torch.bool:
+        return attention_mask & position_bias
     if attention_mask.dtype == torch.bool:
         return torch.where(attention_mask, position_bias, -math.inf)
     return position_bias + attention_mask
@@ -181,6 +257,8 @@ def foo_mask(
     Returns:
         None, or bool of shape (B, 1, Sq, Sk), True = take part.
     """
+    if not leaves_masks_out(config):
+        allow_is_causal_skip = allow_is_bidirectional_skip = False
     inputs = [each for each in (q_offset, attention_mask) if isinstance(each, Tensor)]
     # A graph that is being traced must not depend on values.
     readable = not any(is_tracing(each) for each in inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from copy import copy
 from typing import Any, TypeVar
@@ -15,6 +16,9 @@ from foo_ops.ops.attention_int8_cache import quantize_cache
 
 LEAST_ROOM = 64
 """For keys, in the first memory of a cache."""
+
+CACHES = {"past_key_values", "layer_past"}
+"""Names of the parameter of an attention layer that takes a cache."""
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
@@ -80,6 +84,17 @@ def _take(keywords: dict[str, Any], bits: int | None) -> None:
 
 
 HOOKS = {None: take_cache, 8: take_int8_cache}
+
+
+def takes_cache(model: nn.Module) -> bool:
+    """Whether layers of a model look back at what a cache holds, as those of encoders do not."""
+    return any(
+        CACHES & inspect.signature(type(it).forward).parameters.keys()
+        and getattr(it, "is_causal", True)
+        and getattr(it, "is_decoder", True)
+        for it in model.modules()
+        if "Attention" in type(it).__name__
+    )
 
 
 def install(module: nn.Module, bits: int | None = None) -> None:

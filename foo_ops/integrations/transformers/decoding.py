@@ -13,21 +13,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from foo_ops.integrations.transformers.attention import NAME, foo_attention_forward
-from foo_ops.integrations.transformers.joined import FooJoined, products
-from foo_ops.integrations.transformers.replacement import stand_in
-from foo_ops.integrations.transformers.rotary import (
-    FUNCTION,
-    FooRotaryAttention,
-    Form,
-    form_of,
-    whole,
-    with_globals,
+from foo_ops.integrations.transformers.attention_layers import (
+    INTERFACES,
+    FooRotaryFooAttention,
+    in_place_of_sdpa,
 )
+from foo_ops.integrations.transformers.joined import FooJoined, products
+from foo_ops.integrations.transformers.replacement import stand_in, with_globals
+from foo_ops.integrations.transformers.rotary import FUNCTION, Form, form_of, whole
 
-INTERFACES = "ALL_ATTENTION_FUNCTIONS"
-"""The name of that in which a layer's own forward finds implementations of attention."""
 PARAMETERS = ["hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 LAYERS = {*PROJECTIONS, "o_proj"}
@@ -51,13 +48,42 @@ def attend(
 
     The output is (B, Hq, 1, D) or (B, 1, Hq, D).
     """
-    if mask is None and sliding_window is None and type(key) is Tensor:
-        # The last query sees all keys.
+    if sees_all(query, key, value, mask) and sliding_window is None:
         output, _ = torch.ops.foo.attention.default(query, key, value, scale=scaling)
         return output, None
     return foo_attention_forward(
         module, query, key, value, mask, scaling=scaling, sliding_window=sliding_window
     )
+
+
+def attend_as_sdpa(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    sliding_window: int | None,
+) -> tuple[Tensor, None]:
+    """Compute what `in_place_of_sdpa` does; its masks tell of windows, too."""
+    if sees_all(query, key, value, mask):
+        output, _ = torch.ops.foo.attention.default(query, key, value, scale=scaling)
+        return output, None
+    return in_place_of_sdpa(module, query, key, value, mask, scaling=scaling)
+
+
+def sees_all(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether nothing is hidden from one query, and the keys are numbers of its dtype."""
+    if mask is not None or type(key) is not Tensor:
+        return False
+    return key.dtype == query.dtype == value.dtype
+
+
+ATTENTION: dict[Any, Attention] = {
+    sdpa_attention_forward: attend_as_sdpa,
+    foo_attention_forward: attend,
+}
+"""What is called for one token in the place of the functions of implementations."""
 
 
 class Latest(threading.local):
@@ -114,14 +140,14 @@ def step(
     return layers["o_proj"](output.reshape(hidden_states.shape[0], 1, -1))
 
 
-class FooDecodingAttention(FooJoined, FooRotaryAttention):
+class FooDecodingAttention(FooJoined, FooRotaryFooAttention):
     """In the place of attention layers as of Llama, and of Qwen 3 with norms of query and key.
 
     Where it is not for the next token, after others in a cache, by foo's attention, a layer's own
     forward is called.
 
     Attributes:
-        own_forward: it, with our rotation.
+        own_forward: it, with our rotation and our attention.
         form: of the rotation.
         interfaces: the implementations of attention, of which one may replace ours by its name.
     """
@@ -170,10 +196,12 @@ class FooDecodingAttention(FooJoined, FooRotaryAttention):
             or hidden_states.dim() != 3
             or hidden_states.shape[1] != 1
             or not UNREAD.issuperset(kwargs)
-            or self.interfaces.get(self.config._attn_implementation) is not foo_attention_forward
         ):
             return self.own_forward(*given, **kwargs)
-        return step(self, self.form, self.window_of(self), *given, attend), None
+        attention = ATTENTION.get(self.interfaces.get(self.config._attn_implementation))
+        if attention is None:
+            return self.own_forward(*given, **kwargs)
+        return step(self, self.form, self.window_of(self), *given, attention), None
 
 
 class FooWindowAttention(FooDecodingAttention):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Iterable
+from typing import TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from foo_ops.integrations.transformers import attention as foo_attention
 from foo_ops.integrations.transformers import cache as foo_cache
+from foo_ops.integrations.transformers.attention_layers import FooAttention, FooRotaryFooAttention
 from foo_ops.integrations.transformers.decoding import ATTENTION_LAYERS
 from foo_ops.integrations.transformers.fused_loss import FooLanguageModel, use_fused_loss
 from foo_ops.integrations.transformers.joined import FooJoined
@@ -35,16 +36,27 @@ from foo_ops.integrations.transformers.rotary import FooRotaryAttention
 
 Model = TypeVar("Model", bound=nn.Module)
 
-REPLACEMENTS: dict[str, tuple[type[Replacement], ...]] = {
-    "rms_norm": (FooRMSNorm, FooOffsetRMSNorm, *LAYERS),
-    "rotary_embedding": (*ATTENTION_LAYERS, FooRotaryAttention),
+REPLACEMENTS: dict[type[Replacement], frozenset[str]] = {
+    **dict.fromkeys(ATTENTION_LAYERS, frozenset({"attention", "rotary_embedding"})),
+    FooRotaryFooAttention: frozenset({"attention", "rotary_embedding"}),
+    FooAttention: frozenset({"attention"}),
+    FooRotaryAttention: frozenset({"rotary_embedding"}),
+    **dict.fromkeys((FooRMSNorm, FooOffsetRMSNorm, *LAYERS), frozenset({"rms_norm"})),
+    **dict.fromkeys((FooGatedMLP, FooPackedMLP), frozenset({"mlp"})),
+    **dict.fromkeys((FooLinear, FooConv1D), frozenset({"linear"})),
+}
+"""The arguments of `apply` that allow each replacement; the first that fits a module is taken."""
+
+KINDS: dict[str, tuple[type[Replacement], ...]] = {
+    "attention": (FooAttention,),
+    "rms_norm": (FooRMSNorm, FooOffsetRMSNorm),
+    "rotary_embedding": (FooRotaryAttention,),
     "mlp": (FooGatedMLP, FooPackedMLP),
     "linear": (FooLinear, FooConv1D),
     "quantize": (FooQuantizedLinear,),
     "fused_loss": (FooLanguageModel,),
 }
-IMPLEMENTATIONS = "_foo_implementations_before"
-"""The attribute of a model that tells what `restore` gives to ``set_attn_implementation``."""
+"""The classes that `replaced` counts."""
 
 
 def apply(
@@ -70,8 +82,10 @@ def apply(
 
     Args:
         model: of transformers, or a module that contains such models.
-        attention: the implementation becomes ``"foo"``, which cannot return the weights
-            (``output_attentions``).
+        attention: attention layers call `foo_ops.attention` in the place of PyTorch's ``sdpa``, or
+            of their model's ``eager_attention_forward``. The name of the implementation stays, and
+            so do the masks. A call that asks for more, as for the weights
+            (``output_attentions``), goes to the function that it would have gone to.
         rms_norm: norms are `foo_ops.rms_norm`, also Gemma's, and `foo_ops.add_rms_norm` where
             a layer adds the residual first.
         rotary_embedding: attention layers turn query and key with `foo_ops.rotary_embedding`.
@@ -101,7 +115,7 @@ def apply(
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=9, num_attention_heads=2))
         >>> model = foo_ops.integrations.transformers.apply(model)
         >>> replaced(model)["mlp"]
-        ['model.layers.0.mlp']
+        1
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -110,35 +124,42 @@ def apply(
     if cache_bits not in (None, 8):
         raise ValueError(f"apply: cache must be True, False or 8, got {cache}")
     flags = {
+        "attention": attention,
         "rms_norm": rms_norm,
         "rotary_embedding": rotary_embedding,
         "mlp": mlp,
         "linear": linear,
     }
-    chosen = [it for kind, flag in flags.items() if flag for it in REPLACEMENTS[kind]]
+    allowed = {name for name, flag in flags.items() if flag}
     for module in model.modules():
         if quantize is not None:
             quantize_layer(module, quantize)
-        if not isinstance(module, Replacement):
-            change(module, chosen)
+        change(module, allowed)
     for module in model.modules():
         if isinstance(module, FooJoined):
             module.join()
     for part in pretrained(model):
-        if attention:
-            use_foo_attention(part)
         if loss:
             use_foo_loss(part)
         if fused_loss:
             use_fused_loss(part)
-        if cache and part.base_model is part:
+        if cache and part.base_model is part and foo_cache.takes_cache(part):
             foo_cache.install(part, cache_bits)
     return model
 
 
-def change(module: nn.Module, replacements: Sequence[type[Replacement]]) -> None:
-    for replacement in replacements:
-        if replacement.recognises(module):
+def change(module: nn.Module, allowed: Iterable[str]) -> None:
+    """Give a module the first replacement that fits, or one that does more than it has."""
+    if is_replaced(module):
+        has = kinds_of(module) & {"attention", "rotary_embedding"}
+        if not has or has >= {"attention", "rotary_embedding"} & set(allowed):
+            return
+        put_back(module)
+        allowed = {*allowed, *has}
+    elif isinstance(module, Replacement):
+        return
+    for replacement, needs in REPLACEMENTS.items():
+        if needs <= set(allowed) and replacement.recognises(module):
             replace(module, replacement)
             return
 
@@ -155,53 +176,42 @@ def restore(model: Model) -> Model:
     for module in model.modules():
         put_back(module)
     for part in pretrained(model):
-        if (before := vars(part).pop(IMPLEMENTATIONS, None)) is not None:
-            part.set_attn_implementation(before)
         if vars(part).get("_loss_function") in LOSSES.values():
             del part._loss_function
         foo_cache.uninstall(part)
     return model
 
 
-def replaced(model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of the modules that `apply` has changed, by the names of its arguments.
+def kinds_of(module: nn.Module) -> set[str]:
+    """Return the kinds of work that a module does by foo's operators."""
+    if not is_replaced(module):
+        kinds = set()
+    else:
+        kinds = {kind for kind, classes in KINDS.items() if isinstance(module, classes)}
+    if vars(module).get("_loss_function") in LOSSES.values():
+        kinds.add("loss")
+    if foo_cache.is_installed(module):
+        kinds.add("cache")
+    return kinds
+
+
+def replaced(model: nn.Module) -> dict[str, int]:
+    """Return how many modules `apply` has changed, by the names of its arguments.
+
+    Those with a count of 0 are left out. `left_alone` says which modules stayed, and why.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
         >>> replaced(foo_ops.integrations.transformers.apply(model))
-        {'linear': ['0']}
+        {'linear': 1}
     """
-    kinds: dict[str, list[str]] = {}
-    parts = dict(model.named_modules())
-    kinds["attention"] = [name for name, it in parts.items() if IMPLEMENTATIONS in vars(it)]
-    for kind, replacements in REPLACEMENTS.items():
-        kinds[kind] = [
-            name for name, it in parts.items() if is_replaced(it) and isinstance(it, replacements)
-        ]
-    kinds["loss"] = [
-        name for name, it in parts.items() if vars(it).get("_loss_function") in LOSSES.values()
-    ]
-    kinds["cache"] = [name for name, it in parts.items() if foo_cache.is_installed(it)]
-    return {kind: names for kind, names in kinds.items() if names}
+    counts = Counter(kind for module in model.modules() for kind in kinds_of(module))
+    return {kind: counts[kind] for kind in (*KINDS, "loss", "cache") if counts[kind]}
 
 
 def pretrained(model: nn.Module) -> list[PreTrainedModel]:
     """Return the models of transformers in a module, those that contain others first."""
     return [it for it in model.modules() if isinstance(it, PreTrainedModel)]
-
-
-def use_foo_attention(model: PreTrainedModel) -> None:
-    before = implementations(model.config)
-    if before[""] != foo_attention.NAME and model._can_set_attn_implementation():
-        model.set_attn_implementation(foo_attention.NAME)
-        setattr(model, IMPLEMENTATIONS, before)
-
-
-def implementations(config: Any) -> dict[str, Any]:
-    """Return the implementations of a model and of those in it, as the setter takes them."""
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    inner = {name: implementations(part) for name, part in parts.items() if part is not None}
-    return {"": config._attn_implementation, **inner}
 
 
 def use_foo_loss(model: PreTrainedModel) -> None:

@@ -7,6 +7,7 @@ The module stays the object that it is, with its parameters, hooks and names, an
 from __future__ import annotations
 
 import copyreg
+import types
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar
@@ -50,6 +51,38 @@ class Replacement:
     def copied(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the attributes that a copy starts with."""
         return state
+
+
+class OtherGlobals(Replacement):
+    """The base of replacements that keep a module's own forward, and change what it finds.
+
+    A forward that looks a function up by its global name finds another one there, in the modules
+    that are replaced and in no others.
+    """
+
+    @classmethod
+    def names(cls, forward: Any) -> dict[str, Any]:
+        """Return the objects that forward finds, by their global names."""
+        return {}
+
+    @classmethod
+    def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
+        forward: Any = original.forward
+        return {"forward": with_globals(forward, cls.names(forward))}
+
+
+def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
+    """Return the function with other objects under some global names."""
+    namespace = {**function.__globals__, **names}
+    # By this name torch.compile would look the objects up in the module, and find the old ones.
+    del namespace["__name__"]
+    made = types.FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
+        setattr(made, name, getattr(function, name))
+    return made
 
 
 @cache

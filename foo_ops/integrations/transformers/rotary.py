@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from foo_ops.integrations.transformers.replacement import Replacement, has_own_forward
+from foo_ops.integrations.transformers.replacement import OtherGlobals, has_own_forward
 from foo_ops.ops.rotary_embedding import rotary_embedding
 
 FUNCTION = "apply_rotary_pos_emb"
@@ -107,7 +107,7 @@ def agrees(function: Callable[..., Any], form: Form) -> bool:
     return True
 
 
-class FooRotaryAttention(Replacement):
+class FooRotaryAttention(OtherGlobals):
     """In the place of attention layers: their own forward, which finds our rotation by its name."""
 
     @classmethod
@@ -121,21 +121,6 @@ class FooRotaryAttention(Replacement):
         return form_of(function) is not None
 
     @classmethod
-    def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
-        forward: Any = original.forward
+    def names(cls, forward: Any) -> dict[str, Any]:
         form: Any = form_of(forward.__globals__[FUNCTION])
-        return {"forward": with_globals(forward, {FUNCTION: form.rotate})}
-
-
-def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
-    """Return the function with other objects under some global names."""
-    namespace = {**function.__globals__, **names}
-    # By this name torch.compile would look the objects up in the module, and find the old ones.
-    del namespace["__name__"]
-    made = types.FunctionType(
-        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
-        setattr(made, name, getattr(function, name))
-    return made
+        return {**super().names(forward), FUNCTION: form.rotate}
