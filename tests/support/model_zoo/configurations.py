@@ -75,6 +75,12 @@ RANDOM = re.compile(
     r"|mask_(time|feature)_prob|.*noise.*"
 )
 TOKENS = re.compile(r"(.*_)?(token|start|end|newline|patch)_(id|index|idx)|.*(bos|eos|unk|mask)_id")
+# Fields that are None by default, and then a model is without something, or is not complete.
+NEEDED = (
+    *("sliding_window", "head_dim", "num_key_value_heads", "vocab_size"),
+    *("n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
+)
+LARGE = 1 << 20
 KEPT = frozenset(field.name for field in dataclasses.fields(PreTrainedConfig))
 
 
@@ -187,14 +193,17 @@ def small_value(
         return default // DIVISOR
     if isinstance(default, int):
         return small_integer(kind, name, default)
-    if default is None and "int" in annotation and name == "sliding_window":
-        return WINDOW
+    if default is None and "int" in annotation and name in NEEDED:
+        return small_integer(kind, name, LARGE)
     if default is None and "int" in annotation and TOKENS.fullmatch(name):
         return small_integer(kind, name, FIRST_SPECIAL)
     return default
 
 
 def small_integer(kind: type[PreTrainedConfig], name: str, default: int) -> int:
+    if name == "num_key_value_heads" and "kv_lora_rank" in kind_fields(kind):
+        # Heads of compressed keys are not shared.
+        return HEADS
     for pattern, value in RULES:
         if re.fullmatch(pattern, name):
             return default if value is None else min(value, default) if default > 0 else default
