@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from support.exact import Doubles, exact_copy
+from support.model_zoo.exceptions import ONLY_IN_TRAINING
 from support.model_zoo.inputs import TARGETS, arguments_of
 from support.model_zoo.models import Made, NotMade, inputs_of, make, said
 from torch import Tensor, nn
@@ -125,7 +126,9 @@ def scalar(results: Mapping[str, Tensor]) -> Tensor:
 
 def gradients(model: nn.Module, inputs: dict[str, Any], options: dict) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
+    model.train(model.config.model_type in ONLY_IN_TRAINING)
     results = results_of(model, inputs, options)
+    model.eval()
     total = scalar(results)
     if total.requires_grad:
         total.backward()

@@ -20,6 +20,8 @@ FIRST_SPECIAL = 100
 """Token ids from here on are placeholders of images and the like; prompts have smaller ones."""
 WINDOW = 6
 """Shorter than the sequences, so that windows and chunks matter."""
+WINDOWS_SIDE = 4
+"""Of windows of an image."""
 HIDDEN, INNER, HEADS, KEY_HEADS, HEAD = 64, 96, 4, 2, 16
 IMAGE, PATCH = 32, 8
 WIDE = 64
@@ -116,7 +118,7 @@ def small_parts(kind: type[PreTrainedConfig], changes: dict) -> dict[str, object
         if isinstance(given, PreTrainedConfig) or given is None:
             parts[name] = given
         elif not spec.optional or name in changes:
-            given = dict(given)
+            given = {**stages_of(spec.init_kwargs), **given}
             model_type = given.pop("model_type", spec.model_type)
             known = isinstance(spec.config_class, type) and issubclass(
                 spec.config_class, PreTrainedConfig
@@ -124,6 +126,13 @@ def small_parts(kind: type[PreTrainedConfig], changes: dict) -> dict[str, object
             part = spec.config_class if known else CONFIG_MAPPING[model_type]
             parts[name] = small_config_of(part, **given)
     return parts
+
+
+def stages_of(options: dict) -> dict[str, object]:
+    """Return the stages that a backbone gives, of the options that it is made with."""
+    names = options.get("out_features", ())
+    known = names and all(it in ("stage1", "stage2", "stage3", "stage4") for it in names)
+    return {"out_features": list(names)} if known else {}
 
 
 def small_fields(kind: type[PreTrainedConfig]) -> dict[str, object]:
@@ -146,6 +155,9 @@ def small_fields(kind: type[PreTrainedConfig]) -> dict[str, object]:
         value = small_value(kind, field.name, default, str(field.type), staged)
         if value != default:
             found[field.name] = value
+    if staged and {"window_size", "image_size"} <= kind_fields(kind):
+        # After three halvings, the image still has a whole window.
+        found |= {"image_size": 8 * 4 * WINDOWS_SIDE, "window_size": WINDOWS_SIDE, "patch_size": 4}
     if "mrope_section" in source_of(kind) and takes_rope_sections(kind):
         found["rope_parameters"] = {
             "rope_type": "default",
@@ -231,8 +243,7 @@ def small_sequence(name: str, default: tuple | list) -> object:
     if re.fullmatch(r"depths|.*_depths|layers|num_blocks|.*num_blocks|.*_repeats", name):
         return type(default)(min(it, 2) for it in default)
     if WIDTHS.fullmatch(name) and not NOT_WIDTHS.fullmatch(name):
-        if default and min(default) >= DIVISOR * 2:
-            return type(default)(max(it // DIVISOR, 1) for it in default)
+        return type(default)(it // DIVISOR if it >= 2 * DIVISOR else it for it in default)
     return default
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from support.model_zoo.configurations import FIRST_SPECIAL, special_token
-from support.model_zoo.exceptions import INPUTS, WITHOUT
+from support.model_zoo.configurations import FIRST_SPECIAL
+from support.model_zoo.exceptions import TWEAKS, WITHOUT
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -57,26 +57,20 @@ def candidates(model: PreTrainedModel, side: str | None) -> Iterator[dict[str, A
 
     ``side``: where shorter texts are padded; without it all are equally long.
     """
-    if (special := INPUTS.get(model.config.model_type)) is not None:
-        special = special(model, side)
-        if not special.pop("and others", False):
-            yield special
-            return
     arguments = arguments_of(model)
     media = {name: MEDIA[name](model.config) for name in arguments if name in MEDIA}
-    if special is not None:
-        media = {name: value for name, value in media.items() if name not in special}
     for chosen in itertools.product(*media.values()):
         given = dict(zip(media, chosen))
-        given.update(special or {})
         given.update(grids(model, arguments, given))
+        given.update(companions(model, arguments, given))
         try:
             placeholders = placeholders_of(model, arguments, given)
         except Exception as error:
             yield {"error": error}
             continue
         given.update(texts(model, arguments, placeholders, side))
-        yield given
+        tweak = TWEAKS.get(model.config.model_type)
+        yield tweak(given, model.config) if tweak else given
 
 
 def texts(
@@ -122,12 +116,13 @@ def padded(
     ids = tokens(model, BATCH, longest)
     mask = torch.ones(BATCH, longest, dtype=torch.long)
     pad = find(model.config, "pad_token_id", default=0)
+    pad = pad if 0 <= pad < FIRST_SPECIAL else 0
     for row, length in enumerate(lengths):
         start = longest - length if side == "left" else 0
         ids[row, start : start + len(placeholders)] = torch.tensor(placeholders, dtype=torch.long)
         outside = torch.ones(longest, dtype=torch.bool)
         outside[start : start + length] = False
-        ids[row, outside] = max(pad, 0)
+        ids[row, outside] = pad
         mask[row, outside] = 0
     return ids, mask
 
@@ -181,6 +176,7 @@ MEDIA: dict[str, Callable[[Any], list[Tensor]]] = {
     "input_values": samples,
     "past_values": past,
 }
+"""Inputs for which shapes are tried."""
 
 
 def grids(model: PreTrainedModel, arguments: dict, given: dict) -> dict[str, Tensor]:
@@ -198,26 +194,52 @@ def grids(model: PreTrainedModel, arguments: dict, given: dict) -> dict[str, Ten
     return {names[0]: torch.tensor([GRID] * BATCH), pixels: patches}
 
 
+def companions(model: PreTrainedModel, arguments: dict, given: dict) -> dict[str, Tensor]:
+    """Return masks and sizes that images and sounds come with."""
+    methods = [
+        getattr(part, f"get_{it}_features", None)
+        for it in ("image", "audio")
+        for part in model.modules()
+    ]
+    taken = {name for it in methods if it for name in inspect.signature(it).parameters}
+    names = arguments.keys() | taken
+    found: dict[str, Tensor] = {}
+    pixels, sounds = given.get("pixel_values"), given.get("input_features")
+    if pixels is not None and pixels.ndim >= 4:
+        if "image_sizes" in names:
+            found["image_sizes"] = torch.tensor([pixels.shape[-2:]] * BATCH)
+        if "high_res_pixel_values" in names:
+            found["high_res_pixel_values"] = pixels.repeat_interleave(2, -1).repeat_interleave(2, -2)
+    if sounds is not None:
+        frames = find(model.config, "num_mel_bins", "n_mels", default=0)
+        length = sounds.shape[2] if sounds.shape[1] == frames else sounds.shape[1]
+        for name in ("input_features_mask", "feature_attention_mask"):
+            if name in names:
+                found[name] = torch.ones(BATCH, length, dtype=torch.long)
+    if "qformer_input_ids" in names:
+        found["qformer_input_ids"] = tokens(model, BATCH, TARGETS)
+    if "pixel_values_videos" in arguments and pixels is None and "pixel_values" not in arguments:
+        found["pixel_values_videos"] = images(model.config)[1]
+    return found
+
+
 def placeholders_of(model: PreTrainedModel, arguments: dict, given: dict) -> list[int]:
     """Return the tokens of a text that stand for its image and its sound."""
-    if "input_ids" not in arguments or model.config.is_encoder_decoder:
+    if "input_ids" not in arguments:
         return []
     config = model.config
     found: list[int] = []
     for kind, method in (("image", "get_image_features"), ("audio", "get_audio_features")):
-        token = getattr(config, f"{kind}_token_id", None)
-        token = getattr(config, f"{kind}_token_index", None) if token is None else token
-        if token is None or not hasattr(model, method):
+        token = find(config, f"{kind}_token_id", f"{kind}_token_index", default=None)
+        function = next(filter(None, (getattr(it, method, None) for it in model.modules())), None)
+        if token is None or function is None:
             continue
-        function = getattr(model, method)
         taken = inspect.signature(function).parameters
         chosen = {name: value for name, value in given.items() if name in taken}
         if not chosen:
             continue
         with torch.no_grad():
             result = function(**chosen)
-        start, end = (getattr(config, f"{it}_{kind}", None) for it in ("a", "b"))
-        del start, end
         found += [token] * (count_of(result, config) // BATCH)
     return found
 
@@ -229,6 +251,3 @@ def count_of(features: Any, config: Any) -> int:
         return sum(count_of(it, config) for it in features)
     return features.numel() // features.shape[-1]
 
-
-def special(name: str) -> int:
-    return special_token(name)
