@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,6 +99,7 @@ def work() -> None:
     # Models that print must not print among the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    # Importing transformers' models takes seconds, which only a worker needs.
     import torch
     from support.model_zoo.checks import check
     from support.model_zoo.classes import classes_of
@@ -179,7 +181,11 @@ def main() -> int:
     if options.worker:
         work()
         return 0
+    if options.publish and (options.only or options.part):
+        parser.error("--publish must be without --only and --part: the table has all models")
+    # The worker closes its standard output before it imports.
     from support.model_zoo.classes import model_types
+    from support.model_zoo.table import publish
 
     types = model_types()
     if options.only:
@@ -195,8 +201,10 @@ def main() -> int:
         rows.append(row)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(rows, indent=1))
-    counts = {it: sum(row["verdict"] == it for row in rows) for it in dict.fromkeys(row["verdict"] for row in rows)}
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    verdicts = Counter(row["verdict"] for row in rows)
+    print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
+    if options.publish:
+        publish(rows)
     return 1 if any(map(is_wrong, rows)) else 0
 
 

@@ -6,19 +6,25 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from support.exact import Doubles, exact_copy
+from support.model_zoo.classes import modality
 from support.model_zoo.exceptions import ONLY_IN_TRAINING
-from support.model_zoo.inputs import TARGETS, arguments_of
-from support.model_zoo.models import Made, NotMade, inputs_of, make, said
+from support.model_zoo.inputs import arguments_of
+from support.model_zoo.models import Made, NotMadeError, inputs_of, make, said
 from torch import Tensor, nn
+
+from foo_ops.integrations import transformers as integration
 
 RATIO = 4.0
 """Of our distance from the exact result and theirs: both have their own roundings."""
 ROUNDINGS = 256.0
 """Of a result's norm, that are taken as equal: a wrong mask makes ten thousands."""
+NEAR_TIE = 1e-4
+"""Of a logit: the next is as good where it is nearer."""
 NEW_TOKENS = 8
 CACHES: dict[str, dict[str, Any]] = {
     "generate": {},
@@ -28,8 +34,12 @@ CACHES: dict[str, dict[str, Any]] = {
 NOT_COMPARED = ("past_key_values", "attentions", "cache", "mems", "states", "buckets")
 
 
-class Differs(AssertionError):
+class DiffersError(AssertionError):
     """Results differ by more than roundings."""
+
+
+class NotRunError(Exception):
+    """The model as it is raises."""
 
 
 class Trio(NamedTuple):
@@ -69,15 +79,29 @@ def doubles(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def each(trio: Trio, function: Callable, inputs: Mapping[str, Any], *arguments: Any) -> list:
-    """Return what the function gives for our model, theirs, and in float64."""
-    results = []
-    for model in (trio.ours, trio.theirs):
+    """Return what the function gives for our model, for theirs, and in float64.
+
+    Raises NotRunError where theirs raises, and DiffersError where only ours does. Where float64
+    raises, as some operators do, theirs is taken for exact.
+    """
+
+    def result(model: nn.Module, given: Mapping[str, Any]) -> Any:
         torch.manual_seed(0)
-        results.append(function(model, copy.deepcopy(inputs), *arguments))
-    torch.manual_seed(0)
-    with exactly():
-        results.append(function(trio.exact, doubles(inputs), *arguments))
-    return results
+        return function(model, copy.deepcopy(given), *arguments)
+
+    try:
+        theirs = result(trio.theirs, inputs)
+    except Exception as error:
+        raise NotRunError(said(error)) from error
+    try:
+        with exactly():
+            exact = result(trio.exact, doubles(inputs))
+    except Exception:
+        exact = theirs
+    try:
+        return [result(trio.ours, inputs), theirs, exact]
+    except Exception as error:
+        raise DiffersError(f"only ours raises {said(error)}") from error
 
 
 def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -158,9 +182,9 @@ def training_step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]
 
 
 def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
-    """Raises Differs for the result that is off most, or that only one of them has."""
+    """Raises DiffersError for the result that is off most, or that only one of them has."""
     if ours.keys() != theirs.keys():
-        raise Differs(f"only one has {', '.join(sorted(ours.keys() ^ theirs.keys()))}"[:200])
+        raise DiffersError(f"only one has {', '.join(sorted(ours.keys() ^ theirs.keys()))}"[:200])
     if theirs.keys() != exact.keys():
         exact = {name: it.double() for name, it in theirs.items()}
     norms = {name: finite(it).norm().item() for name, it in exact.items()}
@@ -173,7 +197,7 @@ def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], exact: dict[str,
         if theirs[name].shape != reference.shape or not same_places(theirs[name], reference):
             reference = theirs[name].double()
         if ours[name].shape != reference.shape or not same_places(ours[name], reference):
-            raise Differs(f"{name}: {described(ours[name])}, theirs {described(theirs[name])}")
+            raise DiffersError(f"{name}: {described(ours[name])}, theirs {described(theirs[name])}")
         if not reference.numel():
             continue
         epsilon = torch.finfo(ours[name].dtype).eps
@@ -192,7 +216,7 @@ def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], exact: dict[str,
                 f"({off / max(norm, 1e-30):.2g} of the norm)"
             )
     if message:
-        raise Differs(message)
+        raise DiffersError(message)
 
 
 def finite(tensor: Tensor) -> Tensor:
@@ -224,27 +248,26 @@ def generate(model: nn.Module, inputs: dict[str, Any], options: dict) -> tuple[T
     return output.sequences[:, -logits.shape[1] :], logits
 
 
-def compare_tokens(ours: Tensor, theirs: Tensor, exact: Tensor, logits: Tensor) -> None:
-    """Raises Differs unless our tokens are theirs, but where the exact logits are near ties."""
+def compare_tokens(trio: Trio, inputs: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raises DiffersError unless our tokens are theirs, but where exact logits are near ties."""
+    (ours, _), (theirs, _), (exact, logits) = each(trio, generate, inputs, options)
     if torch.equal(ours, theirs) or torch.equal(ours, exact):
         return
     if ours.shape != exact.shape:
-        raise Differs(f"{tuple(ours.shape)} tokens, theirs {tuple(theirs.shape)}")
+        raise DiffersError(f"{tuple(ours.shape)} tokens, theirs {tuple(theirs.shape)}")
     best, second = logits.topk(2).values.unbind(-1)
-    near = best - second <= 1e-4 * best.abs()
+    near = best - second <= NEAR_TIE * best.abs()
     for row, wrong in enumerate(ours != exact):
         if wrong.any() and not near[row, : int(wrong.nonzero()[0]) + 1].any():
-            raise Differs(f"tokens {ours[row].tolist()}, theirs {theirs[row].tolist()}")
+            raise DiffersError(f"tokens {ours[row].tolist()}, theirs {theirs[row].tolist()}")
 
 
 def trio_of(made: Made) -> Trio:
-    from foo_ops.integrations.transformers import apply
-
     exact = exact_copy(made.model).eval()
     if hasattr(exact, "set_experts_implementation"):
         # Grouped products have no float64.
         exact.set_experts_implementation("eager")
-    return Trio(made.model, apply(copy.deepcopy(made.model)), exact)
+    return Trio(made.model, integration.apply(copy.deepcopy(made.model)), exact)
 
 
 def check(model_type: str, kind: type) -> dict[str, Any]:
@@ -253,22 +276,23 @@ def check(model_type: str, kind: type) -> dict[str, Any]:
     try:
         made = make(model_type, kind)
         inputs = {side: inputs_of(made, side) for side in (None, "left", "right")}
-    except NotMade as error:
+    except NotMadeError as error:
         return row | {"verdict": "not made", "reason": str(error)}
     return row | compared(made, inputs)
 
 
-def compared(made: Made, inputs: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
-    from foo_ops.integrations import transformers as integration
-    from support.model_zoo.classes import modality
+def compare_gradients(trio: Trio, inputs: dict[str, Any], options: dict[str, Any]) -> None:
+    compare(*each(trio, gradients, inputs, options))
 
+
+def compared(made: Made, inputs: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
     trio = trio_of(made)
     checks: dict[str, str] = {}
     sides = ["left", "right"] if "attention_mask" in inputs["left"] else []
     run(checks, "values", lambda: compare(*each(trio, values, inputs[None], made.options)))
     for side in sides or [None]:
         name = f"padded {side}" if side else "gradients"
-        run(checks, name, lambda: compare(*each(trio, gradients, inputs[side], made.options)))
+        run(checks, name, partial(compare_gradients, trio, inputs[side], made.options))
     if labelled := with_labels(made, inputs["right"]):
         run(checks, "training step", lambda: compare(*each(trio, training_step, labelled)))
     if made.model.can_generate():
@@ -293,8 +317,10 @@ def run(checks: dict[str, str], name: str, comparison: Callable[[], None]) -> No
     try:
         comparison()
         checks[name] = "agrees"
-    except Differs as difference:
+    except DiffersError as difference:
         checks[name] = f"differs: {difference}"
+    except NotRunError as error:
+        checks[name] = f"not run: {error}"
 
 
 def with_labels(made: Made, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -309,22 +335,7 @@ def with_labels(made: Made, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_generation(trio: Trio, inputs: dict[str, Any], checks: dict[str, str]) -> None:
+    """Compare new tokens with each kind of cache."""
     given = {name: it for name, it in inputs.items() if not name.startswith("decoder_")}
-    try:
-        with exactly():
-            exact, logits = generate(trio.exact, doubles(given), {})
-    except Exception as error:
-        checks["generate"] = f"not run: {said(error)}"
-        return
     for name, options in CACHES.items():
-        try:
-            theirs, _ = generate(trio.theirs, copy.deepcopy(given), options)
-        except Exception as error:
-            checks[name] = f"not run: {said(error)}"
-            continue
-
-        def compare_with_ours() -> None:
-            ours, _ = generate(trio.ours, copy.deepcopy(given), options)  # noqa: B023
-            compare_tokens(ours, theirs, exact, logits)  # noqa: B023
-
-        run(checks, name, compare_with_ours)
+        run(checks, name, partial(compare_tokens, trio, given, options))

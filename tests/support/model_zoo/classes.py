@@ -41,7 +41,6 @@ HEADS = (
     "TEXT_TO_SPECTROGRAM",
     "SEQUENCE_CLASSIFICATION",
 )
-AUDIO = ("audio", "speech", "wav", "input_features", "input_values")
 
 
 def model_types() -> list[str]:
@@ -96,9 +95,8 @@ def modules_of(model_type: str) -> list:
     """Return the modules with models in the folder of a configuration."""
     package, _, _ = CONFIG_MAPPING[model_type].__module__.rpartition(".")
     folder = Path(inspect.getfile(CONFIG_MAPPING[model_type])).parent
-    return [
-        importlib.import_module(f"{package}.{it.stem}") for it in sorted(folder.glob("modeling_*.py"))
-    ]
+    names = sorted(it.stem for it in folder.glob("modeling_*.py"))
+    return [importlib.import_module(f"{package}.{it}") for it in names]
 
 
 def modality(inputs: dict) -> str:

@@ -55,6 +55,7 @@ RULES: tuple[tuple[str, int | None], ...] = (
     (r"local_attention|attention_chunk_size|keep_window_size", WINDOW),
     (r"(.*_)?chunk_size|chunk_length|block_size|.*_chunk_size_.*", 4),
     (r"index_topk", 4),
+    (r"context_length", 64),
     (r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_relative_positions)", 64),
     (r"max_(source|target)_positions", 64),
     (r"(.*_)?(image_size|img_size|input_size)", IMAGE),
@@ -76,6 +77,7 @@ RANDOM = re.compile(
     r".*(dropout|drop_rate|drop_path|layerdrop|_pdrop|jitter|drop_prob|dropout_prob).*"
     r"|mask_(time|feature)_prob|.*noise.*"
 )
+SWITCHES = {"use_sliding_window": True, "apply_spec_augment": False}
 TOKENS = re.compile(r"(.*_)?(token|start|end|newline|patch)_(id|index|idx)|.*(bos|eos|unk|mask)_id")
 # Fields that are None by default, and then a model is without something, or is not complete.
 NEEDED = (
@@ -130,16 +132,18 @@ def small_parts(kind: type[PreTrainedConfig], changes: dict) -> dict[str, object
 
 def stages_of(options: dict) -> dict[str, object]:
     """Return the stages that a backbone gives, of the options that it is made with."""
-    names = options.get("out_features", ())
-    known = names and all(it in ("stage1", "stage2", "stage3", "stage4") for it in names)
-    return {"out_features": list(names)} if known else {}
+    stages = ("stage1", "stage2", "stage3", "stage4")
+    names, indices = options.get("out_features", ()), options.get("out_indices", ())
+    if names and all(it in stages for it in names):
+        return {"out_features": list(names)}
+    return {"out_indices": list(indices)} if indices and max(indices) <= len(stages) else {}
 
 
 def small_fields(kind: type[PreTrainedConfig]) -> dict[str, object]:
     """Return small values for the fields that need some."""
     found: dict[str, object] = {}
     staged = any(
-        isinstance(it.default, (tuple, list)) and re.fullmatch(r"(num_)?(heads|depths)|.*_heads", it.name)
+        isinstance(it.default, (tuple, list)) and re.fullmatch(r"depths|.*heads", it.name)
         for it in dataclasses.fields(kind)
     )
     for field in dataclasses.fields(kind):
@@ -147,11 +151,8 @@ def small_fields(kind: type[PreTrainedConfig]) -> dict[str, object]:
             continue
         default = field.default
         if default is dataclasses.MISSING:
-            default = (
-                None
-                if field.default_factory is dataclasses.MISSING
-                else field.default_factory()
-            )
+            made = field.default_factory is not dataclasses.MISSING
+            default = field.default_factory() if made else None
         value = small_value(kind, field.name, default, str(field.type), staged)
         if value != default:
             found[field.name] = value
@@ -169,7 +170,8 @@ def small_fields(kind: type[PreTrainedConfig]) -> dict[str, object]:
 
 def takes_rope_sections(kind: type[PreTrainedConfig]) -> bool:
     field = {it.name: it for it in dataclasses.fields(kind)}.get("rope_parameters")
-    return field is not None and "RopeParameters" in str(field.type) and "Vision" not in kind.__name__
+    takes_text = "Vision" not in kind.__name__
+    return takes_text and field is not None and "RopeParameters" in str(field.type)
 
 
 def kind_fields(kind: type[PreTrainedConfig]) -> set[str]:
@@ -185,16 +187,11 @@ def source_of(kind: type[PreTrainedConfig]) -> str:
 def small_value(
     kind: type[PreTrainedConfig], name: str, default: object, annotation: str, staged: bool
 ) -> object:
-    if isinstance(default, bool) or isinstance(default, str):
-        if name in ("use_sliding_window",):
-            return True
-        if name == "apply_spec_augment":
-            return False
-        return default
-    if RANDOM.fullmatch(name):
-        return type(default)(0.0 for _ in default) if isinstance(default, (tuple, list)) else (
-            default if default is None else type(default)(0)
-        )
+    if isinstance(default, (bool, str)):
+        return SWITCHES.get(name, default)
+    if default is not None and RANDOM.fullmatch(name):
+        listed = isinstance(default, (tuple, list))
+        return type(default)(0.0 for _ in default) if listed else type(default)(0)
     if name in ("initializer_range", "init_std", "initializer_std"):
         return 0.12 if isinstance(default, float) and default > 1e-3 else default
     if isinstance(default, float):
@@ -240,6 +237,8 @@ def small_sequence(name: str, default: tuple | list) -> object:
     """Make lists by stages or layers small: depths, and channels with the ratios that they have."""
     if not all(isinstance(it, int) and not isinstance(it, bool) for it in default):
         return default
+    if re.fullmatch(r"(.*_)?image_size", name):
+        return type(default)((IMAGE, IMAGE + 2 * PATCH)[: len(default)])
     if re.fullmatch(r"depths|.*_depths|layers|num_blocks|.*num_blocks|.*_repeats", name):
         return type(default)(min(it, 2) for it in default)
     if WIDTHS.fullmatch(name) and not NOT_WIDTHS.fullmatch(name):

@@ -13,7 +13,13 @@ HYBRID = {
     "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
 }
 WINDOWED_VISION = {"window_size": 16, "patch_size": 4, "fullatt_block_indexes": [1]}
-FOUR_STAGES = {"backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}}
+PLAIN_STAGES = {
+    "backbone_config": {
+        "num_hidden_layers": 4,
+        "out_indices": [1, 2, 3, 4],
+        "reshape_hidden_states": False,
+    }
+}
 SERIES = {"prediction_length": 8, "context_length": 16}
 
 
@@ -28,11 +34,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA_HEADS, "attn_layer_indices": [1]},
     "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "blt_patcher": {"encoder_hash_byte_group_vocab": 64},
-    "cohere_compass_text": {"rope_parameters": None},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": rope(2, 3, 3)["rope_parameters"]}
+    },
     "cosmos3_edge_text": rope(3, 3, 2),
     "data2vec-vision": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "dbrx": {"ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_top_k": 2}},
-    "depth_anything": FOUR_STAGES,
+    "depth_anything": PLAIN_STAGES,
     "dots3_note_text": {"num_key_value_heads": 4},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
     "ernie4_5_vl_moe_text": rope(3, 3, 2),
@@ -55,14 +63,19 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lilt": {"hidden_size": 48, "intermediate_size": 96},
     "llama4_vision_model": {
-        **{"intermediate_size": 256, "projector_input_dim": 64, "projector_output_dim": 64}
+        "intermediate_size": 256,
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
     },
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
     "mask2former": {"encoder_layers": 2},
     "mgp-str": {"num_bpe_labels": 60, "num_wordpiece_labels": 60},
     "mllama_vision_model": {
-        **{"intermediate_layers_indices": [0, 1], "num_global_layers": 1},
-        **{"vision_output_dim": 192, "max_num_tiles": 2, "supported_aspect_ratios": [[1, 1]]},
+        "intermediate_layers_indices": [0, 1],
+        "num_global_layers": 1,
+        "vision_output_dim": 192,
+        "max_num_tiles": 2,
+        "supported_aspect_ratios": [[1, 1]],
     },
     "mllama_text_model": {"cross_attention_layers": [1]},
     "moshi_depth": {"num_codebooks": 20},
@@ -70,14 +83,18 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "musicgen_melody_decoder": {"num_codebooks": 3},
     "owlv2_text_model": {"max_position_embeddings": 32},
     "owlvit_text_model": {"max_position_embeddings": 32},
-    "prompt_depth_anything": FOUR_STAGES,
+    "prompt_depth_anything": PLAIN_STAGES,
     "qwen2_5_omni_vision_encoder": WINDOWED_VISION,
     "qwen2_5_vl_vision": WINDOWED_VISION,
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 96},
-    "qwen3_asr_encoder": {"n_window": 16, "n_window_infer": 64},
+    "qwen3_asr_encoder": {"n_window": 32, "n_window_infer": 64},
     "qwen4_exp_text": {
-        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16},
-        **{"indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": 16},
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 16,
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"is_decoder": True},
@@ -93,7 +110,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": HYBRID,
     "zamba2": HYBRID,
-    "zoedepth": FOUR_STAGES,
+    "zoedepth": PLAIN_STAGES,
 }
 """Fields of a configuration; those of a sub-configuration are a dictionary."""
 
@@ -149,20 +166,6 @@ def masked_patches(inputs: dict, config: Any) -> dict:
     return {**inputs, "bool_masked_pos": mask}
 
 
-def patches(inputs: dict, config: Any) -> dict:
-    """Rows of patches, and how many there are each way."""
-    vision = getattr(config, "vision_config", config)
-    side = 4
-    shape = (3, side * side, vision.num_channels * vision.patch_size**2)
-    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    found = {
-        "pixel_values": pixels,
-        "pixel_attention_mask": torch.ones(shape[:2], dtype=torch.long),
-        "spatial_shapes": torch.tensor([[side, side]] * 3),
-    }
-    return {**inputs, **found}
-
-
 def types_of_cells(inputs: dict, config: Any) -> dict:
     shape = inputs["input_ids"].shape
     return {**inputs, "token_type_ids": torch.zeros(*shape, 7, dtype=torch.long)}
@@ -176,8 +179,6 @@ TWEAKS: dict[str, Callable[[dict, Any], dict]] = {
     "mllama_vision_model": tiles,
     "musicgen_decoder": codebooks,
     "musicgen_melody_decoder": codebooks,
-    "siglip2": patches,
-    "siglip2_vision_model": patches,
     "splinter": questions,
     "tapas": types_of_cells,
     "videomae": masked_patches,

@@ -33,9 +33,9 @@ def find(config: Any, *names: str, default: Any = MISSING) -> Any:
         if isinstance(value := getattr(config, name, None), (int, float, tuple, list)):
             return value
     for part in getattr(config, "sub_configs", ()):
-        if (inner := getattr(config, part, None)) is not None:
-            if (value := find(inner, *names, default=None)) is not None:
-                return value
+        inner = getattr(config, part, None)
+        if inner is not None and (value := find(inner, *names, default=None)) is not None:
+            return value
     if default is MISSING:
         raise LookupError(f"no rule for an input: the configuration has none of {', '.join(names)}")
     return default
@@ -167,7 +167,8 @@ def samples(config: Any) -> list[Tensor]:
 
 def past(config: Any) -> list[Tensor]:
     length = one(find(config, "context_length", default=32))
-    return [numbers(BATCH, length), numbers(BATCH, length, one(find(config, "num_input_channels", default=1)))]
+    channels = one(find(config, "num_input_channels", default=1))
+    return [numbers(BATCH, length), numbers(BATCH, length, channels)]
 
 
 MEDIA: dict[str, Callable[[Any], list[Tensor]]] = {
@@ -209,18 +210,31 @@ def companions(model: PreTrainedModel, arguments: dict, given: dict) -> dict[str
         if "image_sizes" in names:
             found["image_sizes"] = torch.tensor([pixels.shape[-2:]] * BATCH)
         if "high_res_pixel_values" in names:
-            found["high_res_pixel_values"] = pixels.repeat_interleave(2, -1).repeat_interleave(2, -2)
+            found["high_res_pixel_values"] = pixels.clone()
     if sounds is not None:
         frames = find(model.config, "num_mel_bins", "n_mels", default=0)
         length = sounds.shape[2] if sounds.shape[1] == frames else sounds.shape[1]
         for name in ("input_features_mask", "feature_attention_mask"):
             if name in names:
                 found[name] = torch.ones(BATCH, length, dtype=torch.long)
+    if "spatial_shapes" in names:
+        found |= rows_of_patches(model.config)
     if "qformer_input_ids" in names:
         found["qformer_input_ids"] = tokens(model, BATCH, TARGETS)
     if "pixel_values_videos" in arguments and pixels is None and "pixel_values" not in arguments:
         found["pixel_values_videos"] = images(model.config)[1]
     return found
+
+
+def rows_of_patches(config: Any) -> dict[str, Tensor]:
+    """Return images as rows of patches, and how many there are each way."""
+    side, patch = 4, one(find(config, "patch_size"))
+    pixels = numbers(BATCH, side * side, find(config, "num_channels") * patch * patch)
+    return {
+        "pixel_values": pixels,
+        "pixel_attention_mask": torch.ones(pixels.shape[:2], dtype=torch.long),
+        "spatial_shapes": torch.tensor([[side, side]] * BATCH),
+    }
 
 
 def placeholders_of(model: PreTrainedModel, arguments: dict, given: dict) -> list[int]:
@@ -246,8 +260,8 @@ def placeholders_of(model: PreTrainedModel, arguments: dict, given: dict) -> lis
 
 def count_of(features: Any, config: Any) -> int:
     """Return the number of embeddings that stand for all images or sounds."""
-    features = getattr(features, "pooler_output", features)
+    pooled = getattr(features, "pooler_output", None)
+    features = getattr(features, "last_hidden_state", features) if pooled is None else pooled
     if isinstance(features, (tuple, list)):
         return sum(count_of(it, config) for it in features)
     return features.numel() // features.shape[-1]
-

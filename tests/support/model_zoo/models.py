@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ MOST_PARAMETERS = 4_000_000
 SPREAD = 0.1
 
 
-class NotMade(Exception):
+class NotMadeError(Exception):
     """A small model of this class cannot be made, or does not run as it is."""
 
 
@@ -28,14 +27,14 @@ class Made(NamedTuple):
 
 
 def make(model_type: str, kind: type[PreTrainedModel]) -> Made:
-    """Make a small model that runs as it is. Raises NotMade, with the reason."""
+    """Make a small model that runs as it is. Raises NotMadeError, with the reason."""
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     config = attempt("configuration", small_config, model_type)
     with torch.device("meta"):
         count = sum(it.numel() for it in attempt("constructor", kind, config).parameters())
     if count > MOST_PARAMETERS:
-        raise NotMade(f"too large: {count / 1e6:.1f} million parameters")
+        raise NotMadeError(f"too large: {count / 1e6:.1f} million parameters")
     torch.manual_seed(0)
     model = attempt("constructor", kind, small_config(model_type)).eval()
     spread_weights(model)
@@ -48,7 +47,7 @@ def attempt(step: str, function: Any, *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except Exception as error:
-        raise NotMade(f"{step}: {said(error)}") from error
+        raise NotMadeError(f"{step}: {said(error)}") from error
 
 
 def said(error: BaseException) -> str:
@@ -75,7 +74,7 @@ def options_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def inputs_of(made: Made, side: str | None) -> dict[str, Any]:
-    """Return the first inputs that the model as it is takes. Raises NotMade."""
+    """Return the first inputs that the model as it is takes. Raises NotMadeError."""
     errors = []
     for inputs in candidates(made.model, side):
         if (error := inputs.get("error")) is None:
@@ -86,4 +85,4 @@ def inputs_of(made: Made, side: str | None) -> dict[str, Any]:
             except Exception as raised:
                 error = raised
         errors.append(error)
-    raise NotMade(f"forward: {said(errors[0])}" if errors else "no inputs") from errors[0]
+    raise NotMadeError(f"forward: {said(errors[0])}" if errors else "no inputs") from errors[0]
