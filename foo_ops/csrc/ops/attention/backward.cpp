@@ -268,7 +268,11 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
                                 bool is_packed, ProgramCall* programs) {
   const at::Tensor& query = inputs.query;
   const auto type = compute_type(query);
-  std::vector<Piece> blocks = cut_into_blocks(parameters, sequences, options);
+  // All of the bias's gradient is written.
+  const auto bounds = attn_bias_requires_grad
+                          ? std::nullopt
+                          : MaskBounds::of(parameters, query.scalar_type(), options);
+  std::vector<Piece> blocks = cut_into_blocks(parameters, sequences, options, bounds);
   // Packed rows may belong to no sequence, or to one without queries.
   const bool all_rows_are_written = !is_packed && !blocks.empty();
   const auto gradient_of = [&](const at::Tensor& tensor) {

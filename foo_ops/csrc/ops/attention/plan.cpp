@@ -99,7 +99,8 @@ void leave_hidden_keys_out(Piece& piece, const Parameters& parameters) {
   piece.key_stop = std::max(piece.key_start, std::min(piece.key_stop, stop * kKeyBlock));
 }
 
-void set_keys(Piece& piece, const Parameters& parameters, const Sequence& sequence) {
+void set_keys(Piece& piece, const Parameters& parameters, const Sequence& sequence,
+              const std::optional<MaskBounds>& bounds) {
   const int64_t last_query = piece.query_start + piece.query_count - 1;
   const int64_t first = std::max<int64_t>(0, piece.query_start + piece.first_visible);
   const int64_t stop = std::min(sequence.key_length, last_query + piece.last_visible + 1);
@@ -111,6 +112,7 @@ void set_keys(Piece& piece, const Parameters& parameters, const Sequence& sequen
   if (parameters.programs != nullptr) {
     leave_hidden_keys_out(piece, parameters);
   }
+  if (bounds.has_value()) bounds->narrow(piece);
 }
 
 // So many queries are cut alike, from each multiple of it on: those of a row of a mask of blocks.
@@ -119,7 +121,8 @@ int64_t length_of_row(const Parameters& parameters, const Sequence& sequence) {
 }
 
 void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const Sequence& sequence,
-                const AttentionOptions& options, int64_t most) {
+                const AttentionOptions& options, const std::optional<MaskBounds>& bounds,
+                int64_t most) {
   const int64_t length = sequence.query_length;
   if (length == 0 || parameters.group == 0) {
     return;
@@ -145,7 +148,7 @@ void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const 
         const int64_t stop = std::min(length, (start / row + 1) * row);
         piece.query_start = start;
         piece.query_count = std::min(rows, stop - start);
-        set_keys(piece, parameters, sequence);
+        set_keys(piece, parameters, sequence, bounds);
         blocks.push_back(piece);
         start += piece.query_count;
         ++piece.block;
@@ -156,10 +159,11 @@ void add_blocks(std::vector<Piece>& blocks, const Parameters& parameters, const 
 
 std::vector<Piece> cut_into_blocks_of(const Parameters& parameters,
                                       const std::vector<Sequence>& sequences,
-                                      const AttentionOptions& options, int64_t most) {
+                                      const AttentionOptions& options,
+                                      const std::optional<MaskBounds>& bounds, int64_t most) {
   std::vector<Piece> blocks;
   for (const Sequence& sequence : sequences) {
-    add_blocks(blocks, parameters, sequence, options, most);
+    add_blocks(blocks, parameters, sequence, options, bounds, most);
   }
   return blocks;
 }
@@ -275,17 +279,18 @@ const Piece& largest_of(const std::vector<Piece>& pieces) {
 
 std::vector<Piece> cut_into_blocks(const Parameters& parameters,
                                    const std::vector<Sequence>& sequences,
-                                   const AttentionOptions& options) {
-  return cut_into_blocks_of(parameters, sequences, options, usual_block());
+                                   const AttentionOptions& options,
+                                   const std::optional<MaskBounds>& bounds) {
+  return cut_into_blocks_of(parameters, sequences, options, bounds, usual_block());
 }
 
 ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequence>& sequences,
-                         const AttentionOptions& options) {
+                         const AttentionOptions& options, const std::optional<MaskBounds>& bounds) {
   ForwardPlan plan;
   // Only the kernel for few queries reads a cache of integers.
   const int64_t most =
       parameters.has_int8_cache ? kFewQueries : forward_block(parameters, sequences);
-  std::vector<Piece> blocks = cut_into_blocks_of(parameters, sequences, options, most);
+  std::vector<Piece> blocks = cut_into_blocks_of(parameters, sequences, options, bounds, most);
   if (blocks.empty()) {
     return plan;
   }

@@ -2,9 +2,11 @@
 
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "ops/attention/arguments.h"
+#include "ops/attention/mask_bounds.h"
 #include "ops/attention/parameters.h"
 
 namespace foo {
@@ -40,7 +42,8 @@ inline int64_t round_up_to_vector(int64_t count) {
 // tile holds all of them.
 std::vector<Piece> cut_into_blocks(const Parameters& parameters,
                                    const std::vector<Sequence>& sequences,
-                                   const AttentionOptions& options);
+                                   const AttentionOptions& options,
+                                   const std::optional<MaskBounds>& bounds = std::nullopt);
 
 // The pieces of a forward pass.
 struct ForwardPlan {
@@ -53,7 +56,7 @@ struct ForwardPlan {
 
 // Keys are split where there are few blocks.
 ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequence>& sequences,
-                         const AttentionOptions& options);
+                         const AttentionOptions& options, const std::optional<MaskBounds>& bounds);
 
 // Which blocks add to the same sums, beside those of the same keys: of all rows of the batch, of
 // all heads. They are a family, and those that have one number run one after the other.

@@ -101,8 +101,9 @@ void compute_statistics(Parameters& parameters, PartialResults& results, std::ve
 
 void run_forward(Parameters& parameters, const at::Tensor& query,
                  const std::vector<Sequence>& sequences, const AttentionOptions& options) {
-  ForwardPlan plan = plan_forward(parameters, sequences, options);
   const auto dtype = query.scalar_type();
+  ForwardPlan plan =
+      plan_forward(parameters, sequences, options, MaskBounds::of(parameters, dtype, options));
   PartialResults partial;
   if (!plan.split_blocks.empty()) {
     partial.allocate(parameters, plan.key_splits, static_cast<int64_t>(plan.split_blocks.size()),
