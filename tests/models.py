@@ -29,8 +29,10 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "build" / "models.json"
 WORKERS = 2
-SECONDS = 90
-"""Of all classes of one model type, after which its process is ended."""
+SECONDS = 60
+"""Of a processor, for all classes of one model type, after which their process ends by a signal."""
+WAITING = 900
+"""Seconds after which a process that does nothing is ended."""
 MEMORY = 8 << 30
 """Bytes of address space of a worker, most of which are libraries."""
 
@@ -41,7 +43,7 @@ class Worker:
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
 
-    def check(self, model_type: str, seconds: float = SECONDS) -> list[dict[str, Any]]:
+    def check(self, model_type: str) -> list[dict[str, Any]]:
         """Return the rows of a model type; a crash and a timeout are results, too."""
         process = self.started()
         assert process.stdin is not None
@@ -49,7 +51,7 @@ class Worker:
         try:
             process.stdin.write(f"{model_type}\n")
             process.stdin.flush()
-            for row in self.answers(process, seconds):
+            for row in self.answers(process):
                 rows.append(row)
         except (EOFError, BrokenPipeError) as error:
             self.stop()
@@ -70,10 +72,10 @@ class Worker:
             )
         return self.process
 
-    def answers(self, process: subprocess.Popen[str], seconds: float) -> Iterator[dict[str, Any]]:
+    def answers(self, process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
         """Yield a worker's answers to one question, up to the empty one."""
         assert process.stdout is not None
-        timer = threading.Timer(seconds, process.kill)
+        timer = threading.Timer(WAITING, process.kill)
         timer.start()
         try:
             for line in process.stdout:
@@ -83,8 +85,8 @@ class Worker:
         finally:
             timer.cancel()
         code = process.wait()
-        slow = code == -signal.SIGKILL
-        raise EOFError(f"no answer within {seconds:.0f} s" if slow else f"ended with {code}")
+        slow = code == -signal.SIGPROF
+        raise EOFError(f"takes more than {SECONDS} s" if slow else f"ended with {code}")
 
     def stop(self) -> None:
         if self.process is not None:
@@ -107,6 +109,7 @@ def work() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         model_type = line.strip()
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
         for row in rows_of(model_type, classes_of, check):
             print(json.dumps(row), file=answers, flush=True)
         print("{}", file=answers, flush=True)
