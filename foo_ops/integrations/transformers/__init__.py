@@ -12,7 +12,7 @@
 Attention alone needs no more than the import of this package, which makes ``"foo"`` known as an
 implementation: ``from_pretrained(path, attn_implementation="foo")``, or of a model that is there,
 
-    >>> model.set_attn_implementation("foo")
+    >>> restore(model).set_attn_implementation("foo")
 
 ``"foo_flex"`` is another, by `foo_ops.flex_attention`: masks of any pattern are functions there,
 and never in memory.
@@ -41,6 +41,7 @@ from foo_ops.integrations.transformers.flex import (
     foo_flex_mask,
     register_flex,
 )
+from foo_ops.integrations.transformers.left_alone import left_alone
 from foo_ops.integrations.transformers.models import apply, replaced, restore
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "foo_flex_mask",
     "foo_mask",
     "in_place_cache",
+    "left_alone",
     "register",
     "register_flex",
     "replaced",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from foo_ops.integrations.transformers.integers import Integers, numbers
+from foo_ops.integrations.transformers.replacement import holds
 from foo_ops.ops.attention_int8_cache import quantize_cache
 
 LEAST_ROOM = 64
@@ -93,7 +94,7 @@ def takes_cache(model: nn.Module) -> bool:
         and getattr(it, "is_causal", True)
         and getattr(it, "is_decoder", True)
         for it in model.modules()
-        if "Attention" in type(it).__name__
+        if "Attention" in type(it).__name__ and not holds(it, "Attention")
     )
 
 

@@ -199,7 +199,7 @@ class FooDecodingAttention(FooJoined, FooRotaryFooAttention):
         ):
             return self.own_forward(*given, **kwargs)
         attention = ATTENTION.get(self.interfaces.get(self.config._attn_implementation))
-        if attention is None:
+        if attention is None or not self.form.reads(position_embeddings):
             return self.own_forward(*given, **kwargs)
         return step(self, self.form, self.window_of(self), *given, attention), None
 

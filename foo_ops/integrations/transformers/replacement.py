@@ -128,6 +128,11 @@ def has_own_forward(module: nn.Module) -> bool:
     return "forward" in vars(module)
 
 
+def holds(module: nn.Module, name: str) -> bool:
+    """Whether a module has another one in it whose class has a name of this kind."""
+    return any(name in type(it).__name__ for it in module.modules() if it is not module)
+
+
 def has_hooks(module: Any) -> bool:
     """Whether more than its forward has to run, so that another module cannot do it instead."""
     return bool(

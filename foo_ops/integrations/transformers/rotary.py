@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,25 +27,25 @@ def first_half(table: Tensor) -> Tensor:
     return table[..., : table.shape[-1] // 2]
 
 
+def second_half(table: Tensor) -> Tensor:
+    return table[..., table.shape[-1] // 2 :]
+
+
 def every_second(table: Tensor) -> Tensor:
     """Return the angles of a table that has each of them twice in a row."""
     return table[..., ::2]
+
+
+def every_other(table: Tensor) -> Tensor:
+    return table[..., 1::2]
 
 
 def whole(table: Tensor) -> Tensor:
     return table
 
 
-def make_rotation(angles: Table, interleaved: bool) -> Rotation:
-    def rotate(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        cosine, sine = (angles(table).unsqueeze(unsqueeze_dim) for table in (cos, sin))
-        return tuple(  # type: ignore[return-value]
-            rotary_embedding(each, cosine, sine, interleaved=interleaved) for each in (q, k)
-        )
-
-    return rotate
+COPIES: dict[Table, Table] = {first_half: second_half, every_second: every_other}
+"""How a table that has its angles twice holds them the second time."""
 
 
 class Form(NamedTuple):
@@ -53,16 +54,68 @@ class Form(NamedTuple):
     Attributes:
         angles: how a table holds the angles.
         interleaved: whether neighbours turn together, and not the halves of a row.
-        rotate: the function.
     """
 
     angles: Table
     interleaved: bool
-    rotate: Rotation
+
+    def rotate(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        cosine, sine = (self.angles(table).unsqueeze(unsqueeze_dim) for table in (cos, sin))
+        return tuple(  # type: ignore[return-value]
+            rotary_embedding(each, cosine, sine, interleaved=self.interleaved) for each in (q, k)
+        )
+
+    def reads(self, tables: Sequence[Tensor]) -> bool:
+        """Whether tables hold nothing but the angles that are read.
+
+        Where images have several positions, the two halves of a row may differ. The values tell,
+        so there is no answer in a graph that is being traced, nor on other devices.
+        """
+        copies = COPIES.get(self.angles)
+        if copies is None:
+            return True
+        if torch.compiler.is_compiling():
+            return False
+        if seen.form is self and is_latest(tables):
+            return seen.reads
+        if any(type(it) is not Tensor or it.device.type not in DEVICES for it in tables):
+            return False
+        seen.form, seen.tables, seen.versions = self, tuple(tables), versions_of(tables)
+        seen.reads = all(torch.equal(self.angles(it), copies(it)) for it in tables)
+        return seen.reads
+
+
+DEVICES = ("cpu", "foo")
+
+
+class Seen(threading.local):
+    """The tables that this thread has looked at last; all layers of a model are given the same.
+
+    They are kept, so that no others are at their place.
+    """
+
+    form: Form | None = None
+    tables: Sequence[Tensor] = ()
+    versions: Sequence[int] = ()
+    reads = False
+
+
+seen = Seen()
+
+
+def is_latest(tables: Sequence[Tensor]) -> bool:
+    same = len(tables) == len(seen.tables) and all(a is b for a, b in zip(tables, seen.tables))
+    return same and seen.versions == versions_of(tables)
+
+
+def versions_of(tables: Sequence[Tensor]) -> Sequence[int]:
+    return [0 if it.is_inference() else it._version for it in tables]
 
 
 FORMS = [
-    Form(angles, interleaved, make_rotation(angles, interleaved))
+    Form(angles, interleaved)
     for angles, interleaved in (
         (first_half, False),  # Llama, and most others
         (whole, False),  # gpt-oss
@@ -122,5 +175,18 @@ class FooRotaryAttention(OtherGlobals):
 
     @classmethod
     def names(cls, forward: Any) -> dict[str, Any]:
-        form: Any = form_of(forward.__globals__[FUNCTION])
-        return {**super().names(forward), FUNCTION: form.rotate}
+        return {**super().names(forward), FUNCTION: rotation_of(forward.__globals__[FUNCTION])}
+
+
+@cache
+def rotation_of(function: Rotation) -> Rotation:
+    """Return what computes what a model's function computes, by our operator where it can."""
+    form: Any = form_of(function)
+
+    def rotate(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        turn = form.rotate if form.reads((cos, sin)) else function
+        return turn(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    return rotate
