@@ -34,26 +34,33 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA_HEADS, "attn_layer_indices": [1]},
     "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "blt_patcher": {"encoder_hash_byte_group_vocab": 64},
+    "clvp_encoder": {"num_attention_heads": 2},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": rope(2, 3, 3)["rope_parameters"]}
     },
     "cosmos3_edge_text": rope(3, 3, 2),
     "data2vec-vision": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
-    "dbrx": {"ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_top_k": 2}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "depth_anything": PLAIN_STAGES,
     "dots3_note_text": {"num_key_value_heads": 4},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
     "ernie4_5_vl_moe_text": rope(3, 3, 2),
+    "esmc": {"num_key_value_heads": 4},
     "esmfold2": {"head_dim": 32},
     "exaone4_5_vision": WINDOWED_VISION,
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_ssm": 128},
     "fuyu": {"patch_size": 8, "image_size": 32},
     "gemma3": {"mm_tokens_per_image": 4},
-    "gemma3n_text": {"vocab_size_per_layer_input": 160, "hidden_size_per_layer_input": 16},
+    "gemma3n_text": {
+        "vocab_size_per_layer_input": 160,
+        "hidden_size_per_layer_input": 16,
+        "intermediate_size": 96,
+    },
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "glm4v_moe_text": rope(1, 1, 2),
-    "glm5_next_text": {"num_key_value_heads": 4},
+    "glm5_next_text": {"num_key_value_heads": 4, "index_topk": 4, "index_kpool": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granite_speech5_encoder": {"num_key_value_heads": 4},
     "granitemoehybrid": {**MAMBA_HEADS, "layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "idefics": {"additional_vocab_size": 0, "cross_layer_interval": 1},
@@ -67,6 +74,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "projector_input_dim": 64,
         "projector_output_dim": 64,
     },
+    "llava_next": {"image_grid_pinpoints": [[32, 64]]},
+    "llava_next_video": {"image_grid_pinpoints": [[32, 64]]},
+    "llava_onevision": {"image_grid_pinpoints": [[32, 64]]},
+    "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
     "mask2former": {"encoder_layers": 2},
     "mgp-str": {"num_bpe_labels": 60, "num_wordpiece_labels": 60},
@@ -84,9 +95,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "owlv2_text_model": {"max_position_embeddings": 32},
     "owlvit_text_model": {"max_position_embeddings": 32},
     "prompt_depth_anything": PLAIN_STAGES,
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 103},
     "qwen2_5_omni_vision_encoder": WINDOWED_VISION,
     "qwen2_5_vl_vision": WINDOWED_VISION,
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 96},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 103},
     "qwen3_asr_encoder": {"n_window": 32, "n_window_infer": 64},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
@@ -99,6 +112,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"is_decoder": True},
     "seamless_m4t": {"t2u_pad_token_id": 1},
+    "seamless_m4t_v2": {"t2u_pad_token_id": 1},
+    "shieldgemma2": {
+        "mm_tokens_per_image": 4,
+        "yes_token_index": 21,
+        "no_token_index": 22,
+    },
     "speech_to_text": {"input_feat_per_channel": 16},
     "swin2sr": {"embed_dim": 48},
     "t5gemma2_encoder": {"mm_tokens_per_image": 4},
@@ -166,6 +185,17 @@ def masked_patches(inputs: dict, config: Any) -> dict:
     return {**inputs, "bool_masked_pos": mask}
 
 
+def flattened(inputs: dict, config: Any) -> dict:
+    """Patches with their row and column in front."""
+    vision = getattr(config, "vision_config", config)
+    side = torch.arange(16)
+    places = torch.stack([1 + side // 4, 1 + side % 4], 1).float().expand(3, -1, -1)
+    shape = (3, 16, vision.patch_embed_hidden_size)
+    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    given = {name: it for name, it in inputs.items() if name.startswith("decoder_input")}
+    return {**given, "flattened_patches": torch.cat([places, pixels], -1)}
+
+
 def types_of_cells(inputs: dict, config: Any) -> dict:
     shape = inputs["input_ids"].shape
     return {**inputs, "token_type_ids": torch.zeros(*shape, 7, dtype=torch.long)}
@@ -179,6 +209,8 @@ TWEAKS: dict[str, Callable[[dict, Any], dict]] = {
     "mllama_vision_model": tiles,
     "musicgen_decoder": codebooks,
     "musicgen_melody_decoder": codebooks,
+    "pix2struct": flattened,
+    "pix2struct_vision_model": flattened,
     "splinter": questions,
     "tapas": types_of_cells,
     "videomae": masked_patches,
@@ -186,10 +218,15 @@ TWEAKS: dict[str, Callable[[dict, Any], dict]] = {
 """What inputs have besides, or otherwise."""
 
 WITHOUT: dict[str, tuple[str, ...]] = {
-    "embedding_gemma2": ("pixel_values", "input_features"),
+    "embedding_gemma2": ("pixel_values", "pixel_values_videos", "input_features"),
+    "fuyu": ("pixel_values",),
+    "muse_glimmer": ("pixel_values",),
     "pop2piano": ("input_features",),
     "speech-encoder-decoder": ("input_features",),
-    "gemma4": ("pixel_values", "input_features"),
+    "gemma4": ("pixel_values", "pixel_values_videos", "input_features"),
+    "gemma4_unified": ("pixel_values", "pixel_values_videos", "input_features"),
+    "qwen2_5_omni_thinker": ("pixel_values_videos", "input_features"),
+    "qwen3_omni_moe_thinker": ("pixel_values_videos", "input_features"),
 }
 """Arguments that are not given."""
 

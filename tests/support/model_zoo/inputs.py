@@ -187,10 +187,12 @@ def grids(model: PreTrainedModel, arguments: dict, given: dict) -> dict[str, Ten
     if not names:
         return {}
     patch = one(find(config, "patch_size", "spatial_patch_size"))
-    temporal = one(find(config, "temporal_patch_size", default=1))
+    temporal = one(find(config, "temporal_patch_size", "patch_temporal", default=1))
     channels = one(find(config, "num_channels", "in_channels", "in_chans", default=3))
     count = GRID[0] * GRID[1] * GRID[2]
     patches = numbers(BATCH * count, channels * temporal * patch * patch)
+    if config.model_type.startswith("kimi"):
+        patches = patches.view(-1, channels, patch, patch)
     pixels = "hidden_states" if "hidden_states" in arguments else "pixel_values"
     return {names[0]: torch.tensor([GRID] * BATCH), pixels: patches}
 
@@ -209,6 +211,11 @@ def companions(model: PreTrainedModel, arguments: dict, given: dict) -> dict[str
     if pixels is not None and pixels.ndim >= 4:
         if "image_sizes" in names:
             found["image_sizes"] = torch.tensor([pixels.shape[-2:]] * BATCH)
+        if (grid := getattr(model.config, "image_grid_pinpoints", None)) and pixels.ndim == 4:
+            # The whole image, and its tiles.
+            count = 1 + grid[0][0] * grid[0][1] // pixels.shape[-1] ** 2
+            found["image_sizes"] = torch.tensor([grid[0]] * BATCH)
+            found["pixel_values"] = pixels[:, None].repeat(1, count, 1, 1, 1)
         if "high_res_pixel_values" in names:
             found["high_res_pixel_values"] = pixels.clone()
     if sounds is not None:

@@ -11,7 +11,7 @@ from support.model_zoo.configurations import small_config
 from support.model_zoo.inputs import arguments_of, candidates
 from transformers import PreTrainedModel
 
-MOST_PARAMETERS = 4_000_000
+MOST_PARAMETERS = 9_000_000
 SPREAD = 0.1
 
 
