@@ -61,9 +61,9 @@ def candidates(model: PreTrainedModel, side: str | None) -> Iterator[dict[str, A
     media = {name: MEDIA[name](model.config) for name in arguments if name in MEDIA}
     for chosen in itertools.product(*media.values()):
         given = dict(zip(media, chosen))
-        given.update(grids(model, arguments, given))
-        given.update(companions(model, arguments, given))
         try:
+            given.update(grids(model, arguments, given))
+            given.update(companions(model, arguments, given))
             placeholders = placeholders_of(model, arguments, given)
         except Exception as error:
             yield {"error": error}
