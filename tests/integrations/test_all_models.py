@@ -96,12 +96,17 @@ def test_table(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
     made = {"type": "bert", "class": "BertModel", "verdict": "agrees", "modality": "text"}
-    made |= {"replaced": {"linear": 13}, "left alone": {}, "checks": {}, "reason": ""}
+    made |= {
+        "replaced": {"linear": 13},
+        "left alone": {"encoder.norm": "no"},
+        "checks": {},
+        "reason": "",
+    }
     other = {"type": "timm", "class": "", "verdict": "not made", "reason": "no timm"}
     table.publish([other, made], page)
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
-    assert "| `bert` | BertModel | text | linear 13 | yes |" in text
+    assert "| `bert` | BertModel | text | linear 13 | yes | norm: no |" in text
     assert "- `timm`: no timm" in text
     assert "old" not in text

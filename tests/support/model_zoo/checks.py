@@ -298,15 +298,10 @@ def compared(made: Made, inputs: dict[str | None, dict[str, Any]]) -> dict[str, 
     if made.model.can_generate():
         check_generation(trio, inputs["left"], checks)
     wrong = {name: it for name, it in checks.items() if it.startswith("differs")}
-    replaced = {
-        name: it if isinstance(it, int) else len(it)
-        for name, it in integration.replaced(trio.ours).items()
-    }
-    left = getattr(integration, "left_alone", lambda model: {})(trio.ours)
     return {
         "modality": modality(inputs[None]),
-        "replaced": replaced,
-        "left alone": dict(left),
+        "replaced": integration.replaced(trio.ours),
+        "left alone": integration.left_alone(trio.ours),
         "checks": checks,
         "verdict": "differs" if wrong else "agrees",
         "reason": "; ".join(f"{name}: {it}" for name, it in wrong.items()),

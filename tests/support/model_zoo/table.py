@@ -74,14 +74,14 @@ def line_of(name: str, rows: Sequence[Row]) -> list[str]:
     last = rows[-1]
     replaced = ", ".join(f"{kind} {count}" for kind, count in last.get("replaced", {}).items())
     wrong = [f"{row['class']}: {row['verdict']}" for row in rows if row["verdict"] != "agrees"]
-    left = dict.fromkeys(last.get("left alone", {}).values())
+    left = {why: part.rpartition(".")[2] for part, why in last.get("left alone", {}).items()}
     cells = [
         f"`{name}`",
         ", ".join(row["class"] for row in rows),
         last.get("modality", ""),
         replaced or "nothing",
         "; ".join(wrong) or "yes",
-        "; ".join(left),
+        "; ".join(f"{part}: {why}" for why, part in left.items()),
     ]
     return [it.replace("|", "\\|") for it in cells]
 
