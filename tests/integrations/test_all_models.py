@@ -3,6 +3,7 @@
 ``make test-models`` compares all of them.
 """
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -25,10 +26,12 @@ PARTS = 8
 
 
 def part_of_this_commit():
-    """Return the number of a part that follows from the commit; 0 without git."""
-    command = ["git", "rev-parse", "HEAD"]
+    """Return the number of a part that follows from the commit; 0 where there is none."""
+    if shutil.which("git") is None:
+        return 0
+    command = ["git", "rev-parse", "--verify", "HEAD"]
     process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    return int(process.stdout or "0", 16) % PARTS
+    return int(process.stdout, 16) % PARTS if process.returncode == 0 else 0
 
 
 def test_models_of_this_commit():
