@@ -255,15 +255,15 @@ TWISTS = {
 }
 
 
-def twisted(own, other):
-    source = inspect.getsource(modeling_llama.eager_attention_forward)
+def twisted(own, other, module=modeling_llama):
+    source = inspect.getsource(module.eager_attention_forward)
     assert own in source
     if other.endswith("0.1"):
         own, other = (
             "torch.matmul(query, key_states.transpose(2, 3)) * scaling",
             ("(torch.matmul(query, key_states.transpose(2, 3)) * scaling).clamp(-0.1, 0.1)"),
         )
-    names = dict(vars(modeling_llama))
+    names = dict(vars(module))
     exec(source.replace(own, other), names)
     return names["eager_attention_forward"]
 
@@ -271,6 +271,11 @@ def twisted(own, other):
 @pytest.mark.parametrize("twist", TWISTS)
 def test_other_eager_functions_stay(twist):
     assert known_eager(twisted(*TWISTS[twist])) is None
+
+
+def test_other_functions_with_a_soft_cap_stay():
+    other = twisted("torch.tanh(attn_weights)", "torch.atan(attn_weights)", modeling_gemma2)
+    assert known_eager(other) is None
 
 
 def test_layers_of_a_module_with_another_eager_function_are_left_alone(monkeypatch):
@@ -382,9 +387,9 @@ def test_keywords_that_change_nothing():
 
 
 def test_indices_choose_keys():
-    indices = torch.tensor([[0, 2, 4, -1], [1, 1, 6, 3]])[:, None].expand(2, 5, 4)
+    indices = torch.tensor([[5, 2, 4, -1], [1, 1, 6, 3]])[:, None].expand(2, 5, 4)
     seen = torch.zeros(2, 1, 5, 7, dtype=torch.bool)
-    for row, chosen in enumerate(([0, 2, 4], [1, 6, 3])):
+    for row, chosen in enumerate(([5, 2, 4], [1, 6, 3])):
         seen[row, :, :, chosen] = True
     for mask in (None, MASKS["bool"], MASKS["float"]):
         if mask is MASKS["float"]:
@@ -399,17 +404,37 @@ def test_indices_choose_keys():
 # --------------------------------------------------------------------------------------- rotations
 
 
+def test_arguments_of_a_rotation_may_be_left_out():
+    """Some functions turn a query alone, and have another default of the dimension of the heads."""
+    own = modeling_llama.apply_rotary_pos_emb
+
+    def apply_rotary_pos_emb(q, k=None, cos=None, sin=None, unsqueeze_dim=2):
+        both = own(q, q if k is None else k, cos, sin, unsqueeze_dim)
+        return both[0] if k is None else both
+
+    rotate, generator = rotation_of(apply_rotary_pos_emb), torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 2, 5, 3, 8, generator=generator).unbind()
+    tables = torch.randn(2, 2, 5, 4, generator=generator).repeat(1, 1, 1, 2).unbind()
+    cosine, sine = tables
+    alone = rotate(query, cos=cosine, sin=sine)
+    assert torch.equal(alone, apply_rotary_pos_emb(query, cos=cosine, sin=sine))
+    results = rotate(query, key, *tables), apply_rotary_pos_emb(query, key, *tables)
+    torch.testing.assert_close(*results)
+
+
 def test_tables_with_two_sets_of_angles_are_turned_by_the_models_function():
     """As those of images whose positions have several axes."""
     own = modeling_llama.apply_rotary_pos_emb
     rotate, generator = rotation_of(own), torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 2, 2, 5, 8, generator=generator).unbind()
     cosine, sine = torch.randn(2, 2, 5, 8, generator=generator).unbind()
-    for _ in range(2):
-        for ours, theirs in zip(rotate(query, key, cosine, sine), own(query, key, cosine, sine)):
-            assert torch.equal(ours, theirs)
-        # The same tables, written over with one set of angles.
-        for table in (cosine, sine):
-            table[..., 4:] = table[..., :4]
-    for ours, theirs in zip(rotate(query, key, cosine, sine), own(query, key, cosine, sine)):
-        torch.testing.assert_close(ours, theirs)
+    one, two = (
+        [torch.randn(2, 5, width, generator=generator).repeat(1, 1, 8 // width) for _ in range(2)]
+        for width in (4, 8)
+    )
+    # The same tables, written over with one set of angles, and with two again.
+    for angles in (one, two, one):
+        cosine.copy_(angles[0])
+        sine.copy_(angles[1])
+        results = rotate(query, key, cosine, sine), own(query, key, cosine, sine)
+        torch.testing.assert_close(*results)

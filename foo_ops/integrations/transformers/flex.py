@@ -23,7 +23,11 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from foo_ops.integrations.transformers.attention import refuse_unsupported, shows_all
+from foo_ops.integrations.transformers.attention import (
+    leaves_masks_out,
+    refuse_unsupported,
+    shows_all,
+)
 from foo_ops.ops.flex_attention import flex_attention
 
 FLEX_NAME = "foo_flex"
@@ -139,7 +143,7 @@ def foo_flex_forward(
         The output, (B, Sq, Hq, Dv) and contiguous, and None in place of the weights.
 
     Raises:
-        NotImplementedError: for dropout, and what `UNSUPPORTED` has.
+        NotImplementedError: for dropout, and keywords that may change the result.
         ValueError, TypeError: as `foo_ops.flex_attention`.
     """
     refuse_unsupported(others, FLEX_NAME)
@@ -153,6 +157,7 @@ def foo_flex_forward(
     block_mask: BlockMask | Function | None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = causal and leaves_masks_out(getattr(module, "config", None))
         block_mask = lower_right_mask(shape[3] - shape[2], sliding_window) if causal else None
     elif isinstance(attention_mask, FunctionMask):
         block_mask = attention_mask.mask_mod

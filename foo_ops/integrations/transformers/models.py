@@ -76,9 +76,10 @@ def apply(
 
     A module is known by what it does and not by the model that it is in: a norm, an MLP and a
     rotation must give on random numbers what foo's operator gives. What is not recognised stays as
-    it is. Weights are not touched, so ``state_dict`` and ``save_pretrained`` are what they were,
-    and modules stay instances of their classes. The model can be trained, compiled, copied, pickled
-    and moved to ``foo``, before and after. Once more changes nothing more.
+    it is, and `left_alone` says why. Weights are not touched, so ``state_dict`` and
+    ``save_pretrained`` are what they were, and modules stay instances of their classes. The model
+    can be trained, compiled, copied, pickled and moved to ``foo``, before and after. Once more
+    changes nothing more.
 
     Args:
         model: of transformers, or a module that contains such models.

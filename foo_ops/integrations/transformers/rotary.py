@@ -182,11 +182,13 @@ class FooRotaryAttention(OtherGlobals):
 def rotation_of(function: Rotation) -> Rotation:
     """Return what computes what a model's function computes, by our operator where it can."""
     form: Any = form_of(function)
+    heads = inspect.signature(function).parameters["unsqueeze_dim"].default
 
     def rotate(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        turn = form.rotate if form.reads((cos, sin)) else function
+        q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = heads
+    ) -> Any:
+        is_whole = k is not None and cos is not None and sin is not None
+        turn = form.rotate if is_whole and form.reads((cos, sin)) else function
         return turn(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
     return rotate
