@@ -19,12 +19,16 @@ from examples.operators.causal_conv1d import composite as torch_conv1d
 from examples.operators.dropout import dropout
 from examples.operators.embedding_bag import embedding_bag
 from examples.operators.gelu import gelu
+from examples.operators.grid_sample import grid_sample
+from examples.operators.grouped_linear import grouped_linear
 from examples.operators.histogram import histogram
 from examples.operators.int8_linear import composite as torch_int8_linear
 from examples.operators.int8_linear import int8_linear
 from examples.operators.layer_norm import layer_norm
 from examples.operators.nms import nms, overlaps
 from examples.operators.quantize import quantize
+from examples.operators.sample_top_p import composite as torch_sample_top_p
+from examples.operators.sample_top_p import sample_top_p
 from examples.operators.selective_scan import composite as torch_selective_scan
 from examples.operators.selective_scan import selective_scan
 from examples.operators.spectral_filter import composite as torch_spectral_filter
@@ -177,6 +181,38 @@ def short_sequence(rows: int, dtype: torch.dtype) -> list[Tensor]:
     return [u, delta.abs() / 4, -decay.abs(), *others]
 
 
+def tokens(rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """Make the logits of a few tokens of a batch, of a vocabulary of 32000."""
+    (logits,) = normal((max(rows // 64, 1), 32_000), dtype=dtype)
+    return [4 * logits]
+
+
+def experts(rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """Make rows of 8 groups, one of which is much larger, and matrices of (512, 1024)."""
+    input, weight = normal((rows, 512), (8, 512, 1024), dtype=dtype)
+    shares = torch.tensor([1, 4, 5, 6, 7, 8, 12, 16], dtype=torch.float64) / 16
+    return [input, weight / 512**0.5, (shares * rows).to(torch.int32)]
+
+
+def torch_grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply the groups one after the other."""
+    sizes = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
+    return torch.cat([rows @ matrix for rows, matrix in zip(input.split(sizes), weight)])
+
+
+def images_and_grid(rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """Make two images of 64 channels, and a point for each pixel near it."""
+    side = min(rows, 64)
+    input, moves = normal((2, 64, side, side), (2, side, side, 2), dtype=torch.float32)
+    line = torch.linspace(-1, 1, side)
+    grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1) + 0.1 * moves
+    return [input.to(dtype), grid.to(dtype)]
+
+
+def torch_grid_sample(input: Tensor, grid: Tensor) -> Tensor:
+    return F.grid_sample(input, grid, align_corners=False)
+
+
 EXAMPLES = {
     "layer_norm": Example(
         layer_norm, lambda x, *given: F.layer_norm(x, x.shape[-1:], *given), rows_and_weights, 3
@@ -199,12 +235,23 @@ EXAMPLES = {
     "spectral_filter": Example(
         as_real(spectral_filter), as_real(torch_spectral_filter), spectra, 3, dtypes=FLOAT32
     ),
+    "grouped_linear": Example(grouped_linear, torch_grouped_linear, experts, 2),
+    # In bfloat16 PyTorch computes where points lie in bfloat16, too.
+    "grid_sample": Example(grid_sample, torch_grid_sample, images_and_grid, 2, dtypes=FLOAT32),
     "int8_linear": Example(int8_linear, torch_int8_linear, quantized_layer),
     "selective_scan": Example(
         lambda *it: selective_scan(*it)[0],
         lambda *it: torch_selective_scan(*it)[0],
         short_sequence,
         6,
+    ),
+    # They draw different tokens, each one that there is.
+    "sample_top_p": Example(
+        partial(sample_top_p, p=0.9),
+        partial(torch_sample_top_p, p=0.9),
+        tokens,
+        dtypes=FLOAT32,
+        compared=lambda drawn: (drawn >= 0).float(),
     ),
     "dropout": Example(
         partial(dropout, p=0.1),

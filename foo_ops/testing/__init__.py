@@ -11,6 +11,7 @@ it; pytest makes a test of each check by itself, since the package brings a plug
 """
 
 from foo_ops.testing.checks import CHECKS, Case, OperatorCheckError, cases, check_operator
+from foo_ops.testing.checks.inductor import KnownFaultWarning
 from foo_ops.testing.layouts import LAYOUTS, copy_with_layout
 from foo_ops.testing.spec import (
     OpSpec,
@@ -59,6 +60,7 @@ __all__ = [
     "SILU_MUL",
     "SOFTMAX_CROSS_ENTROPY",
     "Case",
+    "KnownFaultWarning",
     "OpSpec",
     "OperatorCheckError",
     "Sample",

@@ -60,7 +60,7 @@ def named_tensors(
     operator: Operator, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     """Return the tensors of a call as the schema names them: ``input``, ``tensors[1]``."""
-    for argument, value in _bound(operator, inputs, keywords):
+    for argument, value in bound(operator, inputs, keywords):
         if isinstance(value, Tensor):
             yield argument.name, value
         elif isinstance(value, (list, tuple)):
@@ -73,15 +73,16 @@ def written_tensors(
     operator: Operator, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> list[Tensor]:
     """Return the tensors that the schema declares to be written."""
-    arguments = _bound(operator, inputs, keywords)
+    arguments = bound(operator, inputs, keywords)
     return [
         tensor for argument, value in arguments if writes(argument) for tensor in tensors_in(value)
     ]
 
 
-def _bound(
+def bound(
     operator: Operator, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
+    """Yield what is given to a call, each with the schema's argument."""
     arguments = operator._schema.arguments
     yield from zip(arguments, inputs)
     for argument in arguments[len(inputs) :]:

@@ -9,6 +9,7 @@ one, the budget is a relative and an absolute tolerance that follow from the dty
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foo_ops.testing.draws import seeded
 from foo_ops.testing.layouts import copy_with_layout, hint_at_junk
 from foo_ops.testing.remembered import Remembered, expected_gradients, expected_outputs
 from foo_ops.testing.schema import functional_form, overload, tensors_in, with_each_tensor
@@ -109,6 +111,11 @@ class OpSpec:
         gradient_budget: likewise how far each gradient may be, of a sample in float64, whose
             tensors require gradients as those of the call did, the dtypes that the positional
             tensors had in the call, and the gradients of the outputs.
+        draws: of an operator that draws random numbers: how many calls, with one seed each, the
+            reference is compared with, which gives the mean of each result. The same seed must give
+            the same bits.
+        statistic: what the reference gives the mean of, where that is not the outputs: a function
+            of a tuple of these and the arguments of the call that returns a tensor or several.
         functional: of an out variant: the operator with results of the shapes and dtypes that its
             out arguments must have. See `variant`.
 
@@ -141,6 +148,8 @@ class OpSpec:
     tolerances: Mapping[torch.dtype, tuple[float, float]] = dataclasses.field(default_factory=dict)
     output_budget: Callable[[Sample, torch.dtype], Tensors] | None = None
     gradient_budget: Callable[[Sample, Dtypes, Tensors], Tensors] | None = None
+    draws: int = 0
+    statistic: Callable[..., Tensor | Tensors] | None = None
     functional: torch._ops.OpOverload | None = None
 
     def __post_init__(self) -> None:
@@ -165,6 +174,10 @@ class OpSpec:
         for field in ("dtypes", "devices", "samples", "essential"):
             if not getattr(self, field):
                 raise ValueError(f"OpSpec({self}): {field} must not be empty")
+        if self.draws == 1 or self.draws < 0:
+            raise ValueError(f"OpSpec({self}): draws must be 0 or at least 2, got {self.draws}")
+        if self.statistic is not None and not self.draws:
+            raise ValueError(f"OpSpec({self}): a statistic must come with draws, got none")
         for field in ("essential", "in_layouts"):
             for name in getattr(self, field):
                 if name not in self.samples:
@@ -197,7 +210,8 @@ class OpSpec:
 
     def call(self, sample: Sample) -> Tensors:
         """Return what the operator returns, then the arguments that it writes, in copies."""
-        return sample.call(self.function)
+        with seeded() if self.draws else contextlib.nullcontext():
+            return sample.call(self.function)
 
     def variant(self, operator: Any, **changes: Any) -> OpSpec:
         """Return the spec of the in-place or out variant, with the essential samples.
@@ -244,6 +258,8 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
         Traceback (most recent call last):
         AssertionError: output 0 is wrong in 1 of 2 elements; the worst, at (1,), is 3.0 ...
     """
+    if spec.draws:
+        return  # means.py compares their means.
     plain = sample.map(Tensor.detach)
     expected, budgets = spec.remembered.result(
         lambda: expected_outputs(spec, plain.exact(), dtype),
@@ -259,7 +275,7 @@ def check_outputs(spec: OpSpec, sample: Sample, dtype: torch.dtype, outputs: Ten
         budgets = tuple(map(allowed, outputs, expected))
     assert len(budgets) == len(outputs)
     for position, (output, value, budget) in enumerate(zip(outputs, expected, budgets)):
-        assert_within(f"output {position}", output, value, budget)
+        assert_within(f"output {position}", output, value, budget, "output_budget=")
 
 
 def check_gradients(
@@ -284,6 +300,8 @@ def check_gradients(
         >>> gradients = torch.autograd.grad(outputs, sample.tensors(), cotangents)
         >>> check_gradients(ABS, sample, gradients, cotangents)
     """
+    if spec.draws:
+        return  # means.py compares their means.
     dtypes = tuple(tensor.dtype if isinstance(tensor, Tensor) else None for tensor in sample.inputs)
 
     def compute() -> tuple[Tensors, Sequence[Tensor], Tensors | None]:
@@ -299,7 +317,7 @@ def check_gradients(
     assert len(gradients) == len(expected) == len(budgets)
     names = names or [str(position) for position in range(len(gradients))]
     for name, gradient, value, budget in zip(names, gradients, expected, budgets):
-        assert_within(f"the gradient of {name}", gradient, value, budget)
+        assert_within(f"the gradient of {name}", gradient, value, budget, "gradient_budget=")
 
 
 def cotangents_for(outputs: Tensors) -> Tensors:
@@ -321,7 +339,9 @@ def cotangents_for(outputs: Tensors) -> Tensors:
     )
 
 
-def assert_within(what: str, actual: Tensor, expected: Tensor, budget: Tensor) -> None:
+def assert_within(
+    what: str, actual: Tensor, expected: Tensor, budget: Tensor, knob: str = ""
+) -> None:
     """Assert |actual - expected| <= budget, element by element; NaN and infinities must agree."""
     if actual.shape != expected.shape:
         raise AssertionError(
@@ -338,10 +358,12 @@ def assert_within(what: str, actual: Tensor, expected: Tensor, budget: Tensor) -
     excess = torch.where(wrong, (error / budget).nan_to_num(math.inf, math.inf), 0)
     worst = excess.flatten().argmax()
     place = tuple(int(index) for index in torch.unravel_index(worst, excess.shape))
+    allowed_by = f": tolerances= or {knob} of the OpSpec says how much" if knob else ""
     raise AssertionError(
         f"{what} is wrong in {int(wrong.sum())} of {wrong.numel()} elements; the worst, at "
         f"{place}, is {value[place].item()} instead of {expected[place].item()}, "
-        f"where {budget[place].item():.3g} is allowed" + hint_at_junk(actual.cpu()[wrong])
+        f"where {budget[place].item():.3g} is allowed"
+        + (hint_at_junk(actual.cpu()[wrong]) or allowed_by)
     )
 
 

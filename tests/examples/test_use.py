@@ -4,7 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from examples.operators import adamw, dropout, gelu, layer_norm, nms, selective_scan, stencil
+from examples.operators import (
+    adamw,
+    dropout,
+    gelu,
+    grid_sample,
+    grouped_linear,
+    layer_norm,
+    nms,
+    sample_top_p,
+    selective_scan,
+    stencil,
+)
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -67,6 +78,46 @@ def test_dropout_compiles_in_one_graph():
     output = torch.compile(lambda x: dropout.dropout(x, p=0.5), fullgraph=True)(input)
     (gradient,) = torch.autograd.grad(output.sum(), input)
     assert torch.equal(gradient, (output != 0) * 2.0)
+
+
+def test_top_p_draws_what_may_be_drawn(device):
+    """As the generator and the seed say, in one graph too, and -1 where there is no token."""
+    logits = torch.randn(5, 400, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[3, 7], logits[4] = torch.nan, -torch.inf
+    probabilities = sample_top_p.reference(logits[:3].double().cpu(), 0.5)
+
+    def drawn(function, seed):
+        torch.manual_seed(seed)
+        return function(logits, 0.5, temperature=1.0)
+
+    compiled = torch.compile(sample_top_p.sample_top_p, fullgraph=True, backend="aot_eager")
+    tokens = [drawn(sample_top_p.sample_top_p, seed) for seed in range(20)]
+    assert len({tuple(it.tolist()) for it in tokens}) > 10
+    for seed, each in enumerate(tokens):
+        assert torch.equal(each, drawn(compiled, seed))
+        assert (probabilities.gather(1, each[:3, None].cpu()) > 0).all()
+        assert each[3:].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_grouped_linear_is_that_of_torch(dtype):
+    input, weight, offsets = grouped_linear.sample(40, 16, 32, [5, 5, 23, 40], dtype).inputs
+    ours = grouped_linear.grouped_linear(input, weight, offsets)
+    theirs = torch.cat([x @ w for x, w in zip(input.split([5, 0, 18, 17]), weight)])
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_grid_sample_is_that_of_torch():
+    """On pixels and edges too, and far outside."""
+    generator = torch.Generator().manual_seed(0)
+    input = torch.randn(2, 5, 6, 7, dtype=torch.float64, generator=generator)
+    grid = torch.randn(2, 4, 9, 2, dtype=torch.float64, generator=generator)
+    grid[0, 0], grid[0, 1], grid[0, 2], grid[1, 1] = 1.0, -1.0, torch.nan, 1e300
+    grid[1, 0, :, 0] = (2 * torch.arange(9) + 1) / 7 - 1
+    torch.testing.assert_close(
+        grid_sample.grid_sample(input, grid).nan_to_num(),
+        F.grid_sample(input, grid.nan_to_num(5.0), align_corners=False),
+    )
 
 
 def test_the_scan_goes_on_from_nothing_but_its_state():

@@ -22,6 +22,13 @@ from foo_ops.kernels.compiler.kernel import (
     Maker,
     Source,
 )
+from foo_ops.kernels.compiler.reasons import (
+    Named,
+    is_blamed,
+    is_of_library,
+    named_functions,
+    reworded,
+)
 from foo_ops.kernels.user.copies import Copies
 
 if TYPE_CHECKING:
@@ -84,11 +91,24 @@ class UserKernel(Source):
 
     def explain(self, signature: str, error: Exception) -> KernelError:
         """Say in one message the operator, the dtypes and the line of the user's file."""
-        place, reason = _place_of(error, self.functions[0]), _reason_of(error)
+        file, line = _place_of(error) or (None, 0)
+        reason = _reason_of(error)
+        blamed = _blamed(reason, self._seen or self.functions, file, line)
+        if blamed is not None:
+            file, line = blamed.file, blamed.line
+            reason = blamed.refusal(sees_rows=self._sees_rows)
+        elif file is None:
+            code = self.functions[0].__code__
+            file, line = code.co_filename, code.co_firstlineno
         kind = KernelTypeError if reason.startswith(WRONG_INDEX) else KernelError
         return kind(
-            f"{self.operator}: its kernel cannot be compiled for {signature}: {reason} ({place})"
+            f"{self.operator}: its kernel cannot be compiled for {signature}: "
+            f"{reworded(reason, sees_rows=self._sees_rows)} ({_shown(file, line)})"
         )
+
+    @property
+    def _sees_rows(self) -> bool:
+        return self.maker.function == "make_tile_kernel"
 
 
 class _Compilable(Copies):
@@ -102,6 +122,11 @@ class _Compilable(Copies):
 
 
 _DEBUGGING = ("print", "breakpoint", "pdb")
+_NO_WITH = "a kernel has no with statement: what it enters belongs around the call of the operator"
+_NO_TRY = "a kernel has no try statement, as nothing in it raises: write if"
+# With these a block begins, each in some versions of Python.
+_ENTERING = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
+_CATCHING = ("PUSH_EXC_INFO", "SETUP_FINALLY")
 
 
 def _refuse_python(function: types.FunctionType) -> None:
@@ -111,10 +136,17 @@ def _refuse_python(function: types.FunctionType) -> None:
     The message for that names the way to do it.
     """
     code = function.__code__
-    line = code.co_firstlineno
+    line, is_handler = code.co_firstlineno, False
     for instruction in dis.get_instructions(code):
-        line = getattr(instruction, "line_number", instruction.starts_line) or line
+        has_line = getattr(instruction, "line_number", instruction.starts_line)
+        line = has_line or line
         place, name = f"Raised from {code.co_filename} ({line})", instruction.argval
+        if instruction.opname in _ENTERING:
+            raise TypeError(f"{_NO_WITH} {place}")
+        if is_handler and has_line:
+            raise TypeError(f"{_NO_TRY} {place}")
+        # A handler begins without a line: that of its except follows.
+        is_handler = is_handler or instruction.opname in _CATCHING
         if instruction.opname in ("RAISE_VARARGS", "RERAISE"):
             raise TypeError(f"a kernel must not raise {place}")
         if instruction.opname.startswith("YIELD"):
@@ -140,16 +172,40 @@ def _is_the_compilers(file: str) -> bool:
     return any(file.startswith(folder + os.sep) for folder in folders)
 
 
-def _place_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """Find file, line and text of what the compiler stumbled over, or the function's first line."""
-    file, line = function.__code__.co_filename, function.__code__.co_firstlineno
+def _place_of(error: BaseException) -> tuple[str, int] | None:
+    """Find file and line of what the compiler stumbled over, if it tells."""
     # The innermost comes first.
-    for found, number in re.findall(r"(?:at|from) (\S[^\n]*?) \((\d+)\)", _plain_text(error)):
-        if not _is_the_compilers(found):
-            file, line = found, int(number)
-            break
+    for found, number in re.findall(
+        r"(?:\b(?:at|from) (?=\S)|File \")(\S[^\n]*?)(?: \(|\", line )(\d+)[):]", _plain_text(error)
+    ):
+        file = os.path.abspath(found)
+        if not _is_the_compilers(file):
+            return (found if os.path.isabs(found) else file), int(number)
+    return None
+
+
+def _shown(file: str, line: int) -> str:
     text = linecache.getline(file, line).strip()
     return f"{file}:{line}: {text}" if text else f"{file}:{line}"
+
+
+def _blamed(
+    reason: str, functions: tuple[Callable[..., Any], ...], file: str | None, line: int
+) -> Named | None:
+    """Find the function that a kernel cannot call, where that is the reason."""
+    is_told = file is not None and not is_of_library(file)
+    there = [
+        (named, is_blamed(named, reason))
+        for named in named_functions(functions)
+        if not is_told or (named.file, named.line) == (file, line)
+    ]
+    blamed = next((named for named, is_it in there if is_it), None)
+    if blamed is None and (is_told or file is not None):
+        # The reason is about another function, in what the compiler or a library has for this one.
+        blamed = next(
+            (it for it, is_it in there if not it.is_known and (is_it is False or not is_told)), None
+        )
+    return blamed
 
 
 def _reason_of(error: BaseException) -> str:

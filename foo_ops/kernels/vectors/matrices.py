@@ -42,6 +42,16 @@ from foo_ops.kernels.vectors.views import (
 )
 
 SLICED = "a matrix is one or two slices without steps of {}, and an index for each other dimension"
+ONE_SLICE = (
+    "slices have no arithmetic: compute with elements, for i in range({0}.shape[-1]): "
+    "... {0}[r, i] ..., or take {0}.row(r); for language.dot, "
+)
+
+
+def not_a_matrix(name: str, ndim: int, slices: int) -> str:
+    """Say that an index with so many slices is no matrix, and what else it may be meant for."""
+    words = SLICED.format(f"{name or 'a tensor'} with {ndim} dimensions")
+    return ONE_SLICE.format(name or "x") + words if slices == 1 else WRONG_INDEX + words
 
 
 class Matrix(types.Type):
@@ -113,8 +123,7 @@ class _Slice(AbstractTemplate):
         are_right = all(_is_slice(part) or isinstance(part, types.Integer) for part in parts)
         has_steps = any(getattr(part, "has_step", False) for part in slices)
         if len(parts) != view.ndim or len(slices) != 2 or not are_right or has_steps:
-            words = f"{view.argument or 'a tensor'} with {view.ndim} dimensions"
-            raise errors.TypingError(WRONG_INDEX + SLICED.format(words))
+            raise errors.TypingError(not_a_matrix(view.argument, view.ndim, len(slices)))
         taken = [it if isinstance(it, types.SliceType) else index_type(it) for it in given]
         is_tuple = isinstance(index, types.BaseTuple)
         taken_type = types.BaseTuple.from_types(taken) if is_tuple else taken[0]

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from foo_ops.kernels.compiler.kernel import WRONG_INDEX
 from foo_ops.kernels.vectors.elements import ELEMENTS
-from foo_ops.kernels.vectors.matrices import SLICED
+from foo_ops.kernels.vectors.matrices import not_a_matrix
 
 
 class Matrix:
@@ -41,8 +40,7 @@ def sliced(view: Any, name: str, indices: Sequence[Any]) -> Matrix:
     given = [*indices, slice(None)] if len(indices) == view.ndim - 1 else list(indices)
     slices = [index for index in given if isinstance(index, slice)]
     if len(given) != view.ndim or len(slices) != 2 or any(it.step is not None for it in slices):
-        words = f"{name or 'a tensor'} with {view.ndim} dimensions"
-        raise TypeError(WRONG_INDEX + SLICED.format(words))
+        raise TypeError(not_a_matrix(name, view.ndim, len(slices)))
     start, extents = 0, []
     for index, size, stride in zip(given, view.shape, view.strides):
         if isinstance(index, slice):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from foo_ops.testing.checks.calls import differentiable_names, require_history, same
-from foo_ops.testing.checks.contexts import failing_as, without_cached_fakes
+from foo_ops.testing.checks.contexts import failing_as, fresh_compiler
+from foo_ops.testing.checks.inductor import BACKENDS, SpecialisedError, check_graph
 from foo_ops.testing.checks.matrix import (
     Case,
     brain,
@@ -21,8 +22,9 @@ from foo_ops.testing.checks.matrix import (
     first_if_differentiable,
     no_name,
 )
+from foo_ops.testing.draws import seeded
 from foo_ops.testing.layouts import inside_padding, reversed_dimensions
-from foo_ops.testing.schema import as_tuple, tensors_in
+from foo_ops.testing.schema import as_tuple, bound, tensors_in
 from foo_ops.testing.spec import (
     Sample,
     Tensors,
@@ -31,30 +33,6 @@ from foo_ops.testing.spec import (
     cotangents_for,
 )
 from foo_ops.testing.tolerance import gradients_of, has_gradients
-
-BACKENDS = {"cpu": "inductor", "foo": "aot_eager"}
-
-
-@contextlib.contextmanager
-def fresh_compiler() -> Iterator[None]:
-    """Forget what another check compiled, in memory or on disk, and leave nothing behind."""
-    import torch._functorch.config
-    import torch._inductor.config
-    import torch.fx.experimental._config
-
-    torch.compiler.reset()
-    with (
-        # A graph that was kept on disk still calls operators with the schemas of its day.
-        torch._functorch.config.patch(enable_autograd_cache=False),
-        # Vectors of the compiler's own loops are not what is checked, and a third of its time.
-        torch._inductor.config.patch({"fx_graph_cache": False, "cpp.simdlen": 1}),
-        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
-        without_cached_fakes(),
-        # Sizes that are equal by accident, as the 9 of a fixed weight, would be taken for one.
-        torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-    ):
-        yield
-    torch.compiler.reset()
 
 
 def computed_anew(value: Any, anew: Callable[[Tensor], Tensor]) -> Any:
@@ -82,7 +60,9 @@ def compiled(
     case: Case,
     before: Callable[[Tensor], Tensor],
     after: Callable[[Tensor], Tensor] = unchanged,
-    **options: Any,
+    *,
+    backend: str,
+    dynamic: bool = False,
 ) -> Functions:
     """Put calls of the operator among others, so that there is a graph; eager and compiled.
 
@@ -103,13 +83,13 @@ def compiled(
         results = [as_tuple(operator(*inputs, **keywords)) for inputs, keywords in given]
         return [[computed_anew(output, after) for output in outputs] for outputs in results]
 
-    backend = BACKENDS[case.device]
-    return function, torch.compile(function, backend=backend, fullgraph=True, **options)
+    return function, torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
 def call_all(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Tensors]:
-    """Return the outputs of each sample."""
-    results = function([(sample.inputs, dict(sample.keywords)) for sample in samples])
+    """Return the outputs of each sample, with the same random numbers in every call."""
+    with seeded():
+        results = function([(sample.inputs, dict(sample.keywords)) for sample in samples])
     return [tuple(tensors_in(outputs)) for outputs in results]
 
 
@@ -157,7 +137,12 @@ def check_compiled_gradients(case: Case, samples: Sequence[Sample], functions: F
             check_compiled_outputs(case, sample, plain, values)
             require_history(case, sample, results)
         tensors = [sample.differentiable() for sample in leaves]
-        gradients = iter(gradients_of(flat(outputs), flat(tensors), flat(cotangents)))
+        found = gradients_of(flat(outputs), flat(tensors), flat(cotangents))
+    if case.spec.draws:
+        # The reference knows their mean alone.
+        drawn = gradients_of(flat(call_all(eager, leaves)), flat(tensors), flat(cotangents))
+        torch.testing.assert_close(found, drawn)
+    gradients = iter(found)
     for sample, own, given in zip(leaves, tensors, cotangents):
         names = differentiable_names(case.spec, sample)
         check_gradients(case.spec, sample, [next(gradients) for _ in own], given, names)
@@ -174,27 +159,28 @@ def check_together(
     after: Callable[[Tensor], Tensor] = unchanged,
 ) -> None:
     """Check one graph for all samples; where it is wrong, one for each says which sample it is."""
+
+    def attempt(backend: str, samples: Sequence[Sample]) -> None:
+        with fresh_compiler():
+            functions = compiled(case, before, after, backend=backend)
+            check_compiled(case, samples, functions)
+
     try:
-        check_graph(case, list(samples.values()), before, after)
+        attempt(BACKENDS[case.device], list(samples.values()))
     except AssertionError:
+        is_known = False
         for name, sample in samples.items():
             try:
-                check_graph(case, [sample], before, after)
+                is_known |= check_graph(case, [sample], attempt)
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from error.__cause__
-        raise
+        if not is_known:
+            check_graph(case, list(samples.values()), attempt)
+            raise
 
 
-def check_graph(
-    case: Case,
-    samples: Sequence[Sample],
-    before: Callable[[Tensor], Tensor],
-    after: Callable[[Tensor], Tensor],
-) -> None:
-    with fresh_compiler():
-        check_compiled(case, samples, compiled(case, before, after, dynamic=False))
-
-
+# The first is compiled, and the graph must serve the others.
+SIZES = (9, 6, 19)
 NEGATED = "compiled by torch.compile, negated twice before"
 
 
@@ -216,9 +202,13 @@ def compiled_graph(case: Case) -> None:
 )
 def compiled_for_inference(case: Case) -> None:
     """Check the graph that records no gradients, where `compiled_graph` has one that does."""
-    with fresh_compiler():
-        functions = compiled(case, negated_twice, dynamic=False)
-        check_compiled_forward(case, [case.sample()], functions)
+
+    def attempt(backend: str, samples: Sequence[Sample]) -> None:
+        with fresh_compiler():
+            functions = compiled(case, negated_twice, backend=backend)
+            check_compiled_forward(case, samples, functions)
+
+    check_graph(case, [case.sample()], attempt)
 
 
 @check(
@@ -243,21 +233,74 @@ def compiled_for_layouts(case: Case) -> None:
 )
 def compiled_for_dynamic_shapes(case: Case) -> None:
     """Check that one graph serves all sizes."""
-    with fresh_compiler():
-        functions = compiled(case, torch.clone, dynamic=True)
-        check_compiled(case, [case.sized(9)], functions)
-        with torch.compiler.set_stance("fail_on_recompile"):
-            for size in (6, 19):
-                check_without_recompiling(case, size, functions)
+
+    def attempt(backend: str, samples: Sequence[Sample]) -> None:
+        first, *others = samples
+        with fresh_compiler():
+            functions = compiled(case, torch.clone, backend=backend, dynamic=True)
+            check_compiled(case, [first], functions)
+            with torch.compiler.set_stance("fail_on_recompile"):
+                for size, sample in zip(SIZES[1:], others):
+                    check_without_recompiling(case, first, sample, size, functions)
+
+    check_graph(case, [case.sized(size) for size in SIZES], attempt)
 
 
-def check_without_recompiling(case: Case, size: int, functions: Functions) -> None:
+def check_without_recompiling(
+    case: Case, first: Sample, sample: Sample, size: int, functions: Functions
+) -> None:
     try:
-        check_compiled(case, [case.sized(size)], functions)
+        check_compiled(case, [sample], functions)
     except AssertionError as error:
         if "fail_on_recompile" not in str(error):
             raise
-        raise AssertionError(
-            f"the graph that was compiled for size 9 does not serve size {size}: the fake kernel, "
-            f"or a formula, makes a decision of a size. {error}"
+        raise SpecialisedError(
+            reason_of_recompiling(case, first, sample, size, str(error))
         ) from error
+
+
+def reason_of_recompiling(case: Case, first: Sample, sample: Sample, size: int, error: str) -> str:
+    """Say which sizes a graph is bound to."""
+    operator = case.spec.operator
+    described = f"the graph that was compiled for size 9 does not serve size {size}"
+    pairs = zip(named_sizes(operator, first), named_sizes(operator, sample))
+    small = [
+        f"{name} is {size} there and {other} here"
+        for (name, size), (_, other) in pairs
+        if size != other and min(size, other) < 2
+    ]
+    if small:
+        return (
+            f"{described}: {', '.join(small)}, and PyTorch makes a graph of its own wherever a "
+            "size is 0 or 1, whatever the operator. Let `sized` give at least 2 for sizes from 5"
+        )
+    return (
+        f"{described}: the fake kernel, or a formula, makes a decision of a size"
+        f"{decided_size(operator, error)}. A comparison with 1, as for broadcasting, or with 0 is "
+        f"one, too. {error}"
+    )
+
+
+def named_sizes(operator: torch._ops.OpOverload, sample: Sample) -> Iterator[tuple[str, int]]:
+    """Yield the sizes of a call, and its integers, as the schema names them."""
+    for argument, value in bound(operator, sample.inputs, sample.keywords):
+        name = argument.name
+        if isinstance(value, Tensor):
+            yield from ((f"{name}.shape[{d}]", size) for d, size in enumerate(value.shape))
+        elif type(value) is int:
+            yield name, value
+
+
+def decided_size(operator: torch._ops.OpOverload, error: str) -> str:
+    """Name the size of which Dynamo's guard says that it was another one."""
+    position = r"calls\[\d+\]\[(?:0\]\[(\d+)|1\]\['(\w+)')\]"
+    found = re.search(
+        rf"{position}.*?size mismatch at index (\d+). expected (\d+), actual (\d+)",
+        error,
+        re.DOTALL,
+    )
+    if not found:
+        return ""
+    place, keyword, dimension, before, now = found.groups()
+    name = keyword or operator._schema.arguments[int(place)].name
+    return f", {name}.shape[{dimension}], which was {before} and is {now}"

@@ -83,3 +83,25 @@ def failing_as(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise AssertionError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """Forget what another check compiled, in memory or on disk, and leave nothing behind."""
+    import torch._functorch.config
+    import torch._inductor.config
+    import torch.fx.experimental._config
+
+    torch.compiler.reset()
+    with (
+        # A graph that was kept on disk still calls operators with the schemas of its day.
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        # Vectors of the compiler's own loops are not what is checked, and a third of its time.
+        torch._inductor.config.patch({"fx_graph_cache": False, "cpp.simdlen": 1}),
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        without_cached_fakes(),
+        # Sizes that are equal by accident, as the 9 of a fixed weight, would be taken for one.
+        torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+    ):
+        yield
+    torch.compiler.reset()

@@ -26,6 +26,7 @@ from foo_ops.testing.checks.matrix import (
     essential,
     first_device,
 )
+from foo_ops.testing.means import check_mean_gradients
 from foo_ops.testing.spec import Tensors, check_gradients, cotangents_for
 
 
@@ -36,6 +37,9 @@ def gradients(case: Case) -> None:
         outputs = run(case, sample)
         require_history(case, sample, outputs)
         check_both(case, sample, outputs, cotangents_for(outputs))
+    if case.spec.draws and case.spec.statistic is None:
+        names = differentiable_names(case.spec, sample)
+        check_mean_gradients(case.spec, sample, case.dtype, names)
 
 
 @check(

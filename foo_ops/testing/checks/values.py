@@ -7,11 +7,21 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from foo_ops.testing.checks.calls import check_both, run
+from foo_ops.testing.checks.calls import check_both, run, same
 from foo_ops.testing.checks.contexts import poisoned_memory
-from foo_ops.testing.checks.matrix import Case, all_layouts, check, differentiable, in_layouts
+from foo_ops.testing.checks.matrix import (
+    Case,
+    all_layouts,
+    check,
+    differentiable,
+    first,
+    in_layouts,
+    no_name,
+)
+from foo_ops.testing.draws import seeded
 from foo_ops.testing.layouts import Layout
-from foo_ops.testing.spec import check_outputs, cotangents_for
+from foo_ops.testing.means import check_means
+from foo_ops.testing.spec import Sample, Tensors, check_outputs, cotangents_for
 
 
 @check("given to it as it is, and fresh memory was full of NaN")
@@ -25,7 +35,58 @@ def values(case: Case) -> None:
             raise AssertionError(
                 f"output {position} is on {output.device}, its inputs are on {case.device}"
             )
-    check_outputs(case.spec, case.sample(), case.dtype, outputs)
+    try:
+        check_outputs(case.spec, case.sample(), case.dtype, outputs)
+    except AssertionError as error:
+        raise AssertionError(f"{error}{hint_at_draws(case, sample, outputs)}") from None
+    if case.spec.draws:
+        check_means(case.spec, sample, case.dtype)
+
+
+def hint_at_draws(case: Case, sample: Sample, outputs: Tensors) -> str:
+    """Say how an operator is checked that gives another result in each call."""
+    again = case.spec.call(sample)
+    if all(torch.equal(one.nan_to_num(), it.nan_to_num()) for one, it in zip(outputs, again)):
+        return ""
+    return (
+        ". Another call gives another result: where the operator draws random numbers, draws= of "
+        "the OpSpec says over how many calls the reference is their mean"
+    )
+
+
+@check(
+    "given to it with the same seed twice, and with others",
+    dtypes=lambda spec: first(spec) if spec.draws else (),
+    names=no_name,
+)
+def draws_follow_the_seed(case: Case) -> None:
+    """Check that the seed, and nothing else, decides what is drawn, and that calls go on."""
+    samples = [dataclasses.replace(case, name=name).sample() for name in case.spec.essential]
+    follows = advances = False
+    for sample in samples:
+        with seeded(0):
+            expected, following = (sample.call(case.spec.function) for _ in range(2))
+        with seeded(0):
+            again = sample.call(case.spec.function)
+        same("two calls with the same seed differ", again, expected)
+        advances |= differ(following, expected)
+        for seed in (1, 2, 3):
+            with seeded(seed):
+                follows |= differ(sample.call(case.spec.function), expected)
+    if not follows:
+        raise AssertionError(
+            "four seeds give the same results: it draws no numbers from the generator of its device"
+        )
+    if not advances:
+        raise AssertionError("a second call draws the numbers of the first one again")
+
+
+def differ(one: Tensors, other: Tensors) -> bool:
+    try:
+        same("", one, other)
+    except AssertionError:
+        return True
+    return False
 
 
 @check(
@@ -54,6 +115,8 @@ def check_in_layout(case: Case, layout: Layout) -> None:
             check_both(case, sample, outputs, tuple(map(layout, cotangents_for(outputs))))
         else:
             check_outputs(case.spec, case.sample(), case.dtype, outputs)
+    if case.spec.draws:
+        check_means(case.spec, case.sample(), case.dtype)
 
 
 def layout_verdict(case: Case, layout: Layout) -> str:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from numba.core import ir, types
+from numba.core import errors, ir, types
 from numba.core.compiler_machinery import FunctionPass, register_pass
 from numba.extending import intrinsic
 
@@ -88,9 +88,18 @@ def _raised(typing_context: Any, base: types.Type, number: types.Type, exponent:
     return product, generate
 
 
+def _require_number(base: types.Type, exponent: types.Type) -> None:
+    """Refuse what is no number; Numba asks again for exponents that are not constant."""
+    if not isinstance(base, (types.Number, types.Boolean)) or not hasattr(
+        exponent, "literal_value"
+    ):
+        raise errors.TypingError(f"** takes numbers, got {base}")
+
+
 @intrinsic(prefer_literal=True)
 def _power(typing_context, base, exponent):
     """Raise a number to a constant power."""
+    _require_number(base, exponent)
     number = types.unliteral(base)
     product, generate = _raised(typing_context, number, number, exponent.literal_value)
     return product(number, exponent), generate
@@ -99,6 +108,7 @@ def _power(typing_context, base, exponent):
 @intrinsic(prefer_literal=True)
 def _power_as_float(typing_context, base, exponent):
     """Raise a number to a constant power, an integer as a float64."""
+    _require_number(base, exponent)
     number = types.unliteral(base)
     is_whole = isinstance(number, (types.Integer, types.Boolean))
     factor = types.float64 if is_whole else number

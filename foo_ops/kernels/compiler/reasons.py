@@ -1,0 +1,349 @@
+"""Explain errors of the compiler in words of kernels, and find the function to blame.
+
+Numba describes errors by its own types. For a function that it does not know it often gives the
+line where the kernel begins, so the function is looked for in the kernel. Light: no Numba, no LLVM.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import dis
+import math
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from foo_ops.kernels.compiler.advice import (
+    IN_MATH,
+    LOOP,
+    LOOPS,
+    NUMBERS,
+    QUESTIONS,
+    REDUCTIONS,
+    SCRATCH,
+    advice_for,
+)
+
+# ----------------------------------------------------------------------------------------- calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A function that a kernel names, and where.
+
+    Attributes:
+        words: as the kernel has it, such as ``torch.exp``.
+        name: of the function itself.
+        is_known: kernels have it, for numbers or tuples of them.
+    """
+
+    words: str
+    name: str
+    file: str
+    line: int
+    is_known: bool
+
+    def refusal(self, *, sees_rows: bool) -> str:
+        advice = advice_for(self.name, sees_rows=sees_rows)
+        return f"a kernel cannot call {self.words}" + (f": {advice}" if advice else "")
+
+
+_KNOWN = {
+    *(abs, bool, complex, divmod, enumerate, float, int, isinstance, len, max, min, pow, print),
+    *(range, round, slice, str, sum, tuple, zip),
+    *(getattr(math, name) for name in (*IN_MATH, "ldexp", "frexp") if hasattr(math, name)),
+}
+
+
+def named_functions(functions: tuple[Callable[..., Any], ...]) -> Iterator[Named]:
+    """Yield the functions of Python, NumPy and torch in these, and in all that they call."""
+    seen: set[int] = set()
+    waiting: list[Any] = list(functions)
+    while waiting:
+        function = waiting.pop(0)
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        scope = {**vars(builtins), **function.__globals__, **_closure(function)}
+        for named, value in _named_in(function.__code__, scope):
+            package = _package_of(value)
+            if package in _LIBRARIES:
+                yield named
+            elif package != "foo_ops" and isinstance(value, types.FunctionType):
+                waiting.append(value)
+
+
+def _closure(function: types.FunctionType) -> dict[str, Any]:
+    """Return the values of a function's free variables; a cell may be empty."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+    return {name: value for name, cell in cells for value in _contents(cell)}
+
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def _named_in(code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[Named, Any]]:
+    """Yield the values that code names, and attributes of modules, those of inner code too."""
+    line, words, value = code.co_firstlineno, "", None
+    for step in dis.get_instructions(code):
+        line = getattr(step, "line_number", step.starts_line) or line
+        if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) and isinstance(
+            value, types.ModuleType
+        ):
+            words, value = f"{words}.{step.argval}", getattr(value, step.argval, None)
+        elif step.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")):
+            words, value = step.argval, scope.get(step.argval)
+        else:
+            words, value = "", None
+            if isinstance(step.argval, types.CodeType):
+                yield from _named_in(step.argval, scope)
+        if value is not None and not isinstance(value, types.ModuleType):
+            outer, _, name = words.rpartition(".")
+            name = name if outer else getattr(value, "__name__", name)
+            is_known = isinstance(value, (type, types.BuiltinFunctionType)) and value in _KNOWN
+            yield Named(words, name, code.co_filename, line, is_known), value
+
+
+_LIBRARIES = {"numpy", "scipy", "torch", *sys.stdlib_module_names}
+_STANDARD = os.path.dirname(os.__file__)
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
+
+
+def _package_of(value: Any) -> str:
+    """Return the package that a function comes from; it is empty for what is not called."""
+    if not callable(value):
+        return ""
+    if isinstance(value, types.FunctionType) and value.__module__ in (None, "builtins"):
+        return ""  # It was made by exec.
+    return str(getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
+
+
+def is_of_library(file: str) -> bool:
+    """Whether a file belongs to Python, NumPy or torch."""
+    installed = _INSTALLED.search(file)
+    if installed:
+        return installed[1] in _LIBRARIES
+    return file.startswith((_STANDARD + os.sep, "<frozen"))
+
+
+# -------------------------------------------------------------------------- the compiler's words
+
+_KINDS = {
+    "Row": "a row",
+    "View": "a tensor",
+    "Flat": "x.flat",
+    "Matrix": "a slice",
+    "Extents": "x.shape or x.strides",
+    "Numbers": "a list of numbers",
+    "FixedNumbers": "a list of numbers",
+    "Tensors": "a list of tensors",
+}
+_ATTRIBUTES = {
+    "View": "ndim, size, rows, shape, strides, flat, data and row(i)",
+    "Row": "elements, row[i], and its size is x.shape[-1]",
+    "Flat": "elements, x.flat[i], and its size is x.size",
+    "Matrix": "rows, columns, T and data",
+    "Extents": "numbers, x.shape[d] and x.strides[d]",
+}
+_SPECIFIC = {
+    "numel": "write x.size",
+    "nelement": "write x.size",
+    "dim": "write x.ndim",
+    "dtype": "a value is converted to it where it is written, or by language.cast(value, x)",
+    "stride": "write x.strides[d]",
+    "T": "x[:, :].T is the transpose of a matrix, for language.dot",
+    "mT": "x[:, :].T is the transpose of a matrix, for language.dot",
+    "device": "a kernel is the same on every device",
+}
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "bool", "contains", "not_", "and_", "or_")
+_ARITHMETIC = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "invert"),
+    *("xor", "lshift", "rshift"),
+)
+_CALL = re.compile(
+    r"No implementation of function Function\(<[^>]*>\) found for signature: (\w+)\((.*)\)$"
+)
+_MODULE = re.compile(r"Unknown attribute '(\w+)' of type Module\(<module '([\w.]+)'")
+_NUMPY = re.compile(r"Use of unsupported NumPy function '[\w.]*?(\w+)'")
+_ATTRIBUTE = re.compile(r"Unknown attribute '(\w+)' of type (\w+)")
+_UNTYPED = re.compile(r"Untyped global name '(\w+)'")
+_USE = re.compile(
+    r"Invalid use of (?:<built-in function )?(\w+)(?:>|\(.*?\))? with parameters \((.*)\)$"
+)
+_UNPACKED = re.compile(r"failed to unpack (\w+)\(")
+_CAST = re.compile(r"Cannot cast (\w+)\(.*\) to (\w+)")
+_UNIFIED = re.compile(r"Cannot unify (.*) and (.*) for '([^']*)'")
+_TAKEN = re.compile(r"(\w+|\*\*) takes .*, got (\w+)\(")
+# Reasons that say nothing of the function that is to blame.
+_OBSCURE = re.compile(
+    r"a kernel must not (?:allocate|raise)|Implementation function returned|Unsupported constraint"
+)
+_YIELDS = "The use of yield in a closure is unsupported."
+_OPCODES = {
+    "LOAD_BUILD_CLASS": "a kernel cannot define a class",
+    "STORE_GLOBAL": "a kernel cannot write to a global: it writes to the views that it is given",
+}
+
+
+def is_blamed(named: Named, reason: str) -> bool | None:
+    """Whether a reason is about a function; None where it is about no function, or does not tell.
+
+    A reason that does not tell is about each that kernels never have.
+    """
+    if reason == _YIELDS:
+        return True if named.name in REDUCTIONS else None
+    if named.is_known:
+        return None
+    if _OBSCURE.match(reason):
+        return True if advice_for(named.name) else None
+    for pattern in (_UNTYPED, _MODULE, _NUMPY, _CALL):
+        found = pattern.match(reason)
+        if found:
+            return found[1] in (named.name, named.words.rpartition(".")[2])
+    return None
+
+
+def reworded(reason: str, *, sees_rows: bool) -> str:
+    """Return the compiler's reason in words of kernels, with what to write instead."""
+    if reason == "a kernel must not allocate" or reason.startswith("Unsupported constraint"):
+        return "a kernel must not allocate" + f": it has {SCRATCH}" * sees_rows
+    if reason == _YIELDS:
+        return f"a kernel has no generators: write a loop, {LOOP.format('n')}"
+    for opcode, words in _OPCODES.items():
+        if f"({opcode})" in reason:
+            return words
+    for pattern, word in (
+        (_CALL, _of_call),
+        (_ATTRIBUTE, _of_attribute),
+        (_USE, _of_use),
+        (_UNPACKED, _of_unpacking),
+        (_CAST, _of_cast),
+        (_TAKEN, _of_numbers),
+        (_UNIFIED, _of_branches),
+    ):
+        found = pattern.match(reason)
+        better = word(*found.groups(), sees_rows=sees_rows) if found else None
+        if better is not None:
+            return f"{reason}: {better}" if better.startswith("write ") else better
+    return reason
+
+
+def _of_unpacking(kind: str, *, sees_rows: bool) -> str | None:
+    return (
+        f"{_KINDS[kind]} is not unpacked: take its elements, x[0], x[1]" if kind in _KINDS else None
+    )
+
+
+def _of_cast(kind: str, target: str, *, sees_rows: bool) -> str | None:
+    if kind not in _KINDS:
+        return None
+    return f"{_KINDS[kind]} is no number, and cannot be a {target}: {_elements(kind)}"
+
+
+def _of_numbers(name: str, kind: str, *, sees_rows: bool) -> str | None:
+    if kind not in _KINDS:
+        return None
+    if name == "**":
+        return f"{_KINDS[kind]} has no arithmetic: {_elements(kind)}"
+    return f"{name} takes numbers, and {_KINDS[kind]} is none: {_elements(kind)}"
+
+
+def _of_branches(one: str, other: str, name: str, *, sees_rows: bool) -> str | None:
+    kinds = [_KINDS.get(type_.partition("(")[0], type_) for type_ in (one, other)]
+    what = "a value" if name.startswith("$") else name.partition(".")[0]
+    return f"{what} is {kinds[0]} in one branch, and {kinds[1]} in another one"
+
+
+_SIZES = {"Row": "x.shape[-1]", "Matrix": "x.shape[-1]"}
+
+
+def _elements(kind: str) -> str:
+    """Say how a kernel computes with the elements of what it cannot compute with as a whole."""
+    if kind == "Extents":
+        return "x.shape[d] and x.strides[d] are numbers"
+    element = {"Row": "row[i]", "Matrix": "x[r, i]"}.get(kind, "x.flat[i]")
+    return (
+        f"compute with its elements, {LOOP.format(_SIZES.get(kind, 'x.size'))}: ... {element} ..."
+    )
+
+
+def _kind_in(parameters: str) -> str | None:
+    """Return the first type of a signature that has elements."""
+    types_ = (part.partition("(")[0] for part in _split(parameters))
+    return next((type_ for type_ in types_ if type_ in _KINDS), None)
+
+
+def _split(parameters: str) -> list[str]:
+    """Split at commas that are not inside of a type, as in ``View(2d, Row(float32), x), int64``."""
+    depth, parts = 0, [""]
+    for character in parameters:
+        depth += (character in "([<") - (character in ")]>")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def _of_call(name: str, parameters: str, *, sees_rows: bool) -> str | None:
+    kind = _kind_in(parameters)
+    if kind is None:
+        is_of_many = name in REDUCTIONS and not sees_rows
+        return (
+            f"a kernel cannot call {name}: {advice_for(name, sees_rows=False)}"
+            if is_of_many
+            else None
+        )
+    what, size = _KINDS[kind], _SIZES.get(kind, "x.size")
+    if name in ("matmul", "imatmul"):
+        return f"{what} has no arithmetic: language.dot(target, a, b) multiplies matrices"
+    if name in ("getitem", "setitem"):
+        if "slice" not in parameters and "..." not in parameters:
+            return None
+        if name == "getitem":
+            return f"{what} has no slices but matrices: {_elements(kind)}"
+        element = "row[i]" if kind == "Row" else "x[r, i]"
+        loop = LOOP.format("x.shape[-1]")
+        return f"a slice is not written: write its elements, {loop}: {element} = value"
+    if name in _ARITHMETIC or name.removeprefix("i") in _ARITHMETIC:
+        return f"{what} has no arithmetic: {_elements(kind)}"
+    if name in _COMPARISONS:
+        return f"{what} is not compared: {_elements(kind)}"
+    advice = advice_for(name, size)
+    if name in QUESTIONS or name == "len" or name in LOOPS or name in REDUCTIONS:
+        return f"a kernel cannot call {name} of {what}: {advice}"
+    return f"{name} takes numbers, and {what} is none: {_elements(kind)}"
+
+
+def _of_attribute(name: str, kind: str, *, sees_rows: bool) -> str | None:
+    if kind not in _KINDS:
+        return (
+            advice_for(name)
+            if name in NUMBERS or advice_for(name).startswith("write math")
+            else None
+        )
+    advice = _SPECIFIC.get(name) or advice_for(name, _SIZES.get(kind, "x.size"))
+    there = f"it has {_ATTRIBUTES[kind]}" if kind in _ATTRIBUTES else "it has elements, x[i]"
+    return f"{_KINDS[kind]} has no {name}: {advice or there}"
+
+
+def _of_use(name: str, parameters: str, *, sees_rows: bool) -> str | None:
+    kind = _kind_in(parameters)
+    if name == "BoundFunction":
+        given = re.sub(r"Literal\[\w+\]\((.*?)\)", r"\1", parameters)
+        return f"x.row takes one integer, got ({given})"
+    if re.fullmatch(r"u?int\d+|float\d+", name):
+        return "a number is not called: x.size is one, and so are x.shape[d] and x.strides[d]"
+    if kind is None:
+        return None
+    if name == "getiter":
+        return f"{_KINDS[kind]} is not iterated over: {_elements(kind)}"
+    return _of_call(name, parameters, sees_rows=sees_rows)
