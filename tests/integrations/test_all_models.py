@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from foo_ops.integrations import transformers as integration
 
 REPOSITORY = Path(__file__).parents[2]
-PARTS = 8
+PARTS = 10
 """A part takes less than a minute of one processor."""
 
 
