@@ -29,7 +29,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 endif
 
-.PHONY: setup demo examples test test-processors conformance sanitize reliability bench docs lint wheel \
+.PHONY: setup demo examples test test-processors test-models conformance sanitize reliability bench docs lint wheel \
 	sdist release-check clean
 
 setup: $(VENV)/.built
@@ -64,6 +64,11 @@ test: setup
 # Kernels for each width of vectors, each way to multiply, and other processors.
 test-processors: setup
 	$(BIN)/python tests/processors.py
+
+# All models of transformers that can be made small, after apply against the same as they are; the
+# manual's table of models with OPTIONS=--publish.
+test-models: setup
+	OMP_WAIT_POLICY=passive $(BIN)/python tests/models.py $(OPTIONS)
 
 # PyTorch's own tables of operators, modules and optimizers, on foo against the CPU.
 conformance: setup
