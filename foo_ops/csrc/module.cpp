@@ -10,6 +10,7 @@
 #include "aten/flash_attention_of_cpu.h"
 #include "aten/matrix_products.h"
 #include "aten/recurrent_layers.h"
+#include "aten/wider_dtypes.h"
 #include "device/autograd_threads.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
@@ -258,6 +259,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_operators(module);
   bind_device(module);
   foo::sanitizer::bind_sanitizer(module);
+  foo::aten::register_wider_kernels();
   foo::aten::register_host_kernels();
   foo::aten::register_recurrent_layers();
   foo::aten::register_collectives();
