@@ -32,8 +32,8 @@ void check_dtypes(const char* name, const Tensor& query, const Tensor& key, cons
   }
 }
 
-void check_dimensions(const char* name, const Tensor& query, const Tensor& key,
-                      const Tensor& value, int64_t expected) {
+void check_dimensions(const char* name, const Tensor& query, const Tensor& key, const Tensor& value,
+                      int64_t expected) {
   for (const auto& [argument, tensor] :
        {std::pair("query", &query), std::pair("key", &key), std::pair("value", &value)}) {
     TORCH_CHECK_VALUE(tensor->dim() == expected, name, ": ", argument, " must have ", expected,
@@ -144,9 +144,8 @@ FlashForward flash_forward(const Tensor& query, const Tensor& key, const Tensor&
   check_dimensions(kFlash, query, key, value, 4);
   check_none(kFlash, "seqused_k", seqused_k, " without cum_seq_q");
   check_none(kFlash, "block_table", block_table, " without cum_seq_q");
-  auto [output, logsumexp] =
-      attention(heads_first(query), heads_first(key), heads_first(value), std::nullopt,
-                seed_if_used(seed, dropout_p), options);
+  auto [output, logsumexp] = attention(heads_first(query), heads_first(key), heads_first(value),
+                                       std::nullopt, seed_if_used(seed, dropout_p), options);
   return flash_results(query, heads_first(output), std::move(logsumexp), seed);
 }
 
@@ -162,10 +161,10 @@ Tensor flash_forward_in_place(Tensor& out, const Tensor& query, const Tensor& ke
   TORCH_CHECK_VALUE(dropout_p == 0.0, kName, ": dropout_p must be 0, got ", dropout_p);
   TORCH_CHECK_VALUE(out.sizes() == query.sizes(), kName, ": out must have the sizes of query, ",
                     query.sizes(), ", got ", out.sizes());
-  auto [output, logsumexp, state, unused, mask] = flash_forward(
-      query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-      return_debug_mask, scale, window_left, window_right, seqused_k, alibi_slopes, block_table,
-      num_splits);
+  auto [output, logsumexp, state, unused, mask] =
+      flash_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+                    return_debug_mask, scale, window_left, window_right, seqused_k, alibi_slopes,
+                    block_table, num_splits);
   out.copy_(output);
   return logsumexp;
 }
@@ -216,20 +215,20 @@ ScaledDotProduct scaled_dot_product_flash(const Tensor& query, const Tensor& key
                 flash_options(dropout_p, is_causal, scale));
   auto [ordered, sums, state, unused, mask] =
       flash_results(query, std::move(output), std::move(logsumexp), seed);
-  return {ordered,     sums,  Tensor(), Tensor(), query.size(2),
-          key.size(2), state, unused,   mask};
+  return {ordered, sums, Tensor(), Tensor(), query.size(2), key.size(2), state, unused, mask};
 }
 
-ThreeGradients scaled_dot_product_flash_backward(
-    const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& out, const Tensor& logsumexp, const Tensor&, const Tensor&, int64_t, int64_t,
-    double dropout_p, bool is_causal, const Tensor& state, const Tensor&,
-    std::optional<double> scale) {
+ThreeGradients scaled_dot_product_flash_backward(const Tensor& grad_out, const Tensor& query,
+                                                 const Tensor& key, const Tensor& value,
+                                                 const Tensor& out, const Tensor& logsumexp,
+                                                 const Tensor&, const Tensor&, int64_t, int64_t,
+                                                 double dropout_p, bool is_causal,
+                                                 const Tensor& state, const Tensor&,
+                                                 std::optional<double> scale) {
   if (!grad_out.defined()) return {};
-  const auto found =
-      attention_backward(grad_out, query, key, value, std::nullopt, out, logsumexp,
-                         flash_seed(state, dropout_p), /*mask_requires_grad=*/false,
-                         flash_options(dropout_p, is_causal, scale));
+  const auto found = attention_backward(grad_out, query, key, value, std::nullopt, out, logsumexp,
+                                        flash_seed(state, dropout_p), /*mask_requires_grad=*/false,
+                                        flash_options(dropout_p, is_causal, scale));
   return {laid_out_like(query, found.query), laid_out_like(key, found.key),
           laid_out_like(value, found.value)};
 }
@@ -311,7 +310,8 @@ struct Efficient {
       check_starts("cu_seqlens_k", k, key.size(1));
       TORCH_CHECK_VALUE(q.size() == k.size(), name, ": cu_seqlens_k must have ", q.size(),
                         " elements as cu_seqlens_q has, got ", k.size());
-      for (size_t i = 0; i + 1 < q.size(); ++i) result.push_back({0, q[i], q[i + 1], k[i], k[i + 1]});
+      for (size_t i = 0; i + 1 < q.size(); ++i)
+        result.push_back({0, q[i], q[i + 1], k[i], k[i + 1]});
     } else {
       for (int64_t i = 0; i < query.size(0); ++i) {
         result.push_back({i, 0, query.size(1), 0, key.size(1)});
@@ -374,11 +374,11 @@ std::tuple<Tensor, Tensor> efficient_attention(const Efficient& call, const Tens
     return {heads_first(output).contiguous(), logsumexp};
   }
   const auto sequences = call.sequences(query, key);
-  Tensor output = at::zeros({query.size(0), query.size(1), query.size(2), value.size(3)},
-                            query.options());
-  Tensor logsumexp = at::full({static_cast<int64_t>(sequences.size()), query.size(2), longest_q},
-                              std::numeric_limits<double>::infinity(),
-                              query.options().dtype(at::kFloat));
+  Tensor output =
+      at::zeros({query.size(0), query.size(1), query.size(2), value.size(3)}, query.options());
+  Tensor logsumexp =
+      at::full({static_cast<int64_t>(sequences.size()), query.size(2), longest_q},
+               std::numeric_limits<double>::infinity(), query.options().dtype(at::kFloat));
   for (size_t i = 0; i < sequences.size(); ++i) {
     const Sequence& each = sequences[i];
     const Tensor queries = each.queries_of(query), keys = each.keys_of(key);
@@ -448,12 +448,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt> efficient_f
   const Tensor seed = draw_seed(query, dropout_p);
   const auto [output, logsumexp] =
       efficient_attention(call, query, key, value, seed_if_used(seed, dropout_p), longest_q);
-  return {output,
-          padded(logsumexp, longest_q, compute_log_sumexp),
-          scalar_of(seed),
-          zero_offset(seed),
-          longest_q,
-          max_seqlen_k.value_or(key.size(1))};
+  return {output,          padded(logsumexp, longest_q, compute_log_sumexp),
+          scalar_of(seed), zero_offset(seed),
+          longest_q,       max_seqlen_k.value_or(key.size(1))};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
@@ -507,11 +504,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> scaled_dot_product_efficient_backward
     const Tensor& /*offset*/, double dropout_p, std::array<bool, 4> needed, bool is_causal,
     std::optional<double> scale) {
   if (!grad_out.defined()) return {};
-  const auto found = attention_backward(
-      grad_out, query, key, value, attn_bias, out,
-      logsumexp.slice(2, 0, query.size(2)).contiguous(),
-      seed_if_used(seed.view({1}), dropout_p), needed[3] && attn_bias.defined(),
-      {.is_causal = is_causal, .scale = scale, .dropout_p = dropout_p});
+  const auto found =
+      attention_backward(grad_out, query, key, value, attn_bias, out,
+                         logsumexp.slice(2, 0, query.size(2)).contiguous(),
+                         seed_if_used(seed.view({1}), dropout_p), needed[3] && attn_bias.defined(),
+                         {.is_causal = is_causal, .scale = scale, .dropout_p = dropout_p});
   const auto with_queries_first = [](const Tensor& gradient) {
     return heads_first(heads_first(gradient).contiguous());
   };
@@ -572,11 +569,10 @@ ThreeGradients cudnn_backward(const Tensor& grad_out, const Tensor& query, const
                               const Tensor&, const Tensor&, int64_t, int64_t, double dropout_p,
                               bool is_causal, std::optional<double> scale) {
   if (!grad_out.defined()) return {};
-  const auto found =
-      attention_backward(grad_out, query, key, value, attn_bias, out,
-                         logsumexp.squeeze(-1).contiguous(),
-                         seed_if_used(seed.view({1}), dropout_p), /*mask_requires_grad=*/false,
-                         {.is_causal = is_causal, .scale = scale, .dropout_p = dropout_p});
+  const auto found = attention_backward(
+      grad_out, query, key, value, attn_bias, out, logsumexp.squeeze(-1).contiguous(),
+      seed_if_used(seed.view({1}), dropout_p), /*mask_requires_grad=*/false,
+      {.is_causal = is_causal, .scale = scale, .dropout_p = dropout_p});
   return {laid_out_like(query, found.query), laid_out_like(key, found.key),
           laid_out_like(value, found.value)};
 }
@@ -585,8 +581,8 @@ ThreeGradients cudnn_backward(const Tensor& grad_out, const Tensor& query, const
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   register_own_kernel<"aten::_flash_attention_forward", &flash_forward>(library);
-  register_own_kernel<"aten::_flash_attention_forward_no_dropout_inplace",
-                      &flash_forward_in_place>(library);
+  register_own_kernel<"aten::_flash_attention_forward_no_dropout_inplace", &flash_forward_in_place>(
+      library);
   register_own_kernel<"aten::_flash_attention_backward", &flash_backward>(library);
   register_own_kernel<"aten::_scaled_dot_product_flash_attention", &scaled_dot_product_flash>(
       library);

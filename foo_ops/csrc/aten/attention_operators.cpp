@@ -95,11 +95,11 @@ AttentionGradients attention_backward(const Tensor& grad_output, const Tensor& q
                                       const Tensor& logsumexp, const OptionalTensor& seed,
                                       bool mask_requires_grad, const AttentionOptions& options) {
   static const auto backward = typed_operator<Backward>("foo::attention_backward");
-  const auto [grad_query, grad_key, grad_value, grad_mask, grad_slopes, grad_sinks] = backward.call(
-      grad_output, at::zeros_like(logsumexp), query, key, value, defined_or_none(mask),
-      options.alibi_slopes, std::nullopt, output, logsumexp, seed, mask_requires_grad,
-      options.is_causal, options.scale, options.dropout_p, options.window_left,
-      options.window_right, kNoSoftcap);
+  const auto [grad_query, grad_key, grad_value, grad_mask, grad_slopes, grad_sinks] =
+      backward.call(grad_output, at::zeros_like(logsumexp), query, key, value,
+                    defined_or_none(mask), options.alibi_slopes, std::nullopt, output, logsumexp,
+                    seed, mask_requires_grad, options.is_causal, options.scale, options.dropout_p,
+                    options.window_left, options.window_right, kNoSoftcap);
   return {grad_query, grad_key, grad_value, mask_requires_grad ? grad_mask : Tensor()};
 }
 

@@ -98,8 +98,7 @@ bool may_be_widened(const c10::FunctionSchema& schema, at::ArrayRef<IValue> valu
   bool result = false;
   for (size_t position = 0; position < values.size(); ++position) {
     const IValue& value = values[position];
-    for_each_tensor(value,
-                    [&](const Tensor& tensor) { result |= is_one(tensor.scalar_type()); });
+    for_each_tensor(value, [&](const Tensor& tensor) { result |= is_one(tensor.scalar_type()); });
     result |= is_dtype(schema.arguments()[position], value) && is_one(value.toScalarType());
   }
   return result;
@@ -270,10 +269,9 @@ bool sum_complex_numbers(const c10::OperatorHandle& op, torch::jit::Stack& stack
   const auto dtype = values[3].toOptional<ScalarType>().value_or(self.scalar_type());
   const Tensor wide = self.to(widened(self.scalar_type(), kFloat16));
   const auto dim = values[1].toOptional<std::vector<int64_t>>();
-  const Tensor sum =
-      wide.masked_fill(at::isnan(wide), 0)
-          .sum(dim ? at::OptionalIntArrayRef(*dim) : std::nullopt, values[2].toBool(),
-               widened(dtype, kFloat16));
+  const Tensor sum = wide.masked_fill(at::isnan(wide), 0)
+                         .sum(dim ? at::OptionalIntArrayRef(*dim) : std::nullopt,
+                              values[2].toBool(), widened(dtype, kFloat16));
   finish(op, stack, sum.to(dtype));
   return true;
 }
@@ -286,10 +284,10 @@ struct Rule {
 const std::vector<Rule>& rules() {
   static const auto* all = new std::vector<Rule>{
       {&compute_wider<at::kComplexHalf>,
-       {"acos",   "acosh",      "angle", "asin",      "asinh", "atan",    "atanh",
-        "cos",    "cosh",       "div",   "exp",       "lerp",  "log",     "logaddexp",
-        "pow",    "prod",       "rsqrt", "sgn",       "sigmoid", "sigmoid_backward", "sin",
-        "sinh",   "sqrt",       "sum",   "tan",       "tanh",  "tanh_backward"}},
+       {"acos",      "acosh",   "angle", "asin",  "asinh", "atan",    "atanh",
+        "cos",       "cumprod", "cosh",  "div",   "exp",   "lerp",    "log",
+        "logaddexp", "pow",     "prod",  "rsqrt", "sgn",   "sigmoid", "sigmoid_backward",
+        "sin",       "sinh",    "sqrt",  "sum",   "tan",   "tanh",    "tanh_backward"}},
       {&compute_wider<at::kComplexHalf, at::kBool>, {"abs", "trace"}},
       {&compute_wider<at::kHalf>, {"polygamma", "round", "rrelu_with_noise"}},
       {&compute_wider<at::kHalf, at::kBFloat16>,
@@ -308,8 +306,7 @@ HostKernel* kernel_of(const c10::OperatorName& name) {
   std::string_view base = name.name;
   if (!base.starts_with("aten::")) return nullptr;
   base.remove_prefix(6);
-  const std::string_view functional =
-      base.ends_with('_') ? base.substr(0, base.size() - 1) : base;
+  const std::string_view functional = base.ends_with('_') ? base.substr(0, base.size() - 1) : base;
   for (const Rule& rule : rules()) {
     for (const char* known : rule.operators) {
       if (base == known || functional == known) return rule.kernel;
@@ -354,8 +351,9 @@ class HalfTransform final : public c10::OperatorKernel {
     }
     const Tensor out = stack->back().toTensor();
     stack->pop_back();
-    c10::Dispatcher::singleton().findSchemaOrThrow(op.operator_name().name.c_str(), "").callBoxed(
-        stack);
+    c10::Dispatcher::singleton()
+        .findSchemaOrThrow(op.operator_name().name.c_str(), "")
+        .callBoxed(stack);
     const Tensor result = narrow(stack->back().toTensor());
     at::native::resize_output(out, result.sizes());
     stack->back() = out.copy_(result);
@@ -396,9 +394,9 @@ void register_wider_kernels() {
     if (is_transform(*op)) register_transform(*op);
     HostKernel* const kernel = kernel_of(name);
     if (kernel == nullptr || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
-    register_kernel(c10::toString(name), c10::DispatchKey::PrivateUse1,
-                    c10::KernelFunction::makeFromBoxedFunctor(
-                        std::make_unique<WiderKernel>(kernel)));
+    register_kernel(
+        c10::toString(name), c10::DispatchKey::PrivateUse1,
+        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<WiderKernel>(kernel)));
   }
 }
 
