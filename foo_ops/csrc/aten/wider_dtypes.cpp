@@ -12,7 +12,10 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <map>
 #include <optional>
+#include <sstream>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -278,41 +281,36 @@ bool sum_complex_numbers(const c10::OperatorHandle& op, torch::jit::Stack& stack
 
 struct Rule {
   HostKernel* kernel;
-  std::vector<const char*> operators;
+  // With spaces between.
+  const char* operators;
 };
 
-const std::vector<Rule>& rules() {
-  static const auto* all = new std::vector<Rule>{
-      {&compute_wider<at::kComplexHalf>,
-       {"acos",      "acosh",   "angle", "asin",  "asinh", "atan",    "atanh",
-        "cos",       "cumprod", "cosh",  "div",   "exp",   "lerp",    "log",
-        "logaddexp", "pow",     "prod",  "rsqrt", "sgn",   "sigmoid", "sigmoid_backward",
-        "sin",       "sinh",    "sqrt",  "sum",   "tan",   "tanh",    "tanh_backward"}},
-      {&compute_wider<at::kComplexHalf, at::kBool>, {"abs", "trace"}},
-      {&compute_wider<at::kHalf>, {"polygamma", "round", "rrelu_with_noise"}},
-      {&compute_wider<at::kHalf, at::kBFloat16>,
-       {"_upsample_bilinear2d_aa", "_upsample_bilinear2d_aa_backward", "avg_pool3d",
-        "avg_pool3d_backward", "multi_margin_loss", "multi_margin_loss_backward",
-        "multilabel_margin_loss_forward", "multilabel_margin_loss_backward"}},
-      {&compute_wider<at::kComplexHalf, at::kHalf>, {"_fft_c2c", "_fft_c2r", "_fft_r2c"}},
-      {&count_integers, {"histc"}},
-      {&sum_complex_numbers, {"nansum"}},
-  };
-  return *all;
-}
+const Rule kRules[] = {
+    {&compute_wider<at::kComplexHalf>,
+     "acos acosh angle asin asinh atan atanh cos cosh cumprod div equal exp lerp log logaddexp pow "
+     "prod rsqrt sgn sigmoid sigmoid_backward sin sinh sqrt sum tan tanh tanh_backward"},
+    {&compute_wider<at::kComplexHalf, at::kBool>, "abs trace"},
+    {&compute_wider<at::kComplexHalf, at::kHalf>, "_fft_c2c _fft_c2r _fft_r2c"},
+    {&compute_wider<at::kHalf>, "polygamma round rrelu_with_noise"},
+    {&compute_wider<at::kHalf, at::kBFloat16>,
+     "_upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward avg_pool3d avg_pool3d_backward "
+     "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward "
+     "multilabel_margin_loss_backward"},
+    {&count_integers, "histc"},
+    {&sum_complex_numbers, "nansum"},
+};
 
-// The rule for "aten::sin", "aten::sin_" and "aten::sin.out".
-HostKernel* kernel_of(const c10::OperatorName& name) {
-  std::string_view base = name.name;
-  if (!base.starts_with("aten::")) return nullptr;
-  base.remove_prefix(6);
-  const std::string_view functional = base.ends_with('_') ? base.substr(0, base.size() - 1) : base;
-  for (const Rule& rule : rules()) {
-    for (const char* known : rule.operators) {
-      if (base == known || functional == known) return rule.kernel;
+// The kernels for "aten::sin", "aten::sin_" and their kind; overloads such as sin.out have the
+// same.
+std::map<std::string, HostKernel*> kernels_by_name() {
+  std::map<std::string, HostKernel*> kernels;
+  for (const Rule& rule : kRules) {
+    std::istringstream names(rule.operators);
+    for (std::string name; names >> name;) {
+      kernels["aten::" + name] = kernels["aten::" + name + "_"] = rule.kernel;
     }
   }
-  return nullptr;
+  return kernels;
 }
 
 class WiderKernel final : public c10::OperatorKernel {
@@ -388,15 +386,16 @@ void register_transform(const c10::OperatorHandle& op) {
 }  // namespace
 
 void register_wider_kernels() {
+  const auto kernels = kernels_by_name();
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     if (!op.has_value()) continue;
     if (is_transform(*op)) register_transform(*op);
-    HostKernel* const kernel = kernel_of(name);
-    if (kernel == nullptr || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    const auto known = kernels.find(name.name);
+    if (known == kernels.end() || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
     register_kernel(
         c10::toString(name), c10::DispatchKey::PrivateUse1,
-        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<WiderKernel>(kernel)));
+        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<WiderKernel>(known->second)));
   }
 }
 
