@@ -192,6 +192,24 @@ def test_refusals_of_products():
         torch._scaled_grouped_mm(x, x.t(), x[0], x[0])
 
 
+def test_compiled_products(fresh_compiler):
+    """Inductor has products with another dtype of the result for CUDA alone."""
+    torch.manual_seed(0)
+    left, right = random(33, 70, dtype=torch.bfloat16), random(70, 20, dtype=torch.bfloat16)
+
+    @torch.compile(fullgraph=True)
+    def function(left, right):
+        product = torch.mm(left, right, out_dtype=torch.float32)
+        batch = torch.bmm(left[None], right[None], out_dtype=torch.float32)
+        total = torch.addmm(product, left, right, out_dtype=torch.float32, beta=0.5, alpha=2)
+        return product, total + batch
+
+    product, total = function(left.foo(), right.foo())
+    exact = left.double() @ right.double()
+    assert_near(product, exact)
+    assert_near(total, (3.5 * exact)[None])
+
+
 # -------------------------------------------------------------------------------- dropout and norms
 
 
