@@ -1,5 +1,5 @@
 // The operators of attention that torch has for CUDA alone, on foo::attention: flash, efficient and
-// cuDNN's. What they return beside the output has the shapes of torch/_meta_registrations.py.
+// cuDNN's. Their results have the layouts that torch/_meta_registrations.py announces.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -262,7 +262,7 @@ Tensor in_aligned_rows(const Tensor& gradient) {
 
 // One of the sequences of a call: a part of a batch or of packed sequences, heads first.
 struct Sequence {
-  // What it is a part of: batch, its row; queries and keys, from one to another.
+  // Its row of the batch, and where its queries and keys begin and end.
   int64_t batch, first_q, last_q, first_k, last_k;
 
   Tensor queries_of(const Tensor& tensor) const { return part(tensor, first_q, last_q); }
@@ -279,7 +279,7 @@ std::vector<int64_t> numbers(const Tensor& tensor) {
   return {host.const_data_ptr<int64_t>(), host.const_data_ptr<int64_t>() + host.numel()};
 }
 
-// What efficient attention is given beside query, key and value.
+// The arguments of efficient attention beside query, key and value.
 struct Efficient {
   const char* name;
   OptionalTensor bias, starts_q, starts_k, used_k;

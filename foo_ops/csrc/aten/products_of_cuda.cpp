@@ -212,9 +212,7 @@ void check_inner_tiles(const char* name, int64_t inner_tiles) {
 
 // The places in a word of the numbers (first or second of a pair, tile, half of a tile).
 Tensor shifts(const Tensor& like) {
-  std::vector<int32_t> bits(8);
-  for (int32_t i = 0; i < 8; ++i) bits[i] = 4 * i;
-  return at::tensor(bits, like.options().dtype(at::kInt)).view({2, 2, 2});
+  return at::arange(0, 32, 4, like.options().dtype(at::kInt)).view({2, 2, 2});
 }
 
 Tensor convert_weight_to_int4pack(const Tensor& self, int64_t inner_tiles) {

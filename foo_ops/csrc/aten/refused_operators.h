@@ -7,7 +7,7 @@
 
 namespace foo::aten {
 
-// What to use instead of an operator, for its error message; empty where nothing is known.
+// Names the replacement of an operator, for its error message; empty where none is known.
 std::string instead_of(const c10::OperatorName& name);
 
 }  // namespace foo::aten

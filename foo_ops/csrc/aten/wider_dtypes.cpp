@@ -1,5 +1,5 @@
 // Dtypes that an operator has on CUDA and not on the CPU: it computes on copies in a wider dtype,
-// and rounds its results once. tests/conformance compares all that PyTorch lists.
+// and rounds its results once. The conformance compares all that PyTorch lists.
 
 #include "aten/wider_dtypes.h"
 
@@ -31,7 +31,7 @@ using at::ScalarType;
 using at::Tensor;
 using c10::IValue;
 
-// A kernel computes in `wide` what it is given in `narrow`.
+// A dtype of arguments and results, and the dtype that a kernel computes in.
 struct Widening {
   ScalarType narrow, wide;
 };
@@ -288,8 +288,9 @@ struct Rule {
 const Rule kRules[] = {
     {&compute_wider<at::kComplexHalf>,
      "acos acosh angle asin asinh atan atanh cos cosh cumprod div equal exp lerp log logaddexp pow "
-     "prod rsqrt sgn sigmoid sigmoid_backward sin sinh sqrt sum tan tanh tanh_backward"},
-    {&compute_wider<at::kComplexHalf, at::kBool>, "abs trace"},
+     "prod rsqrt sigmoid sigmoid_backward sin sinh sqrt sum tan tanh tanh_backward"},
+    {&compute_wider<at::kBool>, "abs"},
+    {&compute_wider<at::kComplexHalf, at::kBool>, "trace"},
     {&compute_wider<at::kComplexHalf, at::kHalf>, "_fft_c2c _fft_c2r _fft_r2c"},
     {&compute_wider<at::kHalf>, "polygamma round rrelu_with_noise"},
     {&compute_wider<at::kHalf, at::kBFloat16>,
