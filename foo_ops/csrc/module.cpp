@@ -264,6 +264,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_device(module);
   foo::sanitizer::bind_sanitizer(module);
   foo::aten::register_wider_kernels();
+  foo::aten::register_half_transforms();
   foo::aten::register_host_kernels();
   foo::aten::register_recurrent_layers();
   foo::aten::register_collectives();

@@ -29,6 +29,8 @@ def test_counts_are_exact_beyond_float64():
     start = 2**62
     values = torch.tensor([start + each for each in (0, 1, 1, 3)], device="foo")
     assert torch.histc(values, bins=4, min=start, max=start + 4).tolist() == [1, 2, 0, 1]
+    edge = torch.tensor([2**60 - 1, 2**60], device="foo")
+    assert torch.histc(edge, bins=4, min=0, max=2**62).tolist() == [1, 1, 0, 0]
     limits = torch.iinfo(torch.int64)
     ends = torch.tensor([limits.min, 0, limits.max], device="foo")
     assert torch.histc(ends, bins=2).tolist() == [1, 2]
