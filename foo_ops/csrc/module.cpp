@@ -10,6 +10,8 @@
 #include "aten/flash_attention_of_cpu.h"
 #include "aten/matrix_products.h"
 #include "aten/recurrent_layers.h"
+#include "aten/refused_operators.h"
+#include "aten/wider_dtypes.h"
 #include "device/autograd_threads.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
@@ -243,6 +245,9 @@ void bind_device(py::module_& module) {
   device.def("set_backend_meta", torch::wrap_pybind_function(&set_backend_meta));
   device.def("get_backend_meta", torch::wrap_pybind_function(&get_backend_meta));
   device.def("operator_counts", &foo::operator_counts);
+  device.def("instead_of", [](const std::string& name) {
+    return foo::aten::instead_of(foo::find_operator(name).operator_name());
+  });
   device.def("reset_operator_counts", &foo::reset_operator_counts);
   device.def("run_compiled_graph", &run_compiled_graph);
   device.def("has_own_products", &foo::aten::has_own_products);
@@ -258,6 +263,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_operators(module);
   bind_device(module);
   foo::sanitizer::bind_sanitizer(module);
+  foo::aten::register_wider_kernels();
+  foo::aten::register_half_transforms();
   foo::aten::register_host_kernels();
   foo::aten::register_recurrent_layers();
   foo::aten::register_collectives();

@@ -48,6 +48,14 @@ def _as_on_cpu(of_torch: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _histc(mode: FakeTensorMode, func: Any, input: FakeTensor, bins: int = 100, *_: Any) -> Any:
+    """Announce counts of integers, which foo has, and torch refuses for a device like the CPU."""
+    is_of_integers = not (input.dtype.is_floating_point or input.dtype == torch.bool)
+    if input.fake_device.type != "foo" or not is_of_integers or bins <= 0:
+        return NotImplemented
+    return input.new_empty(bins)
+
+
 _device_hint = _meta_registrations.device_hint
 
 
@@ -78,4 +86,5 @@ def register() -> None:
     kernels = fake_impls.op_implementations_dict
     for operator in CONVOLUTIONS:
         kernels[operator] = _as_on_cpu(kernels[operator])
+    kernels[aten.histc.default] = _histc
     _meta_registrations.device_hint = _device_hint_of_kernel

@@ -21,7 +21,7 @@ from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 
 from foo_ops import _C
-from foo_ops.device import _inductor_attention
+from foo_ops.device import _inductor_attention, _inductor_products
 
 
 def _on_cpu() -> AbstractContextManager[None]:
@@ -203,11 +203,14 @@ class _Version(CustomGraphModulePass):
         pass
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, _inductor_attention.__file__))
+        return get_hash_for_files(
+            (__file__, _inductor_attention.__file__, _inductor_products.__file__)
+        )
 
 
 def register() -> None:
     _inductor_attention.register()
+    _inductor_products.register()
     codecache._get_cpp_wrapper_header = _header_of_kernels
     register_backend_for_device("foo", FooScheduling, FooWrapper, FooCppWrapper, None, _Version())
     register_device_op_overrides("foo", CpuDeviceOpOverrides())

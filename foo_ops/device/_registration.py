@@ -7,7 +7,7 @@ import torch
 
 from foo_ops import _C
 from foo_ops._after_import import after_import
-from foo_ops.device import _data_parallel, _dlpack, _module_method, _sharing
+from foo_ops.device import _data_parallel, _dlpack, _module_method, _profiler, _sharing
 
 # Typed storages count whole elements, and torch has none of less than a byte.
 SMALLER_THAN_A_BYTE = [torch.quint4x2, torch.quint2x4]
@@ -23,6 +23,7 @@ def register(module: types.ModuleType) -> None:
     _dlpack.register()
     _sharing.register()
     _data_parallel.register()
+    _profiler.register()
     # Python ends a thread that asks for the GIL while it shuts down, and C++ ends the process if
     # that happens in a destructor: a backward pass just before the end did so, 1 time in 14.
     atexit.register(_C.device.wait_for_autograd_threads)

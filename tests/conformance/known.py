@@ -6,6 +6,7 @@ _COMPRESSED = "torch makes no fake of a compressed sparse tensor outside of the 
 _SHAPE_ALONE = "as on CUDA: only the shape or the device of the other tensor is used"
 _COPIED = "as on CUDA: the source is copied, which goes between devices"
 _INDICES = "as on CUDA: indices may be on the CPU"
+_OVERFLOW = "as on CUDA: the formula of the gradient overflows in half precision"
 
 KNOWN: dict[tuple[str, ...], str] = {
     ("strides", "_native_batch_norm_legit"): _AT_INFERENCE,
@@ -46,6 +47,8 @@ KNOWN: dict[tuple[str, ...], str] = {
             "index_put",
         )
     },
+    ("dtypes", "logaddexp", "complex32"): _OVERFLOW,
+    ("dtypes", "pow", "complex32"): _OVERFLOW,
     ("devices", "diff"): "as on CUDA: differences of order zero use one tensor",
     ("devices", "nn.functional.ctc_loss"): "as on CUDA: torch moves targets and lengths",
 }

@@ -110,3 +110,42 @@ def test_replays_of_graphs():
     _, profiler = profiled(graph.replay)
     kernels = [event.name for event in profiler.events() if event.name.startswith("kernel of")]
     assert kernels == ["kernel of aten::exp", "kernel of aten::sin"]
+
+
+@pytest.mark.parametrize("name", ["self_foo_time_total", "foo_time_total", "foo_time"])
+def test_tables_are_sorted_by_foos_names(name):
+    """The names are those of the columns' heads, and mean what CUDA's do."""
+    large = torch.rand(300, 300, device="foo")
+    _, profiler = profiled(lambda: (large[0].exp(), large @ large))
+    averages = profiler.key_averages()
+    as_cuda = averages.table(sort_by=name.replace("foo", "cuda"))
+    assert averages.table(sort_by=name) == as_cuda != averages.table(sort_by="cpu_time_total")
+    assert all(
+        getattr(event, name) == getattr(event, name.replace("foo", "device"))
+        and getattr(event, f"{name}_str") == getattr(event, f"{name.replace('foo', 'device')}_str")
+        for event in [*averages, *profiler.events()]
+    )
+
+
+def test_memory_by_foos_name():
+    activities = [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
+    with profile(activities=activities, profile_memory=True) as profiler:
+        torch.ones(1000, device="foo")
+    averages = profiler.key_averages()
+    event = next(each for each in averages if each.key == "aten::ones")
+    assert event.foo_memory_usage == 4032
+    assert averages.table(sort_by="self_foo_memory_usage").count("aten::ones") == 1
+
+
+def test_stacks_by_foos_time(tmp_path):
+    activities = [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
+    x = torch.rand(300, 300, device="foo")
+    experimental = torch._C._profiler._ExperimentalConfig(verbose=True)
+    with profile(activities=activities, with_stack=True, experimental_config=experimental) as run:
+        x @ x
+    files = [tmp_path / name for name in ("foo", "privateuse1")]
+    for path in files:
+        run.export_stacks(str(path), f"self_{path.name}_time_total")
+    assert files[0].read_text() == files[1].read_text()
+    with pytest.raises(ValueError, match="self_foo_time_total"):
+        run.export_stacks(str(files[0]), "foo_time")

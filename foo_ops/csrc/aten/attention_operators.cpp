@@ -13,8 +13,7 @@ namespace {
 
 using at::Tensor;
 
-// The options that stand for no window and no cap of the scores.
-constexpr int64_t kNoWindow = -1;
+// The option that stands for no cap of the scores.
 constexpr double kNoSoftcap = 0.0;
 
 OptionalTensor defined_or_none(const OptionalTensor& tensor) {
@@ -37,6 +36,27 @@ using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
     std::optional<double> scale, double dropout_p, int64_t window_left, int64_t window_right,
     double softcap);
 
+using VarlenForward = std::tuple<Tensor, Tensor>(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q,
+    const Tensor& cu_seqlens_k, const OptionalTensor& seqused_k, const OptionalTensor& block_table,
+    const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, const OptionalTensor& seed,
+    int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale, double dropout_p,
+    int64_t window_left, int64_t window_right, double softcap);
+
+using VarlenBackward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+    const Tensor& grad_output, const Tensor& grad_logsumexp, const Tensor& query, const Tensor& key,
+    const Tensor& value, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+    const OptionalTensor& seqused_k, const OptionalTensor& block_table,
+    const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, const Tensor& output,
+    const Tensor& logsumexp, const OptionalTensor& seed, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> scale, double dropout_p, int64_t window_left, int64_t window_right,
+    double softcap);
+
+template <class Signature>
+auto typed_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
 // Makes a tensor of other sizes whose dimensions lie in memory in the order of those of the query.
 Tensor empty_in_order_of(const Tensor& query, at::IntArrayRef sizes) {
   if (query.sizes() == sizes) return at::empty_like(query);
@@ -55,14 +75,18 @@ Tensor in_order_of(const Tensor& query, Tensor result) {
   return ordered.strides() == result.strides() ? result : ordered.copy_(result);
 }
 
+Tensor laid_out_like(const Tensor& query, const Tensor& result) {
+  Tensor like = at::empty_like(query);
+  return like.strides() == result.strides() ? result : like.copy_(result);
+}
+
 std::tuple<Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                      const OptionalTensor& mask, const OptionalTensor& seed,
                                      const AttentionOptions& options) {
-  static const auto forward =
-      c10::Dispatcher::singleton().findSchemaOrThrow("foo::attention_seeded", "").typed<Forward>();
-  return forward.call(query, key, value, defined_or_none(mask), std::nullopt, std::nullopt, seed,
-                      options.is_causal, options.scale, options.dropout_p, kNoWindow, kNoWindow,
-                      kNoSoftcap);
+  static const auto forward = typed_operator<Forward>("foo::attention_seeded");
+  return forward.call(query, key, value, defined_or_none(mask), options.alibi_slopes, std::nullopt,
+                      seed, options.is_causal, options.scale, options.dropout_p,
+                      options.window_left, options.window_right, kNoSoftcap);
 }
 
 AttentionGradients attention_backward(const Tensor& grad_output, const Tensor& query,
@@ -70,14 +94,38 @@ AttentionGradients attention_backward(const Tensor& grad_output, const Tensor& q
                                       const OptionalTensor& mask, const Tensor& output,
                                       const Tensor& logsumexp, const OptionalTensor& seed,
                                       bool mask_requires_grad, const AttentionOptions& options) {
-  static const auto backward = c10::Dispatcher::singleton()
-                                   .findSchemaOrThrow("foo::attention_backward", "")
-                                   .typed<Backward>();
-  const auto [grad_query, grad_key, grad_value, grad_mask, grad_slopes, grad_sinks] = backward.call(
-      grad_output, at::zeros_like(logsumexp), query, key, value, defined_or_none(mask),
-      std::nullopt, std::nullopt, output, logsumexp, seed, mask_requires_grad, options.is_causal,
-      options.scale, options.dropout_p, kNoWindow, kNoWindow, kNoSoftcap);
+  static const auto backward = typed_operator<Backward>("foo::attention_backward");
+  const auto [grad_query, grad_key, grad_value, grad_mask, grad_slopes, grad_sinks] =
+      backward.call(grad_output, at::zeros_like(logsumexp), query, key, value,
+                    defined_or_none(mask), options.alibi_slopes, std::nullopt, output, logsumexp,
+                    seed, mask_requires_grad, options.is_causal, options.scale, options.dropout_p,
+                    options.window_left, options.window_right, kNoSoftcap);
   return {grad_query, grad_key, grad_value, mask_requires_grad ? grad_mask : Tensor()};
+}
+
+std::tuple<Tensor, Tensor> attention_varlen(const Tensor& query, const Tensor& key,
+                                            const Tensor& value, const PackedSequences& sequences,
+                                            const OptionalTensor& seed,
+                                            const AttentionOptions& options) {
+  static const auto forward = typed_operator<VarlenForward>("foo::attention_varlen_seeded");
+  return forward.call(query, key, value, sequences.starts_q, sequences.starts_k, sequences.used_k,
+                      sequences.block_table, options.alibi_slopes, std::nullopt, seed,
+                      sequences.longest_q, sequences.longest_k, options.scale, options.dropout_p,
+                      options.window_left, options.window_right, kNoSoftcap);
+}
+
+AttentionGradients attention_varlen_backward(const Tensor& grad_output, const Tensor& query,
+                                             const Tensor& key, const Tensor& value,
+                                             const PackedSequences& sequences, const Tensor& output,
+                                             const Tensor& logsumexp, const OptionalTensor& seed,
+                                             const AttentionOptions& options) {
+  static const auto backward = typed_operator<VarlenBackward>("foo::attention_varlen_backward");
+  const auto [grad_query, grad_key, grad_value, grad_slopes, grad_sinks] = backward.call(
+      grad_output, at::zeros_like(logsumexp), query, key, value, sequences.starts_q,
+      sequences.starts_k, sequences.used_k, sequences.block_table, options.alibi_slopes,
+      std::nullopt, output, logsumexp, seed, sequences.longest_q, sequences.longest_k,
+      options.scale, options.dropout_p, options.window_left, options.window_right, kNoSoftcap);
+  return {grad_query, grad_key, grad_value, Tensor()};
 }
 
 }  // namespace foo::aten

@@ -1,4 +1,5 @@
-// foo::attention_seeded and its backward, for PyTorch's operators that compute the same.
+// foo::attention_seeded, foo::attention_varlen_seeded and their backward operators, for PyTorch's
+// operators that compute the same.
 
 #pragma once
 
@@ -11,11 +12,15 @@ namespace foo::aten {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// What such an operator may ask for.
+// The options that such an operator may have. Windows are those of foo::attention: -1 for none,
+// and aligned to the last key.
 struct AttentionOptions {
-  bool is_causal;
-  std::optional<double> scale;
-  double dropout_p;
+  bool is_causal = false;
+  std::optional<double> scale = std::nullopt;
+  double dropout_p = 0.0;
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  OptionalTensor alibi_slopes = std::nullopt;
 };
 
 inline bool has_value(const OptionalTensor& tensor) {
@@ -26,6 +31,9 @@ inline bool has_value(const OptionalTensor& tensor) {
 // promises this of the output, so that a model which transposed its heads to the front can
 // transpose them back and view the output.
 at::Tensor in_order_of(const at::Tensor& query, at::Tensor result);
+
+// The same over new memory that lies as torch.empty_like(query) does.
+at::Tensor laid_out_like(const at::Tensor& query, const at::Tensor& result);
 
 // Returns the output and the logsumexp.
 std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& query, const at::Tensor& key,
@@ -42,5 +50,27 @@ AttentionGradients attention_backward(const at::Tensor& grad_output, const at::T
                                       const OptionalTensor& mask, const at::Tensor& output,
                                       const at::Tensor& logsumexp, const OptionalTensor& seed,
                                       bool mask_requires_grad, const AttentionOptions& options);
+
+// Sequences one after the other, (total, heads, head dimension), and where each begins.
+struct PackedSequences {
+  at::Tensor starts_q, starts_k;
+  int64_t longest_q, longest_k;
+  // How many of its keys a sequence uses, and the blocks that they are in.
+  OptionalTensor used_k = std::nullopt;
+  OptionalTensor block_table = std::nullopt;
+};
+
+std::tuple<at::Tensor, at::Tensor> attention_varlen(const at::Tensor& query, const at::Tensor& key,
+                                                    const at::Tensor& value,
+                                                    const PackedSequences& sequences,
+                                                    const OptionalTensor& seed,
+                                                    const AttentionOptions& options);
+
+AttentionGradients attention_varlen_backward(const at::Tensor& grad_output, const at::Tensor& query,
+                                             const at::Tensor& key, const at::Tensor& value,
+                                             const PackedSequences& sequences,
+                                             const at::Tensor& output, const at::Tensor& logsumexp,
+                                             const OptionalTensor& seed,
+                                             const AttentionOptions& options);
 
 }  // namespace foo::aten

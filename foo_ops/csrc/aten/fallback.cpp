@@ -11,6 +11,7 @@
 #include "aten/host_call.h"
 #include "aten/implicit_synchronization.h"
 #include "aten/observers.h"
+#include "aten/refused_operators.h"
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/synchronization.h"
@@ -174,9 +175,13 @@ void check_randomness(const c10::OperatorHandle& op) {
 
 void call_host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                       torch::jit::Stack* stack) {
-  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(keys.highestPriorityTypeId()),
-                              op.operator_name(),
-                              " has no kernel for foo, and none for cpu that could run instead");
+  if (!op.hasComputedKernelForDispatchKey(keys.highestPriorityTypeId())) {
+    const std::string instead = instead_of(op.operator_name());
+    C10_THROW_ERROR(NotImplementedError,
+                    c10::str(op.operator_name(),
+                             " has no kernel for foo, and none for cpu that could run instead",
+                             instead.empty() ? "" : ": use ", instead));
+  }
   check_randomness(op);
   count_fallback(op);
   op.redispatchBoxed(keys, stack);

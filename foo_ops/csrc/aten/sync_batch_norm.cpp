@@ -3,6 +3,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/native/Resize.h>
 
 #include "launch/operator_counts.h"
 
@@ -91,6 +92,14 @@ at::Tensor batch_norm_elemt(const at::Tensor& input, OptionalTensor weight, Opti
   return result.to(input.scalar_type());
 }
 
+at::Tensor& batch_norm_elemt_out(const at::Tensor& input, OptionalTensor weight,
+                                 OptionalTensor bias, const at::Tensor& mean,
+                                 const at::Tensor& invstd, double eps, at::Tensor& out) {
+  const at::Tensor result = foo::aten::batch_norm_elemt(input, weight, bias, mean, invstd, eps);
+  at::native::resize_output(out, result.sizes());
+  return out.copy_(result);
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> batch_norm_backward_reduce(
     const at::Tensor& grad_out, const at::Tensor& input, const at::Tensor& mean,
     const at::Tensor& invstd, OptionalTensor weight, bool input_g, bool weight_g, bool bias_g) {
@@ -124,6 +133,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   register_own_kernel<"aten::batch_norm_gather_stats", &batch_norm_gather_stats>(library);
   register_own_kernel<"aten::batch_norm_gather_stats_with_counts", &gather_stats>(library);
   register_own_kernel<"aten::batch_norm_elemt", &batch_norm_elemt>(library);
+  register_own_kernel<"aten::batch_norm_elemt.out", &batch_norm_elemt_out>(library);
   register_own_kernel<"aten::batch_norm_backward_reduce", &batch_norm_backward_reduce>(library);
   register_own_kernel<"aten::batch_norm_backward_elemt", &batch_norm_backward_elemt>(library);
 }

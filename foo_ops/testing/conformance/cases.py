@@ -7,11 +7,10 @@ import copy
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import optim_db
 from torch.testing._internal.opinfo.core import SampleInput
@@ -32,9 +31,22 @@ from foo_ops.testing.conformance.comparison import (
 )
 from foo_ops.testing.conformance.compiled import check_compiled
 from foo_ops.testing.conformance.fakes import check_announced, to_channels_last
+from foo_ops.testing.conformance.samples import (
+    OPERATORS,
+    call_of,
+    differentiable,
+    dtypes_of_cuda,
+    evenly,
+    inputs_with_gradient,
+    is_about_a_device,
+    is_strided,
+    leaves_of,
+    name_of,
+    op_db,
+    weights_of,
+)
+from foo_ops.testing.conformance.wider import check_in_wider_dtype
 
-# Samples of an operator for a dtype that are run, evenly over all that there are.
-MAX_SAMPLES = 6
 GRADIENT_DTYPES = (torch.float32, torch.float64, torch.complex64)
 OPTIMIZER_STEPS = 3
 
@@ -47,15 +59,20 @@ class Case(NamedTuple):
 
 def all_cases() -> list[Case]:
     cases = [
-        Case("operators", _name(op), str(dtype).removeprefix("torch."))
+        Case("operators", name_of(op), str(dtype).removeprefix("torch."))
         for op in op_db
         for dtype in sorted(op.supported_dtypes("cpu"), key=str)
     ]
     cases += [
-        Case(suite, _name(op), str(dtype).removeprefix("torch."))
+        Case(suite, name_of(op), str(dtype).removeprefix("torch."))
         for suite in ("strides", "devices", "compiled")
         for op in op_db
         for dtype in _one_dtype(op)
+    ]
+    cases += [
+        Case("dtypes", name_of(op), str(dtype).removeprefix("torch."))
+        for op in op_db
+        for dtype in dtypes_of_cuda(op)
     ]
     cases += [
         Case("modules", info.name, str(dtype).removeprefix("torch."))
@@ -75,40 +92,25 @@ def run(case: Case) -> None:
         _RUNNERS[case.suite](case.name, dtype)
 
 
-def _name(op: Any) -> str:
-    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
-
-
 def _class_name(info: Any) -> str:
     return info.optim_cls.__name__
 
-
-_OPERATORS = {_name(op): op for op in op_db}
 
 _MODULES = {info.name: info for info in module_db}
 
 _OPTIMIZERS = {_class_name(info): info for info in optim_db}
 
 
-def _evenly(items: Iterator[Any], count: int) -> list[Any]:
-    first = list(itertools.islice(items, 200))
-    return first[:: max(1, -(-len(first) // count))]
-
-
-def _call(op: Any, sample: Any) -> Callable[[], Any]:
-    return lambda: op(sample.input, *sample.args, **sample.kwargs)
-
-
 def _run_operator(name: str, dtype: torch.dtype) -> None:
-    op = _OPERATORS[name]
+    op = OPERATORS[name]
     gradients = dtype in GRADIENT_DTYPES and op.supports_autograd
     torch.manual_seed(0)
-    samples = filter(_is_about_a_device, op.sample_inputs("cpu", dtype, requires_grad=gradients))
-    for position, sample in enumerate(_evenly(samples, MAX_SAMPLES)):
+    samples = filter(is_about_a_device, op.sample_inputs("cpu", dtype, requires_grad=gradients))
+    for position, sample in enumerate(evenly(samples)):
         what = f"sample {position}"
         values = name not in UNINITIALIZED and not _drops(name, sample)
         _check_sample(op, sample, what, gradients, values)
-        if position == 0 and _is_strided(sample):
+        if position == 0 and is_strided(sample):
             _check_sample(op, sample.noncontiguous(), f"{what}, strided", gradients, values)
         if position < 2:
             _check_out(op, sample, f"{what}, out=", values)
@@ -124,11 +126,11 @@ def _one_dtype(op: Any) -> list[torch.dtype]:
 
 
 def _run_strides(name: str, dtype: torch.dtype) -> None:
-    op = _OPERATORS[name]
+    op = OPERATORS[name]
     torch.manual_seed(0)
-    samples = _evenly(filter(_is_about_a_device, op.sample_inputs("cpu", dtype)), MAX_SAMPLES)
+    samples = evenly(filter(is_about_a_device, op.sample_inputs("cpu", dtype)))
     named = [(f"sample {position}", sample) for position, sample in enumerate(samples)]
-    if samples and _is_strided(samples[0]):
+    if samples and is_strided(samples[0]):
         named.append(("sample 0, strided", samples[0].noncontiguous()))
         named.append(("sample 0, channels_last", map_sample(mapper(to_channels_last), samples[0])))
     for what, sample in named:
@@ -137,28 +139,41 @@ def _run_strides(name: str, dtype: torch.dtype) -> None:
 
 def _check_strides(op: Any, sample: Any, what: str) -> None:
     there = sample_there(op, sample)
-    results = agree(_call(op, there), _call(op, sample), what, values=False)
+    results = agree(call_of(op, there), call_of(op, sample), what, values=False)
     if results is not None:
         check_announced(
-            results[0], lambda to_fake: _call(op, map_sample(mapper(to_fake), there)), what
+            results[0], lambda to_fake: call_of(op, map_sample(mapper(to_fake), there)), what
         )
 
 
 def _run_devices(name: str, dtype: torch.dtype) -> None:
-    op = _OPERATORS[name]
+    op = OPERATORS[name]
     torch.manual_seed(0)
-    samples = filter(_is_about_a_device, op.sample_inputs("cpu", dtype))
-    for position, sample in enumerate(_evenly(samples, MAX_SAMPLES)):
+    samples = filter(is_about_a_device, op.sample_inputs("cpu", dtype))
+    for position, sample in enumerate(evenly(samples)):
         _check_mixed_devices(op, sample_there(op, sample), f"sample {position}")
 
 
 def _run_compiled(name: str, dtype: torch.dtype) -> None:
-    op = _OPERATORS[name]
+    op = OPERATORS[name]
     torch.manual_seed(0)
-    samples = filter(_is_about_a_device, op.sample_inputs("cpu", dtype))
+    samples = filter(is_about_a_device, op.sample_inputs("cpu", dtype))
     for sample in itertools.islice(samples, 1):
         values = name not in UNINITIALIZED and not _drops(name, sample)
         check_compiled(op, sample_there(op, sample), sample, "sample 0", values=values)
+
+
+def _run_dtypes(name: str, dtype: torch.dtype) -> None:
+    op = OPERATORS[name]
+    gradients = dtype in op.backward_dtypesIfCUDA and op.supports_autograd
+    gradients &= dtype.is_floating_point or dtype.is_complex
+    torch.manual_seed(0)
+    samples = filter(is_about_a_device, op.sample_inputs("cpu", dtype, requires_grad=gradients))
+    for position, sample in enumerate(evenly(samples)):
+        what = f"sample {position}"
+        check_in_wider_dtype(op, sample, dtype, what, gradients)
+        if position == 0 and is_strided(sample):
+            check_in_wider_dtype(op, sample.noncontiguous(), dtype, f"{what}, strided", gradients)
 
 
 def _with_one_on_cpu(sample: Any, moved: torch.Tensor) -> SampleInput:
@@ -167,32 +182,17 @@ def _with_one_on_cpu(sample: Any, moved: torch.Tensor) -> SampleInput:
 
 def _check_mixed_devices(op: Any, sample: Any, what: str) -> None:
     """Put each tensor in its turn on the CPU, the others there, which must be refused."""
-    there = [leaf for leaf in _leaves(sample) if is_there(leaf)]
+    there = [leaf for leaf in leaves_of(sample) if is_there(leaf)]
     tensors = list({id(tensor): tensor for tensor in there}.values())
     is_empty = any(tensor.numel() == 0 for tensor in tensors)
-    if len(tensors) < 2 or is_empty or outcome(_call(op, sample))[1] is not None:
+    if len(tensors) < 2 or is_empty or outcome(call_of(op, sample))[1] is not None:
         return
     for position, moved in enumerate(tensors):
         if moved.dim() == 0:  # numbers may be on the CPU
             continue
-        error = outcome(_call(op, _with_one_on_cpu(sample, moved)))[1]
+        error = outcome(call_of(op, _with_one_on_cpu(sample, moved)))[1]
         assert error is not None, f"{what}: tensor {position} of {len(tensors)} may be on the CPU"
         assert re.search("[Dd]evice|type", str(error)), f"{what}: tensor {position}: {error}"
-
-
-def _leaves(sample: Any) -> list[Any]:
-    return tree_leaves((sample.input, sample.args, sample.kwargs))
-
-
-def _is_about_a_device(sample: Any) -> bool:
-    """Return whether it names a device or has a tensor: torch.arange(3) is on the CPU."""
-    kinds = (torch.Tensor, torch.device, torch.Generator)
-    return any(isinstance(leaf, kinds) or leaf == "cpu" for leaf in _leaves(sample))
-
-
-def _is_strided(sample: Any) -> bool:
-    tensors = [leaf for leaf in _leaves(sample) if isinstance(leaf, torch.Tensor)]
-    return all(each.layout == torch.strided for each in tensors)
 
 
 def _drops(name: str, sample: Any) -> bool:
@@ -204,42 +204,23 @@ def _drops(name: str, sample: Any) -> bool:
 def _check_sample(op: Any, sample: Any, what: str, gradients: bool, values: bool) -> None:
     sample = map_sample(mapper(leaf), sample)
     there = sample_there(op, sample)
-    results = agree(_call(op, there), _call(op, sample), what, values=values)
+    results = agree(call_of(op, there), call_of(op, sample), what, values=values)
     if results is None or not gradients or not values:
         return
     actual, expected = (
         each.output_process_fn_grad(result) for each, result in zip((there, sample), results)
     )
     _check_gradients(
-        actual, expected, _inputs_with_gradient(there), _inputs_with_gradient(sample), what
+        actual, expected, inputs_with_gradient(there), inputs_with_gradient(sample), what
     )
-
-
-def _inputs_with_gradient(sample: Any) -> list[torch.Tensor]:
-    leaves = _leaves(sample)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 def _check_gradients(
     actual: Any, expected: Any, there_inputs: list[Any], cpu_inputs: list[Any], what: str
 ) -> None:
-    def differentiable(results: Any) -> list[torch.Tensor]:
-        return [
-            leaf
-            for leaf in tree_leaves(results)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-
     def gradients(results: Any, inputs: list[Any]) -> list[Any]:
         outputs = differentiable(results)
-        # Not all the same number: some gradients only show up in differences.
-        weights = [
-            torch.linspace(0.5, 1.5, max(each.numel(), 1), dtype=torch.float64)[: each.numel()]
-            .view(each.shape)
-            .to(each.dtype)
-            .to(each.device)
-            for each in outputs
-        ]
+        weights = [weights_of(each) for each in outputs]
         return list(torch.autograd.grad(outputs, inputs, weights, allow_unused=True))
 
     if not differentiable(expected) or not cpu_inputs:
@@ -259,7 +240,7 @@ def _check_out(op: Any, sample: Any, what: str, values: bool) -> None:
     if not op.supports_out:
         return
     sample = _detached(sample)
-    expected, error = outcome(_call(op, sample))
+    expected, error = outcome(call_of(op, sample))
     if error is not None or not all(
         isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
         for leaf in tree_leaves(expected)
@@ -394,6 +375,7 @@ _RUNNERS: dict[str, Callable[[str, torch.dtype], None]] = {
     "strides": _run_strides,
     "devices": _run_devices,
     "compiled": _run_compiled,
+    "dtypes": _run_dtypes,
     "modules": _run_module,
     "optimizers": _run_optimizer,
 }
