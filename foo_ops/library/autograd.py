@@ -13,6 +13,7 @@ from foo_ops.library.operators import find, keep, library_of, own_library
 from foo_ops.library.python_results import counted
 from foo_ops.library.refusals import end_refusal, refuse_derivatives
 from foo_ops.library.refused_arguments import refusing
+from foo_ops.library.tensor_numbers import BACKWARDS
 
 
 def register_autograd(
@@ -109,6 +110,7 @@ def register_autograd(
         keep(_C.register_formula(name, formula, tangents), lib)
     elif isinstance(backward, str):
         keep(_C.register_backward_operator(name, backward, tangents), lib)
+        BACKWARDS[name] = backward
         message = (
             f"{backward}: it computes the gradients of {name} and has no derivative itself; to get "
             "one, give foo_ops.library.register_autograd a composite of it"

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foo_ops.library.symbols import have_sizes
+
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "foo": "PrivateUse1"}
 
 # A registration without a library lasts as long as the process.
@@ -202,7 +204,7 @@ def functionalize_out(operator: torch._ops.OpOverload) -> None:
         with ctx.mode:
             results = functional(*inputs, **keywords)
             for out, result in zip(outs, (results,) if len(outs) == 1 else results):
-                if out.shape != result.shape:
+                if not have_sizes(out.shape, result.shape):
                     out.resize_(result.shape)
                 out.copy_(result)
         return outs[0] if len(outs) == 1 else tuple(outs)

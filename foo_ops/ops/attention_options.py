@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 # The types of fields as schemas write them.
-_SCHEMA_TYPES = {"bool": "bool", "int": "int", "float": "float", "float | None": "float?"}
+_SCHEMA_TYPES = {"bool": "bool", "int": "SymInt", "float": "float", "float | None": "float?"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ from foo_ops.ops.softmax_cross_entropy import composite_backward as composite_ba
 from foo_ops.ops.softmax_cross_entropy import require_reduction
 
 TAGS = torch.Tag.pt2_compliant_tag
-ARGUMENTS = "float label_smoothing=0.0, int ignore_index=-100, float softcap=0.0"
+ARGUMENTS = "float label_smoothing=0.0, SymInt ignore_index=-100, float softcap=0.0"
 library.define(
     "foo::linear_cross_entropy",
     f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, {ARGUMENTS}) "
