@@ -10,7 +10,6 @@ from torch import Tensor
 
 from foo_ops.library.operators import find, library_of
 
-
 AUTOCASTS: dict[str, list[tuple[str, torch.dtype | None]]] = {}
 """Device types, and dtypes other than autocast's, that operators are cast for."""
 

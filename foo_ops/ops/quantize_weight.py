@@ -94,7 +94,7 @@ def unpack_integers(weight: Tensor, groups: int) -> Tensor:
     """Return integers of 4 bits as (N, groups, group_size); those of 8 bits have no groups."""
     if weight.dtype == torch.int8:
         return weight
-    pairs = weight.reshape(weight.shape[0], groups, weight.shape[1] // max(groups, 1))
+    pairs = weight.reshape(weight.shape[0], groups, weight.shape[1] // torch.sym_max(groups, 1))
     # Of a DTensor, torch 2.13 computes ``pairs >> 4`` as pairs.
     return torch.cat((pairs & INT4_LARGEST, torch.bitwise_right_shift(pairs, 4)), -1)
 

@@ -319,9 +319,8 @@ def example(value: Any) -> Any:
 
 def tensor_of(value: Any, device: torch.device) -> Tensor:
     """Return a number in a tensor; one that PyTorch leaves open must come into it by a product."""
-    if isinstance(value, torch.SymInt):
-        return torch.full((), value, dtype=torch.int64, device=device)
-    return torch.ones((), dtype=torch.float64, device=device) * value
+    dtype = torch.float64 if isinstance(value, torch.SymFloat) else torch.int64
+    return torch.ones((), dtype=dtype, device=device) * value
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
