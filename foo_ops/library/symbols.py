@@ -12,10 +12,18 @@ Sizes: TypeAlias = "Sequence[int | torch.SymInt]"
 
 
 def holds(condition: Condition) -> bool:
-    """Return whether what must be true is, for fake kernels.
+    """Return whether what an operator requires of its arguments is true.
 
-    Where it depends on data, such as a count of nonzero elements, torch.compile takes it for true
-    and checks it when the program runs.
+    Fake kernels ask so about sizes. Where one depends on data, such as a count of nonzero elements,
+    torch.compile takes the condition for true and checks it when the program runs.
+
+    Args:
+        condition: a comparison of sizes.
+
+    Example:
+        >>> input = torch.ones(3, 8)
+        >>> foo_ops.library.holds(input.shape[-1] % 4 == 0)
+        True
     """
     if isinstance(condition, bool):
         return condition
@@ -43,6 +51,16 @@ def either(one: Condition, other: Condition) -> Condition:
 
 
 def have_sizes(sizes: Sizes, expected: Sizes) -> bool:
-    """Return whether sizes are those that a tensor must have, as `holds` does."""
+    """Return whether sizes are those that a tensor must have, as `holds` does.
+
+    Args:
+        sizes: a tensor's shape, or some of it.
+        expected: sizes that are known, or those of another tensor.
+
+    Example:
+        >>> weight = torch.ones(8)
+        >>> foo_ops.library.have_sizes(weight.shape, input.shape[-1:])
+        True
+    """
     pairs = zip(sizes, expected)
     return len(sizes) == len(expected) and all(holds(size == other) for size, other in pairs)
