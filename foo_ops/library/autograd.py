@@ -13,7 +13,7 @@ from foo_ops.library.operators import find, keep, library_of, own_library
 from foo_ops.library.python_results import counted
 from foo_ops.library.refusals import end_refusal, refuse_derivatives
 from foo_ops.library.refused_arguments import refusing
-from foo_ops.library.tensor_numbers import BACKWARDS
+from foo_ops.library.tensor_numbers import BACKWARDS, VARIANTS
 
 
 def register_autograd(
@@ -183,3 +183,5 @@ def register_variant_autograd(
     name = op if isinstance(op, str) else op.name()
     end_refusal(name)
     keep(_C.register_variant_autograd(name), own_library(name, lib))
+    if name.endswith("_"):
+        VARIANTS.add(name)

@@ -4,13 +4,12 @@ Dynamo leaves a number open that changes from call to call, and hands it over in
 schema's ``float`` holds no symbol: PyTorch would compile a program for each value. So a call with
 such a number becomes one of another operator, made when it is needed. It takes what the first one
 takes, with the number that the program was traced with, and the number itself in a tensor,
-``<argument>_number``, which its kernel reads. Fake kernels see the traced number alone, of which a
-guard keeps the sign: none is zero or negative where that one is not.
+``<argument>_number``, which its kernel reads. Fake kernels see the traced number alone; a guard
+keeps whether it is positive.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,9 @@ SEEDED: dict[str, str] = {}
 """For operators that draw a seed where they have dropout, those that take it."""
 BACKWARDS: dict[str, str] = {}
 """The operators that compute gradients, by those whose gradients they are."""
+
+VARIANTS: set[str] = set()
+"""Operators that work in place and are differentiated as those that do not."""
 
 # The operators whose numbers may vary, and those that were made for them.
 _names: set[str] = set()
@@ -83,20 +85,20 @@ class _Made:
                 _C.Tangents.not_implemented,
             )
             keep(made, self._library)
+        elif operator.name() in VARIANTS:
+            _with_tensor_numbers(_functional(operator))
+            keep(_C.register_variant_autograd(self.operator.name()), self._library)
 
     def _schema(self, name: str, results: list[str] | None) -> str:
         schema = self._of._schema
-        arguments, _, _ = str(schema).partition("(")[2].rpartition(") -> ")
+        arguments, _, returned = str(schema).partition("(")[2].rpartition(") -> ")
         has_star = any(it.kwarg_only for it in schema.arguments)
         numbers = [f"Tensor? {it}{SUFFIX}=None" for it in numbers_of(self._of)]
         taken = [arguments, *(["*"] if numbers and not has_star else []), *numbers]
-        names = [it.name for it in schema.returns]
-        if results is not None and not any(names):
-            names = results
-        types = str(schema).rpartition(") -> ")[2].strip("()").split(", ")
-        types = [it.split(" ")[0] for it in types if it]
-        returned = ", ".join(f"{type_} {it}".strip() for type_, it in zip(types, names))
-        return f"{name}({', '.join(filter(None, taken))}) -> ({returned})"
+        if results is not None and not any(it.name for it in schema.returns):
+            types = returned.strip("()").split(", ")
+            returned = f"({', '.join(map(' '.join, zip(types, results)))})"
+        return f"{name}({', '.join(taken)}) -> {returned}"
 
     def _fake(self, *args: Any, **kwargs: Any) -> Any:
         given = {name: it for name, it in kwargs.items() if name not in self._numbers}
@@ -115,6 +117,10 @@ class _Made:
 def numbers_of(operator: torch._ops.OpOverload) -> list[str]:
     """Return the arguments of an operator that are floating-point numbers."""
     return [it.name for it in operator._schema.arguments if str(it.real_type) in _TYPES]
+
+
+def _functional(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    return find(operator.name().removesuffix("_"))
 
 
 def _with_tensor_numbers(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
@@ -187,16 +193,24 @@ def _by_place(
 
 
 def _varies(variable: Any) -> bool:
-    """Return whether Dynamo leaves a number open; those that switch something off are constants."""
+    """Return whether Dynamo leaves a number open, of which it knows the value in this call."""
     number = getattr(variable, "sym_num", None)
-    if not isinstance(number, torch.SymFloat) or not number.node.has_hint():
-        return False
-    return math.isfinite(number.node.hint) and number.node.hint != 0.0
+    is_open = isinstance(number, (torch.SymFloat, torch.SymInt)) and number.node.has_hint()
+    return is_open and not _is_default(variable)
 
 
-def _traced(number: torch.SymFloat) -> float:
-    """Return the number that a program is traced with, and guard the sign of others."""
-    bool(number > 0.0)
+def _is_default(variable: Any) -> bool:
+    """Return whether a number is a function's default, which dynamic=True leaves open, too."""
+    from torch._dynamo.source import DefaultsSource
+
+    # Dynamo reads a number from the tensor that it has made of it.
+    given = [it.meta.get("grapharg") for it in variable.as_proxy().node.all_input_nodes]
+    return any(it is not None and isinstance(it.source, DefaultsSource) for it in given)
+
+
+def _traced(number: Any) -> float:
+    """Return the number that a program is traced with, and guard that it is positive, or not."""
+    bool(number > 0)
     return float(number.node.hint)
 
 
@@ -204,11 +218,15 @@ def _is_ordinary(tx: Any, operator: torch._ops.OpOverload, given: dict[str, Any]
     """Return whether the other operator can do what this one does in a call."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    if tx.export or torch._C._functorch.peek_interpreter_stack() is not None:
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    has_out = any(it.is_out for it in operator._schema.arguments)
+    if tx.export or is_transformed or has_out:
         return False
     tensors = [it.as_proxy().node.meta["example_value"] for it in _tensors_in(given.values())]
     is_recorded = torch.is_grad_enabled() and any(it.requires_grad for it in tensors)
-    has_gradients = SEEDED.get(operator.name(), operator.name()) in BACKWARDS
+    name = operator.name()
+    name = _functional(operator).name() if name in VARIANTS else SEEDED.get(name, name)
+    has_gradients = name in BACKWARDS
     return all(type(it) is FakeTensor for it in tensors) and (has_gradients or not is_recorded)
 
 

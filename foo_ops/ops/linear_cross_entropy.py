@@ -100,7 +100,7 @@ def linear_cross_entropy(
     require_reduction("linear_cross_entropy", reduction)
     operator = torch.ops.foo.linear_cross_entropy
     # Of the exponentials of capped logits nothing is kept.
-    if softcap == 0.0 and any_requires_grad(hidden, weight, bias):
+    if not softcap > 0.0 and any_requires_grad(hidden, weight, bias):
         operator = torch.ops.foo.linear_cross_entropy_training
     loss, logsumexp, mean, *_ = operator.default(
         hidden,
