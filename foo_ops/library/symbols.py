@@ -58,7 +58,7 @@ def have_sizes(sizes: Sizes, expected: Sizes) -> bool:
         expected: sizes that are known, or those of another tensor.
 
     Example:
-        >>> weight = torch.ones(8)
+        >>> input, weight = torch.ones(3, 8), torch.ones(8)
         >>> foo_ops.library.have_sizes(weight.shape, input.shape[-1:])
         True
     """
