@@ -10,8 +10,8 @@ from torch import Tensor
 
 from foo_ops.library.operators import find, library_of
 
-AUTOCASTS: dict[str, list[tuple[str, torch.dtype | None]]] = {}
-"""Device types, and dtypes other than autocast's, that operators are cast for."""
+AUTOCASTS: dict[str, dict[str, torch.dtype | None]] = {}
+"""For operators the device types whose autocast they follow, and the dtype if it is another."""
 
 
 def register_autocast(
@@ -52,7 +52,7 @@ def register_autocast(
             raise ValueError(f"Device type '{type_}' does not support autocast.")
         key = "Autocast" + torch._C._dispatch_key_for_device(type_)
         kernel = _autocast_kernel(operator, type_, cast_inputs, key)
-        AUTOCASTS.setdefault(operator.name(), []).append((type_, cast_inputs))
+        AUTOCASTS.setdefault(operator.name(), {})[type_] = cast_inputs
         library_of(operator.name(), lib).impl(operator.name().partition("::")[2], kernel, key)
 
 

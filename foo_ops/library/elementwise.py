@@ -25,15 +25,16 @@ from foo_ops.library.kernels import (
     kinds_of,
 )
 from foo_ops.library.operators import (
+    BACKWARDS,
     Parameter,
     find,
     keep,
     library_of,
+    note,
     parameters_of,
 )
 from foo_ops.library.refusals import end_refusal, refuse_derivatives
 from foo_ops.library.sharding import make_elementwise_sharding
-from foo_ops.library.tensor_numbers import BACKWARDS
 from foo_ops.library.vmap import make_elementwise_rule
 
 _UNSIGNED_OF_SIZE = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
@@ -329,7 +330,7 @@ def _register_backward(
         tangents = _C.Tangents.partial_derivatives
         end_refusal(name)
         keep(_C.register_backward_operator(name, f"{name}_backward", tangents), lib)
-        BACKWARDS[name] = f"{name}_backward"
+        note(BACKWARDS, name, f"{name}_backward", lib)
     derivative = _derivative(kernel, operator)
     derivative.register(find(f"{name}_backward"), keys, lib)
     if derivative.backward is None:

@@ -86,6 +86,29 @@ def keep(registration: Any, lib: torch.library.Library | None) -> None:
     (_kept if lib is None else lib._registration_handles).append(registration)
 
 
+BACKWARDS: dict[str, str] = {}
+"""The operators that compute gradients, by those whose gradients they are."""
+VARIANTS: dict[str, str] = {}
+"""The operators that those are differentiated as which work in place."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Note:
+    """An entry of a table, which ends with a library."""
+
+    table: dict[str, Any]
+    name: str
+
+    def destroy(self) -> None:
+        self.table.pop(self.name, None)
+
+
+def note(table: dict[str, Any], name: str, value: Any, lib: torch.library.Library | None) -> None:
+    """Note what was registered for an operator, for as long as its library lasts."""
+    table[name] = value
+    keep(_Note(table, name), lib)
+
+
 def tensors_in(values: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from foo_ops import _C
 from foo_ops._after_import import after_import
 from foo_ops.library.autocast import AUTOCASTS, register_autocast
-from foo_ops.library.operators import find, keep
+from foo_ops.library.operators import BACKWARDS, VARIANTS, find, keep
 
 if TYPE_CHECKING:
     from torch._dynamo.variables.base import VariableTracker
@@ -30,11 +30,6 @@ _TYPES = ("float", "Optional[float]", "number", "Optional[number]")
 
 SEEDED: dict[str, str] = {}
 """For operators that draw a seed where they have dropout, those that take it."""
-BACKWARDS: dict[str, str] = {}
-"""The operators that compute gradients, by those whose gradients they are."""
-
-VARIANTS: set[str] = set()
-"""Operators that work in place and are differentiated as those that do not."""
 
 # The operators whose numbers may vary, and those that were made for them.
 _names: set[str] = set()
@@ -73,7 +68,7 @@ class _Made:
             made = _C.register_tensor_numbers(self.operator.name(), key, operator.name())
             keep(made, self._library)
         torch.library.register_fake(self.operator, self._fake, lib=self._library)
-        for device_type, dtype in AUTOCASTS.get(operator.name(), ()):
+        for device_type, dtype in AUTOCASTS.get(operator.name(), {}).items():
             register_autocast(self.operator, device_type, dtype, lib=self._library)
         backward = BACKWARDS.get(operator.name())
         if backward is not None:
@@ -86,7 +81,7 @@ class _Made:
             )
             keep(made, self._library)
         elif operator.name() in VARIANTS:
-            _with_tensor_numbers(_functional(operator))
+            _with_tensor_numbers(find(VARIANTS[operator.name()]))
             keep(_C.register_variant_autograd(self.operator.name()), self._library)
 
     def _schema(self, name: str, results: list[str] | None) -> str:
@@ -119,10 +114,6 @@ def numbers_of(operator: torch._ops.OpOverload) -> list[str]:
     return [it.name for it in operator._schema.arguments if str(it.real_type) in _TYPES]
 
 
-def _functional(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    return find(operator.name().removesuffix("_"))
-
-
 def _with_tensor_numbers(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
     name = operator.name()
     if name not in _made:
@@ -145,7 +136,11 @@ def _tell_dynamo() -> None:
 
 
 def _tell(name: str) -> None:
-    operator = find(name)
+    try:
+        operator = find(name)
+    except AttributeError:
+        # It has ended with its library.
+        return
     for function in (operator, operator._overloadpacket):
         _handlers[0][function] = _handle
 
@@ -225,8 +220,7 @@ def _is_ordinary(tx: Any, operator: torch._ops.OpOverload, given: dict[str, Any]
     tensors = [it.as_proxy().node.meta["example_value"] for it in _tensors_in(given.values())]
     is_recorded = torch.is_grad_enabled() and any(it.requires_grad for it in tensors)
     name = operator.name()
-    name = _functional(operator).name() if name in VARIANTS else SEEDED.get(name, name)
-    has_gradients = name in BACKWARDS
+    has_gradients = VARIANTS.get(name, SEEDED.get(name, name)) in BACKWARDS
     return all(type(it) is FakeTensor for it in tensors) and (has_gradients or not is_recorded)
 
 
