@@ -46,7 +46,7 @@ def adamw_(
     if step < 1:
         raise ValueError(f"adamw_: step must be at least 1, got {step}")
     for name, average in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("grad", grad)):
-        if average.shape != parameter.shape:
+        if not library.have_sizes(average.shape, parameter.shape):
             raise ValueError(
                 f"adamw_: {name} must have shape {list(parameter.shape)} as parameter has, "
                 f"got {list(average.shape)}"

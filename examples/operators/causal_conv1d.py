@@ -127,12 +127,16 @@ def fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise TypeError(f"causal_conv1d: input must be floating-point, got {input.dtype}")
     if input.dim() != 3:
         raise ValueError(f"causal_conv1d: input must have 3 dimensions, got {input.dim()}")
-    if weight.dim() != 2 or weight.shape[0] != input.shape[1] or weight.shape[1] == 0:
+    if (
+        weight.dim() != 2
+        or not library.holds(weight.shape[0] == input.shape[1])
+        or not library.holds(weight.shape[1] > 0)
+    ):
         raise ValueError(
             f"causal_conv1d: weight must have shape [{input.shape[1]}, W], W > 0, as input has "
             f"channels, got {list(weight.shape)}"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and not library.have_sizes(bias.shape, weight.shape[:1]):
         raise ValueError(
             f"causal_conv1d: bias must have shape {list(weight.shape[:1])} as input has channels, "
             f"got {list(bias.shape)}"

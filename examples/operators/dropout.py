@@ -113,7 +113,7 @@ def fake(input: Tensor, seed: Tensor, *, p: float) -> tuple[Tensor, Tensor]:
     check("input", input, p)
     if seed.dtype != torch.int64:
         raise TypeError(f"dropout: seed must be torch.int64, got {seed.dtype}")
-    if seed.shape != (1,):
+    if not library.have_sizes(seed.shape, (1,)):
         raise ValueError(f"dropout: seed must have shape [1], got {list(seed.shape)}")
     output = torch.empty_like(input, memory_format=torch.contiguous_format)
     return output, torch.empty_like(output, dtype=torch.bool)
@@ -124,7 +124,7 @@ def fake_backward(grad_output: Tensor, mask: Tensor, *, p: float) -> Tensor:
     check("grad_output", grad_output, p)
     if mask.dtype != torch.bool:
         raise TypeError(f"dropout: mask must be torch.bool, got {mask.dtype}")
-    if mask.shape != grad_output.shape:
+    if not library.have_sizes(mask.shape, grad_output.shape):
         raise ValueError(
             f"dropout: mask must have shape {list(grad_output.shape)} as grad_output has, "
             f"got {list(mask.shape)}"

@@ -246,7 +246,7 @@ def fake(
     if per_sample_weights is not None:
         if mean:
             raise ValueError("embedding_bag: per_sample_weights must be None for means")
-        if per_sample_weights.shape != indices.shape:
+        if not library.have_sizes(per_sample_weights.shape, indices.shape):
             raise ValueError(
                 f"embedding_bag: per_sample_weights must have shape {list(indices.shape)} as "
                 f"indices have, got {list(per_sample_weights.shape)}"

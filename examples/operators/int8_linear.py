@@ -134,7 +134,7 @@ def fake(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = Non
         raise TypeError(f"int8_linear: weight must be torch.int8, got {weight.dtype}")
     if input.dim() == 0:
         raise ValueError("int8_linear: input must have at least 1 dimension, got 0")
-    if weight.dim() != 2 or weight.shape[1] != input.shape[-1]:
+    if weight.dim() != 2 or not library.holds(weight.shape[1] == input.shape[-1]):
         raise ValueError(
             f"int8_linear: weight must have shape [N, {input.shape[-1]}] as input's rows have "
             f"elements, got {list(weight.shape)}"
@@ -142,7 +142,7 @@ def fake(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = Non
     for name, given in (("scale", scale), ("bias", bias)):
         if given is not None and not given.is_floating_point():
             raise TypeError(f"int8_linear: {name} must be floating-point, got {given.dtype}")
-        if given is not None and given.shape != weight.shape[:1]:
+        if given is not None and not library.have_sizes(given.shape, weight.shape[:1]):
             raise ValueError(
                 f"int8_linear: {name} must have shape {list(weight.shape[:1])} as weight has rows, "
                 f"got {list(given.shape)}"

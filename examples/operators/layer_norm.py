@@ -171,7 +171,7 @@ def fake(
     for name, given in (("weight", weight), ("bias", bias)):
         if given is not None and not given.is_floating_point():
             raise TypeError(f"layer_norm: {name} must be floating-point, got {given.dtype}")
-        if given is not None and given.shape != input.shape[-1:]:
+        if given is not None and not library.have_sizes(given.shape, input.shape[-1:]):
             raise ValueError(
                 f"layer_norm: {name} must have shape {list(input.shape[-1:])} as input's rows "
                 f"have, got {list(given.shape)}"

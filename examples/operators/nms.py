@@ -75,9 +75,9 @@ def check(boxes: Tensor, scores: Tensor, iou_threshold: float) -> None:
     for name, given in (("boxes", boxes), ("scores", scores)):
         if not given.is_floating_point():
             raise TypeError(f"nms: {name} must be floating-point, got {given.dtype}")
-    if boxes.dim() != 2 or boxes.shape[1] != 4:
+    if boxes.dim() != 2 or not library.holds(boxes.shape[1] == 4):
         raise ValueError(f"nms: boxes must have shape [N, 4], got {list(boxes.shape)}")
-    if scores.shape != boxes.shape[:1]:
+    if not library.have_sizes(scores.shape, boxes.shape[:1]):
         raise ValueError(
             f"nms: scores must have shape {list(boxes.shape[:1])} as there are boxes, "
             f"got {list(scores.shape)}"

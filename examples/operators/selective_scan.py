@@ -265,7 +265,7 @@ def check(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor |
         ("C", C, (batch, length, size)),
         ("D", D, (channels,)),
     ):
-        if other is not None and other.shape != shape:
+        if other is not None and not library.have_sizes(other.shape, shape):
             raise ValueError(
                 f"selective_scan: {name} must have shape {list(shape)} as u and A have, "
                 f"got {list(other.shape)}"

@@ -113,7 +113,7 @@ def fake(input: Tensor, response: Tensor | None = None, gain: Tensor | None = No
                 f"spectral_filter: {name} must be {dtype} where input is {input.dtype}, "
                 f"got {given.dtype}"
             )
-        if given.shape != input.shape[-1:]:
+        if not library.have_sizes(given.shape, input.shape[-1:]):
             raise ValueError(
                 f"spectral_filter: {name} must have shape {list(input.shape[-1:])} as input's rows "
                 f"have, got {list(given.shape)}"

@@ -140,7 +140,7 @@ def fake(input: Tensor, k: int) -> tuple[Tensor, Tensor]:
         raise TypeError(f"top_k: input must be floating-point, got {input.dtype}")
     if input.dim() == 0:
         raise ValueError("top_k: input must have at least 1 dimension, got 0")
-    if not 0 <= k <= input.shape[-1]:
+    if k < 0 or not library.holds(k <= input.shape[-1]):
         raise ValueError(
             f"top_k: k must be in [0, {input.shape[-1]}] as input's rows have elements, got {k}"
         )
@@ -154,7 +154,7 @@ def fake_backward(grad_values: Tensor, input: Tensor, indices: Tensor) -> Tensor
         raise TypeError(f"top_k_backward: indices must be torch.int64, got {indices.dtype}")
     shape = (*input.shape[:-1], indices.shape[-1])
     for name, given in (("grad_values", grad_values), ("indices", indices)):
-        if given.shape != shape:
+        if not library.have_sizes(given.shape, shape):
             raise ValueError(
                 f"top_k_backward: {name} must have shape {list(shape)}, got {list(given.shape)}"
             )

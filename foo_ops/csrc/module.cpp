@@ -28,6 +28,7 @@
 #include "launch/overlap.h"
 #include "launch/parameter.h"
 #include "launch/registration.h"
+#include "launch/tensor_numbers.h"
 #include "memory_bindings.h"
 #include "ops/bounds.h"
 #include "ops/elementwise.h"
@@ -153,6 +154,10 @@ void bind_kernels(py::module_& module) {
                    {std::move(names), contiguous_rows, repeats_written, finishes, refuses_late,
                     std::move(options), std::move(checks), foo::refusal(std::move(refuse))}));
              });
+  module.def("register_tensor_numbers", [](const std::string& name, const std::string& key,
+                                           const std::string& of) {
+    return Registration(foo::register_tensor_numbers(name, c10::parseDispatchKey(key), of));
+  });
   module.def("ask_for_bounds_checks", &foo::ask_for_bounds_checks);
   module.def("end_bounds_checks", &foo::end_bounds_checks);
   module.def("guard_memory", &foo::device::guard_memory);

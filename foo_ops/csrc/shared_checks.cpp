@@ -5,6 +5,7 @@
 #include "launch/overlap.h"
 #include "launch/parameter.h"
 #include "launch/registration.h"
+#include "launch/symbols.h"
 #include "ops/attention/checks.h"
 #include "ops/attention/flex.h"
 #include "ops/attention/int8_cache.h"
@@ -38,7 +39,8 @@ void bind_attention_checks(py::module_& module) {
       "check_attention",
       torch::wrap_pybind_function([](Tensor query, Tensor key, Tensor value, Optional attn_bias,
                                      Optional alibi_slopes, Optional sinks, double dropout_p,
-                                     int64_t window_left, int64_t window_right, double softcap) {
+                                     const c10::SymInt& window_left,
+                                     const c10::SymInt& window_right, double softcap) {
         check_attention({query, key, value, alibi_slopes, sinks, attn_bias},
                         {false, {}, dropout_p, window_left, window_right, softcap});
       }));
@@ -47,7 +49,8 @@ void bind_attention_checks(py::module_& module) {
       torch::wrap_pybind_function([](Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,
                                      Tensor cu_seqlens_k, Optional seqused_k, Optional block_table,
                                      Optional alibi_slopes, Optional sinks, double dropout_p,
-                                     int64_t window_left, int64_t window_right, double softcap) {
+                                     const c10::SymInt& window_left,
+                                     const c10::SymInt& window_right, double softcap) {
         check_attention_varlen({query, key, value, alibi_slopes, sinks, kNotGiven, cu_seqlens_q,
                                 cu_seqlens_k, seqused_k, block_table},
                                {false, {}, dropout_p, window_left, window_right, softcap});
@@ -84,7 +87,7 @@ void bind_checks_of_out(py::module_& module) {
                                  Tensor result, const std::vector<at::Tensor>& others) {
                                 check_can_cast(name, parameter, result.scalar_type(), out);
                                 const auto sizes = result.sym_sizes();
-                                if (out.sym_sizes() != sizes) {
+                                if (!have_sizes(out.sym_sizes(), sizes)) {
                                   check_resizable(name, parameter, out, sizes, others);
                                 }
                               }));

@@ -17,6 +17,7 @@ extended:
 - `register_sharding`: how calls on DTensors are cut among processes; kernels of elements and rows
   bring it.
 - `register_flops`: for torch.utils.flop_counter.
+- `holds` and `have_sizes`: how fake kernels ask about sizes that may depend on data.
 - `opcheck`: on device foo, and that gradients are recorded. `check_bounds`: that no kernel reads or
   writes outside of a tensor.
 
@@ -57,6 +58,7 @@ from foo_ops.library.nested import register_nested_rows
 from foo_ops.library.numba_operator import numba_op
 from foo_ops.library.scratch import Scratch, scratch
 from foo_ops.library.sharding import register_sharding
+from foo_ops.library.symbols import have_sizes, holds
 from foo_ops.library.tiles import TileKernel, tile_kernel
 from foo_ops.library.vmap import (
     register_vmap,
@@ -78,6 +80,8 @@ __all__ = [
     "fallthrough_kernel",
     "get_ctx",
     "get_kernel",
+    "have_sizes",
+    "holds",
     "impl",
     "impl_abstract",
     "infer_schema",

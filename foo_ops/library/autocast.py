@@ -10,6 +10,9 @@ from torch import Tensor
 
 from foo_ops.library.operators import find, library_of
 
+AUTOCASTS: dict[str, dict[str, torch.dtype | None]] = {}
+"""For operators the device types whose autocast they follow, and the dtype if it is another."""
+
 
 def register_autocast(
     op: str | torch._ops.OpOverload | torch.library.CustomOpDef,
@@ -49,6 +52,7 @@ def register_autocast(
             raise ValueError(f"Device type '{type_}' does not support autocast.")
         key = "Autocast" + torch._C._dispatch_key_for_device(type_)
         kernel = _autocast_kernel(operator, type_, cast_inputs, key)
+        AUTOCASTS.setdefault(operator.name(), {})[type_] = cast_inputs
         library_of(operator.name(), lib).impl(operator.name().partition("::")[2], kernel, key)
 
 

@@ -9,7 +9,15 @@ import torch
 
 from foo_ops import _C
 from foo_ops.library.formula import CompositeFormula, Formula
-from foo_ops.library.operators import find, keep, library_of, own_library
+from foo_ops.library.operators import (
+    BACKWARDS,
+    VARIANTS,
+    find,
+    keep,
+    library_of,
+    note,
+    own_library,
+)
 from foo_ops.library.python_results import counted
 from foo_ops.library.refusals import end_refusal, refuse_derivatives
 from foo_ops.library.refused_arguments import refusing
@@ -109,6 +117,7 @@ def register_autograd(
         keep(_C.register_formula(name, formula, tangents), lib)
     elif isinstance(backward, str):
         keep(_C.register_backward_operator(name, backward, tangents), lib)
+        note(BACKWARDS, name, backward, lib)
         message = (
             f"{backward}: it computes the gradients of {name} and has no derivative itself; to get "
             "one, give foo_ops.library.register_autograd a composite of it"
@@ -181,3 +190,5 @@ def register_variant_autograd(
     name = op if isinstance(op, str) else op.name()
     end_refusal(name)
     keep(_C.register_variant_autograd(name), own_library(name, lib))
+    if name.endswith("_"):
+        note(VARIANTS, name, name.removesuffix("_"), own_library(name, lib))

@@ -25,10 +25,12 @@ from foo_ops.library.kernels import (
     kinds_of,
 )
 from foo_ops.library.operators import (
+    BACKWARDS,
     Parameter,
     find,
     keep,
     library_of,
+    note,
     parameters_of,
 )
 from foo_ops.library.refusals import end_refusal, refuse_derivatives
@@ -328,6 +330,7 @@ def _register_backward(
         tangents = _C.Tangents.partial_derivatives
         end_refusal(name)
         keep(_C.register_backward_operator(name, f"{name}_backward", tangents), lib)
+        note(BACKWARDS, name, f"{name}_backward", lib)
     derivative = _derivative(kernel, operator)
     derivative.register(find(f"{name}_backward"), keys, lib)
     if derivative.backward is None:

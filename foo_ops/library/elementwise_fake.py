@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foo_ops.library.operators import Parameter
+from foo_ops.library.symbols import Sizes, have_sizes, is_known
 
 CPU = torch.device("cpu")
 
@@ -39,7 +40,8 @@ def make_fake(
             shape = _broadcast_shape(inputs)
             elementwise.check_targets(tensors, shape)
             results = [
-                output if output.shape == shape else output.resize_(shape) for output in outputs
+                output if have_sizes(output.shape, shape) else output.resize_(shape)
+                for output in outputs
             ]
         else:
             (shape, strides), device = _layout(inputs), _common_device(inputs)
@@ -77,7 +79,12 @@ def _layout(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], tuple[Any, ...]]
 
     shape = _broadcast_shape(inputs)
     # TensorIterator's own first question; it tells in empty tensors and dimensions of size 1.
-    if all(tensor.shape == shape and is_contiguous_or_false(tensor) for tensor in inputs):
+    if all(_has_shape(tensor, shape) and is_contiguous_or_false(tensor) for tensor in inputs):
         return shape, make_contiguous_strides_for(shape)
     expanded = (tensor.expand(shape) for tensor in inputs)
     return shape, compute_elementwise_output_strides(*expanded)
+
+
+def _has_shape(tensor: Tensor, shape: Sizes) -> bool:
+    pairs = zip(tensor.shape, shape)
+    return tensor.dim() == len(shape) and all(is_known(size == other) for size, other in pairs)

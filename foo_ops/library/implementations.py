@@ -13,6 +13,7 @@ import torch
 from foo_ops.library.kernels import NumbaKernel, register_kernel
 from foo_ops.library.operators import DEFINITIONS, Definition, find, own_library
 from foo_ops.library.python_results import counted
+from foo_ops.library.tensor_numbers import let_numbers_vary
 from foo_ops.library.tile_values import checking, has_values
 
 
@@ -75,6 +76,7 @@ def define(
     own = torch.library.Library(qualname.partition("::")[0], "FRAGMENT")
     torch.library.define(qualname, schema, lib=own, tags=tags)
     DEFINITIONS[qualname] = Definition(own, module)
+    let_numbers_vary(qualname, schema)
     return None
 
 

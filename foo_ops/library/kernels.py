@@ -30,6 +30,7 @@ from foo_ops.library.random_vmap import register_random_vmap
 from foo_ops.library.refusals import refuse_derivatives
 from foo_ops.library.sharding import Rule as ShardingRule
 from foo_ops.library.sharding import register_default_sharding
+from foo_ops.library.tensor_numbers import let_numbers_vary
 from foo_ops.library.vmap import Rule, register_default_vmap
 
 _DEVICE_KEYS = {device_type: DISPATCH_KEYS[device_type] for device_type in ("cpu", "foo")}
@@ -78,6 +79,7 @@ class NumbaKernel(abc.ABC):
         parameters = parameters_of(operator)
         _check_returned(operator, parameters)
         launcher = self.launcher(operator, parameters)
+        let_numbers_vary(operator.name(), str(operator._schema))
         for key in keys:
             for registration in launcher.register_for(key):
                 keep(registration, lib)

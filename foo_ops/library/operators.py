@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foo_ops.library.symbols import have_sizes
+
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "foo": "PrivateUse1"}
 
 # A registration without a library lasts as long as the process.
@@ -82,6 +84,29 @@ def library_of(name: str, lib: torch.library.Library | None) -> torch.library.Li
 def keep(registration: Any, lib: torch.library.Library | None) -> None:
     """Keep a registration of ours as long as its library."""
     (_kept if lib is None else lib._registration_handles).append(registration)
+
+
+BACKWARDS: dict[str, str] = {}
+"""The operators that compute gradients, by those whose gradients they are."""
+VARIANTS: dict[str, str] = {}
+"""The operators that those are differentiated as which work in place."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Note:
+    """An entry of a table, which ends with a library."""
+
+    table: dict[str, Any]
+    name: str
+
+    def destroy(self) -> None:
+        self.table.pop(self.name, None)
+
+
+def note(table: dict[str, Any], name: str, value: Any, lib: torch.library.Library | None) -> None:
+    """Note what was registered for an operator, for as long as its library lasts."""
+    table[name] = value
+    keep(_Note(table, name), lib)
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -202,7 +227,7 @@ def functionalize_out(operator: torch._ops.OpOverload) -> None:
         with ctx.mode:
             results = functional(*inputs, **keywords)
             for out, result in zip(outs, (results,) if len(outs) == 1 else results):
-                if out.shape != result.shape:
+                if not have_sizes(out.shape, result.shape):
                     out.resize_(result.shape)
                 out.copy_(result)
         return outs[0] if len(outs) == 1 else tuple(outs)

@@ -11,6 +11,7 @@ from torch import Tensor
 from foo_ops import _C
 from foo_ops.library.kernels import cpp_parameter
 from foo_ops.library.operators import Parameter, find, parameters_of, short_name
+from foo_ops.library.symbols import have_sizes
 
 Fake = Callable[..., Any]
 
@@ -44,12 +45,12 @@ def _fake_of_out(operator: torch._ops.OpOverload, parameters: Sequence[Parameter
             others = [x for p, x in zip(parameters, tensors) if x is not None and p.name != out]
             _C.check_out(name, out, target, result, others)
         for out, target, result in zip(outs, targets, results):
-            if target.shape != result.shape:
+            if not have_sizes(target.shape, result.shape):
                 # It is resized, and then alone in its memory.
                 given[out] = None
         _C.check_written_memory(name, taken, [given.get(p.name) for p in parameters])
         for target, result in zip(targets, results):
-            if target.shape != result.shape:
+            if not have_sizes(target.shape, result.shape):
                 target.resize_(result.shape)
         return targets[0] if len(targets) == 1 else tuple(targets)
 
@@ -95,7 +96,7 @@ def _fake_in_place(operator: torch._ops.OpOverload, parameters: Sequence[Paramet
             target = given.get(argument)
             if target is None:
                 continue
-            if target.shape != result.shape:
+            if not have_sizes(target.shape, result.shape):
                 raise ValueError(
                     f"{name}: {argument} must have shape {list(result.shape)} as the result has, "
                     f"got {list(target.shape)}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from foo_ops.library.dtypes import FLOATING, dtype_name
+from foo_ops.library.symbols import Sizes, have_sizes
 
 
 def require_int64(operator: str, **tensors: Tensor) -> None:
@@ -56,11 +55,9 @@ def require_rows(operator: str, **tensors: Tensor) -> None:
             raise ValueError(f"{operator}: {name} must have at least 1 dimension, got 0")
 
 
-def require_shape(
-    operator: str, name: str, tensor: Tensor, shape: Sequence[int | torch.SymInt], reason: str
-) -> None:
+def require_shape(operator: str, name: str, tensor: Tensor, shape: Sizes, reason: str) -> None:
     """Require a shape; ``reason`` says whose that is: "as input has"."""
-    if tuple(tensor.shape) != tuple(shape):
+    if not have_sizes(tensor.shape, shape):
         raise ValueError(
             f"{operator}: {name} must have shape {list(shape)} {reason}, got {list(tensor.shape)}"
         )

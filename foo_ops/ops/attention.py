@@ -9,6 +9,8 @@ from torch import Tensor
 
 from foo_ops import _C, library
 from foo_ops.library.dtypes import dtype_name
+from foo_ops.library.symbols import is_known
+from foo_ops.library.tensor_numbers import SEEDED
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention_derivatives import composite, composite_gradients, make_dropout_mask
 from foo_ops.ops.attention_options import DEFAULTS, AttentionOptions, given_options, schema
@@ -57,7 +59,7 @@ library.define(
 # The weights that dropout keeps, 1.0 or 0.0, in the shape (batch, heads, queries, keys).
 library.define(
     "foo::attention_dropout_mask",
-    "(Tensor seed, int[] shape, float dropout_p, *, ScalarType dtype) -> Tensor",
+    "(Tensor seed, SymInt[] shape, float dropout_p, *, ScalarType dtype) -> Tensor",
     tags=TAGS,
 )
 
@@ -172,11 +174,22 @@ def fake(
 def empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Make output and logsumexp as the launchers of dense attention do."""
     batch, heads, rows, _ = query.shape
-    if query.stride(1) < query.stride(2):
+    if _has_heads_inside(query):
         output = query.new_empty(batch, rows, heads, value.shape[3]).transpose(1, 2)
     else:
         output = query.new_empty(batch, heads, rows, value.shape[3])
     return output, query.new_empty(batch, heads, rows, dtype=compute_type(query.dtype))
+
+
+def _has_heads_inside(query: Tensor) -> bool:
+    """Return whether a row has the heads beside each other in memory, as launchers ask."""
+    outer, inner = query.stride(1), query.stride(2)
+    if is_known(outer >= inner):
+        return False
+    # The number of heads may depend on data; PyTorch counts none as one where it makes strides.
+    heads = query.shape[1]
+    row = (outer * heads, outer * torch.sym_max(heads, 1))
+    return is_known(outer < inner) or any(is_known(inner == it) for it in row)
 
 
 @library.register_fake("foo::attention_seeded")
@@ -281,6 +294,7 @@ library.register_autograd(
     "foo::attention_seeded", "foo::attention_backward", composite=composite_seeded
 )
 library.register_autograd("foo::attention_backward", composite=composite_backward)
+SEEDED["foo::attention"] = "foo::attention_seeded"
 
 
 # --------------------------------------------------------------------------- vmap, autocast, FLOPs

@@ -16,7 +16,7 @@ library.define(
     f"foo::{NAME}",
     "(Tensor query, Tensor key, Tensor value, Tensor key_scale, Tensor value_scale, "
     "Tensor? sinks=None, Tensor? seqused_k=None, Tensor? block_table=None, *, float? scale=None, "
-    "int window_left=-1, int window_right=-1, float softcap=0.0) "
+    "SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0) "
     "-> (Tensor output, Tensor logsumexp)",
     tags=torch.Tag.pt2_compliant_tag,
 )

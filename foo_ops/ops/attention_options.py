@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+
 # The types of fields as schemas write them.
-_SCHEMA_TYPES = {"bool": "bool", "int": "int", "float": "float", "float | None": "float?"}
+_SCHEMA_TYPES = {"bool": "bool", "int": "SymInt", "float": "float", "float | None": "float?"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,9 @@ def schema(*names: str) -> str:
 def given_options(**options: Any) -> dict[str, Any]:
     """Return the options that differ from their defaults.
 
-    The dispatcher takes as long to parse one as to allocate a tensor.
+    The dispatcher takes as long to parse one as to allocate a tensor. Within torch.compile all are
+    returned, since a comparison would make a constant of a number that varies.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return options
     return {name: value for name, value in options.items() if value != DEFAULTS[name]}

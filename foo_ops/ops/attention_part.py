@@ -79,7 +79,7 @@ class Part:
         return size
 
 
-OFFSET = "int? part_offset=None, "
+OFFSET = "SymInt? part_offset=None, "
 PARTS = {
     "attention_part": Part(
         "attention_seeded",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C, library
+from foo_ops.library.tensor_numbers import SEEDED
 from foo_ops.ops.arguments import compute_type
 from foo_ops.ops.attention import OUTPUTS, RANDOM_TAGS, TAGS, empty_gradient
 from foo_ops.ops.attention_derivatives import composite, composite_gradients, make_dropout_mask
@@ -303,6 +304,7 @@ library.register_autograd(
     composite=composite_seeded,
 )
 library.register_autograd("foo::attention_varlen_backward", composite=composite_backward)
+SEEDED["foo::attention_varlen"] = "foo::attention_varlen_seeded"
 
 
 # --------------------------------------------------------------------------- vmap, autocast, FLOPs

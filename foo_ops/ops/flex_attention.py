@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import _C, library
+from foo_ops.library.symbols import is_known
 from foo_ops.ops.attention import empty_results, product_flops
 from foo_ops.ops.flex_attention_derivatives import composite, register_gradients
 from foo_ops.ops.flex_attention_vmap import vmap, vmap_backward
@@ -28,7 +29,7 @@ PROGRAMS = (
     'str score_mod="", str mask_mod="", str backward="", float[] numbers=[], int[] integers=[], '
     "float? scale=None"
 )
-OPTIONS = f"{PROGRAMS}, int query_block=128, int key_block=128"
+OPTIONS = f"{PROGRAMS}, SymInt query_block=128, SymInt key_block=128"
 
 library.define(
     "foo::flex_attention",
@@ -107,9 +108,10 @@ def flex_attention(
         torch.Size([1, 8, 100, 64])
     """
     query, key, value = cast(query, key, value)
-    if key.dim() == value.dim() == 4 and key.shape[0] == value.shape[0] == 1 != query.shape[0]:
+    if key.dim() == value.dim() == query.dim() == 4 and _is_shared(key, value, query):
         key, value = (it.expand(query.shape[0], -1, -1, -1) for it in (key, value))
-    if not enable_gqa and query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1]:
+    has_groups = query.dim() == key.dim() == 4 and is_known(query.shape[1] != key.shape[1])
+    if has_groups and not enable_gqa:
         raise ValueError(
             f"flex_attention: key must have {query.shape[1]} heads as query has, or enable_gqa "
             f"must be True, got {key.shape[1]}"
@@ -130,6 +132,12 @@ def flex_attention(
         numbers=programs.numbers, integers=programs.integers, scale=scale, **blocks,
     )  # fmt: skip
     return (output, logsumexp) if return_lse else output
+
+
+def _is_shared(key: Tensor, value: Tensor, query: Tensor) -> bool:
+    """Return whether all rows of query's batch have the keys of a batch of 1."""
+    has_one = is_known(key.shape[0] == 1) and is_known(value.shape[0] == 1)
+    return has_one and is_known(query.shape[0] != 1)
 
 
 def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -153,7 +161,8 @@ def _parts(
     lengths, own = (query.shape[2], key.shape[2]), block_mask.shape[-2:]
     # torch's own mask for none is one block of this size.
     is_none = query_block == key_block == _LARGE_SPARSE_BLOCK_SIZE
-    if not is_none and tuple(own) != lengths:
+    differs = any(is_known(one != other) for one, other in zip(own, lengths))
+    if not is_none and differs:
         raise ValueError(
             f"flex_attention: block_mask must be of {lengths[0]} queries and {lengths[1]} keys as "
             f"query and key have, got {own[0]} and {own[1]}"

@@ -46,6 +46,10 @@ def _unchanged(score: Tensor, *places: Tensor) -> Tensor:
     return score
 
 
+def _scaled(score_mod: Callable[..., Tensor], scale: torch.SymFloat) -> Callable[..., Tensor]:
+    return lambda score, *others: score_mod(score * scale, *others)
+
+
 class FlexAttentionCall(HigherOrderOperator):
     """Calls an operator of flex attention with graphs of functions."""
 
@@ -77,6 +81,9 @@ class FlexAttentionCall(HigherOrderOperator):
             captured_by_score_mod, captured_by_mask_mod: given by Dynamo.
         """
         name, *others, mask_mod = mask
+        if isinstance(scale, torch.SymFloat):
+            # A number that varies is captured; in a schema it would be a constant.
+            score_mod, scale = _scaled(score_mod, scale), 1.0
         programs = trace(
             lambda *numbers: score_mod(*numbers, *captured_by_score_mod),
             lambda *numbers: mask_mod(*numbers, *captured_by_mask_mod),

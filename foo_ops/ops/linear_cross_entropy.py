@@ -32,7 +32,7 @@ from foo_ops.ops.softmax_cross_entropy import composite_backward as composite_ba
 from foo_ops.ops.softmax_cross_entropy import require_reduction
 
 TAGS = torch.Tag.pt2_compliant_tag
-ARGUMENTS = "float label_smoothing=0.0, int ignore_index=-100, float softcap=0.0"
+ARGUMENTS = "float label_smoothing=0.0, SymInt ignore_index=-100, float softcap=0.0"
 library.define(
     "foo::linear_cross_entropy",
     f"(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, {ARGUMENTS}) "
@@ -100,7 +100,7 @@ def linear_cross_entropy(
     require_reduction("linear_cross_entropy", reduction)
     operator = torch.ops.foo.linear_cross_entropy
     # Of the exponentials of capped logits nothing is kept.
-    if softcap == 0.0 and any_requires_grad(hidden, weight, bias):
+    if not softcap > 0.0 and any_requires_grad(hidden, weight, bias):
         operator = torch.ops.foo.linear_cross_entropy_training
     loss, logsumexp, mean, *_ = operator.default(
         hidden,

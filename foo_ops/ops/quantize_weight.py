@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from foo_ops.library.dtypes import FLOATING, dtype_name
+from foo_ops.library.symbols import Condition, either, holds
 from foo_ops.ops.arguments import require_device, require_like
 
 GROUP_SIZES = (32, 64, 128)
@@ -93,7 +94,7 @@ def unpack_integers(weight: Tensor, groups: int) -> Tensor:
     """Return integers of 4 bits as (N, groups, group_size); those of 8 bits have no groups."""
     if weight.dtype == torch.int8:
         return weight
-    pairs = weight.reshape(weight.shape[0], groups, weight.shape[1] // max(groups, 1))
+    pairs = weight.reshape(weight.shape[0], groups, weight.shape[1] // torch.sym_max(groups, 1))
     # Of a DTensor, torch 2.13 computes ``pairs >> 4`` as pairs.
     return torch.cat((pairs & INT4_LARGEST, torch.bitwise_right_shift(pairs, 4)), -1)
 
@@ -114,7 +115,7 @@ def _check(weight: Tensor, bits: int, group_size: int | None) -> None:
         raise ValueError(f"{name}: group_size must be None for 8 bits, got {group_size}")
     if bits == 4 and group_size not in GROUP_SIZES:
         raise ValueError(f"{name}: group_size must be 32, 64 or 128 for 4 bits, got {group_size}")
-    if group_size is not None and weight.shape[1] % group_size:
+    if group_size is not None and not holds(weight.shape[1] % group_size == 0):
         raise ValueError(
             f"{name}: weight must have whole groups of {group_size} columns, got {weight.shape[1]}"
         )
@@ -135,7 +136,7 @@ def _check_quantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> None
     _require_floating(name, "scale", scale)
     require_device(name, weight=weight, scale=scale, zero=zero)
     rows = weight.shape[0]
-    if scale.shape[0] != rows:
+    if not holds(scale.shape[0] == rows):
         kind = "elements as weight has rows" if zero is None else "rows as weight has"
         raise ValueError(f"{name}: scale must have {rows} {kind}, got {scale.shape[0]}")
     if zero is not None:
@@ -144,7 +145,10 @@ def _check_quantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> None
 
 
 def _check_groups(function: str, elements: int, groups: int) -> None:
-    if all(elements != groups * size for size in GROUP_SIZES):
+    fits: Condition = False
+    for size in GROUP_SIZES:
+        fits = either(fits, elements == groups * size)
+    if not holds(fits):
         raise ValueError(
             f"{function}: scale must have columns for groups of 32, 64 or 128, "
             f"got {groups} for {elements} elements"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import language, library
+from foo_ops.library.symbols import either, holds
 from foo_ops.ops.arguments import (
     compute_type,
     require_compute_type,
@@ -186,14 +187,15 @@ def check(operator: str, input: Tensor, cosine: Tensor, sine: Tensor) -> None:
     require_rows(operator, input=input, cosine=cosine)
     require_shape(operator, "sine", sine, cosine.shape, "as cosine has")
     require_compute_type(operator, "input", input, cosine=cosine, sine=sine)
-    if 2 * cosine.shape[-1] > input.shape[-1]:
+    if not holds(2 * cosine.shape[-1] <= input.shape[-1]):
         raise ValueError(
             f"{operator}: cosine must have a last dimension of at most {input.shape[-1] // 2}, "
             f"half of input's, got {cosine.shape[-1]}"
         )
     leading, target = cosine.shape[:-1], input.shape[:-1]
     aligned = zip(reversed(leading), reversed(target))
-    if len(leading) > len(target) or any(own not in (1, other) for own, other in aligned):
+    fits = all(holds(either(own == other, own == 1)) for own, other in aligned)
+    if len(leading) > len(target) or not fits:
         raise ValueError(
             f"{operator}: cosine must have leading dimensions that broadcast to {list(target)} as "
             f"input has, got {list(leading)}"

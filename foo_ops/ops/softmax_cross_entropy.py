@@ -33,7 +33,7 @@ from foo_ops.ops.arguments import (
     require_sums,
 )
 
-ARGUMENTS = "float label_smoothing=0.0, int ignore_index=-100"
+ARGUMENTS = "float label_smoothing=0.0, SymInt ignore_index=-100"
 library.define(
     "foo::softmax_cross_entropy",
     f"(Tensor logits, Tensor target, *, {ARGUMENTS}) "

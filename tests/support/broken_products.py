@@ -146,6 +146,12 @@ def specialised_on_a_size(a, b):
     return a.new_empty(int(a.shape[0]), 3)
 
 
+def decided_by_a_size(a, b):
+    if a.shape[0] != b.shape[0]:
+        raise ValueError("b must have as many rows as a")
+    return empty_product(a, b)
+
+
 def fake_of_dense_input(a, b):
     if not a.is_contiguous():
         raise ValueError("only dense input")
@@ -208,6 +214,16 @@ BROKEN = {
     "fake kernel of one size": Broken(
         "compiled_for_dynamic_shapes",
         "the graph that was compiled for size 9 does not serve size 6: the fake kernel",
+        fake=specialised_on_a_size,
+    ),
+    "fake kernel decides by a size that depends on data": Broken(
+        "compiled_for_counted_sizes",
+        r"raised UserError: Could not guard on data-dependent expression Ne\(u\d, u\d\)",
+        fake=decided_by_a_size,
+    ),
+    "fake kernel of one size, exported": Broken(
+        "exported",
+        r"torch\.export\.export\(strict=True\), of counted sizes, raised",
         fake=specialised_on_a_size,
     ),
     "values": Broken(

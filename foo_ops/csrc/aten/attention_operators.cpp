@@ -25,16 +25,16 @@ using Forward = std::tuple<Tensor, Tensor>(const Tensor& query, const Tensor& ke
                                            const OptionalTensor& alibi_slopes,
                                            const OptionalTensor& sinks, const OptionalTensor& seed,
                                            bool is_causal, std::optional<double> scale,
-                                           double dropout_p, int64_t window_left,
-                                           int64_t window_right, double softcap);
+                                           double dropout_p, c10::SymInt window_left,
+                                           c10::SymInt window_right, double softcap);
 
 using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
     const Tensor& grad_output, const Tensor& grad_logsumexp, const Tensor& query, const Tensor& key,
     const Tensor& value, const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
     const OptionalTensor& sinks, const Tensor& output, const Tensor& logsumexp,
     const OptionalTensor& seed, bool attn_bias_requires_grad, bool is_causal,
-    std::optional<double> scale, double dropout_p, int64_t window_left, int64_t window_right,
-    double softcap);
+    std::optional<double> scale, double dropout_p, c10::SymInt window_left,
+    c10::SymInt window_right, double softcap);
 
 using VarlenForward = std::tuple<Tensor, Tensor>(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens_q,

@@ -17,6 +17,7 @@
 #include "launch/autograd.h"
 #include "launch/operator_counts.h"
 #include "launch/registration.h"
+#include "launch/symbols.h"
 
 namespace foo::aten {
 namespace {
@@ -26,7 +27,7 @@ using at::Tensor;
 // Returns whether it has four dimensions. A nested tensor goes to torch's formula.
 bool is_supported(const Tensor& tensor, at::ScalarType dtype) {
   return !tensor.unsafeGetTensorImpl()->is_nested() && tensor.dim() == 4 &&
-         tensor.scalar_type() == dtype && tensor.sym_size(3) >= 1;
+         tensor.scalar_type() == dtype && is_known(tensor.sym_size(3).sym_ge(1));
 }
 
 bool is_supported_dtype(at::ScalarType dtype) {
@@ -37,9 +38,12 @@ bool is_supported_dtype(at::ScalarType dtype) {
 bool have_supported_shapes(const Tensor& query, const Tensor& key, const Tensor& value,
                            bool enable_gqa) {
   const auto q = query.sym_sizes(), k = key.sym_sizes(), v = value.sym_sizes();
-  const bool are_heads_grouped = enable_gqa && k[1] > 0 && q[1] % k[1] == 0;
-  return q[0] == k[0] && k[0] == v[0] && (q[1] == k[1] || are_heads_grouped) && k[1] == v[1] &&
-         k[2] == v[2] && q[3] == k[3];
+  const auto same = [](const c10::SymInt& one, const c10::SymInt& other) {
+    return is_known(one.sym_eq(other));
+  };
+  const bool are_heads_grouped = enable_gqa && is_known(k[1].sym_gt(0)) && same(q[1] % k[1], 0);
+  return same(q[0], k[0]) && same(k[0], v[0]) && (same(q[1], k[1]) || are_heads_grouped) &&
+         same(k[1], v[1]) && same(k[2], v[2]) && same(q[3], k[3]);
 }
 
 bool is_supported_mask(const Tensor& mask, const Tensor& query, const Tensor& key) {

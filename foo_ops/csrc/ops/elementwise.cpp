@@ -15,6 +15,7 @@
 #include "launch/huge_pages.h"
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
+#include "launch/symbols.h"
 #include "ops/bounds.h"
 #include "ops/values.h"
 
@@ -247,7 +248,7 @@ void Elementwise::check_values(c10::ArrayRef<c10::IValue> arguments, at::ScalarT
 void Elementwise::check_targets(c10::ArrayRef<c10::IValue> arguments,
                                 c10::SymIntArrayRef sizes) const {
   for_each_written(parameters_, arguments, [&](size_t i, const at::Tensor& target) {
-    if (target.sym_sizes() == sizes) return;
+    if (have_sizes(target.sym_sizes(), sizes)) return;
     const bool is_input = std::any_of(
         arguments.begin(), arguments.end(), [&, out = &arguments[i]](const auto& argument) {
           return &argument != out && argument.isTensor() && argument.toTensor().is_same(target);
@@ -258,7 +259,7 @@ void Elementwise::check_targets(c10::ArrayRef<c10::IValue> arguments,
   });
   for_each_written(parameters_, arguments, [&](size_t i, const at::Tensor& target) {
     // A tensor that is resized is alone in its memory.
-    if (target.sym_sizes() == sizes) check_overlaps(arguments, i);
+    if (have_sizes(target.sym_sizes(), sizes)) check_overlaps(arguments, i);
   });
 }
 

@@ -261,7 +261,7 @@ class Recorder(TorchDispatchMode):
         dtype = wide(dtype)
         if isinstance(value, SYMBOLS):
             # Only what is captured is a different number at each call of what was compiled.
-            value = self.outside(torch.full, (), value, dtype=dtype, device=self._device)
+            value = self.outside(tensor_of, value, self._device)
         if isinstance(value, Tensor):
             return self.builder.add(dtype, "cast", self._node_of(value))
         if not isinstance(value, (bool, int, float)):
@@ -315,6 +315,12 @@ def example(value: Any) -> Any:
     if isinstance(value, SYMBOLS):
         return 1 if isinstance(value, torch.SymInt) else 1.0
     return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def tensor_of(value: Any, device: torch.device) -> Tensor:
+    """Return a number in a tensor; one that PyTorch leaves open must come into it by a product."""
+    dtype = torch.float64 if isinstance(value, torch.SymFloat) else torch.int64
+    return torch.ones((), dtype=dtype, device=device) * value
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

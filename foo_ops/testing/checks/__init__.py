@@ -13,6 +13,7 @@ from foo_ops.testing.checks import (  # noqa: F401
     memory,
     fakes,
     compilation,
+    open_sizes,
     devices,
 )
 

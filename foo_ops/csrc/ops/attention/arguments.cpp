@@ -70,8 +70,8 @@ AttentionOptions AttentionArguments::options() const {
   };
   AttentionOptions options{.scale = value(Places::kScale).toOptional<double>(),
                            .dropout_p = value(Places::kDropoutP).toDouble(),
-                           .window_left = value(Places::kWindowLeft).toInt(),
-                           .window_right = value(Places::kWindowRight).toInt(),
+                           .window_left = value(Places::kWindowLeft).toSymInt(),
+                           .window_right = value(Places::kWindowRight).toSymInt(),
                            .softcap = value(Places::kSoftcap).toDouble()};
   if (places_[Places::kIsCausal] >= 0) options.is_causal = value(Places::kIsCausal).toBool();
   if (places_[Places::kMaxSeqlenQ] >= 0) {
@@ -79,7 +79,7 @@ AttentionOptions AttentionArguments::options() const {
     options.max_seqlen_k = value(Places::kMaxSeqlenK).toSymInt();
   }
   if (places_[Places::kPartOffset] >= 0) {
-    options.part_offset = value(Places::kPartOffset).toOptional<int64_t>();
+    options.part_offset = value(Places::kPartOffset).toOptional<c10::SymInt>();
   }
   return options;
 }

@@ -21,14 +21,14 @@ struct AttentionOptions {
   bool is_causal = false;
   std::optional<double> scale;
   double dropout_p = 0.0;
-  int64_t window_left = -1;
-  int64_t window_right = -1;
+  c10::SymInt window_left = -1;
+  c10::SymInt window_right = -1;
   double softcap = 0.0;
   c10::SymInt max_seqlen_q = 0;
   c10::SymInt max_seqlen_k = 0;
   // The keys are a part of all: query i stands at the key i + part_offset, and in the backward pass
   // the logsumexp is that of all keys.
-  std::optional<int64_t> part_offset;
+  std::optional<c10::SymInt> part_offset;
 };
 
 inline const at::Tensor kNoTensor;

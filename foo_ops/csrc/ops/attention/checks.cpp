@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "launch/kernel_table.h"
+#include "launch/symbols.h"
 
 namespace foo {
 
@@ -46,29 +47,30 @@ struct Checker {
   }
 
   void check_head_dim(const char* argument, const c10::SymInt& size) const {
-    TORCH_CHECK_VALUE(size >= 1, name, ": ", argument,
+    TORCH_CHECK_VALUE(holds(size.sym_ge(1)), name, ": ", argument,
                       " must have a head dimension of at least 1, got ", size);
   }
 
   void check_same(const char* argument, const char* what, const c10::SymInt& size,
                   const c10::SymInt& expected, const char* as) const {
-    TORCH_CHECK_VALUE(size == expected, name, ": ", argument, " must have ", what, " ", expected,
-                      " as ", as, " has, got ", size);
+    TORCH_CHECK_VALUE(holds(size.sym_eq(expected)), name, ": ", argument, " must have ", what, " ",
+                      expected, " as ", as, " has, got ", size);
   }
 
   // Checks as check_same does, for things that are counted.
   void check_count(const char* argument, const char* what, const c10::SymInt& size,
                    const c10::SymInt& expected, const char* as) const {
-    TORCH_CHECK_VALUE(size == expected, name, ": ", argument, " must have ", expected, " ", what,
-                      " as ", as, " has, got ", size);
+    TORCH_CHECK_VALUE(holds(size.sym_eq(expected)), name, ": ", argument, " must have ", expected,
+                      " ", what, " as ", as, " has, got ", size);
   }
 
   void check_groups(const c10::SymInt& heads, const c10::SymInt& key_heads) const {
-    if (key_heads == 0) {
-      TORCH_CHECK_VALUE(heads == 0, name, ": query must have 0 heads as key has, got ", heads);
+    if (is_known(key_heads.sym_eq(0))) {
+      TORCH_CHECK_VALUE(holds(heads.sym_eq(0)), name, ": query must have 0 heads as key has, got ",
+                        heads);
     } else {
-      TORCH_CHECK_VALUE(heads % key_heads == 0, name, ": query must have a multiple of key's ",
-                        key_heads, " heads, got ", heads);
+      TORCH_CHECK_VALUE(holds((heads % key_heads).sym_eq(0)), name,
+                        ": query must have a multiple of key's ", key_heads, " heads, got ", heads);
     }
   }
 
@@ -94,8 +96,8 @@ struct Checker {
     }
     check_number(argument, *tensor, "");
     const auto sizes = tensor->sym_sizes();
-    const bool fits = (sizes.size() == 1 && sizes[0] == heads) ||
-                      (sizes.size() == 2 && sizes[0] == batch && sizes[1] == heads);
+    const c10::SymInt expected[] = {batch, heads};
+    const bool fits = have_sizes(sizes, {heads}) || have_sizes(sizes, expected);
     TORCH_CHECK_VALUE(fits, name, ": ", argument, " must have shape [Hq] = [", heads,
                       "] or [B, Hq] = [", batch, ", ", heads, "], got ", sizes);
   }
@@ -103,10 +105,10 @@ struct Checker {
   void check_options(const AttentionOptions& options) const {
     TORCH_CHECK_VALUE(options.dropout_p >= 0.0 && options.dropout_p < 1.0, name,
                       ": dropout_p must be at least 0 and less than 1, got ", options.dropout_p);
-    TORCH_CHECK_VALUE(options.window_left >= -1, name,
+    TORCH_CHECK_VALUE(holds(options.window_left.sym_ge(-1)), name,
                       ": window_left must be at least 0, or -1 for no bound, got ",
                       options.window_left);
-    TORCH_CHECK_VALUE(options.window_right >= -1, name,
+    TORCH_CHECK_VALUE(holds(options.window_right.sym_ge(-1)), name,
                       ": window_right must be at least 0, or -1 for no bound, got ",
                       options.window_right);
     TORCH_CHECK_VALUE(options.softcap >= 0.0 && std::isfinite(options.softcap), name,
@@ -135,9 +137,8 @@ void check_bias(const Checker& checker, const at::Tensor& bias, const at::Tensor
   const auto sizes = bias.sym_sizes();
   bool fits = sizes.size() <= target.size();
   for (size_t i = 1; fits && i <= sizes.size(); ++i) {
-    // In this order: a size that torch.compile does not know is at least equal to itself.
     const auto& size = sizes[sizes.size() - i];
-    fits = size == target[target.size() - i] || size == 1;
+    fits = holds(size.sym_eq(target[target.size() - i]).sym_or(size.sym_eq(1)));
   }
   TORCH_CHECK_VALUE(fits, "attention: attn_bias must have a shape that broadcasts to ",
                     c10::SymIntArrayRef(target), ", got ", sizes);
@@ -156,8 +157,8 @@ void check_packed_sizes(const Checker& checker, const AttentionInputs& inputs) {
   if (paged) {
     checker.check_count("value", "blocks", v[0], k[0], "key");
     checker.check_same("value", "block size", v[1], k[1], "key");
-    TORCH_CHECK_VALUE(k[1] >= 1, checker.name, ": key must have a block size of at least 1, got ",
-                      k[1]);
+    TORCH_CHECK_VALUE(holds(k[1].sym_ge(1)), checker.name,
+                      ": key must have a block size of at least 1, got ", k[1]);
   } else {
     checker.check_same("value", "length", v[0], k[0], "key");
   }
@@ -167,20 +168,20 @@ void check_packed_sizes(const Checker& checker, const AttentionInputs& inputs) {
 void check_sequences(const Checker& checker, const AttentionInputs& inputs) {
   checker.check_integers("cu_seqlens_q", inputs.cu_seqlens_q, 1, "");
   const auto count = inputs.cu_seqlens_q.sym_size(0);
-  TORCH_CHECK_VALUE(count >= 1, checker.name, ": cu_seqlens_q must have at least 1 element, got ",
-                    count);
+  TORCH_CHECK_VALUE(holds(count.sym_ge(1)), checker.name,
+                    ": cu_seqlens_q must have at least 1 element, got ", count);
   checker.check_integers("cu_seqlens_k", inputs.cu_seqlens_k, 1, "");
   checker.check_count("cu_seqlens_k", "elements", inputs.cu_seqlens_k.sym_size(0), count,
                       "cu_seqlens_q");
   if (inputs.seqused_k.has_value()) {
     checker.check_integers("seqused_k", *inputs.seqused_k, 1, "");
-    TORCH_CHECK_VALUE(inputs.seqused_k->sym_size(0) == count - 1, checker.name,
+    TORCH_CHECK_VALUE(holds(inputs.seqused_k->sym_size(0).sym_eq(count - 1)), checker.name,
                       ": seqused_k must have ", count - 1, " elements, one for each sequence, got ",
                       inputs.seqused_k->sym_size(0));
   }
   if (inputs.block_table.has_value()) {
     checker.check_integers("block_table", *inputs.block_table, 2, " (batch, max_blocks)");
-    TORCH_CHECK_VALUE(inputs.block_table->sym_size(0) == count - 1, checker.name,
+    TORCH_CHECK_VALUE(holds(inputs.block_table->sym_size(0).sym_eq(count - 1)), checker.name,
                       ": block_table must have ", count - 1, " rows, one for each sequence, got ",
                       inputs.block_table->sym_size(0));
   }
@@ -254,8 +255,8 @@ void check_attention_results(const char* name, const at::Tensor& grad_output,
                      dtype_name(dtype), ", got ", dtype_name(tensor.scalar_type()));
     TORCH_CHECK_VALUE(tensor.device() == query.device(), name, ": ", argument, " must be on ",
                       query.device(), " as query is, got ", tensor.device());
-    TORCH_CHECK_VALUE(tensor.sym_sizes() == sizes, name, ": ", argument, " must have shape ", sizes,
-                      ", got ", tensor.sym_sizes());
+    TORCH_CHECK_VALUE(have_sizes(tensor.sym_sizes(), sizes), name, ": ", argument,
+                      " must have shape ", sizes, ", got ", tensor.sym_sizes());
   };
   const auto dtype = query.scalar_type();
   const auto compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
@@ -296,7 +297,7 @@ void check_attention_seed(const char* name, const at::Tensor& query,
                       " as query is, got ", seed->device());
     TORCH_CHECK_TYPE(seed->scalar_type() == at::kLong, name, ": seed must be int64, got ",
                      dtype_name(seed->scalar_type()));
-    TORCH_CHECK_VALUE(seed->sym_numel() == 1, name, ": seed must have 1 element, got ",
+    TORCH_CHECK_VALUE(holds(seed->sym_numel().sym_eq(1)), name, ": seed must have 1 element, got ",
                       seed->sym_numel());
   }
 }
@@ -313,7 +314,8 @@ void check_attention_dropout_heads(const char* name, const at::Tensor& query,
                     query.device(), " as query is, got ", dropout_heads->device());
   TORCH_CHECK_TYPE(dropout_heads->scalar_type() == at::kLong, name,
                    ": dropout_heads must be int64, got ", dtype_name(dropout_heads->scalar_type()));
-  TORCH_CHECK_VALUE(sizes.size() == 2 && sizes[0] == batch && sizes[1] == heads, name,
+  const c10::SymInt expected[] = {batch, heads};
+  TORCH_CHECK_VALUE(have_sizes(sizes, expected), name,
                     ": dropout_heads must have shape [B, Hq] = [", batch, ", ", heads, "], got ",
                     sizes);
 }

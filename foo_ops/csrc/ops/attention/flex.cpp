@@ -10,6 +10,7 @@
 
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
+#include "launch/symbols.h"
 #include "ops/attention/backward.h"
 #include "ops/attention/checks.h"
 #include "ops/attention/dense.h"
@@ -38,7 +39,8 @@ void check_list(const char* argument, const OptionalTensor& tensor, int64_t dime
 
 // The counts and the indices of partial, or of full blocks.
 void check_lists(const char* counts_name, const OptionalTensor& counts, const char* indices_name,
-                 const OptionalTensor& indices, const Tensor& query, int64_t query_block) {
+                 const OptionalTensor& indices, const Tensor& query,
+                 const c10::SymInt& query_block) {
   check_list(counts_name, counts, 3, query);
   check_list(indices_name, indices, 4, query);
   TORCH_CHECK_VALUE(counts.has_value() == indices.has_value(), kName, ": ", counts_name, " and ",
@@ -46,14 +48,14 @@ void check_lists(const char* counts_name, const OptionalTensor& counts, const ch
   if (!counts.has_value()) return;
   const auto sizes = counts->sym_sizes();
   for (const auto& [axis, name] : {std::pair(0, "rows of the batch"), {1, "heads"}}) {
-    TORCH_CHECK_VALUE(sizes[axis] == 1 || sizes[axis] == query.sym_size(axis), kName, ": ",
-                      counts_name, " must have 1 or ", query.sym_size(axis), " ", name,
+    TORCH_CHECK_VALUE(holds(sizes[axis].sym_eq(1).sym_or(sizes[axis].sym_eq(query.sym_size(axis)))),
+                      kName, ": ", counts_name, " must have 1 or ", query.sym_size(axis), " ", name,
                       " as query has, got ", sizes[axis]);
   }
-  TORCH_CHECK_VALUE(sizes[2] * query_block >= query.sym_size(2), kName, ": ", counts_name,
-                    " must have rows of blocks of ", query_block, " for all ", query.sym_size(2),
-                    " queries, got ", sizes[2]);
-  TORCH_CHECK_VALUE(indices->sym_sizes().slice(0, 3) == sizes, kName, ": ", indices_name,
+  TORCH_CHECK_VALUE(holds((sizes[2] * query_block).sym_ge(query.sym_size(2))), kName, ": ",
+                    counts_name, " must have rows of blocks of ", query_block, " for all ",
+                    query.sym_size(2), " queries, got ", sizes[2]);
+  TORCH_CHECK_VALUE(have_sizes(indices->sym_sizes().slice(0, 3), sizes), kName, ": ", indices_name,
                     " must have the leading dimensions ", sizes, " as ", counts_name, " has, got ",
                     indices->sym_sizes());
 }
@@ -133,21 +135,23 @@ void check_flex_attention(const Tensor& query, const Tensor& key, const Tensor& 
                           const std::vector<Tensor>& captured, const OptionalTensor& kv_num_blocks,
                           const OptionalTensor& kv_indices,
                           const OptionalTensor& full_kv_num_blocks,
-                          const OptionalTensor& full_kv_indices, int64_t query_block,
-                          int64_t key_block) {
+                          const OptionalTensor& full_kv_indices, const c10::SymInt& query_block,
+                          const c10::SymInt& key_block) {
   check_dense(
       kName,
       {.query = query, .key = key, .value = value, .alibi_slopes = kNotGiven, .sinks = kNotGiven});
   check_captured(kName, captured, query);
-  TORCH_CHECK_VALUE(query_block >= 1, kName, ": query_block must be at least 1, got ", query_block);
-  TORCH_CHECK_VALUE(key_block >= 1, kName, ": key_block must be at least 1, got ", key_block);
+  TORCH_CHECK_VALUE(holds(query_block.sym_ge(1)), kName, ": query_block must be at least 1, got ",
+                    query_block);
+  TORCH_CHECK_VALUE(holds(key_block.sym_ge(1)), kName, ": key_block must be at least 1, got ",
+                    key_block);
   check_lists("kv_num_blocks", kv_num_blocks, "kv_indices", kv_indices, query, query_block);
   check_lists("full_kv_num_blocks", full_kv_num_blocks, "full_kv_indices", full_kv_indices, query,
               query_block);
   TORCH_CHECK_VALUE(kv_num_blocks.has_value() || !full_kv_num_blocks.has_value(), kName,
                     ": kv_num_blocks must be given where full_kv_num_blocks is, got None");
   TORCH_CHECK_VALUE(!full_kv_num_blocks.has_value() ||
-                        full_kv_num_blocks->sym_sizes() == kv_num_blocks->sym_sizes(),
+                        have_sizes(full_kv_num_blocks->sym_sizes(), kv_num_blocks->sym_sizes()),
                     kName, ": full_kv_num_blocks must have shape ", kv_num_blocks->sym_sizes(),
                     " as kv_num_blocks has, got ", full_kv_num_blocks->sym_sizes());
 }
@@ -160,7 +164,7 @@ void check_captured(const char* name, const std::vector<Tensor>& captured, const
                       " dimensions, got ", tensor.dim());
     TORCH_CHECK_VALUE(tensor.device() == query.device(), name, ": captured tensor ", i,
                       " must be on ", query.device(), " as query is, got ", tensor.device());
-    TORCH_CHECK_VALUE(tensor.sym_numel() > 0, name, ": captured tensor ", i,
+    TORCH_CHECK_VALUE(holds(tensor.sym_numel().sym_gt(0)), name, ": captured tensor ", i,
                       " must have elements, got shape ", tensor.sym_sizes());
   }
 }

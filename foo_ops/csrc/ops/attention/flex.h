@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
 
 #include <optional>
 #include <vector>
@@ -15,8 +16,8 @@ void check_flex_attention(const at::Tensor& query, const at::Tensor& key, const 
                           const std::optional<at::Tensor>& kv_num_blocks,
                           const std::optional<at::Tensor>& kv_indices,
                           const std::optional<at::Tensor>& full_kv_num_blocks,
-                          const std::optional<at::Tensor>& full_kv_indices, int64_t query_block,
-                          int64_t key_block);
+                          const std::optional<at::Tensor>& full_kv_indices,
+                          const c10::SymInt& query_block, const c10::SymInt& key_block);
 
 void check_captured(const char* name, const std::vector<at::Tensor>& captured,
                     const at::Tensor& query);

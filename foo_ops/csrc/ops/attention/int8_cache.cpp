@@ -14,6 +14,7 @@
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
 #include "launch/read_once.h"
+#include "launch/symbols.h"
 #include "ops/attention/run.h"
 
 namespace foo {
@@ -29,8 +30,8 @@ void check_tensor(const char* argument, const Tensor& tensor, at::ScalarType dty
                   c10::SymIntArrayRef sizes, const char* shape, const Tensor& query) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, kName, ": ", argument, " must be ",
                    dtype_name(dtype), ", got ", dtype_name(tensor.scalar_type()));
-  TORCH_CHECK_VALUE(tensor.sym_sizes() == sizes, kName, ": ", argument, " must have shape ", shape,
-                    " = ", sizes, ", got ", tensor.sym_sizes());
+  TORCH_CHECK_VALUE(have_sizes(tensor.sym_sizes(), sizes), kName, ": ", argument,
+                    " must have shape ", shape, " = ", sizes, ", got ", tensor.sym_sizes());
   TORCH_CHECK_VALUE(tensor.device() == query.device(), kName, ": ", argument, " must be on ",
                     query.device(), " as query is, got ", tensor.device());
 }
@@ -42,7 +43,7 @@ void check_query(const Tensor& query) {
       kName, ": query must be float16, bfloat16, float32 or float64, got ", dtype_name(dtype));
   TORCH_CHECK_VALUE(query.dim() == 4, kName, ": query must have 4 dimensions (B, Hq, Sq, D), got ",
                     query.dim());
-  TORCH_CHECK_VALUE(query.sym_size(3) >= 1, kName,
+  TORCH_CHECK_VALUE(holds(query.sym_size(3).sym_ge(1)), kName,
                     ": query must have a head dimension of at least 1, got ", query.sym_size(3));
 }
 
@@ -56,12 +57,13 @@ void check_cache(const Tensor& query, const Tensor& key, const Tensor& value, bo
   const auto rows = key.sym_size(1), columns = key.sym_size(2);
   check_tensor("key", key, at::kChar, {batch, rows, columns, query.sym_size(3)}, shape, query);
   check_tensor("value", value, at::kChar, {batch, rows, columns, value.sym_size(3)}, shape, query);
-  TORCH_CHECK_VALUE(value.sym_size(3) >= 1, kName,
+  TORCH_CHECK_VALUE(holds(value.sym_size(3).sym_ge(1)), kName,
                     ": value must have a head dimension of at least 1, got ", value.sym_size(3));
   const auto heads = query.sym_size(1), key_heads = is_paged ? columns : rows;
-  TORCH_CHECK_VALUE(key_heads == 0 ? heads == 0 : heads % key_heads == 0, kName,
-                    ": query must have a multiple of key's ", key_heads, " heads, got ", heads);
-  TORCH_CHECK_VALUE(!is_paged || rows >= 1, kName,
+  const auto left = is_known(key_heads.sym_eq(0)) ? heads : heads % key_heads;
+  TORCH_CHECK_VALUE(holds(left.sym_eq(0)), kName, ": query must have a multiple of key's ",
+                    key_heads, " heads, got ", heads);
+  TORCH_CHECK_VALUE(!is_paged || holds(rows.sym_ge(1)), kName,
                     ": key must have a block size of at least 1, got ", rows);
 }
 
@@ -157,8 +159,8 @@ std::tuple<Tensor, Tensor> attention_int8_cache(
 void check_attention_int8_cache(const Tensor& query, const Tensor& key, const Tensor& value,
                                 const Tensor& key_scale, const Tensor& value_scale,
                                 const OptionalTensor& sinks, const OptionalTensor& seqused_k,
-                                const OptionalTensor& block_table, int64_t window_left,
-                                int64_t window_right, double softcap) {
+                                const OptionalTensor& block_table, const c10::SymInt& window_left,
+                                const c10::SymInt& window_right, double softcap) {
   check_query(query);
   check_cache(query, key, value, block_table.has_value());
   const auto sizes = key.sym_sizes().slice(0, 3);
@@ -179,9 +181,9 @@ void check_attention_int8_cache(const Tensor& query, const Tensor& key, const Te
     check_tensor("block_table", *block_table, at::kInt, {batch, block_table->sym_size(1)},
                  "(B, max_blocks)", query);
   }
-  TORCH_CHECK_VALUE(window_left >= -1, kName,
+  TORCH_CHECK_VALUE(holds(window_left.sym_ge(-1)), kName,
                     ": window_left must be at least 0, or -1 for no bound, got ", window_left);
-  TORCH_CHECK_VALUE(window_right >= -1, kName,
+  TORCH_CHECK_VALUE(holds(window_right.sym_ge(-1)), kName,
                     ": window_right must be at least 0, or -1 for no bound, got ", window_right);
   TORCH_CHECK_VALUE(softcap >= 0.0 && std::isfinite(softcap), kName,
                     ": softcap must be positive and finite, or 0 for none, got ", softcap);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
 
 #include <optional>
 
@@ -14,7 +15,8 @@ void check_attention_int8_cache(const at::Tensor& query, const at::Tensor& key,
                                 const at::Tensor& value_scale,
                                 const std::optional<at::Tensor>& sinks,
                                 const std::optional<at::Tensor>& seqused_k,
-                                const std::optional<at::Tensor>& block_table, int64_t window_left,
-                                int64_t window_right, double softcap);
+                                const std::optional<at::Tensor>& block_table,
+                                const c10::SymInt& window_left, const c10::SymInt& window_right,
+                                double softcap);
 
 }  // namespace foo

@@ -70,16 +70,14 @@ int64_t forward_block(const Parameters& parameters, const std::vector<Sequence>&
 }
 
 void set_visible(Piece& piece, const Sequence& sequence, const AttentionOptions& options) {
-  piece.alignment = std::clamp(
-      options.part_offset.value_or(sequence.key_length - sequence.query_length), -kFar, kFar);
+  const int64_t aligned = sequence.key_length - sequence.query_length;
+  const int64_t offset = options.part_offset ? options.part_offset->expect_int() : aligned;
+  const int64_t left = options.window_left.expect_int(), right = options.window_right.expect_int();
+  piece.alignment = std::clamp(offset, -kFar, kFar);
   piece.first_visible = -kFar;
   piece.last_visible = kFar;
-  if (options.window_left >= 0) {
-    piece.first_visible = piece.alignment - std::min(options.window_left, kFar);
-  }
-  if (options.window_right >= 0) {
-    piece.last_visible = piece.alignment + std::min(options.window_right, kFar);
-  }
+  if (left >= 0) piece.first_visible = piece.alignment - std::min(left, kFar);
+  if (right >= 0) piece.last_visible = piece.alignment + std::min(right, kFar);
   if (options.is_causal) {
     piece.last_visible = std::min<int64_t>(piece.last_visible, 0);
   }

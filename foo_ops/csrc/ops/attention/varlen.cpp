@@ -39,7 +39,7 @@ Outputs attention_varlen(const at::Tensor& query, const at::Tensor& key, const a
                          const std::optional<at::Tensor>& alibi_slopes,
                          const std::optional<at::Tensor>& sinks, c10::SymInt max_seqlen_q,
                          c10::SymInt max_seqlen_k, std::optional<double> scale, double dropout_p,
-                         int64_t window_left, int64_t window_right, double softcap) {
+                         c10::SymInt window_left, c10::SymInt window_right, double softcap) {
   const AttentionInputs inputs{.query = query,
                                .key = key,
                                .value = value,

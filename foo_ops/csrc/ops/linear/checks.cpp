@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include "launch/kernel_table.h"
+#include "launch/symbols.h"
 
 namespace foo {
 
@@ -37,8 +38,8 @@ void check_like(const char* name, const char* argument, const at::Tensor& tensor
 
 void check_count(const char* name, const char* argument, const char* what, const c10::SymInt& size,
                  const c10::SymInt& expected, const char* as) {
-  TORCH_CHECK_VALUE(size == expected, name, ": ", argument, " must have ", expected, " ", what,
-                    " as ", as, ", got ", size);
+  TORCH_CHECK_VALUE(holds(size.sym_eq(expected)), name, ": ", argument, " must have ", expected,
+                    " ", what, " as ", as, ", got ", size);
 }
 
 }  // namespace foo

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "launch/kernel_table.h"
+#include "launch/symbols.h"
 #include "ops/linear/checks.h"
 #include "ops/linear/cross_entropy.h"
 
@@ -20,8 +21,8 @@ void check_device(const char* name, const char* argument, const at::Tensor& tens
 
 void check_shape(const char* name, const char* argument, const at::Tensor& tensor,
                  c10::SymIntArrayRef sizes, const char* reason) {
-  TORCH_CHECK_VALUE(tensor.sym_sizes() == sizes, name, ": ", argument, " must have shape ", sizes,
-                    " ", reason, ", got ", tensor.sym_sizes());
+  TORCH_CHECK_VALUE(have_sizes(tensor.sym_sizes(), sizes), name, ": ", argument,
+                    " must have shape ", sizes, " ", reason, ", got ", tensor.sym_sizes());
 }
 
 void check(const char* name, const at::Tensor& hidden, const at::Tensor& weight,
@@ -104,8 +105,8 @@ void check_kept(const at::Tensor& hidden, const at::Tensor& weight, const at::Te
   check_device(name, "exponentials", exponentials, hidden);
   check_dimensions(name, "exponentials", exponentials, 2, "(rows, V)");
   const c10::SymInt rows = exponentials.sym_size(0);
-  TORCH_CHECK_VALUE(rows <= most, name, ": exponentials must have at most ", most, " rows, got ",
-                    rows);
+  TORCH_CHECK_VALUE(holds(rows.sym_le(most)), name, ": exponentials must have at most ", most,
+                    " rows, got ", rows);
   check_count(name, "exponentials", "columns", exponentials.sym_size(1), weight.sym_size(0),
               "weight has rows");
   const auto dtype = hidden.scalar_type() == at::kHalf ? at::kFloat : hidden.scalar_type();

@@ -13,6 +13,7 @@
 #include "launch/huge_pages.h"
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
+#include "launch/symbols.h"
 #include "ops/linear/checks.h"
 #include "ops/linear/product.h"
 
@@ -148,10 +149,11 @@ void check_linear_backward(const at::Tensor& grad_output, const OptionalTensor& 
   if (input.has_value()) {
     check_like(name, "input", *input, "grad_output", grad_output);
     const auto sizes = input->sym_sizes(), expected = grad_output.sym_sizes();
-    TORCH_CHECK_VALUE(input->dim() == grad_output.dim() &&
-                          sizes.slice(0, input->dim() - 1) == expected.slice(0, input->dim() - 1),
-                      name, ": input must have the leading dimensions ",
-                      expected.slice(0, grad_output.dim() - 1), " as grad_output has, got ", sizes);
+    TORCH_CHECK_VALUE(
+        input->dim() == grad_output.dim() &&
+            have_sizes(sizes.slice(0, input->dim() - 1), expected.slice(0, input->dim() - 1)),
+        name, ": input must have the leading dimensions ", expected.slice(0, grad_output.dim() - 1),
+        " as grad_output has, got ", sizes);
     if (weight.has_value()) {
       check_count(name, "input", "columns", input->sym_size(-1), weight->sym_size(1), "weight has");
     }

@@ -7,6 +7,7 @@
 #include "launch/jobs.h"
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
+#include "launch/symbols.h"
 #include "ops/linear/checks.h"
 #include "ops/linear/cut.h"
 
@@ -119,7 +120,7 @@ void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const 
   check_rows(name, "input", input);
   TORCH_CHECK_VALUE(group_size == 32 || group_size == 64 || group_size == 128, name,
                     ": group_size must be 32, 64 or 128, got ", group_size);
-  TORCH_CHECK_VALUE(input.sym_size(-1) % group_size == 0, name,
+  TORCH_CHECK_VALUE(holds((input.sym_size(-1) % group_size).sym_eq(0)), name,
                     ": input must have whole groups of ", group_size, " columns, got ",
                     input.sym_size(-1));
   check_weight(name, weight, at::kByte, "(N, K / 2)", input);

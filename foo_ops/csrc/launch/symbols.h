@@ -1,0 +1,31 @@
+// Questions about sizes and numbers that a compiled program leaves open.
+
+#pragma once
+
+#include <c10/core/SymBool.h>
+#include <c10/core/SymInt.h>
+#include <c10/core/SymIntArrayRef.h>
+
+namespace foo {
+
+// Whether what must be true is. Where it depends on data, such as a count of nonzero elements,
+// torch.compile takes it for true and checks it when the program runs.
+inline bool holds(const c10::SymBool& condition) {
+  return condition.expect_true(__FILE__, __LINE__);
+}
+
+// Whether a condition is true; where it depends on data, it is not known to be.
+inline bool is_known(const c10::SymBool& condition) {
+  return condition.guard_or_false(__FILE__, __LINE__);
+}
+
+// Whether sizes are those that a tensor must have.
+inline bool have_sizes(c10::SymIntArrayRef sizes, c10::SymIntArrayRef expected) {
+  if (sizes.size() != expected.size()) return false;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (!holds(sizes[i].sym_eq(expected[i]))) return false;
+  }
+  return true;
+}
+
+}  // namespace foo

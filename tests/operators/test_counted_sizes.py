@@ -1,0 +1,28 @@
+"""Sizes that depend on data, in every dimension of every tensor at once."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import foo_ops
+from foo_ops.testing import OPERATORS, cases
+from foo_ops.testing.checks.open_sizes import check_counted_sizes
+
+
+@pytest.mark.parametrize("spec", OPERATORS, ids=str)
+def test_every_dimension_may_depend_on_data(spec):
+    """The matrix asks for the dimensions that grow alone, since others may be fixed in general."""
+    case, *_ = cases(spec, ["compiled_for_counted_sizes"])
+    check_counted_sizes(case, [list(range(it.dim())) for it in case.sized(9).tensors()])
+
+
+@pytest.mark.parametrize("counted", ["batch", "length", "heads"])
+def test_output_lies_in_memory_as_a_transposed_query_does(counted):
+    """Its strides are those of (batch, length, heads, dim), whichever of these is counted."""
+    dim = ("batch", "length", "heads").index(counted)
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        mask = torch.ones((4, 5, 2)[dim], dtype=torch.bool)
+        query = torch.ones(4, 5, 2, 8).index_select(dim, mask.nonzero().flatten()).transpose(1, 2)
+        output = foo_ops.attention(query, query, query)
+    assert output.stride() == query.stride()
