@@ -13,7 +13,7 @@ import torch
 from foo_ops.library.kernels import NumbaKernel, register_kernel
 from foo_ops.library.operators import (
     DEFINITIONS,
-    Definition,
+    define_or_take,
     find,
     own_library,
     parse,
@@ -81,9 +81,8 @@ def define(
     module = sys._getframe(1).f_globals.get("__name__")
     if qualname in DEFINITIONS and DEFINITIONS[qualname].module == module:
         DEFINITIONS.pop(qualname).library._destroy()
-    own = torch.library.Library(qualname.partition("::")[0], "FRAGMENT")
-    torch.library.define(qualname, schema, lib=own, tags=tags)
-    DEFINITIONS[qualname] = Definition(own, module)
+    given = (tags,) if isinstance(tags, torch.Tag) else tuple(tags)
+    DEFINITIONS[qualname] = define_or_take(qualname, module, schema, given)
     return None
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foo_ops._operators import Definition, take_declared
+
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "foo": "PrivateUse1"}
 
 _NAME = re.compile(r"(\w+)::(\w+)(?:\.(\w+))?")
@@ -77,15 +79,27 @@ def describe(function: Callable[..., Any]) -> str:
     return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
 
 
-@dataclasses.dataclass(frozen=True)
-class Definition:
-    """An operator that was defined without a library: its own, and the module that defined it."""
-
-    library: torch.library.Library
-    module: str | None
-
-
 DEFINITIONS: dict[str, Definition] = {}
+
+
+def define_or_take(
+    name: str,
+    module: str | None,
+    schema: str,
+    tags: tuple[torch.Tag, ...],
+    library: torch.library.Library | None = None,
+) -> Definition:
+    """Define an operator, in a library of its own unless one is given, or take its declaration."""
+    namespace, _, own_name = name.partition("::")
+    declared = take_declared(name, module, own_name + schema, tags)
+    if declared is not None:
+        if library is not None:
+            keep(declared, library)
+        return declared
+    if library is None:
+        library = torch.library.Library(namespace, "FRAGMENT")
+    torch.library.define(name, schema, lib=library, tags=tags)
+    return Definition(library, module, own_name + schema, tags)
 
 
 def own_library(op: Any, lib: torch.library.Library | None) -> torch.library.Library | None:
