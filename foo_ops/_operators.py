@@ -43,8 +43,8 @@ class Definition(NamedTuple):
 
 _declared: dict[str, Definition] = {}
 """Operators that nobody has defined yet, but for `declare`."""
-# Calls of all arguments have the last key. On their way there, autograd would warn of lost gradients,
-# and torch.vmap of a loop.
+# Calls of all arguments have the last key. On their way there, autograd would warn of lost
+# gradients, and torch.vmap of a loop.
 _EARLIER_KEYS, _LAST_KEY = ("Autograd", "FuncTorchBatched"), "BackendSelect"
 _importers: dict[tuple[str, str], Any] = {}
 """Kernels that import the operators, until each has its own."""
