@@ -1,5 +1,8 @@
 """Fast CPU operators with kernels in Python, the device ``foo``, and the kit to write more."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 # At its end torch calls the entry point (_entry_point), which finds this import under way.
 import torch  # noqa: F401
 
@@ -7,8 +10,46 @@ from foo_ops._autoload import autoload
 
 autoload()
 
-from foo_ops import ops  # noqa: E402
-from foo_ops.ops import *  # noqa: E402, F403
-
-__all__ = ops.__all__
+# foo_ops.ops is imported when one of these is looked up.
+__all__ = [
+    "abs",
+    "add_rms_norm",
+    "attention",
+    "attention_int8_cache",
+    "attention_varlen",
+    "cache_append",
+    "dequantize_weight",
+    "flex_attention",
+    "flex_attention_varlen",
+    "linear",
+    "linear_cross_entropy",
+    "linear_int4",
+    "linear_int8",
+    "linear_silu_mul",
+    "quantize_cache",
+    "quantize_weight",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_mul",
+    "softmax_cross_entropy",
+]
 __version__ = "0.2.0"
+_MODULES = ("kernels", "language", "library", "ops")
+
+
+if TYPE_CHECKING:
+    from foo_ops import kernels, language, library, ops  # noqa: F401
+    from foo_ops.ops import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            value = globals()[name] = getattr(importlib.import_module("foo_ops.ops"), name)
+            return value
+        if name in _MODULES:
+            return importlib.import_module(f"foo_ops.{name}")
+        raise AttributeError(f"module 'foo_ops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -12,16 +12,18 @@ is_loaded = False
 
 
 def autoload() -> None:
-    """Load the compiled companion, register the device and the operators. Idempotent."""
+    """Load the compiled companion, register the device, declare the operators. Idempotent."""
     global is_loaded
     check_torch()
     check_place()
     import foo_ops._C
-    import foo_ops.device
-    import foo_ops.ops  # noqa: F401
+    import foo_ops.device  # noqa: F401
+    from foo_ops import _operators, flash_attention_of_cpu
     from foo_ops.kernels.compiler.switches import switch
 
     if not is_loaded:
+        _operators.declare()
+        flash_attention_of_cpu.register()
         after_import(CONTEXT_PARALLEL, install_context_parallel)
         if switch("FOO_SANITIZER"):
             from foo_ops import sanitizer

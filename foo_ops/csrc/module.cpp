@@ -37,6 +37,7 @@
 #include "ops/values.h"
 #include "python/arguments.h"
 #include "python/errors.h"
+#include "python/first_call.h"
 #include "python/python_formula.h"
 #include "sanitizer/bindings.h"
 #include "shared_checks.h"
@@ -220,6 +221,9 @@ void bind_operators(py::module_& module) {
   foo::set_resolver(resolve_kernel);
   module.def("interpret_kernels", [] { foo::set_rethrower(rethrow_raised); });
   module.def("agreement", &describe_agreement);
+  module.def("import_at_first_call", [](const std::string& name, const std::string& key) {
+    return Registration(foo::import_at_first_call(name, c10::parseDispatchKey(key)));
+  });
   bind_kernels(module);
   foo::bind_shared_checks(module);
   bind_autograd(module);

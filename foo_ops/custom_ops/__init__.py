@@ -41,7 +41,12 @@ import torch
 from torch.library import get_ctx, infer_schema
 
 from foo_ops.custom_ops.names import parse, validate_namespace
-from foo_ops.custom_ops.operators import OPERATORS, define_operator, find_operator
+from foo_ops.custom_ops.operators import (
+    OPERATORS,
+    define_operator,
+    find_operator,
+    find_overload,
+)
 from foo_ops.library.operators import DISPATCH_KEYS
 
 __all__ = [
@@ -129,6 +134,7 @@ def impl(
         tensor([0.5000, 0.5000], device='foo:0')
     """
     types = (device_types,) if isinstance(device_types, str) else tuple(device_types)
+    find_overload(qualname)
 
     def register(function: Function) -> Function:
         operator = find_operator(qualname, of_others_too=True)
@@ -156,6 +162,7 @@ def impl_abstract(qualname: str, *, func: Callable[..., Any] | None = None) -> A
         ... def positive_abstract(x):
         ...     return x.new_empty(get_ctx().new_dynamic_size())
     """
+    find_overload(qualname)
 
     def register(function: Function) -> Function:
         library = OPERATORS[qualname].library if qualname in OPERATORS else None
@@ -179,6 +186,7 @@ def impl_save_for_backward(qualname: str, *, func: Callable[..., Any] | None = N
         ... def save_for_backward(inputs, output):
         ...     return inputs.x, inputs.exponent
     """
+    find_overload(qualname)
 
     def register(function: Function) -> Function:
         operator = find_operator(qualname, of_others_too=True)
@@ -219,6 +227,7 @@ def impl_backward(
         >>> a.grad
         tensor(3.)
     """
+    find_overload(qualname)
 
     def register(function: Function) -> Function:
         operator = find_operator(qualname, of_others_too=True)

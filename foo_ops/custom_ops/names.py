@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from foo_ops.library import operators
+
 # Namespaces of PyTorch itself.
 RESERVED_NAMESPACES = {"prim", "prims", "aten", "at", "torch", "pytorch"}
 
 
 def parse(qualname: str) -> tuple[str, str]:
-    namespace, separator, name = qualname.partition("::")
+    """Return namespace and name, or refuse a name: in torch's words, where torch does."""
+    if isinstance(qualname, str):
+        _refuse_as_torch_does(*qualname.partition("::"))
+    namespace, name, _ = operators.parse(qualname)
+    return namespace, name
+
+
+def _refuse_as_torch_does(namespace: str, separator: str, name: str) -> None:
+    qualname = namespace + separator + name
     if not separator:
         raise ValueError(
             f"Expected there to be a namespace in {qualname}, i.e. The operator name should look "
@@ -20,15 +30,14 @@ def parse(qualname: str) -> tuple[str, str]:
             "The torch.custom_ops APIs do not handle overloads, i.e. operator names with '.' in "
             f"them. Please name your operator something like ns::foo. Got: {qualname}"
         )
-    return namespace, name
-
-
-def validate_namespace(namespace: str) -> None:
     if "." in namespace:
         raise ValueError(
             f'custom_op(..., ns="{namespace}"): expected ns to not contain any . (and be a valid '
             "variable name)"
         )
+
+
+def validate_namespace(namespace: str) -> None:
     if namespace in RESERVED_NAMESPACES:
         raise ValueError(
             f"custom_op(..., ns='{namespace}'): '{namespace}' is a reserved namespace, please "

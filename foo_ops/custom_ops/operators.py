@@ -101,7 +101,7 @@ class CustomOp:
 
     def stand_in_for_formula(self) -> None:
         """Until there is a formula, calls that need one raise."""
-        operator = _overload(self.qualname)
+        operator = find_overload(self.qualname)
 
         def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **keywords: Any) -> Any:
             self._raise_if_half_a_formula()
@@ -208,6 +208,7 @@ def define_operator(namespace: str, name: str, schema: str) -> None:
 
 def find_operator(qualname: str, *, of_others_too: bool = False) -> CustomOp:
     """An operator of this module, or another that is extended here for the first time."""
+    parse(qualname)
     if qualname in OPERATORS:
         return OPERATORS[qualname]
     if not of_others_too:
@@ -217,13 +218,14 @@ def find_operator(qualname: str, *, of_others_too: bool = False) -> CustomOp:
         )
     from torchgen.model import FunctionSchema
 
-    schema = str(_overload(qualname)._schema).rpartition("::")[2]
+    schema = str(find_overload(qualname)._schema).rpartition("::")[2]
     library = Library(qualname.partition("::")[0], "FRAGMENT")
     OPERATORS[qualname] = CustomOp(qualname, FunctionSchema.parse(schema), library)
     return OPERATORS[qualname]
 
 
-def _overload(qualname: str) -> torch._ops.OpOverload:
+def find_overload(qualname: str) -> torch._ops.OpOverload:
+    """Return any operator; what extends one begins with this, before a decorator is returned."""
     namespace, name = parse(qualname)
     packet = getattr(getattr(torch.ops, namespace), name, None)
     if not hasattr(packet, "default"):

@@ -29,16 +29,7 @@ Example:
     tensor([0., 2., 6.])
 """
 
-from torch.library import (
-    custom_op,
-    fallthrough_kernel,
-    get_ctx,
-    get_kernel,
-    impl_abstract,
-    infer_schema,
-    triton_op,
-    wrap_triton,
-)
+from torch.library import fallthrough_kernel, get_ctx, infer_schema, wrap_triton
 
 from foo_ops.library.autocast import register_autocast
 from foo_ops.library.autograd import register_autograd, register_variant_autograd
@@ -54,6 +45,7 @@ from foo_ops.library.implementations import (
     register_torch_dispatch,
 )
 from foo_ops.library.kernels import register_kernel
+from foo_ops.library.names_of_torch import custom_op, get_kernel, impl_abstract, triton_op
 from foo_ops.library.nested import register_nested_rows
 from foo_ops.library.numba_operator import numba_op
 from foo_ops.library.scratch import Scratch, scratch

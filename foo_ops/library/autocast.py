@@ -44,9 +44,7 @@ def register_autocast(
         ...     torch.ops.mylib.scaled_by(torch.ones(2), factor=3.0)
         tensor([3., 3.], dtype=torch.bfloat16)
     """
-    if isinstance(op, torch.library.CustomOpDef):
-        op = op._opoverload
-    operator = find(op) if isinstance(op, str) else op
+    operator = find(op)
     for type_ in ("cpu", "foo") if device_type is None else (device_type,):
         if not torch._C._is_autocast_available(type_):
             raise ValueError(f"Device type '{type_}' does not support autocast.")

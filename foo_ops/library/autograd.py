@@ -85,15 +85,15 @@ def register_autograd(
         >>> torch.func.grad(lambda x: torch.ops.mylib.times(x, 3.0))(torch.tensor(1.0))
         tensor(3.)
     """
+    name = find(op).name()
     lib = own_library(op, lib)
     if isinstance(op, torch.library.CustomOpDef):
         op.register_autograd(_only_formula(op, backward, composite), setup_context=setup_context)
         return
-    name = op if isinstance(op, str) else op.name()
     if isinstance(backward, torch._ops.OpOverloadPacket):
         backward = backward.default
-    if isinstance(backward, torch._ops.OpOverload):
-        backward = backward.name()
+    if isinstance(backward, (str, torch._ops.OpOverload)):
+        backward = find(backward).name()
     formula: Formula | CompositeFormula | None = None
     if callable(backward):
         formula = _formula(name, backward, setup_context)
@@ -187,7 +187,7 @@ def register_variant_autograd(
         >>> input.grad
         tensor([5., 5.])
     """
-    name = op if isinstance(op, str) else op.name()
+    name = find(op).name()
     end_refusal(name)
     keep(_C.register_variant_autograd(name), own_library(name, lib))
     if name.endswith("_"):

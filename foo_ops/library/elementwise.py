@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, overload
 import torch
 
 from foo_ops import _C
+from foo_ops._operators import Definition, is_declared
 from foo_ops.kernels.table import ELEMENTWISE
 from foo_ops.library.choices import with_choices
 from foo_ops.library.dtypes import COMPLEX, FLOATING, dtype_name, in_words, require_dtypes
@@ -27,6 +28,7 @@ from foo_ops.library.kernels import (
 from foo_ops.library.operators import (
     BACKWARDS,
     Parameter,
+    define_or_take,
     find,
     keep,
     library_of,
@@ -296,10 +298,10 @@ class _OwnBackward:
     name: str
 
     def destroy(self) -> None:
-        _own_backwards.remove(self.name)
+        del BACKWARD_DEFINITIONS[self.name]
 
 
-_own_backwards: set[str] = set()
+BACKWARD_DEFINITIONS: dict[str, Definition] = {}
 
 
 def refuse_other_backward(name: str, backward: Backward | None) -> None:
@@ -307,7 +309,8 @@ def refuse_other_backward(name: str, backward: Backward | None) -> None:
     defined = name
     while backward is not None:
         defined += "_backward"
-        if torch._C._dispatch_has_kernel(defined) and defined not in _own_backwards:
+        is_ours = defined in BACKWARD_DEFINITIONS or is_declared(defined)
+        if torch._C._dispatch_has_kernel(defined) and not is_ours:
             raise ValueError(
                 f"{name}: backward defines the operator {defined}, which must not be there "
                 f"already, got {find(defined)._schema}"
@@ -325,7 +328,7 @@ def _register_backward(
     assert kernel.backward is not None
     name, parameters = operator.name(), parameters_of(operator)
     results = len(operator._schema.returns)
-    if f"{name}_backward" not in _own_backwards:
+    if f"{name}_backward" not in BACKWARD_DEFINITIONS:
         _define_backward(operator, parameters, results, lib)
         tangents = _C.Tangents.partial_derivatives
         end_refusal(name)
@@ -382,12 +385,9 @@ def _define_backward(
     gradients = [p.schema_type for p in parameters if p.is_tensor]
     returned = gradients[0] if len(gradients) == 1 else f"({', '.join(gradients)})"
     name = f"{operator.name()}_backward"
-    library = library_of(operator.name(), lib)
-    library.define(
-        f"{name.partition('::')[2]}({', '.join(arguments)}) -> {returned}",
-        tags=torch.Tag.pt2_compliant_tag,
-    )
-    _own_backwards.add(name)
+    schema = f"({', '.join(arguments)}) -> {returned}"
+    library, tags = library_of(operator.name(), lib), (torch.Tag.pt2_compliant_tag,)
+    BACKWARD_DEFINITIONS[name] = define_or_take(name, None, schema, tags, library)
     keep(_OwnBackward(name), library)
 
 

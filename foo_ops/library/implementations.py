@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from foo_ops.library.kernels import NumbaKernel, register_kernel
-from foo_ops.library.operators import DEFINITIONS, Definition, find, own_library
+from foo_ops.library.operators import (
+    DEFINITIONS,
+    define_or_take,
+    find,
+    own_library,
+    parse,
+    qualified,
+)
 from foo_ops.library.python_results import counted
 from foo_ops.library.tensor_numbers import let_numbers_vary
 from foo_ops.library.tile_values import checking, has_values
@@ -33,11 +40,10 @@ class Library(torch.library.Library):
         dispatch_key: str = "",
         **options: Any,
     ) -> Any:
-        name = op_name if isinstance(op_name, str) else op_name.name()
-        qualified = name if "::" in name else f"{self.ns}::{name}"
+        name = qualified(op_name, self)
         if not isinstance(fn, NumbaKernel):
-            return super().impl(op_name, counted(qualified, "kernel", fn), dispatch_key, **options)
-        return register_kernel(qualified, dispatch_key or self.dispatch_key, fn, lib=self)
+            return super().impl(op_name, counted(name, "kernel", fn), dispatch_key, **options)
+        return register_kernel(name, dispatch_key or self.dispatch_key, fn, lib=self)
 
 
 def define(
@@ -68,14 +74,16 @@ def define(
     if re.search(r"\bGenerator\b", schema):
         given = (tags,) if isinstance(tags, torch.Tag) else tags
         tags = (*given, torch.Tag.nondeterministic_seeded)
+    # torch says what is wrong with other names: those without a namespace, and what is no text.
+    if isinstance(qualname, str) and qualname.count("::") == 1:
+        parse(qualname)
     if lib is not None or not isinstance(qualname, str):
         return torch.library.define(qualname, schema, lib=lib, tags=tags)
     module = sys._getframe(1).f_globals.get("__name__")
     if qualname in DEFINITIONS and DEFINITIONS[qualname].module == module:
         DEFINITIONS.pop(qualname).library._destroy()
-    own = torch.library.Library(qualname.partition("::")[0], "FRAGMENT")
-    torch.library.define(qualname, schema, lib=own, tags=tags)
-    DEFINITIONS[qualname] = Definition(own, module)
+    given = (tags,) if isinstance(tags, torch.Tag) else tuple(tags)
+    DEFINITIONS[qualname] = define_or_take(qualname, module, schema, given)
     let_numbers_vary(qualname, schema)
     return None
 
@@ -99,10 +107,10 @@ def register_fake(
         >>> torch.ops.mylib.row_count(torch.empty(2, 3, device="meta")).dtype
         torch.int64
     """
+    operator = find(op)
     if not isinstance(op, torch.library.CustomOpDef):
         if func is None:
             return functools.partial(register_fake, op, lib=lib, allow_override=allow_override)
-        operator = find(op) if isinstance(op, str) else op
         func = counted(operator, "fake kernel", func)
         if has_values(operator._schema):
             func = checking(operator.name(), func)
@@ -140,6 +148,7 @@ def register_torch_dispatch(
         >>> counting.calls
         1
     """
+    find(op)
     own = own_library(op, lib)
     return torch.library.register_torch_dispatch(op, torch_dispatch_class, func, lib=own)
 
@@ -171,6 +180,7 @@ def impl(
     """
     if isinstance(qualname, torch.library.Library):
         return _impl_in(qualname, types, func or "")
+    find(qualname)
     if func is None:
 
         def register(func: Any) -> Any:
@@ -184,6 +194,8 @@ def impl(
 
 
 def _impl_in(library: torch.library.Library, name: Any, key: str) -> Callable[[Any], Any]:
+    qualified(name, library)
+
     def register(func: Any) -> Any:
         library.impl(name, func, key)
         return func

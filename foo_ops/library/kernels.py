@@ -167,7 +167,8 @@ def register_kernel(
 
     Raises:
         TypeError: for a kernel of Numba, when it takes other arguments than the operator has.
-        ValueError: for a kernel of Numba and a device type other than cpu and foo.
+        ValueError: for a kernel of Numba and a device type other than cpu and foo, and where there
+            is no such operator.
 
     Example:
         >>> foo_ops.library.define("mylib::twice", "(Tensor input) -> Tensor")
@@ -178,6 +179,7 @@ def register_kernel(
         >>> torch.ops.mylib.twice(torch.tensor([1.0, 2.0]))
         tensor([2., 4.])
     """
+    operator = find(op)
     if func is None:
 
         def register(func: Any) -> Any:
@@ -188,7 +190,6 @@ def register_kernel(
     lib = own_library(op, lib)
     if not isinstance(func, NumbaKernel):
         return torch.library.register_kernel(op, device_types, counted(op, "kernel", func), lib=lib)
-    operator = find(op) if isinstance(op, str) else op
     func.register(operator, _dispatch_keys(device_types), lib)
     return None
 

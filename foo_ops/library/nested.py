@@ -54,6 +54,7 @@ def register_nested_rows(
                 [3.]])
     """
     operator = find(name)
+    name = operator.name()
     names = [argument.name for argument in operator._schema.arguments]
     for row in rows:
         if row not in names:

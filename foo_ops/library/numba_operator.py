@@ -101,7 +101,7 @@ def numba_op(
     Raises:
         TypeError: for a missing annotation, one of another type, and for arguments that an operator
             cannot have.
-        ValueError: for a name without a namespace, or with an overload.
+        ValueError: for a name without a namespace, or with an overload, and for what is no text.
 
     Example:
         >>> @foo_ops.library.numba_op("mylib::relu6", backward=lambda g, x: g if 0 < x < 6 else 0.0)
@@ -142,12 +142,12 @@ def numba_op(
 
 
 def _check_name(name: object) -> None:
-    if not isinstance(name, str):
-        given = describe(name) if inspect.isfunction(name) else repr(name)
+    if inspect.isfunction(name):
         raise TypeError(
-            f'numba_op must be given the name of the operator, @numba_op("mylib::f"), got {given}'
+            'numba_op must be given the name of the operator, @numba_op("mylib::f"), got '
+            f"{describe(name)}"
         )
-    if not re.fullmatch(r"[A-Za-z_]\w*::[A-Za-z_]\w*", name):
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*::[A-Za-z_]\w*", name):
         raise ValueError(
             f"numba_op: the name of the operator must have the form mylib::f, got {name!r}"
         )

@@ -10,33 +10,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foo_ops._operators import Definition, take_declared
 from foo_ops.library.symbols import have_sizes
 
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "foo": "PrivateUse1"}
+
+_NAME = re.compile(r"(\w+)::(\w+)(?:\.(\w+))?")
 
 # A registration without a library lasts as long as the process.
 _kept: list[Any] = []
 
 
-def find(name: str) -> torch._ops.OpOverload:
-    """Return the operator with a name such as ``"foo::abs.out"``.
+class NoSuchOperatorError(ValueError, AttributeError):
+    """A wrong value for an argument, and a name that is missing in ``torch.ops``."""
+
+
+def find(op: str | torch._ops.OpOverload | torch.library.CustomOpDef) -> torch._ops.OpOverload:
+    """Return the operator with a name such as ``"foo::abs.out"``, or the one that is given.
+
+    Each function of the kit that takes an operator begins with it, before a decorator is returned.
 
     Raises:
-        ValueError: for a name without a namespace.
-        AttributeError: where there is no such operator.
+        ValueError: for anything else, and for a name without a namespace.
+        NoSuchOperatorError: where there is no such operator.
     """
-    parts = re.fullmatch(r"(\w+)::(\w+)(?:\.(\w+))?", name)
+    if isinstance(op, torch.library.CustomOpDef):
+        return op._opoverload
+    if isinstance(op, torch._ops.OpOverload):
+        return op
+    namespace, packet, overload = parse(op)
+    found = getattr(getattr(torch.ops, namespace), packet, None)
+    found = getattr(found, overload or "default", None)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise NoSuchOperatorError(
+            f"{op}: there is no such operator; define it with foo_ops.library.define"
+        )
+    return found
+
+
+def parse(name: str) -> tuple[str, str, str | None]:
+    """Return the namespace, the name and the overload of ``"mylib::f.out"``, which may be new."""
+    parts = _NAME.fullmatch(name) if isinstance(name, str) else None
     if parts is None:
         raise ValueError(
             f"the name of an operator must have the form mylib::f or mylib::f.out, got {name!r}"
         )
     namespace, packet, overload = parts.groups()
-    try:
-        return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-    except AttributeError:
-        raise AttributeError(
-            f"{name}: there is no such operator; define it with foo_ops.library.define"
-        ) from None
+    return namespace, packet, overload
+
+
+def qualified(name: str | torch._ops.OpOverload, library: torch.library.Library) -> str:
+    """Return a library's name for an operator with its namespace; it may be defined later."""
+    if isinstance(name, torch._ops.OpOverload):
+        return name.name()
+    if isinstance(name, str) and "::" not in name:
+        name = f"{library.ns}::{name}"
+    parse(name)
+    return name
 
 
 def short_name(operator: torch._ops.OpOverload) -> str:
@@ -50,15 +80,27 @@ def describe(function: Callable[..., Any]) -> str:
     return f"{function.__name__} ({code.co_filename}:{code.co_firstlineno})"
 
 
-@dataclasses.dataclass(frozen=True)
-class Definition:
-    """An operator that was defined without a library: its own, and the module that defined it."""
-
-    library: torch.library.Library
-    module: str | None
-
-
 DEFINITIONS: dict[str, Definition] = {}
+
+
+def define_or_take(
+    name: str,
+    module: str | None,
+    schema: str,
+    tags: tuple[torch.Tag, ...],
+    library: torch.library.Library | None = None,
+) -> Definition:
+    """Define an operator, in a library of its own unless one is given, or take its declaration."""
+    namespace, _, own_name = name.partition("::")
+    declared = take_declared(name, module, own_name + schema, tags)
+    if declared is not None:
+        if library is not None:
+            keep(declared, library)
+        return declared
+    if library is None:
+        library = torch.library.Library(namespace, "FRAGMENT")
+    torch.library.define(name, schema, lib=library, tags=tags)
+    return Definition(library, module, own_name + schema, tags)
 
 
 def own_library(op: Any, lib: torch.library.Library | None) -> torch.library.Library | None:

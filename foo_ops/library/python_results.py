@@ -36,7 +36,7 @@ def counted(
     def counting(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         # A kernel may be registered before its operator is defined.
-        operator = find(op) if isinstance(op, str) else op
+        operator = find(op)
         wanted = _wanted(operator._schema.returns, result)
         if wanted is None:
             return result

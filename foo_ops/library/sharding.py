@@ -62,6 +62,7 @@ def register_sharding(
         >>> foo_ops.library.register_kernel("mylib::column_sums", "cpu", lambda input: input.sum(0))
         >>> foo_ops.library.register_sharding("mylib::column_sums", "rows columns -> columns")
     """
+    operator = find(op)
     if sharding is None:
 
         def register(rule: Rule) -> Rule:
@@ -69,7 +70,6 @@ def register_sharding(
             return rule
 
         return register
-    operator = find(op) if isinstance(op, str) else op
     if isinstance(sharding, str):
         parse(operator, sharding)
     rule = sharding if callable(sharding) else make_constant_rule(sharding)

@@ -63,6 +63,7 @@ def register_vmap(
         >>> torch.vmap(torch.ops.mylib.negative)(torch.ones(2))
         tensor([-1., -1.])
     """
+    find(op)
     return torch.library.register_vmap(op, func, lib=own_library(op, lib))
 
 

@@ -1,9 +1,12 @@
-"""Operators of ``torch.ops.foo``: one file each, which registers the operator at its import."""
+"""Operators of ``torch.ops.foo``: one file each, which registers the operator at its import.
 
+Imported at the first use of an operator: see foo_ops/_operators.py.
+"""
+
+from foo_ops import _operators
 from foo_ops.ops import (  # noqa: F401
     attention_part,
     linear_cross_entropy_training,
-    scaled_dot_product_attention,
     softmax_cross_entropy_part,
 )
 from foo_ops.ops.abs import abs
@@ -46,3 +49,5 @@ __all__ = [
     "silu_mul",
     "softmax_cross_entropy",
 ]
+
+_operators.complete()

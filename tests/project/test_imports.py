@@ -1,11 +1,26 @@
 """The package is imported in fresh processes, in any order, without its compiler."""
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import foo_ops
+
+REPOSITORY = Path(__file__).parents[2]
+FIRST_USES = REPOSITORY / "tests/support/first_uses.py"
+COMPILER = ("compiler", "compiler.interpret", "compiler.kernel", "compiler.resolve")
+# The device, and what the operators are declared with.
+BY_AUTOLOAD = {
+    *("foo_ops", "foo_ops._after_import", "foo_ops._autoload", "foo_ops._built_for"),
+    *("foo_ops._C", "foo_ops._C.device", "foo_ops._C.sanitizer", "foo_ops._operators"),
+    *("foo_ops._schemas", "foo_ops.flash_attention_of_cpu"),
+    *("foo_ops.kernels", "foo_ops.kernels.table"),
+    *(f"foo_ops.kernels.{it}" for it in (*COMPILER, "compiler.switches", "compiler.upgrades")),
+}
 
 
 def run(program):
@@ -38,5 +53,58 @@ def test_compiler_is_not_imported_by(imports):
 
 
 def test_public_names_are_there():
+    assert foo_ops.__all__ == foo_ops.ops.__all__
     for name in foo_ops.__all__:
         assert callable(getattr(foo_ops, name))
+    assert {*foo_ops.__all__, "library", "language", "device"} <= set(dir(foo_ops))
+    with pytest.raises(AttributeError, match=r"\Amodule 'foo_ops' has no attribute 'no_such'\Z"):
+        foo_ops.no_such  # noqa: B018
+
+
+def test_modules_that_are_loaded():
+    """Each step needs a process that has loaded nothing."""
+    program = """
+import json, os, sys
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch
+steps, loaded = [], set(sys.modules)
+for step in ("import foo_ops", "foo_ops.library", "foo_ops.language", "foo_ops.attention"):
+    exec(step)
+    steps.append(sorted(set(sys.modules) - loaded))
+    loaded = set(sys.modules)
+print(json.dumps(steps))
+"""
+    autoload, library, language, operators = map(set, json.loads(run(program)))
+    device = {name for name in autoload if name.startswith("foo_ops.device")}
+    assert autoload == BY_AUTOLOAD | device | {"torch.foo"}
+    assert {name.split(".")[1] for name in library} == {"kernels", "library"}
+    assert language == {"foo_ops.language"}
+    others = {name for name in operators if not name.startswith("foo_ops.")}
+    assert others == set()
+    assert "foo_ops.ops.attention" in operators
+
+
+def test_start_of_torch_loads_as_much_as_import_of_foo_ops():
+    names = [
+        run(f"import sys; import {it}; print(sorted(n for n in sys.modules if 'foo' in n))")
+        for it in ("torch", "foo_ops")
+    ]
+    assert names[0] == names[1].replace("'foo_ops.', ", "")
+
+
+def test_first_uses(tmp_path):
+    """Of a process that has used no operator."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
+    for arguments in ([], ["run"]):
+        command = [sys.executable, str(FIRST_USES), str(tmp_path), *arguments]
+        process = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert process.returncode == 0, process.stderr
+    assert process.stdout == "[]\n", process.stderr
+
+
+def test_schemas_are_those_of_the_operators(monkeypatch):
+    """Run release/write_schemas.py where they are not."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "release"))
+    import write_schemas
+
+    assert write_schemas.PATH.read_text() == write_schemas.text()

@@ -34,4 +34,11 @@ class Activation:
         self._registration.destroy()
 
 
-register_flash_attention_impl(NAME, register_fn=Activation)
+def register() -> None:
+    """Tell torch the name, which activates foo's kernels.
+
+    Example:
+        >>> "foo" in torch.nn.attention.list_flash_attention_impls()
+        True
+    """
+    register_flash_attention_impl(NAME, register_fn=Activation)

@@ -1,0 +1,137 @@
+"""Declare the operators at the start of torch, and import their Python parts at the first use.
+
+After ``import torch`` an operator is a schema: C++ finds its name, as compiled models and
+TorchScript do. `foo_ops.ops` is imported when something is looked up in ``torch.ops.foo``, or when
+an operator is called from C++. It registers all else: kernels, fake kernels, gradients, rules for
+torch.vmap and autocast.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+from typing import Any, NamedTuple
+
+import torch
+
+from foo_ops import _C
+from foo_ops._schemas import SCHEMAS
+
+OPERATORS = "foo_ops.ops"
+"""Imports this module, and so it is imported by its name."""
+
+
+class Definition(NamedTuple):
+    """An operator that was defined without a library: its own, and what it was defined with.
+
+    Attributes:
+        module: the one that defined it; None for an operator that came with another one.
+        schema: with the operator's name, without namespace.
+    """
+
+    library: torch.library.Library
+    module: str | None
+    schema: str
+    tags: tuple[torch.Tag, ...]
+
+    def destroy(self) -> None:
+        """End with the library that keeps this one as a registration of its own."""
+        self.library._destroy()
+
+
+_declared: dict[str, Definition] = {}
+"""Operators that nobody has defined yet, but for `declare`."""
+# Calls of all arguments have the last key. On their way there, autograd would warn of lost
+# gradients, and torch.vmap of a loop.
+_EARLIER_KEYS, _LAST_KEY = ("Autograd", "FuncTorchBatched"), "BackendSelect"
+_importers: dict[tuple[str, str], Any] = {}
+"""Kernels that import the operators, until each has its own."""
+# Where the operators are found while they are registered.
+_namespace = torch.ops.foo
+_companion = os.stat(_C.__file__)
+
+
+def declare() -> None:
+    """Define the operators, and let their first use import them."""
+    for row in SCHEMAS.splitlines():
+        module, schema, names = row.split("; ")
+        tags = tuple(getattr(torch.Tag, name) for name in names.split())
+        library = torch.library.Library("foo", "FRAGMENT")
+        definition = Definition(library, module or None, schema, tags)
+        library.define(schema, tags=tags)
+        name = f"foo::{schema.partition('(')[0]}"
+        _declared[name] = definition
+        for key in (*_EARLIER_KEYS, _LAST_KEY):
+            _importers[name, key] = _C.import_at_first_call(name, key)
+    vars(torch.ops)["foo"] = _Namespace()
+
+
+def take_declared(
+    name: str, module: str | None, schema: str, tags: tuple[torch.Tag, ...]
+) -> Definition | None:
+    """Return the declaration of an operator that its module defines now, if it is the same.
+
+    Another one ends, as where a schema was changed and SCHEMAS was not yet.
+    """
+    declared = _declared.get(name)
+    if declared is None or declared.module != module:
+        return None
+    del _declared[name]
+    # Its own kernels come now. The last key's lets other threads wait for all of them.
+    for key in _EARLIER_KEYS:
+        _importers.pop((name, key)).destroy()
+    if (declared.schema, declared.tags) == (schema, tags):
+        return declared
+    declared.destroy()
+    return None
+
+
+def is_declared(name: str) -> bool:
+    return name in _declared
+
+
+def load() -> None:
+    """Import the operators; wait where another thread is at it, and in that thread go on.
+
+    What has been installed meanwhile does not go with the companion that is loaded.
+    """
+    if OPERATORS not in sys.modules and not os.path.samestat(os.stat(_C.__file__), _companion):
+        raise ImportError(
+            "foo_ops was installed anew since this process imported torch: start the process again"
+        )
+    importlib.import_module(OPERATORS)
+
+
+def complete() -> None:
+    """Say that all operators are registered: `foo_ops.ops` does at its end."""
+    if isinstance(torch.ops.foo, _Namespace):
+        # What was found meanwhile first: no other thread may find it a second time.
+        vars(torch.ops.foo).update(vars(_namespace))
+        torch.ops.foo.__class__ = torch._ops._OpNamespace  # type: ignore[assignment]
+    for registration in (*_importers.values(), *_declared.values()):
+        registration.destroy()
+    _importers.clear()
+    _declared.clear()
+
+
+class _Namespace(torch._ops._OpNamespace):
+    """Stands for ``torch.ops.foo`` until the operators are there, and then is an ordinary one.
+
+    It holds no operator, so that other threads wait instead of finding one without its kernels.
+    """
+
+    def __init__(self) -> None:
+        types.ModuleType.__init__(self, _namespace.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        # Programs that look at modules, such as inspect, ask each for these.
+        if name.startswith("__"):
+            raise AttributeError(f"{self.__name__} has no attribute {name!r}")
+        load()
+        return getattr(_namespace if isinstance(self, _Namespace) else self, name)
+
+    def __dir__(self) -> list[str]:
+        load()
+        return dir(_namespace)
