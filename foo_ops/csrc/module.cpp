@@ -242,9 +242,9 @@ void bind_product_table(py::module_& module) {
       "is_quicker_by_torch",
       [](const std::string& family, at::ScalarType dtype, const std::string& form, int64_t rows,
          double work, int64_t threads) {
-        return foo::is_quicker_by_torch(
-            foo::Family(index_of(foo::kFamilyNames, family)), dtype,
-            foo::Form(index_of(foo::kFormNames, form)), {rows, work, threads});
+        return foo::is_quicker_by_torch(foo::Family(index_of(foo::kFamilyNames, family)), dtype,
+                                        foo::Form(index_of(foo::kFormNames, form)),
+                                        {rows, work, threads});
       },
       py::arg("family"), py::arg("dtype"), py::arg("form"), py::kw_only(), py::arg("rows"),
       py::arg("work"), py::arg("threads") = 1);

@@ -13,6 +13,7 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include <string_view>
 
 #include "launch/jobs.h"
 #include "ops/linear/cut.h"
@@ -22,10 +23,14 @@ namespace foo {
 namespace {
 
 // What MKL returns for some sizes depends on the number of threads. So one thread computes a block,
-// and blocks are the same for all numbers of them: so large that the whole takes 0.96 to 1.06 of
-// the time for them on one thread, forward and for grad_input, and so small that many threads have
-// some.
-constexpr int64_t kRowsOfBlock = 256, kColumnsOfBlock = 512;
+// and blocks are the same for all numbers of them. On one thread of a Zen 5, MKL with its kernels
+// for Intel's AVX-512 takes 1.02 times as long for blocks of 1024 x 1024 as for the whole, 1.05 of
+// 512 x 512 and 1.08 of 256 x 512; and three times as long with less than 256 columns, of few rows.
+constexpr int64_t kLargestSide = 1024, kLeastSide = 256;
+// So many threads have work; it makes MKL itself 3 to 5 times as fast on 16.
+constexpr double kFewestBlocks = 4, kMostBlocks = 32, kWorkOfBlock = 1 << 30;
+// Of less rows, in float64, MKL takes twice as long for less columns than steps.
+constexpr int64_t kRowsOfAnyColumns = 256;
 
 const char* variable(const char* name) {
   const char* const text = std::getenv(name);
@@ -83,6 +88,11 @@ Form form_of(const Product& product, Finish finish) {
   return product.has_bias ? Form::kBias : Form::kForward;
 }
 
+double work_of(const Product& product) {
+  return static_cast<double>(product.rows) * static_cast<double>(product.columns) *
+         static_cast<double>(product.depth);
+}
+
 }  // namespace
 
 Family products_family() {
@@ -95,11 +105,9 @@ std::string set_products_family(const std::string& name) {
 
 bool is_quicker_by_torch(const Product& product, at::ScalarType dtype, Finish finish) {
   const Form form = form_of(product, finish);
-  const double work = static_cast<double>(product.rows) * static_cast<double>(product.columns) *
-                      static_cast<double>(product.depth);
   const int64_t rows = form == Form::kGradWeight ? product.depth : product.rows;
   return is_quicker_by_torch(products_family(), dtype, form,
-                             {rows, work, at::get_num_threads()}) &&
+                             {rows, work_of(product), at::get_num_threads()}) &&
          has_library(dtype);
 }
 
@@ -144,11 +152,27 @@ struct Operands {
   at::Tensor output, left, right;
 };
 
+// Cuts the longer side of blocks until there are enough of them.
+Cut cut_for_torch(const Product& product, at::ScalarType dtype) {
+  const double wanted = std::clamp(work_of(product) / kWorkOfBlock, kFewestBlocks, kMostBlocks);
+  const bool is_wide = dtype == at::kDouble && product.rows < kRowsOfAnyColumns;
+  const int64_t least_columns = is_wide ? std::max(product.depth, kLeastSide) : kLeastSide;
+  int64_t rows = part_of(product.rows, kLargestSide, 1);
+  int64_t columns = part_of(product.columns, std::max(kLargestSide, 2 * least_columns), 1);
+  while (static_cast<double>(count_of(product.rows, rows) * count_of(product.columns, columns)) <
+         wanted) {
+    const bool cuts_rows = rows > columns || columns < 2 * least_columns;
+    if (cuts_rows && rows < 2 * kLeastSide) break;
+    int64_t& side = cuts_rows ? rows : columns;
+    side = count_of(side, 2);
+  }
+  return Cut(product, rows, columns, /*threads=*/1);
+}
+
 // Calls work(thread, block) for each block of a product. MKL takes all threads where there is one
 // job only, which does not begin a parallel region; so there are two.
 template <class Work>
-void share_blocks(const Product& product, Work work) {
-  const Cut cut(product, kRowsOfBlock, kColumnsOfBlock, /*threads=*/1);
+void share_blocks(const Product& product, const Cut& cut, Work work) {
   const int64_t blocks = cut.blocks(product);
   share_jobs(std::max<int64_t>(blocks, 2), [&](int64_t thread, auto next) {
     for (int64_t job = next(); job >= 0; job = next()) {
@@ -172,11 +196,12 @@ void multiply_whole(const at::Tensor& output, const Product& product) {
 void multiply_and_finish(const at::Tensor& output, const Product& product, Kernel& finish) {
   auto* const kernel = finish.get<ProductFunction>(output.scalar_type());
   const int64_t parts = product.second == nullptr ? 1 : 2;
-  const int64_t bytes_of_part = kRowsOfBlock * kColumnsOfBlock * output.itemsize();
-  const ProductBlock largest{0, kRowsOfBlock, 0, kColumnsOfBlock};
+  const Cut cut = cut_for_torch(product, output.scalar_type());
+  const ProductBlock largest = cut.block(product, 0);
+  const int64_t bytes_of_part = largest.row_stop * largest.column_stop * output.itemsize();
   int64_t bytes = 0;
   kernel(&product, &largest, nullptr, &bytes);
-  share_blocks(product, [&](int64_t thread, const ProductBlock& block) {
+  share_blocks(product, cut, [&](int64_t thread, const ProductBlock& block) {
     const ScratchMemory scratch(scratch_pool(), thread, parts * bytes_of_part + bytes);
     auto* const memory = static_cast<char*>(scratch.get());
     const Operands operands(output, product, block);
@@ -202,7 +227,8 @@ void multiply_by_torch(const at::Tensor& output, const Product& product, Kernel*
   } else if (finish != nullptr) {
     multiply_and_finish(output, product, *finish);
   } else {
-    share_blocks(product, [&](int64_t, const ProductBlock& block) {
+    const Cut cut = cut_for_torch(product, output.scalar_type());
+    share_blocks(product, cut, [&](int64_t, const ProductBlock& block) {
       Operands operands(output, product, block);
       at::cpu::mm_out(operands.output, operands.left, operands.right);
     });
@@ -211,7 +237,8 @@ void multiply_by_torch(const at::Tensor& output, const Product& product, Kernel*
 
 void add_by_torch(const at::Tensor& output, const Product& product) {
   RECORD_FUNCTION("foo::linear by aten::mm", c10::ArrayRef<const c10::IValue>{});
-  share_blocks(product, [&](int64_t, const ProductBlock& block) {
+  const Cut cut = cut_for_torch(product, output.scalar_type());
+  share_blocks(product, cut, [&](int64_t, const ProductBlock& block) {
     Operands operands(output, product, block);
     at::cpu::addmm_out(operands.output, operands.output, operands.left, operands.right);
   });
