@@ -58,7 +58,10 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int | None = None) ->
     """
     _check(weight, bits, group_size)
     quantize = _to_int8 if group_size is None else partial(_to_int4, group_size=group_size)
-    parts = [quantize(rows.double(), dtype=weight.dtype) for rows in weight.detach().split(ROWS)]
+    weight = weight.detach()
+    # Where there are no numbers, all rows take no more memory than some.
+    blocks = [weight] if weight.is_meta or is_fake(weight) else weight.split(ROWS)
+    parts = [quantize(rows.double(), dtype=weight.dtype) for rows in blocks]
     return tuple(torch.cat(tensors) for tensors in zip(*parts))
 
 
