@@ -142,8 +142,9 @@ def activation(input, weight, gradient):
 def gate(input, weight, gradient):
     up = weight.roll(1, 0)
     result = foo_ops.linear_silu_mul(input, weight, up)
-    return result, lambda: (
-        F.silu(input.double() @ weight.double().mT) * (input.double() @ up.double().mT)
+    return (
+        result,
+        lambda: F.silu(input.double() @ weight.double().mT) * (input.double() @ up.double().mT),
     )
 
 

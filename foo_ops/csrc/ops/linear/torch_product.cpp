@@ -111,11 +111,6 @@ bool is_quicker_by_torch(const Product& product, at::ScalarType dtype, Finish fi
          has_library(dtype);
 }
 
-bool are_quicker_by_torch(at::ScalarType dtype) {
-  const ProductSize large{1 << 10, 1LL << 30, 1};
-  return is_quicker_by_torch(products_family(), dtype, Form::kForward, large) && has_library(dtype);
-}
-
 namespace {
 
 at::Tensor view(const at::TensorOptions& options, const void* data, int64_t offset,

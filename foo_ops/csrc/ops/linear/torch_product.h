@@ -20,9 +20,6 @@ std::string set_products_family(const std::string& name);
 // Whether the table has a product of this processor.
 bool is_quicker_by_torch(const Product& product, at::ScalarType dtype, Finish finish);
 
-// Whether PyTorch's kernel is the quicker one for large products of this dtype.
-bool are_quicker_by_torch(at::ScalarType dtype);
-
 // Writes left right^T to a contiguous output by PyTorch's kernel for CPUs. Where there is a kernel
 // to finish the sums, it adds the bias, too; bfloat16 has none, since it would be rounded twice.
 void multiply_by_torch(const at::Tensor& output, const Product& product, Kernel* finish);
