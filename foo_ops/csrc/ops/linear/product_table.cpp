@@ -37,6 +37,7 @@ constexpr unsigned kIntel = set_of(
 constexpr unsigned kIntelMatrixUnit = set_of({Family::kIntelMatrixUnit});
 
 constexpr unsigned kFloat32 = set_of({at::kFloat});
+constexpr unsigned kFloat64 = set_of({at::kDouble});
 constexpr unsigned kFloat32And64 = set_of({at::kFloat, at::kDouble});
 constexpr unsigned kBFloat16 = set_of({at::kBFloat16});
 
@@ -115,11 +116,16 @@ constexpr std::array kAmdAvx2Rules = {
 // matrices, beside which a core of a Cascade Lake multiplies at a third of that Zen 5's rate.
 // With both held to AVX2, ours is at 0.31 - 1.37 and blocks at 0.80 - 1.10.
 //
+// Forward in float64, what MKL returns for less rows depends on how many threads there are, even for
+// a block on one of them.
+//
 // bfloat16 on a matrix unit: one thread of an Emerald Rapids has ours at 0.84 of oneDNN's speed for
 // 1024 rows and at 1.19 for 64, 2 to 16 threads at 1.17 to 2.48. Both sum up in one order: of 2.9
 // million results none differs. On vectors ours is 1.6 to 3.8 times as fast.
 constexpr std::array kIntelRules = {
-    Rule{kIntel, kFloat32And64, kAll, 9, kAny, 1 << 21},
+    Rule{kIntel, kFloat32, kAll, 9, kAny, 1 << 21},
+    Rule{kIntel, kFloat64, kAll, 256, kAny, 1 << 21},
+    Rule{kIntel, kFloat64, kGradInput | kGradWeight, 9, kAny, 1 << 21},
     Rule{kIntelMatrixUnit, kBFloat16, kForward | kBias, 512, kAny, 1 << 22, 1},
 };
 
