@@ -116,8 +116,8 @@ constexpr std::array kAmdAvx2Rules = {
 // matrices, beside which a core of a Cascade Lake multiplies at a third of that Zen 5's rate.
 // With both held to AVX2, ours is at 0.31 - 1.37 and blocks at 0.80 - 1.10.
 //
-// Forward in float64, what MKL returns for less rows depends on how many threads there are, even for
-// a block on one of them.
+// Forward in float64, what MKL returns for less rows depends on how many threads there are, even
+// for a block on one of them.
 //
 // bfloat16 on a matrix unit: one thread of an Emerald Rapids has ours at 0.84 of oneDNN's speed for
 // 1024 rows and at 1.19 for 64, 2 to 16 threads at 1.17 to 2.48. Both sum up in one order: of 2.9
