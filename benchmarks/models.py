@@ -1,4 +1,7 @@
-"""Compare models of transformers as they are with the same that foo's operators were applied to."""
+"""Compare models of transformers as they are with the same that foo's operators were applied to.
+
+`apply` is to make no model slower, so each row has the model itself as a peer, ``torch``.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,34 @@ from benchmarks.llama_cpp import LlamaCpp
 from benchmarks.measure import OURS, Case, Contender, Contenders, Local
 
 SECTION = "models"
+AS_IT_IS = "torch"
+"""The peer that is the model itself."""
+DTYPES = ("bfloat16", "float32")
 PHASES = ("prefill", "decoding", "training step")
 WIDTHS = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32000}
+
+
+@dataclass(frozen=True)
+class EncoderSize:
+    """A BERT, and the batches that it is given, each as sequences and their tokens."""
+
+    widths: tuple[tuple[str, int], ...] = (
+        *(("hidden_size", 768), ("num_attention_heads", 12), ("intermediate_size", 3072)),
+        ("vocab_size", 30522),
+    )
+    layers: int = 4
+    batches: tuple[tuple[int, int], ...] = ((8, 128), (2, 256))
+
+    def model(self, dtype: str) -> Any:
+        from transformers import BertConfig, BertForMaskedLM
+
+        widths: dict[str, Any] = dict(self.widths)
+        torch.manual_seed(0)
+        model: Any = BertForMaskedLM(BertConfig(**widths, num_hidden_layers=self.layers))
+        return model.to(getattr(torch, dtype)).eval()
+
+    def tokens(self, *shape: int) -> Tensor:
+        return random_tokens(dict(self.widths)["vocab_size"], shape)
 
 
 @dataclass(frozen=True)
@@ -28,6 +57,7 @@ class Size:
         batch: sequences of a training step.
         context: their tokens.
         is_compiled: whether torch.compile takes part, which takes a minute for each row.
+        encoder: another model, whose rows are beside those of the Llama.
     """
 
     widths: tuple[tuple[str, int], ...] = tuple(WIDTHS.items())
@@ -36,6 +66,7 @@ class Size:
     batch: int = 2
     context: int = 512
     is_compiled: bool = True
+    encoder: EncoderSize = EncoderSize()
 
     def model(self, dtype: str) -> Any:
         # Imported where it is needed: it takes seconds, and is no part of the other tables.
@@ -49,8 +80,7 @@ class Size:
         return model.to(getattr(torch, dtype)).eval()
 
     def tokens(self, *shape: int) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(dict(self.widths)["vocab_size"], shape, generator=generator)
+        return random_tokens(dict(self.widths)["vocab_size"], shape)
 
     def count(self, phase: str) -> int:
         """Count the tokens of a call."""
@@ -64,11 +94,28 @@ QUICK = Size(
     prompt=16,
     context=16,
     is_compiled=False,
+    encoder=EncoderSize(
+        widths=(
+            *(("hidden_size", 64), ("num_attention_heads", 2), ("intermediate_size", 96)),
+            ("vocab_size", 100),
+        ),
+        layers=1,
+        batches=((2, 16), (1, 32)),
+    ),
 )
 
 
+def random_tokens(vocabulary: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
+
+
 def cases(size: Size, threads: int) -> Iterator[Case]:
-    for dtype in ("bfloat16", "float32"):
+    yield from decoder_cases(size, threads)
+    yield from encoder_cases(size.encoder, threads)
+
+
+def decoder_cases(size: Size, threads: int) -> Iterator[Case]:
+    for dtype in DTYPES:
         for phase in PHASES:
             yield Case(
                 SECTION,
@@ -80,6 +127,55 @@ def cases(size: Size, threads: int) -> Iterator[Case]:
             )
 
 
+def encoder_cases(size: EncoderSize, threads: int) -> Iterator[Case]:
+    """Encode each batch, and take a training step with the first."""
+    for dtype in DTYPES:
+        for (batch, context), run, name in (
+            *((batch, encoding, "") for batch in size.batches),
+            (size.batches[0], encoder_step, " training step,"),
+        ):
+            yield Case(
+                SECTION,
+                f"BERT{name} {batch} x {context}, {dtype}",
+                partial(encoder_contenders, size, dtype, (batch, context), run),
+                (threads,),
+                batch * context,
+                headline=True,
+            )
+
+
+def encoder_contenders(
+    size: EncoderSize, dtype: str, batch: tuple[int, int], run: Callable[[Any, Tensor], Local]
+) -> Contenders:
+    from foo_ops.integrations.transformers import apply
+
+    model, tokens = size.model(dtype), size.tokens(*batch)
+    return {
+        OURS: lambda: run(apply(copy.deepcopy(model)), tokens),
+        AS_IT_IS: lambda: run(copy.deepcopy(model), tokens),
+    }
+
+
+def encoding(model: Any, tokens: Tensor) -> Local:
+    return Local(lambda: model.base_model(tokens).last_hidden_state, torch.no_grad)
+
+
+def encoder_step(model: Any, tokens: Tensor) -> Local:
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # so that results can be compared
+
+    def step() -> Tensor:
+        model.zero_grad()
+        loss: Tensor = model(tokens, labels=tokens).loss
+        loss.backward()
+        first = model.base_model.embeddings.LayerNorm.weight.grad
+        return torch.cat((loss.detach().float()[None], first.float()))
+
+    return Local(step)
+
+
 def contenders(size: Size, dtype: str, phase: str, threads: int) -> Contenders:
     from foo_ops.integrations.transformers import apply
 
@@ -87,7 +183,7 @@ def contenders(size: Size, dtype: str, phase: str, threads: int) -> Contenders:
     run = {"prefill": prefill, "decoding": decoding}.get(phase, training_step)
     makers: dict[str, Callable[[], Contender]] = {
         OURS: lambda: run(apply(copy.deepcopy(model)), size),
-        "torch": lambda: run(copy.deepcopy(model), size),
+        AS_IT_IS: lambda: run(copy.deepcopy(model), size),
     }
     if phase == "decoding":
         for bits in (8, 4):

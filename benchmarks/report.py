@@ -13,6 +13,7 @@ from benchmarks import (
     device,
     flex,
     linear,
+    models,
     operators,
     peaks,
     quantized_linear,
@@ -35,6 +36,7 @@ from benchmarks.targets import (
     peer_requirement,
     quartiles,
     ratios,
+    slower_models,
     speedups,
     target,
     verdict,
@@ -293,6 +295,17 @@ def tally(content: Content) -> str:
     )
 
 
+def slower(content: Content) -> str:
+    """Name the rows in which `apply` makes a model slower, if models were measured."""
+    if not any(it.section == models.SECTION for it in content.results):
+        return ""
+    rows = [
+        f"{result.name} ({result.threads} thread{'s' * (result.threads > 1)}) {speed:.3f}"
+        for result, speed in slower_models(content.results)
+    ]
+    return " ".join(["apply makes slower:", "; ".join(rows)]).rstrip()
+
+
 def peer_cell(result: Result, name: str, unit: str) -> str:
     if name not in result.seconds:
         return NONE
@@ -360,7 +373,10 @@ def print_tables(console: Console, content: Content) -> None:
                 table.add_row(*row)
             console.print(table)
             title = f"{SECTIONS[name].title}, continued"
-    texts = (content.one_core, tally(content), code_lines.report(), LEGEND, caption(content))
+    texts = (
+        *(content.one_core, tally(content), slower(content)),
+        *(code_lines.report(), LEGEND, caption(content)),
+    )
     for text in filter(None, texts):
         console.print(text, markup=False)
     for failure in content.failures():

@@ -66,7 +66,7 @@ SECTIONS = {
         "The manual's variants of flex attention, heads x head dimension, milliseconds", "ms"
     ),
     "models": Section(
-        "A Llama as it is and with foo_ops, tokens a second (more is better)", "tokens/s"
+        "Models as they are and with foo_ops, tokens a second (more is better)", "tokens/s"
     ),
     "first call": Section("First call in a process, milliseconds (less is better)", "ms"),
 }

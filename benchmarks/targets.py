@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks import device, linear, quantized_linear
+from benchmarks import device, linear, models, quantized_linear
 from benchmarks.measure import OURS, Result
 from benchmarks.peaks import FMA, MATRIX, READ
 
@@ -40,6 +40,9 @@ SCALING = 1.85
 """Of two threads over one."""
 FIRST_CALL_SECONDS = {"warm": 0.05, "cold": 2.0}
 """With the compiled kernel on disk, and without."""
+
+LEAST_OF_MODEL = 0.97
+"""Of a model's own speed, with `apply`: less is slower, and not the machine's noise."""
 
 DEVICE_LIMITS: dict[str, Callable[[float], float]] = {
     device.FALLBACK: lambda cpu: cpu + 1.5e-6,
@@ -195,6 +198,16 @@ def peer_requirement(result: Result) -> Requirement:
     (peer,) = result.peers()
     assert result.least is not None
     return Requirement(peer, result.least, speedups(result, peer))
+
+
+def slower_models(results: Sequence[Result]) -> list[tuple[Result, float]]:
+    """List the rows in which `apply` makes a model slower, and how many times as fast it is."""
+    compared = [
+        (it, statistics.median(speedups(it, models.AS_IT_IS)))
+        for it in results
+        if it.section == models.SECTION and models.AS_IT_IS in it.seconds
+    ]
+    return [(result, speed) for result, speed in compared if speed < LEAST_OF_MODEL]
 
 
 def device_limits(result: Result) -> list[float]:

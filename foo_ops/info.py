@@ -112,6 +112,7 @@ def processor() -> Rows:
         ("LLVM target", known(llvm_target)),
         ("vector units", known(vector_units)),
         ("torch kernels", torch.backends.cpu.get_cpu_capability()),
+        ("torch products", known(foo_ops._C.torch_products)),
     ]
 
 

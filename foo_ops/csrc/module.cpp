@@ -1,7 +1,12 @@
 // Gives Python the names of foo_ops._C.
 
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
+
+#include <algorithm>
+#include <array>
+#include <string_view>
 
 #include "agreement.h"
 #include "aten/collectives.h"
@@ -32,6 +37,8 @@
 #include "memory_bindings.h"
 #include "ops/bounds.h"
 #include "ops/elementwise.h"
+#include "ops/linear/product_table.h"
+#include "ops/linear/torch_product.h"
 #include "ops/tensor_lists.h"
 #include "ops/tile.h"
 #include "ops/values.h"
@@ -217,6 +224,45 @@ void bind_autograd(py::module_& module) {
       [](const std::string& name) { return Registration(foo::count_versions(name)); }, name);
 }
 
+template <size_t size>
+size_t index_of(const std::array<std::string_view, size>& names, std::string_view name) {
+  const auto* const found = std::find(names.begin(), names.end(), name);
+  TORCH_CHECK_VALUE(found != names.end(), "must be one of ", c10::Join(", ", names), ", got ",
+                    name);
+  return found - names.begin();
+}
+
+// The table of products that PyTorch computes, for tests and for foo_ops.info.
+void bind_product_table(py::module_& module) {
+  using foo::Vendor;
+  py::enum_<Vendor>(module, "Vendor")
+      .value("amd", Vendor::kAmd)
+      .value("intel", Vendor::kIntel)
+      .value("other", Vendor::kOther);
+  module.def(
+      "product_family",
+      [](Vendor vendor, bool avx2, bool avx512, bool bfloat16_dot, bool matrix_unit) {
+        return foo::name_of(foo::family_of({vendor, avx2, avx512, bfloat16_dot, matrix_unit}));
+      },
+      py::arg("vendor"), py::kw_only(), py::arg("avx2") = false, py::arg("avx512") = false,
+      py::arg("bfloat16_dot") = false, py::arg("matrix_unit") = false);
+  module.def(
+      "is_quicker_by_torch",
+      [](const std::string& family, at::ScalarType dtype, const std::string& form, int64_t rows,
+         double work, int64_t threads) {
+        return foo::is_quicker_by_torch(foo::Family(index_of(foo::kFamilyNames, family)), dtype,
+                                        foo::Form(index_of(foo::kFormNames, form)),
+                                        {rows, work, threads});
+      },
+      py::arg("family"), py::arg("dtype"), py::arg("form"), py::kw_only(), py::arg("rows"),
+      py::arg("work"), py::arg("threads") = 1);
+  module.attr("PRODUCT_FAMILIES") = py::cast(foo::kFamilyNames);
+  module.attr("PRODUCT_FORMS") = py::cast(foo::kFormNames);
+  module.def("torch_products", [] { return foo::name_of(foo::products_family()); });
+  module.def("set_torch_products", torch::wrap_pybind_function(foo::set_products_family),
+             py::arg("name"));
+}
+
 void bind_operators(py::module_& module) {
   foo::set_resolver(resolve_kernel);
   module.def("interpret_kernels", [] { foo::set_rethrower(rethrow_raised); });
@@ -226,6 +272,7 @@ void bind_operators(py::module_& module) {
   });
   bind_kernels(module);
   foo::bind_shared_checks(module);
+  bind_product_table(module);
   bind_autograd(module);
 }
 

@@ -17,6 +17,7 @@ MERGE = Maker("foo_ops.kernels.attention.merge", "make_merge_kernel")
 BACKWARD = Maker("foo_ops.kernels.attention.backward", "make_backward_kernel")
 PRODUCT = Maker("foo_ops.kernels.linear.product", "make_product_kernel")
 FEW_ROWS = Maker("foo_ops.kernels.linear.few_rows", "make_few_rows_kernel")
+FINISH = Maker("foo_ops.kernels.linear.output", "make_finish_kernel")
 QUANTIZED = "foo_ops.kernels.linear.quantized"
 INT8_PRODUCT = Maker(QUANTIZED, "make_int8_product_kernel")
 INT8_FEW_ROWS = Maker(QUANTIZED, "make_int8_few_rows_kernel")
@@ -51,6 +52,7 @@ _OWN = (
     OwnKernel("linear_product", PRODUCT),
     OwnKernel("linear_product.sums", PRODUCT, {"adds": True}),
     OwnKernel("linear_few_rows", FEW_ROWS),
+    OwnKernel("linear_finish", FINISH),
     OwnKernel("linear_int8_product", INT8_PRODUCT),
     OwnKernel("linear_int8_few_rows", INT8_FEW_ROWS),
     OwnKernel("linear_int4_product", INT4_PRODUCT),
@@ -63,6 +65,7 @@ _OWN = (
     OwnKernel("cross_entropy_gradient", LOSS_GRADIENT),
     *(OwnKernel(f"linear_product.{it}", PRODUCT, {"finish": it}) for it in _FINISHES),
     *(OwnKernel(f"linear_few_rows.{it}", FEW_ROWS, {"finish": it}) for it in _FINISHES),
+    *(OwnKernel(f"linear_finish.{it}", FINISH, {"finish": it}) for it in _FINISHES),
 )
 KERNELS.update({kernel.name: kernel for kernel in _OWN})
 KERNELS.families["attention_program"] = (PROGRAM, {})

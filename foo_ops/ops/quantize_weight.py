@@ -59,7 +59,10 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int | None = None) ->
     """
     _check(weight, bits, group_size)
     quantize = _to_int8 if group_size is None else partial(_to_int4, group_size=group_size)
-    parts = [quantize(rows.double(), dtype=weight.dtype) for rows in weight.detach().split(ROWS)]
+    # A graph is run with numbers; else, where there are none, all rows take no memory either.
+    at_once = not torch.compiler.is_compiling() and _has_no_numbers(weight)
+    blocks = [weight.detach()] if at_once else weight.detach().split(ROWS)
+    parts = [quantize(rows.double(), dtype=weight.dtype) for rows in blocks]
     return tuple(torch.cat(tensors) for tensors in zip(*parts))
 
 

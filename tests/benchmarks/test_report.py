@@ -13,6 +13,7 @@ from benchmarks import __main__ as command
 from benchmarks import (
     code_lines,
     device,
+    models,
     peaks,
     plots,
     publish,
@@ -277,6 +278,30 @@ def test_tally_counts_verdicts():
     assert report.tally(results_file.Content("2026-01-01", "default", {}, rows)) == (
         "Of 4 rows of attention, 1 reach all that is asked of them; in 2 a peer is faster."
     )
+
+
+def of_model(name, *speeds, **others):
+    """Make a row of a model that is so many times as fast with `apply`, round by round."""
+    seconds = {"foo": [1 / it for it in speeds], "torch": [1.0] * len(speeds), **others}
+    return Result(models.SECTION, name, 2, 768.0, True, seconds)
+
+
+def test_models_that_apply_makes_slower_are_named():
+    def line(*results):
+        return report.slower(results_file.Content("2026-01-01", "default", {}, list(results)))
+
+    fast = of_model("Llama prefill, bfloat16", 1.5, 1.6, 0.5, compiled=[1e-3] * 3)
+    level = of_model("Llama decoding, float32", 0.9, 0.971, 1.2)
+    assert line(fast, level) == "apply makes slower:"
+    slow = of_model("Llama prefill, float32", 0.85, 0.84, 1.1)
+    slower = dataclasses.replace(of_model("BERT 2 x 256, float32", 0.969), threads=1)
+    assert line(fast, slow, level, slower) == (
+        "apply makes slower: Llama prefill, float32 (2 threads) 0.850; "
+        "BERT 2 x 256, float32 (1 thread) 0.969"
+    )
+    failed = Result(models.SECTION, "no peer", 2, 1.0, True, {"foo": [1.0]}, failures={"torch": ""})
+    assert line(failed) == "apply makes slower:"
+    assert line(dataclasses.replace(slow, section="linear")) == ""
 
 
 def test_tables_have_the_headlines(content):

@@ -40,6 +40,7 @@ def test_tables_fit_the_terminal(result, width):
     console = Console(width=width, record=True, file=io.StringIO())
     report.print_tables(console, content)
     lines = console.export_text().splitlines()
+    assert "apply makes slower:" in lines
     row = report.table_of(content, SECTION, [result])[1]
     tables = [line for line in lines if line.startswith("│")]
     assert len(tables) == sum(line.startswith("┏") for line in lines) > (width < 250)

@@ -16,6 +16,7 @@ from benchmarks import (
     attention,
     cases,
     linear_cross_entropy,
+    models,
     peaks,
     quantized_linear,
     report,
@@ -240,6 +241,20 @@ def test_every_way_to_the_loss_of_a_layer(monkeypatch, fresh_compiler):
         (result,) = measure(case, TINY)
         is_time = case.section == linear_cross_entropy.SECTION
         assert result.peers() == peers + ["compiled"] * is_time
+
+
+def test_rows_of_models():
+    """Each kind of model, phase and dtype has its row, beside the model itself."""
+    found = {it.name: it for it in models.cases(models.QUICK, 2)}
+    phases = [*(f"Llama {it}" for it in models.PHASES), "BERT 2 x 16", "BERT 1 x 32"]
+    expected = [*phases, "BERT training step, 2 x 16"]
+    assert set(found) == {f"{it}, {dtype}" for it in expected for dtype in models.DTYPES}
+    defaults = [it.name for it in cases.cases(cases.DEFAULT, 2) if it.section == models.SECTION]
+    assert {"BERT 8 x 128, float32", "BERT 2 x 256, bfloat16"} <= set(defaults)
+    for name in ("BERT 2 x 16, float32", "BERT training step, 2 x 16, bfloat16"):
+        (result,) = measure(found[name], TINY)
+        assert result.peers() == [models.AS_IT_IS]
+        assert result.work == 32
 
 
 # ---------------------------------------------------------------------------------- command line

@@ -6,31 +6,109 @@ import sys
 
 import pytest
 import torch
-from llvmlite.binding import get_host_cpu_features
+import torch.nn.functional as F
 from support.exact import assert_near
 from torch.profiler import ProfilerActivity, profile
 
 import foo_ops
-from foo_ops.kernels.compiler.processor import _has_quick_dot, target
+from foo_ops import _C
+from foo_ops.kernels.compiler.processor import has_matrix_unit
 
 EVENT = "foo::linear by aten::mm"
-ASKS_FOR_OTHERS = (
-    *("FOO_VECTOR_BITS", "FOO_BFLOAT16_PAIRS", "FOO_MATRIX_UNIT", "FOO_TORCH_PRODUCTS"),
-    *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"),
-)
-LEAVES_PRODUCTS = not any(os.environ.get(it) for it in ASKS_FOR_OTHERS)
-IS_AMD = target()[1].startswith("znver")
-HAS_AVX512 = get_host_cpu_features().get("avx512f", False)
-BY_MKL = LEAVES_PRODUCTS and IS_AMD and not HAS_AVX512 and torch.backends.mkl.is_available()
-MEASURED = {
-    torch.bfloat16: LEAVES_PRODUCTS and _has_quick_dot(),
-    torch.float32: BY_MKL,
-    torch.float64: BY_MKL,
-}
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+# Those of Intel take the same ways.
+FAMILIES = ("amd-avx2", "amd-bfloat16", "intel-amx")
+HAS_MKL = torch.backends.mkl.is_available()
 # PyTorch sums in float32, and rounds to bfloat16 once. MKL adds the sums of others to a large bias.
 ROUNDINGS = {torch.bfloat16: 2, torch.float32: 32, torch.float64: 32}
-ALL = "bfloat16 float32 float64"
 WIDTH, OUTPUTS = 768, 640
+INTEL = ("intel-avx2", "intel-avx512", "intel-bfloat16", "intel-amx")
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    """Let the rows of another processor hold: PyTorch's kernels are there on all of them."""
+    before = _C.set_torch_products(request.param)
+    yield request.param
+    _C.set_torch_products(before)
+
+
+# ------------------------------------------------------------------------------------------ table
+
+
+@pytest.mark.parametrize(
+    ("vendor", "features", "expected"),
+    [
+        ("amd", "", "none"),
+        ("amd", "avx2", "amd-avx2"),
+        ("amd", "avx2 avx512", "none"),
+        ("amd", "avx2 avx512 bfloat16_dot", "amd-bfloat16"),
+        ("intel", "", "none"),
+        ("intel", "avx2", "intel-avx2"),
+        ("intel", "avx2 avx512", "intel-avx512"),
+        ("intel", "avx2 avx512 bfloat16_dot", "intel-bfloat16"),
+        ("intel", "avx2 avx512 bfloat16_dot matrix_unit", "intel-amx"),
+        ("other", "avx2 avx512 bfloat16_dot matrix_unit", "none"),
+    ],
+)
+def test_family_of_a_processor(vendor, features, expected):
+    has = dict.fromkeys(features.split(), True)
+    assert _C.product_family(getattr(_C.Vendor, vendor), **has) == expected
+
+
+def forms_of(family, dtype, rows, work=1 << 30, threads=2):
+    """Return the forms in which the table has a product."""
+    return {
+        form
+        for form in _C.PRODUCT_FORMS
+        if _C.is_quicker_by_torch(family, dtype, form, rows=rows, work=work, threads=threads)
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", INTEL)
+def test_intel(family, dtype):
+    """MKL computes all large products, in each form; bfloat16 is oneDNN's on one thread of AMX."""
+    everything = set(_C.PRODUCT_FORMS) if dtype != torch.bfloat16 else set()
+    for rows in (9, 255, 256, 1 << 20):
+        is_left = dtype == torch.float64 and rows < 256
+        forms = {"grad_input", "grad_weight"} if is_left else everything
+        assert forms_of(family, dtype, rows) == forms
+    assert forms_of(family, dtype, 8) == forms_of(family, dtype, 64, work=1 << 20) == set()
+    on_one = forms_of(family, dtype, 1024, threads=1)
+    has_unit = family == "intel-amx" and dtype == torch.bfloat16
+    assert on_one == ({"forward", "bias"} if has_unit else everything)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "rows", "forms"),
+    [
+        ("amd-bfloat16", torch.bfloat16, 8, ""),
+        ("amd-bfloat16", torch.bfloat16, 9, "forward bias grad_input grad_weight"),
+        ("amd-bfloat16", torch.bfloat16, 16, "grad_input grad_weight"),
+        ("amd-bfloat16", torch.bfloat16, 32, "grad_input grad_weight"),
+        ("amd-bfloat16", torch.bfloat16, 128, "forward grad_input grad_weight"),
+        ("amd-bfloat16", torch.bfloat16, 256, "forward bias grad_input grad_weight"),
+        ("amd-bfloat16", torch.float32, 1024, ""),
+        ("amd-avx2", torch.bfloat16, 1024, ""),
+        ("amd-avx2", torch.float32, 255, ""),
+        ("amd-avx2", torch.float32, 256, "forward bias grad_input"),
+        ("amd-avx2", torch.float32, 512, "forward bias grad_input grad_weight"),
+        ("amd-avx2", torch.float64, 512, "forward bias grad_input"),
+        ("none", torch.float32, 1024, ""),
+    ],
+)
+def test_amd(family, dtype, rows, forms):
+    assert forms_of(family, dtype, rows) == set(forms.split())
+    assert forms_of(family, torch.float16, rows) == set()
+
+
+def test_names_of_families():
+    with pytest.raises(ValueError, match=r"^FOO_TORCH_PRODUCTS must be 0, 1 or one of none, .*amx"):
+        _C.set_torch_products("intel")
+
+
+# ----------------------------------------------------------------------------- routes and values
 
 
 def tensors(rows, dtype, device):
@@ -44,11 +122,32 @@ def forward(input, weight, gradient):
     return foo_ops.linear(input, weight), lambda: input.double() @ weight.double().mT
 
 
-def with_bias(input, weight, gradient):
+def one_block(input, weight, gradient):
+    return forward(input, weight[:200], gradient)
+
+
+def bias_of(gradient):
     """Take every third number of a row for the bias, which is larger than the sums."""
-    bias = 8 * torch.cat((gradient, gradient, gradient), 1)[0, ::3]
-    result = foo_ops.linear(input, weight, bias)
-    return result, lambda: input.double() @ weight.double().mT + bias.double()
+    return 8 * torch.cat((gradient, gradient, gradient), 1)[0, ::3]
+
+
+def bias(input, weight, gradient):
+    result = foo_ops.linear(input, weight, bias_of(gradient))
+    return result, lambda: F.linear(*(it.double() for it in (input, weight, bias_of(gradient))))
+
+
+def activation(input, weight, gradient):
+    result = foo_ops.linear(input, weight, bias_of(gradient), activation="gelu")
+    return result, lambda: F.gelu(bias(input, weight, gradient)[1]())
+
+
+def gate(input, weight, gradient):
+    up = weight.roll(1, 0)
+    result = foo_ops.linear_silu_mul(input, weight, up)
+    return (
+        result,
+        lambda: F.silu(input.double() @ weight.double().mT) * (input.double() @ up.double().mT),
+    )
 
 
 def grad_input(input, weight, gradient):
@@ -68,38 +167,31 @@ def by_torch(function):
     return result, sum(it.count for it in seen.key_averages() if it.key == EVENT)
 
 
-@pytest.mark.parametrize(
-    ("product", "rows", "dtypes"),
-    [
-        (forward, 8, ""), (forward, 16, ""), (forward, 24, "bfloat16"), (forward, 32, ""),
-        (forward, 127, ""), (forward, 128, "bfloat16"), (forward, 255, "bfloat16"),
-        (forward, 256, ALL), (forward, 1100, ALL),
-        (with_bias, 8, ""), (with_bias, 24, "bfloat16"), (with_bias, 255, ""),
-        (with_bias, 256, ALL), (with_bias, 700, ALL),
-        (grad_input, 8, ""), (grad_input, 64, "bfloat16"), (grad_input, 300, ALL),
-        (grad_weight, 16, "bfloat16"), (grad_weight, 300, "bfloat16"),
-        (grad_weight, 600, "bfloat16 float32"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("dtype", MEASURED, ids=str)
-def test_route_and_values(product, rows, dtypes, dtype, device):
+PRODUCTS = (forward, bias, activation, gate, grad_input, grad_weight)
+
+
+@pytest.mark.parametrize("rows", [8, 24, 1100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_route_and_values(family, rows, dtype, device):
+    """Each product takes the route that the table says, and comes to what float64 does."""
     given = tuple(tensors(rows, dtype, device))
-    (result, exact), count = by_torch(lambda: product(*given))
-    is_torchs = str(dtype).removeprefix("torch.") in dtypes.split()
-    assert count == int(is_torchs and MEASURED[dtype])
-    assert_near(result.cpu(), exact().cpu(), roundings=ROUNDINGS[dtype])
+    size = {"rows": rows, "work": rows * WIDTH * OUTPUTS, "threads": torch.get_num_threads()}
+    for product in PRODUCTS:
+        (result, exact), count = by_torch(lambda product=product: product(*given))
+        is_torchs = _C.is_quicker_by_torch(family, dtype, product.__name__, **size)
+        assert count == int(is_torchs and (HAS_MKL or dtype == torch.bfloat16)), product.__name__
+        assert_near(result.cpu(), exact().cpu(), roundings=ROUNDINGS[dtype])
 
 
-@pytest.mark.parametrize("dtype", MEASURED, ids=str)
-def test_what_is_not_in_the_table(dtype, device):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_in_the_table(family, dtype, device):
     input, weight, gradient = tensors(256, dtype, device)
-    assert by_torch(lambda: foo_ops.linear(input, weight, activation="relu"))[1] == 0
     assert by_torch(lambda: forward(input[:, :8], weight[:, :8], gradient))[1] == 0
     assert by_torch(lambda: forward(input.half(), weight.half(), gradient))[1] == 0
 
 
-@pytest.mark.parametrize("dtype", MEASURED, ids=str)
-def test_other_strides(dtype, device):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_strides(family, dtype, device):
     """Gradients that are repeated, or lie in memory by columns, come to what they say."""
     input, weight, gradient = tensors(256, dtype, device)
     for grad in (gradient[:1].expand(256, -1), gradient.t().contiguous().t(), gradient):
@@ -109,15 +201,17 @@ def test_other_strides(dtype, device):
             assert_near(result.cpu(), expected.cpu(), roundings=ROUNDINGS[dtype])
 
 
-@pytest.mark.parametrize("rows", [256, 1100])
-@pytest.mark.parametrize("dtype", MEASURED, ids=str)
-def test_same_result_for_every_number_of_threads(rows, dtype):
+@pytest.mark.parametrize("rows", [24, 256, 1100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_result_for_every_number_of_threads(family, rows, dtype):
+    if (family, dtype) == ("intel-amx", torch.bfloat16) and not has_matrix_unit():
+        pytest.skip("oneDNN sums up in our order only on a matrix unit")
     given = tuple(tensors(rows, dtype, "cpu"))
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append([it(*given)[0] for it in (forward, with_bias, grad_input, grad_weight)])
+            results.append([it(*given)[0] for it in (*PRODUCTS, one_block)])
     finally:
         torch.set_num_threads(before)
     for others in results[1:]:

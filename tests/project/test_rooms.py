@@ -65,7 +65,7 @@ CPP_ROOMS = {
     "csrc/shared_checks.h": (),
     "csrc/shared_checks.cpp": ("csrc/shared_checks.h", "csrc/ops/attention", "csrc/ops/linear"),
     "csrc/module.cpp": (
-        *("csrc/agreement.h", "csrc/shared_checks.h", "csrc/ops"),
+        *("csrc/agreement.h", "csrc/shared_checks.h", "csrc/ops", "csrc/ops/linear"),
         *("csrc/aten", "csrc/python", "csrc/sanitizer", "csrc/graphs", "csrc/memory_bindings.h"),
     ),
 }

@@ -270,7 +270,7 @@ def make_few_rows_kernel(
         if PARTS == 2:
             multiply(product, block, product.second, memory, shift(memory.sums, rows * width))
         scale_sums(product, block, memory, width, 0)
-        write(product, block, memory, width, 0, (PARTS - 1) * rows * width)
+        write(product, block, memory, memory.sums, width, 0, (PARTS - 1) * rows * width)
 
     layout = Scratch(compute, sizes_of_block, describe)
     return make_kernel_with_scratch(compute_block, layout, tiles.arguments)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from numba import njit
 
+from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.linear.finish import NOTHING, make_finish, parts_of
+from foo_ops.kernels.linear.parameters import argument_types
 from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
 from foo_ops.kernels.vectors.memory import load, load_vector, shift, store
-from foo_ops.kernels.vectors.rows import make_copy_row, make_fill
+from foo_ops.kernels.vectors.rows import make_copy_row, make_fill, round_up
+from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
 from foo_ops.kernels.vectors.transpose import transpose_square
 
 
@@ -27,9 +31,9 @@ def describe_lines(compute: str, finish: str) -> dict[str, int]:
 
 @functools.cache
 def make_writer(dtype: str, finish: str = NOTHING, adds: bool = False) -> Callable:
-    """Make ``write(product, block, memory, width, panel, part)``.
+    """Make ``write(product, block, memory, sums, width, panel, part)``.
 
-    The sums are panels of ``width`` columns, which are ``panel`` elements after one another; those
+    ``sums`` are panels of ``width`` columns, which are ``panel`` elements after one another; those
     of a second product are ``part`` elements behind. If it ``adds``, what the output held, in the
     compute type, is added to them.
     """
@@ -67,17 +71,17 @@ def make_writer(dtype: str, finish: str = NOTHING, adds: bool = False) -> Callab
                 store(target, index, single)
 
     @njit
-    def write_rows(product, block, memory, width, panel, part):
+    def write_rows(product, block, memory, sums, width, panel, part):
         columns = block.column_stop - block.column_start
         load_bias(product, memory, block.column_start, columns)
         for row in range(block.row_stop - block.row_start):
             place = (block.row_start + row) * product.output_stride + block.column_start
             line = shift(product.output, place)
             for start in range(0, columns, width):
-                sums, count = start // width * panel + row * width, min(width, columns - start)
+                place = start // width * panel + row * width
                 write_line(
-                    memory, shift(line, start), shift(memory.sums, sums), part,
-                    shift(memory.bias, start), count,
+                    memory, shift(line, start), shift(sums, place), part,
+                    shift(memory.bias, start), min(width, columns - start),
                 )  # fmt: skip
 
     @njit
@@ -90,19 +94,19 @@ def make_writer(dtype: str, finish: str = NOTHING, adds: bool = False) -> Callab
                 store(square, column * LANES + row, load(sums, row * width + column))
 
     @njit
-    def write_columns(product, block, memory, width, panel, part):
+    def write_columns(product, block, memory, sums, width, panel, part):
         rows, columns = block.row_stop - block.row_start, block.column_stop - block.column_start
         load_bias(product, memory, block.row_start, rows)
         for start in range(0, columns, LANES):
             some_columns = min(LANES, columns - start)
             place = (block.column_start + start) * product.output_stride + block.row_start
             line = shift(product.output, place)
-            first = shift(memory.sums, start // width * panel + start % width)
+            first = shift(sums, start // width * panel + start % width)
             for row in range(0, rows, LANES):
-                some_rows, sums = min(LANES, rows - row), shift(first, row * width)
+                some_rows, corner = min(LANES, rows - row), shift(first, row * width)
                 for number in range(PARTS):
                     square = shift(memory.square, number * LANES * LANES)
-                    transpose(square, shift(sums, number * part), width, some_rows, some_columns)
+                    transpose(square, shift(corner, number * part), width, some_rows, some_columns)
                 for column in range(some_columns):
                     write_line(
                         memory, shift(line, column * product.output_stride + row),
@@ -111,10 +115,34 @@ def make_writer(dtype: str, finish: str = NOTHING, adds: bool = False) -> Callab
                     )  # fmt: skip
 
     @njit
-    def write(product, block, memory, width, panel, part):
+    def write(product, block, memory, sums, width, panel, part):
         if product.is_transposed:
-            write_columns(product, block, memory, width, panel, part)
+            write_columns(product, block, memory, sums, width, panel, part)
         else:
-            write_rows(product, block, memory, width, panel, part)
+            write_rows(product, block, memory, sums, width, panel, part)
 
     return write
+
+
+def make_finish_kernel(dtype: str, *, finish: str = NOTHING) -> Kernel:
+    """Make the kernel that writes a block of an output from the sums of another kernel.
+
+    The product's left matrix are those sums, of this block alone, and behind them the sums of the
+    second product of a gate. They have the output's dtype.
+    """
+    write = make_writer(dtype, finish)
+    LANES = lanes_of(dtype)
+
+    @njit
+    def sizes_of_block(product, block):
+        return (round_up(block.column_stop - block.column_start, LANES),)
+
+    def describe(columns: Any) -> dict[str, Any]:
+        return {"bias": columns + LANES, **describe_lines(dtype, finish)}
+
+    def finish_block(product, block, memory):
+        rows, width = block.row_stop - block.row_start, product.left_row_stride
+        write(product, block, memory, product.left, width, 0, rows * width)
+
+    layout = Scratch(dtype, sizes_of_block, describe)
+    return make_kernel_with_scratch(finish_block, layout, argument_types(dtype))

@@ -336,7 +336,7 @@ def make_product_kernel(
             return
         compute_sums(product, block, memory)
         panel, part = panel_of_block(product, block), part_of_block(product, block)
-        write(product, block, memory, WIDTH, panel, part)
+        write(product, block, memory, memory.sums, WIDTH, panel, part)
 
     layout = Scratch(compute, sums.sizes_of_block, describe)
     types_ = argument_types(dtype, compute) if adds else sums.arguments

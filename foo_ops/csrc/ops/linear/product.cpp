@@ -44,6 +44,12 @@ Kernels& few_rows_kernels() {
   return *kernels;
 }
 
+// They finish the sums of PyTorch's products.
+Kernels& finish_kernels() {
+  static auto* kernels = new Kernels("linear_finish");
+  return *kernels;
+}
+
 Kernel& sums_kernel() {
   static auto* kernel = new Kernel("linear_product.sums");
   return *kernel;
@@ -169,8 +175,9 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
     run(product, dtype, few_rows, cut_of_few_rows(product));
   } else if (second == nullptr && has_few_rows(transposed(product), dtype)) {
     run(transposed(product), dtype, few_rows, cut_of_few_rows(transposed(product)));
-  } else if (finish == Finish::kNothing && is_quicker_by_torch(product, dtype)) {
-    multiply_by_torch(output, product);
+  } else if (is_quicker_by_torch(product, dtype, finish)) {
+    const bool is_finished = finish != Finish::kNothing || product.has_bias;
+    multiply_by_torch(output, product, is_finished ? &finish_kernels()[finish] : nullptr);
   } else {
     run_blocks(product, dtype, product_kernels()[finish], second == nullptr ? 1 : 2);
   }
@@ -178,7 +185,13 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
 
 void add_product(const at::Tensor& sums, const Matrix& left, const Matrix& right) {
   if (sums.numel() == 0) return;
-  run_blocks(make_product(sums, left, right, std::nullopt), left.dtype(), sums_kernel(), 1);
+  const Product product = make_product(sums, left, right, std::nullopt);
+  const auto dtype = left.dtype();
+  if (dtype == sums.scalar_type() && is_quicker_by_torch(product, dtype, Finish::kNothing)) {
+    add_by_torch(sums, product);
+  } else {
+    run_blocks(product, dtype, sums_kernel(), 1);
+  }
 }
 
 }  // namespace foo

@@ -1,15 +1,18 @@
 #include "ops/linear/torch_product.h"
 
 #include <ATen/Context.h>
+#include <ATen/cpu/Utils.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
-#include <limits>
 #include <string_view>
 
 #include "launch/jobs.h"
@@ -19,176 +22,220 @@ namespace foo {
 
 namespace {
 
-// The three products of a layer differ in how its matrices lie in memory: forward the steps of both
-// are adjacent, of grad_input those of the left one, and of grad_weight none.
-enum class Form { kForward, kGradInput, kGradWeight };
-
-struct Rule {
-  Form form;
-  bool has_bias;
-  // Of the layer's input, over which grad_weight sums.
-  int64_t least_rows, most_rows;
-  // Of multiplications. Of fewer, what PyTorch does around a product takes too long.
-  double least_work = 1 << 22;
-};
-
-constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
-
-// bfloat16 on AMD's processors with AVX512-BF16, where oneDNN reaches 0.85 to 0.95 of their peak.
-// The speed of ours beside it on a Zen 5, one thread, layers of 512 x 512, 2816 x 1024 and
-// 1024 x 2816:
-//
-//   rows               16            32            64           128          1024
-//   forward       1.04 - 1.45   1.08 - 1.44   1.03 - 1.15   0.98 - 1.00   0.89 - 0.98
-//   grad_input    0.74 - 1.00   0.84 - 0.98   0.85 - 0.99   0.94 - 0.99   0.85 - 1.01
-//   grad_weight   0.34 - 0.50   0.35 - 0.68   0.52 - 0.78   0.63 - 0.83   0.92 - 0.99
-//
-// Forward, 9, 12 and 24 rows of 1024 x 2816 are at 0.74 to 0.89, of 512 x 512 at 1.15 to 1.26. With
-// a bias:
-//
-//   rows               16            64           128           256          1024
-//   forward       1.05 - 1.59   1.01 - 1.18   0.99 - 1.04   0.95 - 0.97   0.93 - 1.04
-//
-// Our float32 is 1.4 to 2.4 times as fast as PyTorch's there.
-constexpr std::array<Rule, 6> kBFloat16Rules = {{
-    {Form::kForward, false, 9, 31, 1 << 23},
-    {Form::kForward, false, 128, kAny},
-    {Form::kForward, true, 9, 31, 1 << 23},
-    {Form::kForward, true, 256, kAny},
-    {Form::kGradInput, false, 9, kAny},
-    {Form::kGradWeight, false, 9, kAny},
-}};
-
-// float32 and float64 on AMD's processors with AVX2 alone, by MKL. The speed beside PyTorch's of
-// ours and of blocks that MKL computes, on a Zen 3 with a neighbour, one thread and two, layers of
-// 512 x 512, 1024 x 1024, 2816 x 1024 and 1024 x 2816:
-//
-//                 rows         float32: ours    in blocks     float64: ours    in blocks
-//   forward       256            0.90 - 1.25   0.97 - 1.18      0.78 - 1.00   0.84 - 1.03
-//   forward       1024           0.86 - 1.11   0.95 - 1.12      0.78 - 0.99   0.83 - 1.16
-//   grad_input    256            0.84 - 1.13   0.94 - 1.20      0.85 - 1.00   0.84 - 0.99
-//   grad_input    1024           0.82 - 1.02   0.90 - 1.20      0.73 - 1.02   0.78 - 1.18
-//   grad_weight   512 - 2048     0.81 - 1.17   0.83 - 1.12      0.77 - 1.23   0.71 - 1.18
-//
-// Of grad_weight the means are 0.91 and 0.95, and of float64 both 0.9. Of 256 rows ours of float32
-// is at 0.94 - 1.24. With a bias, blocks of float32 are at 0.93 - 1.19.
-constexpr std::array<Rule, 4> kFloat32Rules = {{
-    {Form::kForward, false, 256, kAny},
-    {Form::kForward, true, 256, kAny},
-    {Form::kGradInput, false, 256, kAny},
-    {Form::kGradWeight, false, 512, kAny},
-}};
-constexpr std::array<Rule, 3> kFloat64Rules = {{
-    {Form::kForward, false, 256, kAny},
-    {Form::kForward, true, 256, kAny},
-    {Form::kGradInput, false, 256, kAny},
-}};
 // What MKL returns for some sizes depends on the number of threads. So one thread computes a block,
-// and blocks are the same for all numbers of them: so large that the whole takes 0.96 to 1.06 of
-// the time for them on one thread, forward and for grad_input, and so small that many threads have
-// some.
-constexpr int64_t kRowsOfBlock = 256, kColumnsOfBlock = 512;
+// and blocks are the same for all numbers of them. On one thread of a Zen 5, MKL with its kernels
+// for Intel's AVX-512 takes 1.02 times as long for blocks of 1024 x 1024 as for the whole, 1.05 of
+// 512 x 512 and 1.08 of 256 x 512; and three times as long with less than 256 columns, of few rows.
+constexpr int64_t kLargestSide = 1024, kLeastSide = 256;
+// So many threads have work; it makes MKL itself 3 to 5 times as fast on 16.
+constexpr double kFewestBlocks = 4, kMostBlocks = 32, kWorkOfBlock = 1 << 30;
+// Of less rows, in float64, MKL takes twice as long for less columns than steps.
+constexpr int64_t kRowsOfAnyColumns = 256;
 
-bool is_set(const char* variable) {
-  const char* text = std::getenv(variable);
-  return text != nullptr && *text != '\0';
+const char* variable(const char* name) {
+  const char* const text = std::getenv(name);
+  return text == nullptr ? "" : text;
 }
 
-// Who asks for the kernels of another processor is to get them.
-bool leaves_products() {
-  static const bool leaves = [] {
-    const char* const switched = std::getenv("FOO_TORCH_PRODUCTS");
-    const std::string_view chosen = switched == nullptr ? "" : switched;
-    const bool asks_for_others = is_set("FOO_VECTOR_BITS") || is_set("FOO_BFLOAT16_PAIRS") ||
-                                 is_set("FOO_MATRIX_UNIT") || is_set("NUMBA_CPU_NAME") ||
-                                 is_set("NUMBA_CPU_FEATURES");
-    return chosen != "0" && !asks_for_others;
-  }();
-  return leaves;
+// Whether the kernels of another processor are asked for.
+bool has_other_kernels() {
+  constexpr std::array names = {"FOO_VECTOR_BITS", "FOO_BFLOAT16_PAIRS", "FOO_MATRIX_UNIT",
+                                "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"};
+  return std::any_of(names.begin(), names.end(),
+                     [](const char* name) { return *variable(name) != '\0'; });
 }
 
-// What is measured for the dtype on this processor.
-c10::ArrayRef<Rule> rules_for(at::ScalarType dtype) {
+Family this_processor() {
 #if defined(__x86_64__)
-  if (!leaves_products() || !__builtin_cpu_is("amd")) return {};
-  if (dtype == at::kBFloat16) {
-    const bool is_measured =
-        __builtin_cpu_supports("avx512bf16") && at::globalContext().userEnabledMkldnn();
-    return is_measured ? c10::ArrayRef<Rule>(kBFloat16Rules) : c10::ArrayRef<Rule>();
-  }
-  if (__builtin_cpu_supports("avx2") && !__builtin_cpu_supports("avx512f") && at::hasMKL()) {
-    if (dtype == at::kFloat) return kFloat32Rules;
-    if (dtype == at::kDouble) return kFloat64Rules;
-  }
+  const Vendor vendor = __builtin_cpu_is("amd")     ? Vendor::kAmd
+                        : __builtin_cpu_is("intel") ? Vendor::kIntel
+                                                    : Vendor::kOther;
+  const bool has_avx2 = __builtin_cpu_supports("avx2");
+  const bool has_avx512 = __builtin_cpu_supports("avx512f");
+  const bool has_bfloat16_dot = __builtin_cpu_supports("avx512bf16");
+  return family_of({vendor, has_avx2, has_avx512, has_bfloat16_dot, at::cpu::init_amx()});
+#else
+  return Family::kNone;
 #endif
-  return {};
 }
 
-Form form_of(const Product& product) {
+Family family_of_text(const std::string& text) {
+  if (text.empty() || text == "1") return this_processor();
+  const auto family = family_of_name(text == "0" ? "none" : std::string_view(text));
+  TORCH_CHECK_VALUE(family.has_value(), "FOO_TORCH_PRODUCTS must be 0, 1 or one of ",
+                    c10::Join(", ", kFamilyNames), ", got ", text);
+  return *family;
+}
+
+std::atomic<Family>& current_family() {
+  static std::atomic<Family> family = [] {
+    const std::string text = variable("FOO_TORCH_PRODUCTS");
+    return text.empty() && has_other_kernels() ? Family::kNone : family_of_text(text);
+  }();
+  return family;
+}
+
+// Whether PyTorch has the kernels that the table is about.
+bool has_library(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 ? at::globalContext().userEnabledMkldnn() : at::hasMKL();
+}
+
+Form form_of(const Product& product, Finish finish) {
+  if (finish == Finish::kSiluMul) return Form::kGate;
+  if (finish != Finish::kNothing) return Form::kActivation;
   if (product.left_step_stride != 1) return Form::kGradWeight;
-  return product.right_step_stride == 1 ? Form::kForward : Form::kGradInput;
+  if (product.right_step_stride != 1) return Form::kGradInput;
+  return product.has_bias ? Form::kBias : Form::kForward;
+}
+
+double work_of(const Product& product) {
+  return static_cast<double>(product.rows) * static_cast<double>(product.columns) *
+         static_cast<double>(product.depth);
 }
 
 }  // namespace
 
-bool is_quicker_by_torch(const Product& product, at::ScalarType dtype) {
-  const double work = static_cast<double>(product.rows) * static_cast<double>(product.columns) *
-                      static_cast<double>(product.depth);
-  const Form form = form_of(product);
-  const bool has_bias = product.has_bias != 0;
+Family products_family() {
+  return current_family().load(std::memory_order_relaxed);
+}
+
+std::string set_products_family(const std::string& name) {
+  return std::string(name_of(current_family().exchange(family_of_text(name))));
+}
+
+bool is_quicker_by_torch(const Product& product, at::ScalarType dtype, Finish finish) {
+  const Form form = form_of(product, finish);
   const int64_t rows = form == Form::kGradWeight ? product.depth : product.rows;
-  const auto rules = rules_for(dtype);
-  return std::any_of(rules.begin(), rules.end(), [&](const Rule& rule) {
-    return rule.form == form && rule.has_bias == has_bias && rule.least_rows <= rows &&
-           rows <= rule.most_rows && rule.least_work <= work;
-  });
+  return is_quicker_by_torch(products_family(), dtype, form,
+                             {rows, work_of(product), at::get_num_threads()}) &&
+         has_library(dtype);
 }
 
 namespace {
 
-void multiply_block(const at::TensorOptions& options, const Product& product,
-                    const ProductBlock& block) {
-  const auto view = [&](const void* data, int64_t offset, c10::IntArrayRef sizes,
-                        c10::IntArrayRef strides) {
-    const auto* const bytes = static_cast<const char*>(data);
-    const auto place = offset * static_cast<int64_t>(options.dtype().itemsize());
-    return at::from_blob(const_cast<char*>(bytes + place), sizes, strides, options);
-  };
-  const int64_t rows = block.row_stop - block.row_start;
-  const int64_t columns = block.column_stop - block.column_start;
-  at::Tensor target =
-      view(product.output, block.row_start * product.output_stride + block.column_start,
-           {rows, columns}, {product.output_stride, 1});
-  const at::Tensor left =
-      view(product.left, block.row_start * product.left_row_stride, {rows, product.depth},
-           {product.left_row_stride, product.left_step_stride});
-  const at::Tensor right =
-      view(product.right, block.column_start * product.right_column_stride,
-           {product.depth, columns}, {product.right_step_stride, product.right_column_stride});
-  if (product.has_bias) {
-    const at::Tensor bias = view(product.bias, block.column_start * product.bias_stride, {columns},
-                                 {product.bias_stride});
-    at::cpu::addmm_out(target, bias, left, right);
-  } else {
-    at::cpu::mm_out(target, left, right);
+at::Tensor view(const at::TensorOptions& options, const void* data, int64_t offset,
+                c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  const auto* const bytes = static_cast<const char*>(data);
+  const auto place = offset * static_cast<int64_t>(options.dtype().itemsize());
+  return at::from_blob(const_cast<char*>(bytes + place), sizes, strides, options);
+}
+
+// The operands of a block as PyTorch sees them. The memory of foo is host memory.
+struct Operands {
+  Operands(const at::Tensor& output, const Product& product, const ProductBlock& block)
+      : options(output.options().device(at::kCPU)),
+        rows(block.row_stop - block.row_start),
+        columns(block.column_stop - block.column_start),
+        output(view(options, product.output,
+                    block.row_start * product.output_stride + block.column_start, {rows, columns},
+                    {product.output_stride, 1})),
+        left(view(options, product.left, block.row_start * product.left_row_stride,
+                  {rows, product.depth}, {product.left_row_stride, product.left_step_stride})),
+        right(right_of(product.right, product, block)) {}
+
+  at::Tensor right_of(const void* matrix, const Product& product, const ProductBlock& block) const {
+    return view(options, matrix, block.column_start * product.right_column_stride,
+                {product.depth, columns}, {product.right_step_stride, product.right_column_stride});
   }
+  // In memory of a thread.
+  at::Tensor sums(void* memory) const {
+    return view(options, memory, 0, {rows, columns}, {columns, 1});
+  }
+
+  at::TensorOptions options;
+  int64_t rows, columns;
+  at::Tensor output, left, right;
+};
+
+// Cuts the longer side of blocks until there are enough of them.
+Cut cut_for_torch(const Product& product, at::ScalarType dtype) {
+  const double wanted = std::clamp(work_of(product) / kWorkOfBlock, kFewestBlocks, kMostBlocks);
+  const bool is_wide = dtype == at::kDouble && product.rows < kRowsOfAnyColumns;
+  const int64_t least_columns = is_wide ? std::max(product.depth, kLeastSide) : kLeastSide;
+  int64_t rows = part_of(product.rows, kLargestSide, 1);
+  int64_t columns = part_of(product.columns, std::max(kLargestSide, 2 * least_columns), 1);
+  while (static_cast<double>(count_of(product.rows, rows) * count_of(product.columns, columns)) <
+         wanted) {
+    const bool cuts_rows = rows > columns || columns < 2 * least_columns;
+    if (cuts_rows && rows < 2 * kLeastSide) break;
+    int64_t& side = cuts_rows ? rows : columns;
+    side = count_of(side, 2);
+  }
+  return Cut(product, rows, columns, /*threads=*/1);
+}
+
+// Calls work(thread, block) for each block of a product. MKL takes all threads where there is one
+// job only, which does not begin a parallel region; so there are two.
+template <class Work>
+void share_blocks(const Product& product, const Cut& cut, Work work) {
+  const int64_t blocks = cut.blocks(product);
+  share_jobs(std::max<int64_t>(blocks, 2), [&](int64_t thread, auto next) {
+    for (int64_t job = next(); job >= 0; job = next()) {
+      if (job < blocks) work(thread, cut.block(product, job));
+    }
+  });
+}
+
+void multiply_whole(const at::Tensor& output, const Product& product) {
+  Operands operands(output, product, {0, product.rows, 0, product.columns});
+  if (product.has_bias) {
+    const at::Tensor bias =
+        view(operands.options, product.bias, 0, {product.columns}, {product.bias_stride});
+    at::cpu::addmm_out(operands.output, bias, operands.left, operands.right);
+  } else {
+    at::cpu::mm_out(operands.output, operands.left, operands.right);
+  }
+}
+
+// The sums of a block are finished while they are in the caches.
+void multiply_and_finish(const at::Tensor& output, const Product& product, Kernel& finish) {
+  auto* const kernel = finish.get<ProductFunction>(output.scalar_type());
+  const int64_t parts = product.second == nullptr ? 1 : 2;
+  const Cut cut = cut_for_torch(product, output.scalar_type());
+  const ProductBlock largest = cut.block(product, 0);
+  const int64_t bytes_of_part = largest.row_stop * largest.column_stop * output.itemsize();
+  int64_t bytes = 0;
+  kernel(&product, &largest, nullptr, &bytes);
+  share_blocks(product, cut, [&](int64_t thread, const ProductBlock& block) {
+    const ScratchMemory scratch(scratch_pool(), thread, parts * bytes_of_part + bytes);
+    auto* const memory = static_cast<char*>(scratch.get());
+    const Operands operands(output, product, block);
+    at::Tensor sums = operands.sums(memory);
+    at::cpu::mm_out(sums, operands.left, operands.right);
+    if (parts == 2) {
+      at::Tensor others = operands.sums(memory + sums.nbytes());
+      at::cpu::mm_out(others, operands.left, operands.right_of(product.second, product, block));
+    }
+    Product finished = product;
+    finished.left = memory;
+    finished.left_row_stride = operands.columns;
+    kernel(&finished, &block, memory + parts * bytes_of_part, nullptr);
+  });
 }
 
 }  // namespace
 
-void multiply_by_torch(const at::Tensor& output, const Product& product) {
+void multiply_by_torch(const at::Tensor& output, const Product& product, Kernel* finish) {
   RECORD_FUNCTION("foo::linear by aten::mm", c10::ArrayRef<const c10::IValue>{});
-  // The memory of foo is host memory.
-  const auto options = output.options().device(at::kCPU);
   if (output.scalar_type() == at::kBFloat16) {
-    multiply_block(options, product, {0, product.rows, 0, product.columns});
-    return;
+    multiply_whole(output, product);
+  } else if (finish != nullptr) {
+    multiply_and_finish(output, product, *finish);
+  } else {
+    const Cut cut = cut_for_torch(product, output.scalar_type());
+    share_blocks(product, cut, [&](int64_t, const ProductBlock& block) {
+      Operands operands(output, product, block);
+      at::cpu::mm_out(operands.output, operands.left, operands.right);
+    });
   }
-  const Cut cut(product, kRowsOfBlock, kColumnsOfBlock, /*threads=*/1);
-  share_jobs(cut.blocks(product), [&](int64_t, auto next) {
-    for (int64_t job = next(); job >= 0; job = next()) {
-      multiply_block(options, product, cut.block(product, job));
-    }
+}
+
+void add_by_torch(const at::Tensor& output, const Product& product) {
+  RECORD_FUNCTION("foo::linear by aten::mm", c10::ArrayRef<const c10::IValue>{});
+  const Cut cut = cut_for_torch(product, output.scalar_type());
+  share_blocks(product, cut, [&](int64_t, const ProductBlock& block) {
+    Operands operands(output, product, block);
+    at::cpu::addmm_out(operands.output, operands.output, operands.left, operands.right);
   });
 }
 
