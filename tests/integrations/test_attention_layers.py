@@ -147,3 +147,20 @@ def test_functions_of_others_are_called():
         del AttentionInterface._global_mapping["other"]
     assert len(seen) == 2
     assert all(isinstance(it, FooAttention) for it in seen)
+
+
+def test_assisted_decoding():
+    model, inputs = decoder(LLAMA), tokens(1, 9)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assistant = apply(decoder(LLAMA, num_hidden_layers=1))
+    results = applied(model).generate(inputs, assistant_model=assistant, **options)
+    assert torch.equal(results, model.generate(inputs, **options))
+
+
+def test_exported():
+    model, inputs = decoder(LLAMA), tokens(1, 9)
+    program = torch.export.export(applied(model), (inputs,), {"use_cache": False})
+    assert torch.ops.foo.attention.default in {it.target for it in program.graph.nodes}
+    result = program.module()(inputs, use_cache=False).logits
+    exact = run_exactly(model, inputs)
+    assert_as_near([result.detach()], [run(model, None, inputs)], [exact], ROUNDINGS)
