@@ -91,7 +91,8 @@ def attention(
             Hq / Hkv heads of query in a row.
         value: (B, Hkv, Sk, Dv), Dv up to 256.
         attn_bias: added to the scores; of any shape that broadcasts to (B, Hq, Sq, Sk), float32 or
-            of query's dtype. Or bool: True where the query may see the key.
+            of query's dtype. Or bool: True where the query may see the key. Keys before and behind
+            all that a block of queries may see are not visited.
         alibi_slopes: (Hq,) or (B, Hq), float32 or of query's dtype. slope * |i' - j| is subtracted
             from the score of query i and key j (Press et al. 2022), where i' = i + Sk - Sq.
         sinks: (Hq,) or (B, Hq), float32 or of query's dtype: one more score for each head, in the
