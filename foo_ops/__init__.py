@@ -1,6 +1,7 @@
 """Fast CPU operators with kernels in Python, the device ``foo``, and the kit to write more."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 # At its end torch calls the entry point (_entry_point), which finds this import under way.
@@ -44,7 +45,10 @@ else:
 
     def __getattr__(name: str) -> Any:
         if name in __all__:
-            value = globals()[name] = getattr(importlib.import_module("foo_ops.ops"), name)
+            from foo_ops._operators import load
+
+            load()
+            value = globals()[name] = getattr(sys.modules["foo_ops.ops"], name)
             return value
         if name in _MODULES:
             return importlib.import_module(f"foo_ops.{name}")

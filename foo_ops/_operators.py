@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 import types
 from typing import Any, NamedTuple
 
@@ -97,11 +98,31 @@ def load() -> None:
 
     What has been installed meanwhile does not go with the companion that is loaded.
     """
-    if OPERATORS not in sys.modules and not os.path.samestat(os.stat(_C.__file__), _companion):
+    if OPERATORS in sys.modules:
+        importlib.import_module(OPERATORS)
+        return
+    if not os.path.samestat(os.stat(_C.__file__), _companion):
         raise ImportError(
             "foo_ops was installed anew since this process imported torch: start the process again"
         )
-    importlib.import_module(OPERATORS)
+    with _loading:
+        importlib.import_module(OPERATORS)
+
+
+# A child that is forked meanwhile would wait for ever for the thread that imports them.
+_loading = threading.RLock()
+
+
+def finish_loading() -> None:
+    """Wait for threads that import the operators, and let no other begin, before a fork."""
+    _loading.acquire()
+    if OPERATORS in sys.modules:
+        importlib.import_module(OPERATORS)
+
+
+os.register_at_fork(
+    before=finish_loading, after_in_parent=_loading.release, after_in_child=_loading.release
+)
 
 
 def complete() -> None:

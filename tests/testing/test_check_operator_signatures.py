@@ -207,7 +207,23 @@ def depending_on_threads(a, b):
     return product(a, b) + torch.get_num_threads()
 
 
+def frozen(a, b):
+    generator = torch.Generator().manual_seed(0)
+    return a + torch.rand(a.shape, dtype=a.dtype, generator=generator) * b
+
+
+def frozen_spec():
+    operator = define(frozen, fake=empty_product, tags=(torch.Tag.nondeterministic_seeded,))
+    options = {"draws": 500, "differentiable": False, "devices": ("cpu",)}
+    return spec_of(operator, reference=lambda a, b: a + 0.5 * b, **options)
+
+
 OTHERS_BROKEN = {
+    "the same numbers for every seed": (
+        frozen_spec,
+        "draws_follow_the_seed",
+        "four seeds give the same results: it draws no",
+    ),
     "second tensor of a list written": (
         lambda: lists_spec(lambda tensors, *, factor, offset=0: [t.mul_(factor) for t in tensors]),
         "writes_only_what_is_declared",

@@ -16,6 +16,7 @@ from foo_ops.testing.checks.compilation import (
 )
 from foo_ops.testing.checks.contexts import failing_as
 from foo_ops.testing.checks.matrix import Case, brain, check, first, first_device, no_name
+from foo_ops.testing.draws import seeded
 from foo_ops.testing.schema import as_tuple, tensors_in, with_each_tensor
 from foo_ops.testing.spec import Sample
 
@@ -144,6 +145,8 @@ def check_exported(case: Case, dimensions: Dimensions, strict: bool) -> None:
             ).module()
         for size in (TRACED, *OTHERS):
             sample = case.sized(size)
-            with failing_as(f"the program of {how} run with size {size}"):
+            with failing_as(f"the program of {how} run with size {size}"), seeded():
                 outputs = tuple(program(varying_of(case.sized(size))))
-            check_compiled_outputs(case, sample, outputs, case.spec.call(sample))
+            with seeded():
+                expected = case.spec.call(sample)
+            check_compiled_outputs(case, sample, outputs, expected)

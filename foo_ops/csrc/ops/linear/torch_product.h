@@ -1,4 +1,4 @@
-// PyTorch's own products, where they are quicker than ours: ops/linear/product_table.h.
+// PyTorch's own products, where they are quicker than ours: product_table.h.
 
 #pragma once
 
