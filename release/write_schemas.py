@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from foo_ops._operators import Definition
+    from collections.abc import Sequence
+
+    import torch
+
+PACKAGE = "foo_ops.ops."
 
 PATH = Path(__file__).parents[1] / "foo_ops/_schemas.py"
 HEAD = '''"""The operators that foo_ops.ops defines: module, schema and tags. Written by
@@ -29,17 +33,19 @@ def main() -> None:
 def text() -> str:
     """Return the file as it should be."""
     from foo_ops import ops  # noqa: F401
-    from foo_ops.library.elementwise import BACKWARD_DEFINITIONS
+    from foo_ops.library.elementwise import BACKWARD_SCHEMAS
     from foo_ops.library.operators import DEFINITIONS
 
-    known = {**DEFINITIONS, **BACKWARD_DEFINITIONS}
-    names = sorted(name for name in known if name.startswith("foo::"))
-    return HEAD + "".join(row(known[name]) for name in names) + '"""\n'
+    own = {name: it for name, it in DEFINITIONS.items() if (it.module or "").startswith(PACKAGE)}
+    rows = {name: row(it.module or "", it.schema, it.tags) for name, it in own.items()}
+    for name, (schema, tags) in BACKWARD_SCHEMAS.items():
+        if name.partition("_backward")[0] in own:
+            rows[name] = row("", schema, tags)
+    return HEAD + "".join(rows[name] for name in sorted(rows)) + '"""\n'
 
 
-def row(definition: Definition) -> str:
-    tags = " ".join(tag.name for tag in definition.tags)
-    return f"{definition.module or ''}; {definition.schema}; {tags}\n"
+def row(module: str, schema: str, tags: Sequence[torch.Tag]) -> str:
+    return f"{module}; {schema}; {' '.join(tag.name for tag in tags)}\n"
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def check(input: Tensor, offsets: Tensor, groups: int | None = None) -> None:
         raise TypeError(
             f"grouped_linear: offsets must be torch.int32 or torch.int64, got {offsets.dtype}"
         )
-    if offsets.dim() != 1 or (groups is not None and offsets.shape[0] != groups):
+    if offsets.dim() != 1 or not library.holds(groups is None or offsets.shape[0] == groups):
         size = "G" if groups is None else groups
         raise ValueError(
             f"grouped_linear: offsets must have shape [{size}] as there are groups, "
@@ -135,7 +135,7 @@ def fake(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if weight.dim() != 3:
         raise ValueError(f"grouped_linear: weight must have 3 dimensions, got {weight.dim()}")
     check(input, offsets, weight.shape[0])
-    if weight.shape[1] != input.shape[1]:
+    if not library.holds(weight.shape[1] == input.shape[1]):
         raise ValueError(
             f"grouped_linear: weight must have shape [G, {input.shape[1]}, N] as input has "
             f"columns, got {list(weight.shape)}"
@@ -150,7 +150,7 @@ def fake(input: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 @library.register_fake("examples::grouped_outer")
 def fake_outer(input: Tensor, other: Tensor, offsets: Tensor) -> Tensor:
     check(input, offsets)
-    if other.dim() != 2 or other.shape[0] != input.shape[0]:
+    if other.dim() != 2 or not library.holds(other.shape[0] == input.shape[0]):
         raise ValueError(
             f"grouped_linear: other must have shape [{input.shape[0]}, N] as input has rows, "
             f"got {list(other.shape)}"

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, overload
 import torch
 
 from foo_ops import _C
-from foo_ops._operators import Definition, is_declared
+from foo_ops._operators import is_declared
 from foo_ops.kernels.table import ELEMENTWISE
 from foo_ops.library.choices import with_choices
 from foo_ops.library.dtypes import COMPLEX, FLOATING, dtype_name, in_words, require_dtypes
@@ -298,10 +298,11 @@ class _OwnBackward:
     name: str
 
     def destroy(self) -> None:
-        del BACKWARD_DEFINITIONS[self.name]
+        del BACKWARD_SCHEMAS[self.name]
 
 
-BACKWARD_DEFINITIONS: dict[str, Definition] = {}
+BACKWARD_SCHEMAS: dict[str, tuple[str, tuple[torch.Tag, ...]]] = {}
+"""Schemas and tags of the operators that were defined for a ``backward``."""
 
 
 def refuse_other_backward(name: str, backward: Backward | None) -> None:
@@ -309,7 +310,7 @@ def refuse_other_backward(name: str, backward: Backward | None) -> None:
     defined = name
     while backward is not None:
         defined += "_backward"
-        is_ours = defined in BACKWARD_DEFINITIONS or is_declared(defined)
+        is_ours = defined in BACKWARD_SCHEMAS or is_declared(defined)
         if torch._C._dispatch_has_kernel(defined) and not is_ours:
             raise ValueError(
                 f"{name}: backward defines the operator {defined}, which must not be there "
@@ -328,7 +329,7 @@ def _register_backward(
     assert kernel.backward is not None
     name, parameters = operator.name(), parameters_of(operator)
     results = len(operator._schema.returns)
-    if f"{name}_backward" not in BACKWARD_DEFINITIONS:
+    if f"{name}_backward" not in BACKWARD_SCHEMAS:
         _define_backward(operator, parameters, results, lib)
         tangents = _C.Tangents.partial_derivatives
         end_refusal(name)
@@ -387,7 +388,9 @@ def _define_backward(
     name = f"{operator.name()}_backward"
     schema = f"({', '.join(arguments)}) -> {returned}"
     library, tags = library_of(operator.name(), lib), (torch.Tag.pt2_compliant_tag,)
-    BACKWARD_DEFINITIONS[name] = define_or_take(name, None, schema, tags, library)
+    # The library itself would then never end.
+    made = define_or_take(name, None, schema, tags, library)
+    BACKWARD_SCHEMAS[name] = made.schema, made.tags
     keep(_OwnBackward(name), library)
 
 

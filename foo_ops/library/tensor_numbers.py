@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 NAMESPACE = "foo_numbers"
 SUFFIX = "_number"
-_TYPES = ("float", "Optional[float]", "number", "Optional[number]")
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("float", "Optional[float]"), (torch.SymFloat, torch.SymInt)),
+    **dict.fromkeys(("number", "Optional[number]"), (torch.SymFloat,)),
+}
 
 SEEDED: dict[str, str] = {}
 """For operators that draw a seed where they have dropout, those that take it."""
@@ -109,9 +112,13 @@ class _Made:
         self._library._destroy()
 
 
-def numbers_of(operator: torch._ops.OpOverload) -> list[str]:
-    """Return the arguments of an operator that are floating-point numbers."""
-    return [it.name for it in operator._schema.arguments if str(it.real_type) in _TYPES]
+def numbers_of(operator: torch._ops.OpOverload) -> dict[str, tuple[type, ...]]:
+    """Return the arguments that may be floating-point numbers, and the symbols that they are for.
+
+    A Scalar holds the symbol of an integer as it is.
+    """
+    types = {it.name: str(it.real_type) for it in operator._schema.arguments}
+    return {name: _TYPES[it] for name, it in types.items() if it in _TYPES}
 
 
 def _with_tensor_numbers(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
@@ -158,7 +165,11 @@ def _handle(called: Any, tx: Any, *args: Any, **kwargs: Any) -> VariableTracker 
         operator = operator.default
     names = [it.name for it in operator._schema.arguments]
     given: dict[str, Any] = dict(zip(names, args)) | kwargs
-    varying = [name for name in numbers_of(operator) if name in given and _varies(given[name])]
+    varying = [
+        name
+        for name, types in numbers_of(operator).items()
+        if name in given and _varies(given[name], types)
+    ]
     if not varying or not given.keys() <= set(names) or not _is_ordinary(tx, operator, given):
         return None
     traced = {name: _traced(given[name].sym_num) for name in varying}
@@ -187,11 +198,13 @@ def _by_place(
     return positional, given
 
 
-def _varies(variable: Any) -> bool:
+def _varies(variable: Any, types: tuple[type, ...]) -> bool:
     """Return whether Dynamo leaves a number open, of which it knows the value in this call."""
-    number = getattr(variable, "sym_num", None)
-    is_open = isinstance(number, (torch.SymFloat, torch.SymInt)) and number.node.has_hint()
-    return is_open and not _is_default(variable)
+    number: Any = getattr(variable, "sym_num", None)
+    if not isinstance(number, types):
+        return False
+    symbol: Any = number
+    return symbol.node.has_hint() and not _is_default(variable)
 
 
 def _is_default(variable: Any) -> bool:

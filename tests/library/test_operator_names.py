@@ -23,6 +23,7 @@ FUNCTIONS = {
 OTHERS = {
     *("library.check_bounds", "library.elementwise_kernel", "library.fallthrough_kernel"),
     *("library.get_ctx", "library.infer_schema", "library.scratch", "library.tile_kernel"),
+    *("library.have_sizes", "library.holds"),
     *("library.vmap_by_loop", "library.wrap_triton", "custom_ops.get_ctx"),
 }
 TAKES_NAME = {name: it for name, it in FUNCTIONS.items() if name not in OTHERS}
