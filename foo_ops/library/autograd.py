@@ -92,8 +92,8 @@ def register_autograd(
         return
     if isinstance(backward, torch._ops.OpOverloadPacket):
         backward = backward.default
-    if isinstance(backward, (str, torch._ops.OpOverload)):
-        backward = find(backward).name()
+    if isinstance(backward, torch._ops.OpOverload):
+        backward = backward.name()
     formula: Formula | CompositeFormula | None = None
     if callable(backward):
         formula = _formula(name, backward, setup_context)
@@ -105,6 +105,8 @@ def register_autograd(
         raise TypeError(
             f"{name}: backward must be the name of an operator, or a function, got {backward!r}"
         )
+    if isinstance(backward, str):
+        backward = find(backward).name()
     if composite is not None:
         composite = counted(name, "composite", composite)
     if backward is None and composite is not None:
