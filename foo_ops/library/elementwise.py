@@ -18,13 +18,7 @@ from foo_ops.library.elementwise_checks import check_parameters, check_returned,
 from foo_ops.library.elementwise_fake import make_fake
 from foo_ops.library.flops import count_elementwise
 from foo_ops.library.functions import require_function
-from foo_ops.library.kernels import (
-    Launcher,
-    NumbaKernel,
-    add_source,
-    cpp_parameter,
-    kinds_of,
-)
+from foo_ops.library.kernels import Launcher, NumbaKernel, add_source, cpp_parameter, kinds_of
 from foo_ops.library.operators import (
     BACKWARDS,
     Parameter,
