@@ -42,7 +42,7 @@ FIRST_CALL_SECONDS = {"warm": 0.05, "cold": 2.0}
 """With the compiled kernel on disk, and without."""
 
 LEAST_OF_MODEL = 0.97
-"""Of a model's own speed, with `apply`: less is slower, and not the machine's noise."""
+"""With `apply`, less than this part of a model's own speed is slower, and no noise."""
 
 DEVICE_LIMITS: dict[str, Callable[[float], float]] = {
     device.FALLBACK: lambda cpu: cpu + 1.5e-6,

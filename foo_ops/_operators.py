@@ -128,7 +128,7 @@ os.register_at_fork(
 def complete() -> None:
     """Say that all operators are registered: `foo_ops.ops` does at its end."""
     if isinstance(torch.ops.foo, _Namespace):
-        # What was found meanwhile first: no other thread may find it a second time.
+        # First the operators found meanwhile: no other thread may find one a second time.
         vars(torch.ops.foo).update(vars(_namespace))
         torch.ops.foo.__class__ = torch._ops._OpNamespace  # type: ignore[assignment]
     for registration in (*_importers.values(), *_declared.values()):

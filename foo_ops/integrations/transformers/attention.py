@@ -35,7 +35,7 @@ HARMLESS = frozenset(
         # The mask, which is complete, has what these tell to implementations without masks.
         *("position_ids", "cache_position", "seq_idx"),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-        # What a model returns besides, and how its loss is divided.
+        # They choose what a model returns besides, and how its loss is divided.
         *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
         *("use_cache", "logits_to_keep"),
         # The gradients of flash-attn alone depend on it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,7 @@ Attention = Callable[..., tuple[Tensor, None]]
 
 
 def attend(
+    function: Attention,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -44,32 +46,16 @@ def attend(
     scaling: float,
     sliding_window: int | None,
 ) -> tuple[Tensor, None]:
-    """Compute what `foo_attention_forward` does for one query in each sequence.
+    """Compute what one of our functions does for one query in each sequence.
 
-    The output is (B, Hq, 1, D) or (B, 1, Hq, D).
+    Masks for `in_place_of_sdpa` have the windows, too. The output is (B, Hq, 1, D) or
+    (B, 1, Hq, D).
     """
-    if sees_all(query, key, value, mask) and sliding_window is None:
+    has_window = sliding_window is not None and function is not in_place_of_sdpa
+    if sees_all(query, key, value, mask) and not has_window:
         output, _ = torch.ops.foo.attention.default(query, key, value, scale=scaling)
         return output, None
-    return foo_attention_forward(
-        module, query, key, value, mask, scaling=scaling, sliding_window=sliding_window
-    )
-
-
-def attend_as_sdpa(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    sliding_window: int | None,
-) -> tuple[Tensor, None]:
-    """Compute what `in_place_of_sdpa` does; its masks tell of windows, too."""
-    if sees_all(query, key, value, mask):
-        output, _ = torch.ops.foo.attention.default(query, key, value, scale=scaling)
-        return output, None
-    return in_place_of_sdpa(module, query, key, value, mask, scaling=scaling)
+    return function(module, query, key, value, mask, scaling=scaling, sliding_window=sliding_window)
 
 
 def sees_all(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -80,10 +66,10 @@ def sees_all(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
 
 
 ATTENTION: dict[Any, Attention] = {
-    sdpa_attention_forward: attend_as_sdpa,
-    foo_attention_forward: attend,
+    sdpa_attention_forward: partial(attend, in_place_of_sdpa),
+    foo_attention_forward: partial(attend, foo_attention_forward),
 }
-"""What is called for one token in the place of the functions of implementations."""
+"""Called for one token, in the place of the functions of implementations."""
 
 
 class Latest(threading.local):

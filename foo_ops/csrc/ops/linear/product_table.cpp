@@ -83,8 +83,8 @@ constexpr std::array kAmdBFloat16Rules = {
 //   grad_input    1024           0.82 - 1.02   0.90 - 1.20      0.73 - 1.02   0.78 - 1.18
 //   grad_weight   512 - 2048     0.81 - 1.17   0.83 - 1.12      0.77 - 1.23   0.71 - 1.18
 //
-// Of grad_weight the means are 0.91 and 0.95, and of float64 both 0.9. Of 256 rows ours of float32
-// is at 0.94 - 1.24. With a bias, blocks of float32 are at 0.93 - 1.19.
+// For grad_weight the means are 0.91 and 0.95, and both 0.9 in float64. With 256 rows ours in
+// float32 is at 0.94 - 1.24. With a bias, blocks of float32 are at 0.93 - 1.19.
 constexpr std::array kAmdAvx2Rules = {
     Rule{kAmdAvx2, kFloat32And64, kForward | kBias | kGradInput, 256},
     Rule{kAmdAvx2, kFloat32, kGradWeight, 512},
