@@ -8,8 +8,6 @@
 #include <limits>
 #include <type_traits>
 
-#include "ops/attention/plan.h"
-
 namespace foo {
 
 namespace {
