@@ -1,10 +1,13 @@
 """Fixtures that every test module may use."""
 
+import argparse
 import ctypes
 import functools
 import gc
 import itertools
 import os
+import zlib
+from collections import Counter
 
 import pytest
 import torch
@@ -18,10 +21,90 @@ from foo_ops.testing.checks import contexts
 os.environ |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
 
 
+# How many tests were left out for which reason.
+left_out = pytest.StashKey[Counter]()
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("foo_ops")
+    group.addoption(
+        "--whole",
+        action="store_true",
+        help="run what make test-all does: tests that are marked so, and all checks of operators",
+    )
+    group.addoption("--part", type=part, help="K/N: run the Kth of N parts (from 1)")
+
+
+def part(text):
+    """Return the two numbers of ``--part``."""
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"part must be K/N with K from 1 to N, got {text!r}")
+    return int(number), int(count)
+
+
 def pytest_configure(config):
     config.addinivalue_line(
         "markers", "needs_compiler: torch.compile makes C++ of it; skipped where torch finds none"
     )
+    config.addinivalue_line("markers", "whole: make test-all (--whole) runs it, make test does not")
+    config.option.foo_quick |= not config.option.whole
+    config.stash[left_out] = Counter()
+
+
+def pytest_collection_modifyitems(config, items):
+    reasons = {item: reason_to_leave_out(config, item) for item in items}
+    dropped = [item for item, reason in reasons.items() if reason]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        config.stash[left_out].update(filter(None, reasons.values()))
+        items[:] = [item for item, reason in reasons.items() if not reason]
+
+
+def reason_to_leave_out(config, item):
+    if item.get_closest_marker("whole") and not config.option.whole:
+        return "of make test-all (--whole)"
+    if config.option.part is not None:
+        number, count = config.option.part
+        if zlib.crc32(what_stays_together(item).encode()) % count != number - 1:
+            return "of other parts"
+    return ""
+
+
+def what_stays_together(item):
+    """Name a test without its parameters, and of an operator's checks those of one dtype.
+
+    They share kernels, references and fixtures.
+    """
+    case = item.callspec.params.get("operator_check") if hasattr(item, "callspec") else None
+    name = item.nodeid.partition("[")[0]
+    return name if case is None else f"{name} {case.spec} {case.dtype}"
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = dict(session.config.stash[left_out])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Take what a worker of xdist left out: each collects the same tests."""
+    node.config.stash[left_out] |= getattr(node, "workeroutput", {}).get("left out", {})
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say what ran, and what did not."""
+    reports = itertools.chain.from_iterable(terminalreporter.stats.values())
+    ran = Counter(
+        report.nodeid.split("/")[1].partition("::")[0]
+        for report in reports
+        if getattr(report, "when", "") == "call" and "/" in report.nodeid
+    )
+    if len(ran) > 1:
+        counts = ", ".join(f"{folder} {count}" for folder, count in sorted(ran.items()))
+        terminalreporter.write_line(f"{ran.total()} tests ran: {counts}")
+    for reason, count in config.stash[left_out].items():
+        terminalreporter.write_line(f"{count} tests {reason} were left out")
 
 
 def leave_out_of_collections():

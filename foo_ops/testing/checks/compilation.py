@@ -21,6 +21,7 @@ from foo_ops.testing.checks.matrix import (
     first,
     first_if_differentiable,
     no_name,
+    on_last_device,
 )
 from foo_ops.testing.draws import seeded
 from foo_ops.testing.layouts import inside_padding, reversed_dimensions
@@ -188,6 +189,7 @@ NEGATED = "compiled by torch.compile, negated twice before"
     f"each of the essential ones, {NEGATED} the operator, all in one graph",
     dtypes=first,
     names=no_name,
+    quick=on_last_device,
 )
 def compiled_graph(case: Case) -> None:
     named = (dataclasses.replace(case, name=name) for name in case.spec.essential)
@@ -199,6 +201,7 @@ def compiled_graph(case: Case) -> None:
     f"{NEGATED} the operator, under torch.no_grad()",
     dtypes=first_if_differentiable,
     names=lambda spec: list(spec.essential)[-1:],
+    quick=on_last_device,
 )
 def compiled_for_inference(case: Case) -> None:
     """Check the graph that records no gradients, where `compiled_graph` has one that does."""
@@ -216,6 +219,7 @@ def compiled_for_inference(case: Case) -> None:
     "operator, both in one graph",
     dtypes=first,
     names=no_name,
+    quick=on_last_device,
 )
 def compiled_for_layouts(case: Case) -> None:
     samples = {
@@ -230,6 +234,7 @@ def compiled_for_layouts(case: Case) -> None:
     "torch.compile, copied before the operator",
     dtypes=brain,
     names=no_name,
+    quick=on_last_device,
 )
 def compiled_for_dynamic_shapes(case: Case) -> None:
     """Check that one graph serves all sizes."""

@@ -10,6 +10,7 @@ from foo_ops.testing.checks.calls import run, run_backward, same
 from foo_ops.testing.checks.contexts import threads
 from foo_ops.testing.checks.matrix import (
     Case,
+    always,
     check,
     differentiable,
     first,
@@ -49,6 +50,7 @@ def second_foo(spec: OpSpec) -> tuple[str, ...]:
     dtypes=first,
     names=no_name,
     devices=second_foo,
+    quick=always,
 )
 def second_device(case: Case) -> None:
     """Check that results on the second device are those of the first."""

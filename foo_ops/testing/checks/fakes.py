@@ -21,6 +21,7 @@ from foo_ops.testing.checks.matrix import (
     first_and_last,
     first_device,
     gradient_or_not,
+    in_first_dtype,
     in_layouts,
 )
 from foo_ops.testing.spec import Sample
@@ -33,6 +34,7 @@ OPCHECKS_WITHOUT_AOT = tuple(name for name in OPCHECKS if name != "test_aot_disp
     dtypes=first_and_last,
     names=essential,
     gradients=gradient_or_not,
+    quick=in_first_dtype,
 )
 def opcheck(case: Case) -> None:
     """Run torch.library.opcheck: schema, autograd registration, fake kernel, AOTAutograd.
@@ -68,7 +70,7 @@ def hint_at_tag(operator: torch._ops.OpOverload) -> str:
     return ". If it returns the argument that it writes, define it with tags=torch.Tag.inplace"
 
 
-@check("replaced by fake tensors of the same shapes and strides")
+@check("replaced by fake tensors of the same shapes and strides", quick=in_first_dtype)
 def fake_kernel(case: Case) -> None:
     check_fake(case, case.sample())
 
@@ -78,6 +80,7 @@ def fake_kernel(case: Case) -> None:
     dtypes=first,
     names=in_layouts,
     layouts=all_layouts,
+    quick=in_first_dtype,
 )
 def fake_kernel_in_layouts(case: Case) -> None:
     check_fake(case, case.sample())

@@ -20,17 +20,19 @@ from foo_ops.testing.checks.calls import (
 from foo_ops.testing.checks.contexts import failing_as, poisoned_memory
 from foo_ops.testing.checks.matrix import (
     Case,
+    always,
     check,
     differentiable,
     double_precision,
     essential,
     first_device,
+    most_samples,
 )
 from foo_ops.testing.means import check_mean_gradients
 from foo_ops.testing.spec import Tensors, check_gradients, cotangents_for
 
 
-@check("given to it as it is, and differentiated", dtypes=differentiable)
+@check("given to it as it is, and differentiated", dtypes=differentiable, quick=most_samples)
 def gradients(case: Case) -> None:
     sample = case.sample().requiring_grad()
     with poisoned_memory():
@@ -124,6 +126,7 @@ def finite(outputs: Iterable[Tensor]) -> Tensors:
     dtypes=double_precision,
     names=essential,
     devices=first_device,
+    quick=always,
 )
 def gradcheck(case: Case) -> None:
     """Check the formula against numerical derivatives of the kernel itself.

@@ -102,6 +102,7 @@ class Case:
 
 Run = Callable[[Case], None]
 Select = Callable[[OpSpec], Iterable[Any]]
+Predicate = Callable[[Case], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Check:
         treatment: what it does to the sample, after "the sample was".
         run: raises AssertionError.
         dtypes, names, layouts, gradients, devices: of each spec, which ones are combined.
+        quick: which of these cases find most in the least time.
     """
 
     treatment: str
@@ -121,6 +123,7 @@ class Check:
     layouts: Select
     gradients: Select
     devices: Select
+    quick: Predicate
 
     def cases(self, name: str, spec: OpSpec) -> Iterator[Case]:
         axes = (self.devices, self.dtypes, self.names, self.layouts, self.gradients)
@@ -131,12 +134,17 @@ class Check:
 CHECKS: dict[str, Check] = {}
 
 
-def cases(spec: OpSpec, checks: Collection[str] | None = None) -> list[Case]:
+def cases(
+    spec: OpSpec, checks: Collection[str] | None = None, *, quick: bool = False
+) -> list[Case]:
     """List all that is to be checked of an operator, sample by sample.
 
     Args:
         spec: the operator.
         checks: the names of checks, of those in ``CHECKS``; without it all.
+        quick: only the fifth that finds most: each sample in float32 and bfloat16 on the first
+            device, the essential ones in other dtypes and on other devices, fake kernels in one
+            dtype, and compiled graphs on the last device.
 
     Raises:
         ValueError: for a check that there is not.
@@ -150,10 +158,48 @@ def cases(spec: OpSpec, checks: Collection[str] | None = None) -> list[Case]:
     for name in names:
         if name not in CHECKS:
             raise ValueError(f"cases: checks must be among {', '.join(CHECKS)}, got {name!r}")
-    listed = [case for name in names for case in CHECKS[name].cases(name, spec)]
+    listed = [
+        case
+        for name in names
+        for case in CHECKS[name].cases(name, spec)
+        if not quick or CHECKS[name].quick(case)
+    ]
     # Neighbours ask the reference for the same numbers, and workers of pytest are given neighbours.
     positions = {name: position for position, name in enumerate(("", *spec.samples))}
     return sorted(listed, key=lambda it: (spec.dtypes.index(it.dtype), positions[it.name]))
+
+
+# ---------------------------------------------------------------------------- what is run quickly
+
+
+def always(case: Case) -> bool:
+    return True
+
+
+def on_first_device(case: Case) -> bool:
+    return case.device == case.spec.devices[0]
+
+
+def on_last_device(case: Case) -> bool:
+    """Choose foo, where a graph is traced alone: Inductor's C++ takes a second and more."""
+    return case.device == case.spec.devices[-1]
+
+
+def in_first_dtype(case: Case) -> bool:
+    """Choose one dtype on the first device: fake kernels know no values."""
+    return on_first_device(case) and case.dtype in first(case.spec)
+
+
+def in_main_dtypes(case: Case) -> bool:
+    """Choose float32 and bfloat16 on the first device, and one of them on others."""
+    main = single_and_brain(case.spec)
+    return case.dtype in (main if on_first_device(case) else main[:1])
+
+
+def most_samples(case: Case) -> bool:
+    """Choose all samples in float32 and bfloat16, and the essential ones everywhere."""
+    is_main = on_first_device(case) and case.dtype in single_and_brain(case.spec)
+    return is_main or case.name in case.spec.essential
 
 
 # ------------------------------------------------------------------------- what is run for what
@@ -167,11 +213,13 @@ def check(
     layouts: Select = lambda spec: (None,),
     gradients: Select = lambda spec: (False,),
     devices: Select = lambda spec: spec.devices,
+    quick: Predicate = in_main_dtypes,
 ) -> Callable[[Run], Run]:
     """Put a function into the table of checks, by its name. See `Check`."""
 
     def register(run: Run) -> Run:
-        CHECKS[run.__name__] = Check(treatment, run, dtypes, names, layouts, gradients, devices)
+        axes = (dtypes, names, layouts, gradients, devices)
+        CHECKS[run.__name__] = Check(treatment, run, *axes, quick)
         return run
 
     return register

@@ -15,7 +15,15 @@ from foo_ops.testing.checks.compilation import (
     fresh_compiler,
 )
 from foo_ops.testing.checks.contexts import failing_as
-from foo_ops.testing.checks.matrix import Case, brain, check, first, first_device, no_name
+from foo_ops.testing.checks.matrix import (
+    Case,
+    always,
+    brain,
+    check,
+    first,
+    first_device,
+    no_name,
+)
 from foo_ops.testing.draws import seeded
 from foo_ops.testing.schema import as_tuple, tensors_in, with_each_tensor
 from foo_ops.testing.spec import Sample
@@ -56,6 +64,7 @@ def with_counted(dimensions: Dimensions, inputs: Any, keywords: Any) -> Any:
     dtypes=brain,
     names=no_name,
     devices=first_device,
+    quick=always,
 )
 def compiled_for_counted_sizes(case: Case) -> None:
     check_counted_sizes(case, dimensions_that_grow(case))
@@ -125,6 +134,7 @@ def open_dimensions(case: Case) -> Iterator[Any]:
     dtypes=first,
     names=no_name,
     devices=first_device,
+    quick=always,
 )
 def exported(case: Case) -> None:
     for strict in (True, False):

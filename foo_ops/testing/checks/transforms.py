@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from foo_ops.testing.checks.calls import replaced
 from foo_ops.testing.checks.matrix import (
     Case,
+    always,
     check,
     double_precision,
     essential,
@@ -39,6 +40,7 @@ TOLERANCE = 1e-6
     dtypes=double_precision,
     names=essential,
     devices=first_device,
+    quick=always,
 )
 def second_derivatives(case: Case) -> None:
     """Check the derivatives of the gradient; an operator that has none must say so."""
@@ -73,6 +75,7 @@ def second_derivatives_of(
     dtypes=double_precision,
     names=essential,
     devices=first_device,
+    quick=always,
 )
 def forward_mode(case: Case) -> None:
     if case.spec.draws:
@@ -115,6 +118,7 @@ def tangents_of_reference(case: Case, sample: Sample, tangents: Tensors) -> Sequ
     dtypes=first,
     names=essential,
     devices=first_device,
+    quick=always,
 )
 def mapped(case: Case) -> None:
     """Check that a mapped call gives what a call for each sample gives."""

@@ -12,10 +12,12 @@ from foo_ops.testing.checks.contexts import poisoned_memory
 from foo_ops.testing.checks.matrix import (
     Case,
     all_layouts,
+    always,
     check,
     differentiable,
     first,
     in_layouts,
+    most_samples,
     no_name,
 )
 from foo_ops.testing.draws import seeded
@@ -24,7 +26,7 @@ from foo_ops.testing.means import check_means
 from foo_ops.testing.spec import Sample, Tensors, check_outputs, cotangents_for
 
 
-@check("given to it as it is, and fresh memory was full of NaN")
+@check("given to it as it is, and fresh memory was full of NaN", quick=most_samples)
 def values(case: Case) -> None:
     """Check every sample, in memory that is full of NaN where it was not written."""
     sample = case.sample()
@@ -58,6 +60,7 @@ def hint_at_draws(case: Case, sample: Sample, outputs: Tensors) -> str:
     "given to it with the same seed twice, and with others",
     dtypes=lambda spec: first(spec) if spec.draws else (),
     names=no_name,
+    quick=always,
 )
 def draws_follow_the_seed(case: Case) -> None:
     """Check that the seed, and nothing else, decides what is drawn, and that calls go on."""

@@ -25,10 +25,16 @@ _OPERATOR = "foo_ops operator"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("foo_ops").addoption(
+    group = parser.getgroup("foo_ops")
+    group.addoption(
         "--foo-sanitizer",
         action="store_true",
         help="run each test under foo_ops.sanitizer, and fail it with what that finds",
+    )
+    group.addoption(
+        "--foo-quick",
+        action="store_true",
+        help="of the checks of an operator, run the fifth that finds most",
     )
 
 
@@ -36,8 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)
     config.addinivalue_line(
         "markers",
-        "operators(*specs, checks=None): the foo_ops.testing.OpSpec whose checks the argument "
-        "operator_check stands for, one at a time: all, or those with these names",
+        "operators(*specs, checks=None, quick=None): the foo_ops.testing.OpSpec whose checks the "
+        "argument operator_check stands for, one at a time: all, or those with these names; with "
+        "quick=True the fifth that finds most, with None where --foo-quick is given",
     )
     config.addinivalue_line(
         "markers",
@@ -81,29 +88,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             "@pytest.mark.operators(spec, ...)"
         )
     parameters = [
-        pytest.param(case, id=case.id)
-        for marker in markers
-        for case in _cases(metafunc.definition.nodeid, marker)
+        pytest.param(case, id=case.id) for marker in markers for case in _cases(metafunc, marker)
     ]
     metafunc.parametrize("operator_check", parameters)
 
 
-def _cases(test: str, marker: pytest.Mark) -> Iterator[Case]:
+def _cases(metafunc: pytest.Metafunc, marker: pytest.Mark) -> Iterator[Case]:
     """List what a marker says is to be checked, or refuse it."""
     from foo_ops.testing import OpSpec, cases
 
+    test = metafunc.definition.nodeid
     for name in marker.kwargs:
-        if name != "checks":
+        if name not in ("checks", "quick"):
             raise pytest.UsageError(
-                f"{test}: @pytest.mark.operators takes specs and checks=, got {name}="
+                f"{test}: @pytest.mark.operators takes specs, checks= and quick=, got {name}="
             )
+    quick = marker.kwargs.get("quick")
+    if quick is None:
+        quick = metafunc.config.getoption("--foo-quick")
     for spec in marker.args:
         if not isinstance(spec, OpSpec):
             raise pytest.UsageError(
                 f"{test}: @pytest.mark.operators must be given foo_ops.testing.OpSpec, got {spec!r}"
             )
         try:
-            yield from cases(spec, **marker.kwargs)
+            yield from cases(spec, marker.kwargs.get("checks"), quick=quick)
         except ValueError as error:
             raise pytest.UsageError(f"{test}: {error}") from None
 
