@@ -29,7 +29,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 endif
 
-.PHONY: setup demo examples test test-processors test-models conformance sanitize reliability bench docs lint wheel \
+.PHONY: setup demo examples test test-all test-processors test-models conformance sanitize reliability bench docs lint wheel \
 	sdist release-check clean
 
 setup: $(VENV)/.built
@@ -58,8 +58,18 @@ examples: setup
 
 # Idle threads of one process must not keep the cores from another. Neighbours go to one of them,
 # since they share what was computed for them.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal
+
+# What finds most, in ten minutes.
 test: setup
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal
+	$(PYTEST)
+
+# Everything, an hour and more: all dtypes, devices and samples, Inductor, several processes, models
+# of transformers, and kernels as on other processors. PART=2/4 runs the second of four parts.
+test-all: setup
+	$(PYTEST) --whole $(if $(PART),--part $(PART))
+	$(BIN)/python tests/processors.py $(if $(PART),--part $(PART))
+	OMP_WAIT_POLICY=passive $(BIN)/python tests/models.py $(if $(PART),--part $(PART))
 
 # Kernels for each width of vectors, each way to multiply, and other processors.
 test-processors: setup
@@ -140,7 +150,7 @@ sdist: setup
 release-check:
 	rm -rf build/release
 	git clone --quiet . build/release
-	$(MAKE) -C build/release lint docs wheel sdist test conformance
+	$(MAKE) -C build/release lint docs wheel sdist test-all conformance
 
 clean:
 	rm -rf $(VENV) build foo_ops.egg-info foo_ops/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,5 @@
 """Fixtures that every test module may use."""
 
-import argparse
 import ctypes
 import functools
 import gc
@@ -12,6 +11,7 @@ from collections import Counter
 import pytest
 import torch
 from numba.core import types
+from support.parts import part
 
 from foo_ops.kernels.compiler import emit, load
 from foo_ops.kernels.compiler.kernel import Kernel
@@ -33,14 +33,6 @@ def pytest_addoption(parser):
         help="run what make test-all does: tests that are marked so, and all checks of operators",
     )
     group.addoption("--part", type=part, help="K/N: run the Kth of N parts (from 1)")
-
-
-def part(text):
-    """Return the two numbers of ``--part``."""
-    number, slash, count = text.partition("/")
-    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"part must be K/N with K from 1 to N, got {text!r}")
-    return int(number), int(count)
 
 
 def pytest_configure(config):

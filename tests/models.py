@@ -26,6 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from support.parts import part, part_of
+
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "build" / "models.json"
 WORKERS = 2
@@ -167,16 +169,10 @@ def line_of(row: dict[str, Any]) -> str:
     )
 
 
-def part_of(types: Sequence[str], part: str) -> list[str]:
-    """Return the types of part ``k/n``, counted from 0: every n-th, so that families are spread."""
-    number, _, count = part.partition("/")
-    return list(types[int(number) :: int(count)])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="model types, as in a shell")
-    parser.add_argument("--part", metavar="K/N", help="every N-th model type from the K-th on")
+    parser.add_argument("--part", type=part, metavar="K/N", help="the Kth of N parts, from 1")
     parser.add_argument("--list", action="store_true", help="only the names of the model types")
     parser.add_argument("--publish", action="store_true", help="write docs/transformers.md")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

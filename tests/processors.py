@@ -1,6 +1,6 @@
 """Test kernels as on other processors, as far as this one can run them: ``make test-processors``.
 
-    python tests/processors.py [--only NAME ...] [--list]
+    python tests/processors.py [--only NAME ...] [--part K/N] [--list]
 
 For each width of vectors kernels are tested as they are by themselves, with bfloat16 multiplied in
 pairs, and with the tiles of a matrix unit, which are multiplied without it where there is none.
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import llvmlite.binding as llvm
+from support.parts import part, part_of
 
 REPOSITORY = Path(__file__).parents[1]
 FILES = (
@@ -148,6 +149,7 @@ def run(combination: Combination) -> tuple[bool, str]:
             *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
             # With the project's own options, pytest would not say how many passed.
             *("-o", "addopts=--strict-markers --import-mode=importlib", "-q", "--tb=short"),
+            "--whole",
             *FILES,
             *("-k", combination.chosen()),
         ],
@@ -179,6 +181,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--list", action="store_true", help="only the names of the combinations")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some of the combinations")
+    parser.add_argument("--part", type=part, metavar="K/N", help="the Kth of N parts, from 1")
     options = parser.parse_args()
     chosen, skipped = combinations()
     if options.only:
@@ -186,6 +189,8 @@ def main() -> int:
         if unknown := [name for name in options.only if name not in names]:
             parser.error(f"--only must be among {'; '.join(names)}, got {'; '.join(unknown)}")
         chosen, skipped = [it for it in chosen if it.name in options.only], []
+    if options.part:
+        chosen = list(part_of(chosen, options.part))
     if options.list:
         print(*(it.name for it in chosen), *skipped, sep="\n")
         return 0

@@ -1,18 +1,14 @@
-"""A part of all models of transformers agrees with itself after `apply`, another for each commit.
+"""Models are made small and compared with themselves after `apply`, and a difference is seen.
 
-``make test-models`` compares all of them.
+``make test-models`` compares all of them, and each part of ``make test-all`` some.
 """
-
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
-from models import check_all, is_wrong, line_of, part_of
+from models import check_all, is_wrong, line_of
 from support.model_zoo import table
 from support.model_zoo.checks import DiffersError, compare, compared
-from support.model_zoo.classes import classes_of, model_types
+from support.model_zoo.classes import classes_of
 from support.model_zoo.configurations import WINDOW, small_config
 from support.model_zoo.models import inputs_of, make
 from transformers import AttentionInterface
@@ -20,31 +16,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from foo_ops.integrations import transformers as integration
 
-REPOSITORY = Path(__file__).parents[2]
-PARTS = 10
-"""A part takes less than a minute of one processor."""
 
-
-def part_of_this_commit():
-    """Return the number of a part that follows from the commit; 0 where there is none."""
-    if shutil.which("git") is None:
-        return 0
-    command = ["git", "rev-parse", "--verify", "HEAD"]
-    process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    return int(process.stdout, 16) % PARTS if process.returncode == 0 else 0
-
-
-def test_models_of_this_commit():
-    types = part_of(model_types(), f"{part_of_this_commit()}/{PARTS}")
-    rows = list(check_all(types))
-    assert {row["type"] for row in rows} == set(types)
+def test_models_are_checked_in_a_process():
+    """A model type that is not there is a row, too, and the next one is checked."""
+    rows = list(check_all(["no such type", "llama"], workers=1))
+    assert [row["type"] for row in rows] == ["no such type", "llama", "llama"]
+    assert [row["verdict"] for row in rows] == ["not made", "agrees", "agrees"]
     assert [line_of(row) for row in rows if is_wrong(row)] == []
-    assert sum(row["verdict"] == "agrees" for row in rows) > len(types) // 2
-
-
-def test_parts_are_all_types():
-    parts = [part_of(model_types(), f"{number}/{PARTS}") for number in range(PARTS)]
-    assert sorted(name for part in parts for name in part) == model_types()
 
 
 def test_windows_are_shorter_than_sequences():

@@ -1,0 +1,23 @@
+"""Cut a long list of tests into parts that can run side by side, or one with each commit."""
+
+import argparse
+from collections.abc import Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Part = tuple[int, int]
+"""K and N: the Kth of N parts, from 1."""
+
+
+def part(text: str) -> Part:
+    """Return the numbers of K/N, as an option of a command line gives them."""
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"part must be K/N with K from 1 to N, got {text!r}")
+    return int(number), int(count)
+
+
+def part_of(items: Sequence[Item], part: Part) -> Sequence[Item]:
+    """Return every Nth item from the Kth on, so that neighbours, which are alike, are spread."""
+    number, count = part
+    return items[number - 1 :: count]
