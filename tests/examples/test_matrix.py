@@ -10,6 +10,12 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 SPECS = [importlib.import_module(f"examples.operators.{name}").SPEC for name in NAMES]
 
 
+@pytest.mark.operators(*SPECS, checks=["values", "gradients", "opcheck"], quick=True)
+def test_values_and_gradients(operator_check):
+    operator_check()
+
+
+@pytest.mark.whole
 @pytest.mark.operators(*SPECS)
 def test_operator(operator_check):
     operator_check()

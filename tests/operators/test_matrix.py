@@ -2,9 +2,28 @@
 
 import pytest
 
-from foo_ops.testing import OPERATORS
+from foo_ops.testing import (
+    ABS,
+    ATTENTION,
+    CACHE_APPEND,
+    FLEX_ATTENTION,
+    LINEAR_INT8,
+    OPERATORS,
+    RMS_NORM,
+    SOFTMAX_CROSS_ENTROPY,
+)
+
+ONE_OF_EACH_FAMILY = (
+    *(ABS, ATTENTION, CACHE_APPEND, FLEX_ATTENTION, LINEAR_INT8, RMS_NORM, SOFTMAX_CROSS_ENTROPY),
+)
 
 
 @pytest.mark.operators(*OPERATORS)
 def test_operator(operator_check):
+    operator_check()
+
+
+@pytest.mark.operators(*ONE_OF_EACH_FAMILY, checks=["compiled_for_layouts"], quick=False)
+def test_inductor(operator_check):
+    """``make test`` traces all operators, and has C++ made for these."""
     operator_check()

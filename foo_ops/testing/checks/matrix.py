@@ -142,7 +142,7 @@ def cases(
     Args:
         spec: the operator.
         checks: the names of checks, of those in ``CHECKS``; without it all.
-        quick: only the fifth that finds most: each sample in float32 and bfloat16 on the first
+        quick: only the third that finds most: each sample in float32 and bfloat16 on the first
             device, the essential ones in other dtypes and on other devices, fake kernels in one
             dtype, and compiled graphs on the last device.
 

@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--foo-quick",
         action="store_true",
-        help="of the checks of an operator, run the fifth that finds most",
+        help="of the checks of an operator, run the third that finds most",
     )
 
 
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "operators(*specs, checks=None, quick=None): the foo_ops.testing.OpSpec whose checks the "
         "argument operator_check stands for, one at a time: all, or those with these names; with "
-        "quick=True the fifth that finds most, with None where --foo-quick is given",
+        "quick=True the third that finds most, with None where --foo-quick is given",
     )
     config.addinivalue_line(
         "markers",
