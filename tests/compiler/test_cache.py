@@ -232,6 +232,7 @@ print("right")
 """
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("dtype", "environment"),
     [

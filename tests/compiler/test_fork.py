@@ -91,6 +91,7 @@ print("right")
     assert run(program, tmp_path) == ("right", "")
 
 
+@pytest.mark.whole
 def test_workers_of_a_data_loader_while_threads_compile(tmp_path):
     program = f"""{FORKS}
 class Attended(torch.utils.data.Dataset):

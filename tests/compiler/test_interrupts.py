@@ -105,7 +105,9 @@ print(torch.ops.foo.abs(x).tolist())
     assert run(program, tmp_path) == ("[1.5, 2.0]\n[1.5, 2.0]", "")
 
 
-@pytest.mark.parametrize("error", ["KeyboardInterrupt", "MemoryError"])
+@pytest.mark.parametrize(
+    "error", ["KeyboardInterrupt", pytest.param("MemoryError", marks=pytest.mark.whole)]
+)
 @pytest.mark.parametrize("place", ["fake", "refuse", "backward", "kernel"])
 def test_exceptions_of_users_functions_that_cpp_calls(tmp_path, place, error):
     """``kernel`` is called while it is compiled, and raises."""

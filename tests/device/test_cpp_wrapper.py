@@ -61,6 +61,7 @@ def exact_result(model, x):
     return twin.output(F.gelu(x / (3 + x.abs())))
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("cpp_wrapper")
 def test_training():
     model = Model().to("foo:1")
@@ -76,6 +77,7 @@ def test_training():
         assert_near(parameter.grad, exact.grad)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("cpp_wrapper")
 def test_results_and_inputs_on_both_devices():
     def function(x, host, number):
@@ -95,6 +97,7 @@ def test_results_and_inputs_on_both_devices():
     assert x[1].tolist() == [6, 8, 10]
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("cpp_wrapper")
 def test_two_devices_are_refused():
     def function(x):
@@ -105,6 +108,7 @@ def test_two_devices_are_refused():
         torch.compile(function)(torch.ones(3, device="foo"))
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("cpp_wrapper")
 def test_memory_of_results_is_that_of_foo():
     function = torch.compile(lambda x: x * 2)
@@ -127,6 +131,7 @@ def package(request, tmp_path_factory):
     return model, str(path)
 
 
+@pytest.mark.whole
 def test_package(package):
     model, path = package
     device = model.weight.device
@@ -138,6 +143,7 @@ def test_package(package):
         assert_near(result, exact_result(model, x))
 
 
+@pytest.mark.whole
 def test_package_in_a_fresh_process(package, tmp_path):
     model, path = package
     x = torch.randn(3, 7, 16)
@@ -154,6 +160,7 @@ torch.testing.assert_close(result.cpu().double(), expected, rtol=1e-5, atol=1e-5
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300, env=environment)
 
 
+@pytest.mark.whole
 def test_package_on_another_device(package):
     model, path = package
     if model.weight.device.type != "foo":
@@ -168,6 +175,7 @@ def test_package_on_another_device(package):
         loaded(x.to("foo:0"))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("user_managed", [False, True])
 def test_new_weights_of_a_package(package, user_managed):
     """Weights lie on the host, where the graph runs."""

@@ -8,6 +8,7 @@ from support.ranks import run_on_ranks
 CHECKS = Path(__file__).with_name("distributed_checks.py")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("backend", "checks"),
     [

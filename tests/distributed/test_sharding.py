@@ -8,7 +8,7 @@ from support.ranks import run_on_ranks
 CHECKS = Path(__file__).with_name("sharding_checks.py")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.whole)])
 @pytest.mark.parametrize(
     "checks",
     [
@@ -23,6 +23,7 @@ def test_on_processes(ranks, checks, tmp_path):
     run_on_ranks(CHECKS, ranks, tmp_path, *checks)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_classes_that_are_cut(ranks, tmp_path):
     checks = ("on_classes", "on_rows_and_classes", "nothing_is_gathered", "refused")

@@ -52,6 +52,7 @@ print("done")
 """
 
 
+@pytest.mark.whole
 def test_the_line_of_the_manual(tmp_path):
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM.replace("FOLDER", repr(str(tmp_path)))],

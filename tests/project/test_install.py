@@ -81,6 +81,7 @@ except ImportError as error:
     ]
 
 
+@pytest.mark.whole
 def test_annotations_in_a_program_of_a_user(tmp_path):
     pytest.importorskip("mypy")
     program = tmp_path / "program.py"

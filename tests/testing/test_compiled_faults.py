@@ -176,6 +176,7 @@ def noise_backward(ctx, grad):
     return grad, grad * (output - a) / b
 
 
+@pytest.mark.whole
 def test_an_operator_that_draws_random_numbers():
     check_operator(random_spec(noise, noise_backward))
 

@@ -128,6 +128,7 @@ def counts(process):
     return {word: int(count) for count, word in found if word in ("passed", "failed")}
 
 
+@pytest.mark.whole
 def test_operator_passes_its_matrix(run):
     process = run(RIGHT)
     assert process.returncode == 0, process.stdout

@@ -206,16 +206,21 @@ def run(cache, *arguments, **environment):
     ("dtype", "environment"),
     [
         ("float32", {}),
-        ("float64", {}),
         ("bfloat16", {}),
-        ("float16", {}),
-        ("float32", {"FOO_VECTOR_BITS": "128"}),
-        ("float16", {"FOO_VECTOR_BITS": "256"}),
-        ("bfloat16", {"FOO_BFLOAT16_PAIRS": "0", "FOO_MATRIX_UNIT": "0"}),
-        ("bfloat16", {"FOO_BFLOAT16_PAIRS": "1", "FOO_VECTOR_BITS": "256"}),
-        ("bfloat16", {"FOO_MATRIX_UNIT": "1"}),
-        ("float16", {"FOO_MATRIX_UNIT": "1", "FOO_VECTOR_BITS": "256"}),
-        ("float32", {"FOO_MATRIX_UNIT": "1"}),
+        *(
+            pytest.param(dtype, environment, marks=pytest.mark.whole)
+            for dtype, environment in (
+                ("float64", {}),
+                ("float16", {}),
+                ("float32", {"FOO_VECTOR_BITS": "128"}),
+                ("float16", {"FOO_VECTOR_BITS": "256"}),
+                ("bfloat16", {"FOO_BFLOAT16_PAIRS": "0", "FOO_MATRIX_UNIT": "0"}),
+                ("bfloat16", {"FOO_BFLOAT16_PAIRS": "1", "FOO_VECTOR_BITS": "256"}),
+                ("bfloat16", {"FOO_MATRIX_UNIT": "1"}),
+                ("float16", {"FOO_MATRIX_UNIT": "1", "FOO_VECTOR_BITS": "256"}),
+                ("float32", {"FOO_MATRIX_UNIT": "1"}),
+            )
+        ),
     ],
     ids=str,
 )

@@ -94,7 +94,9 @@ def check(function, compiled, inputs):
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.whole)]
+)
 @pytest.mark.parametrize(
     "function", [nothing, logsumexp, captured, constants, lengths, two_functions, packed]
 )
