@@ -1,6 +1,7 @@
 """Signals and exceptions that come while a kernel is compiled reach the caller as they are."""
 
 import pytest
+from support.parts import whole
 from support.processes import AT_MOMENT, run
 
 MOMENTS = f"""{AT_MOMENT}
@@ -105,9 +106,7 @@ print(torch.ops.foo.abs(x).tolist())
     assert run(program, tmp_path) == ("[1.5, 2.0]\n[1.5, 2.0]", "")
 
 
-@pytest.mark.parametrize(
-    "error", ["KeyboardInterrupt", pytest.param("MemoryError", marks=pytest.mark.whole)]
-)
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", *whole("MemoryError")])
 @pytest.mark.parametrize("place", ["fake", "refuse", "backward", "kernel"])
 def test_exceptions_of_users_functions_that_cpp_calls(tmp_path, place, error):
     """``kernel`` is called while it is compiled, and raises."""

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+from support.parts import whole
 from support.ranks import run_on_ranks
 
 CHECKS = Path(__file__).with_name("sharding_checks.py")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("ranks", [2, *whole(4)])
 @pytest.mark.parametrize(
     "checks",
     [

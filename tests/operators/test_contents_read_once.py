@@ -183,6 +183,7 @@ assert done > 0 and refused > 0, (done, refused)
 """
 
 
+@pytest.mark.whole
 def test_flex_attention_while_another_thread_rewrites_its_lists_of_blocks(device):
     result = subprocess.run(
         [sys.executable, "-c", BLOCKS_PROGRAM, device], capture_output=True, text=True, timeout=120

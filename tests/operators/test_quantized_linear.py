@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from support.parts import whole
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -364,7 +365,7 @@ for kernel in ("linear_int8_product", "linear_int8_few_rows", "linear_int4_produ
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *whole("float64", "float16")])
 def test_kernels_stay_inside_of_their_regions(dtype, tmp_path):
     environment = os.environ | {"FOO_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(

@@ -4,6 +4,9 @@ import argparse
 from collections.abc import Sequence
 from typing import TypeVar
 
+import pytest
+from _pytest.mark import ParameterSet
+
 Item = TypeVar("Item")
 Part = tuple[int, int]
 """K and N: the Kth of N parts, from 1."""
@@ -15,6 +18,11 @@ def part(text: str) -> Part:
     if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise argparse.ArgumentTypeError(f"part must be K/N with K from 1 to N, got {text!r}")
     return int(number), int(count)
+
+
+def whole(*values: object) -> list[ParameterSet]:
+    """Mark values of a parameter that ``make test-all`` has, and ``make test`` has not."""
+    return [pytest.param(value, marks=pytest.mark.whole) for value in values]
 
 
 def part_of(items: Sequence[Item], part: Part) -> Sequence[Item]:

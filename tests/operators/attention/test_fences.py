@@ -208,8 +208,8 @@ def run(cache, *arguments, **environment):
         ("float32", {}),
         ("bfloat16", {}),
         *(
-            pytest.param(dtype, environment, marks=pytest.mark.whole)
-            for dtype, environment in (
+            pytest.param(*values, marks=pytest.mark.whole)
+            for values in (
                 ("float64", {}),
                 ("float16", {}),
                 ("float32", {"FOO_VECTOR_BITS": "128"}),

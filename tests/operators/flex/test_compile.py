@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.parts import whole
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils import _pytree as pytree
@@ -94,9 +95,7 @@ def check(function, compiled, inputs):
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.whole)]
-)
+@pytest.mark.parametrize("backend", ["aot_eager", *whole("inductor")])
 @pytest.mark.parametrize(
     "function", [nothing, logsumexp, captured, constants, lengths, two_functions, packed]
 )

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from support.flex_programs import Writer, finite, scores_of
+from support.parts import whole
 
 from foo_ops.kernels.compiler import program
 
@@ -81,10 +82,7 @@ def exact(operation, x, y):
 
 
 DAILY = ("bool", "int8", "int64", "float32", "bfloat16")
-DTYPES = [
-    dtype if dtype in DAILY else pytest.param(dtype, marks=pytest.mark.whole)
-    for dtype in ("bool", *INTEGERS, *FLOATS)
-]
+DTYPES = [*DAILY, *whole(*sorted({*INTEGERS, *FLOATS} - {*DAILY}))]
 
 
 @pytest.mark.parametrize("sides", SIDES, ids="-".join)
