@@ -2,10 +2,9 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
-from _pytest.mark import ParameterSet
 
 Item = TypeVar("Item")
 Part = tuple[int, int]
@@ -20,7 +19,7 @@ def part(text: str) -> Part:
     return int(number), int(count)
 
 
-def whole(*values: object) -> list[ParameterSet]:
+def whole(*values: object) -> list[Any]:
     """Mark values of a parameter that ``make test-all`` has, and ``make test`` has not."""
     return [pytest.param(value, marks=pytest.mark.whole) for value in values]
 
