@@ -1,0 +1,82 @@
+"""Hash the sources of kernels: a module with all that it imports, and the compiler.
+
+When a kernel is compiled, its module, and those that it imports, run as Python: they make
+functions, emit LLVM's language, and register types and operators. What comes of that, no walk
+through functions tells. So these modules count whole, and others, which do not run, do not count.
+Needs neither Numba nor the modules themselves: it reads their texts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+
+from foo_ops.kernels.compiler.upgrades import MODULES, PACKAGE, source
+
+# All kernels go through it. It knows none, and what it imports is in it.
+COMPILER = f"{PACKAGE}.compiler"
+# A module's name, and the names that are imported from it, or a point: then a module of that
+# package is imported by a name that is made at run time.
+_MENTION = re.compile(rf"{re.escape(PACKAGE)}((?:\.\w+)*)(?: import (\([^)]*\)|.*)|(\.))?")
+_WORD = re.compile(r"\w+")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    digest: bytes
+    mentioned: frozenset[str]
+
+
+@functools.cache
+def digest(modules: frozenset[str]) -> bytes:
+    """Hash the sources of modules, of all that they import, and of the compiler.
+
+    Raises an UpgradeError where one of them is no longer what this process imported.
+    """
+    content = hashlib.sha256()
+    for name in sorted(closure(modules)):
+        content.update(name.encode() + _read(name).digest)
+    return content.digest()
+
+
+def closure(modules: Iterable[str]) -> set[str]:
+    """Return modules with all that they import, wherever they do so, and the compiler's."""
+    waiting = [*modules, *(name for name in MODULES if _is_compiler(name))]
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in found and name in MODULES:
+            found.add(name)
+            if not _is_compiler(name):
+                waiting += _read(name).mentioned
+    return found
+
+
+def _is_compiler(name: str) -> bool:
+    return name == COMPILER or name.startswith(f"{COMPILER}.")
+
+
+@functools.cache
+def _read(module: str) -> _Source:
+    content = source(module)
+    text = content.decode()
+    mentioned = {name for match in _MENTION.finditer(text) for name in _named(match, text)}
+    # A module's packages are imported before it is.
+    return _Source(hashlib.sha256(content).digest(), frozenset({*mentioned, *_packages(module)}))
+
+
+def _named(match: re.Match[str], text: str) -> Iterator[str]:
+    """Yield the modules that a mention may mean: more rather than too few."""
+    name = PACKAGE + match[1]
+    yield from (name, *_packages(name))
+    words = text if match[3] else match[2]
+    yield from (f"{name}.{word}" for word in set(_WORD.findall(words or "")))
+
+
+def _packages(name: str) -> Iterator[str]:
+    """Yield the names of the packages above a name."""
+    while name := name.rpartition(".")[0]:
+        yield name
