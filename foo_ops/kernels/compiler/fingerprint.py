@@ -9,6 +9,7 @@ without it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import dis
 import enum
@@ -61,13 +62,14 @@ def fingerprint(*functions: Callable[..., Any], has_places: bool = False) -> Fin
     return Fingerprint(content, frozenset(walk.modules))
 
 
-def _parts(value: Any, walk: _Walk) -> Iterator[bytes]:
+def _parts(value: Any, walk: _Walk, attributes: frozenset[str] = frozenset()) -> Iterator[bytes]:
+    """Yield a value, of which a module's ``attributes`` are used."""
     inner = _inner(value)
-    if _may_refer_to_itself(value) or inner is not value:
-        # Not tuples: constants are one or two of them, as the compiler of Python likes.
-        if not walk.is_new(value):
-            yield b"seen %d" % walk.seen[id(value)]
-            return
+    # Not tuples: equal ones are one object or two, as the compiler of Python likes.
+    has_identity = _may_refer_to_itself(value) or inner is not value
+    if has_identity and not walk.is_new(value):
+        yield b"seen %d" % walk.seen[id(value)]
+        return
     if inner is not value:
         yield repr(_options(value)).encode()
         yield from _parts(inner, walk)
@@ -76,7 +78,7 @@ def _parts(value: Any, walk: _Walk) -> Iterator[bytes]:
     elif isinstance(value, types.CodeType):
         yield from _code_parts(value, walk)
     elif isinstance(value, types.ModuleType):
-        yield from _module_parts(value, frozenset(), walk)
+        yield from _module_parts(value, walk, attributes)
     elif isinstance(value, types.MethodType):
         yield from _parts((value.__func__, value.__self__), walk)
     elif isinstance(value, functools.partial):
@@ -93,25 +95,24 @@ def _parts(value: Any, walk: _Walk) -> Iterator[bytes]:
         yield from _class_parts(value, walk)
     elif hasattr(value, "tobytes") and hasattr(value, "shape"):
         yield repr((value.dtype, value.shape)).encode() + value.tobytes()
-    elif _is_described(type(value)) or not hasattr(value, "__dict__"):
-        yield repr(value).encode()
     else:
-        # Its text need not say all, or says where it is.
-        yield from _parts((type(value), vars(value)), walk)
+        yield from _object_parts(value, walk)
 
 
 def _may_refer_to_itself(value: Any) -> bool:
     kinds = (types.FunctionType, type, list, dict)
-    return isinstance(value, kinds) or not _is_described(type(value))
+    return isinstance(value, kinds) or not _is_covered(type(value).__module__)
 
 
 def _inner(value: Any) -> Any:
-    """Return the Python function in what is made of one: ``njit``, ``intrinsic``, methods of
-    classes and ``functools.cache``.
+    """Return the Python function in what is made of one: ``njit``, ``intrinsic``, methods and
+    properties of classes, and ``functools.cache``.
     """
-    for attribute in ("py_func", "_defn", "__func__", "__wrapped__", "fget"):
+    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
+        return value
+    for attribute in ("py_func", "_defn", "__func__", "__wrapped__", "fget", "func"):
         inner = getattr(value, attribute, None)
-        if isinstance(inner, types.FunctionType) and not isinstance(value, types.MethodType):
+        if isinstance(inner, types.FunctionType):
             return inner
     return value
 
@@ -127,58 +128,59 @@ def _options(value: Any) -> list[tuple[str, str]]:
 
 
 def _function_parts(function: types.FunctionType, walk: _Walk) -> Iterator[bytes]:
-    if is_known(function.__module__):
-        yield f"{function.__module__}.{function.__qualname__}".encode()
-        walk.note(function.__module__)
+    module, code = function.__module__, function.__code__
+    if is_known(module):
+        yield f"{module}.{function.__qualname__}".encode()
+        walk.note(module)
         return
-    code = function.__code__
-    yield from _parts((code, function.__defaults__, function.__kwdefaults__), walk)
-    for cell in function.__closure__ or ():
-        yield from _cell_parts(cell, walk)
     attributes = attribute_names(code)
+    for cell in function.__closure__ or ():
+        yield from _cell_parts(cell, walk, attributes)
+    if _is_covered(module):
+        yield f"{module}.{function.__qualname__}".encode()
+        return
+    yield from _parts((code, function.__defaults__, function.__kwdefaults__), walk)
     for name in sorted(global_names(code) & function.__globals__.keys()):
         yield name.encode()
-        value = function.__globals__[name]
-        if isinstance(value, types.ModuleType):
-            yield from _module_parts(value, attributes, walk)
-        else:
-            yield from _parts(value, walk)
+        yield from _parts(function.__globals__[name], walk, attributes)
     for name in sorted(imported_names(code)):
-        yield from _module_parts(_imported(name, function), attributes, walk)
-    for overload in _overloads(function):
-        yield from _parts(overload, walk)
+        yield from _parts(_imported(name, function), walk, attributes)
+    yield from _parts(_overloads(function), walk)
 
 
-def _imported(name: str, function: types.FunctionType) -> types.ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (ImportError, ValueError):
-        # Its name is relative to the package.
-        return importlib.import_module(f".{name}", function.__globals__.get("__package__"))
+def _imported(name: str, function: types.FunctionType) -> types.ModuleType | None:
+    """Import what a function would import; None where it may do without."""
+    # The name may be relative to the package.
+    for it, package in ((name, None), (f".{name}", function.__globals__.get("__package__"))):
+        with contextlib.suppress(Exception):
+            return importlib.import_module(it, package)
+    return None
 
 
-def _cell_parts(cell: types.CellType, walk: _Walk) -> Iterator[bytes]:
+def _cell_parts(cell: types.CellType, walk: _Walk, attributes: frozenset[str]) -> Iterator[bytes]:
     try:
         value = cell.cell_contents
     except ValueError:
         # A variable of the function around it has no value yet.
         yield b"empty"
     else:
-        yield from _parts(value, walk)
+        yield from _parts(value, walk, attributes)
 
 
-def _overloads(function: Callable[..., Any]) -> Iterator[tuple[Any, str]]:
-    """Yield what Numba's users have registered for a function, which it compiles instead."""
+def _overloads(function: Callable[..., Any]) -> tuple[tuple[Any, str], ...]:
+    """Return what users of Numba have registered for a function, which it compiles instead."""
     templates = sys.modules.get("numba.core.typing.templates")
     registered = templates.builtin_registry.globals if templates is not None else ()
-    for known, type_ in registered:
-        if known is function:
-            for template in getattr(type_, "templates", ()):
-                if hasattr(template, "_overload_func"):
-                    yield template._overload_func, repr(sorted(template._jit_options.items()))
+    return tuple(
+        (template._overload_func, repr(sorted(template._jit_options.items())))
+        for known, type_ in registered
+        if known is function
+        for template in getattr(type_, "templates", ())
+        if hasattr(template, "_overload_func")
+    )
 
 
-def _module_parts(module: types.ModuleType, names: frozenset[str], walk: _Walk) -> Iterator[bytes]:
+def _module_parts(module: types.ModuleType, walk: _Walk, names: frozenset[str]) -> Iterator[bytes]:
     """Yield what a function may use of a module that it names."""
     yield module.__name__.encode()
     if is_known(module.__name__):
@@ -190,34 +192,33 @@ def _module_parts(module: types.ModuleType, names: frozenset[str], walk: _Walk) 
         return
     # Not the module's dictionary: some load what they have when they are asked for it.
     for name in sorted(names & set(dir(module))):
-        value = getattr(module, name)
         yield name.encode()
-        if isinstance(value, types.ModuleType):
-            yield from _module_parts(value, names, walk)
-        else:
-            yield from _parts(value, walk)
+        yield from _parts(getattr(module, name, None), walk, names)
 
 
 def _class_parts(class_: type, walk: _Walk) -> Iterator[bytes]:
     """Yield a class: intrinsics read its attributes and call its methods."""
     yield repr(class_).encode()
-    walk.note(class_.__module__)
-    if _is_described(class_):
-        return
-    if issubclass(class_, enum.Enum):
+    if _is_covered(class_.__module__):
+        walk.note(class_.__module__)
+    elif issubclass(class_, enum.Enum):
         yield repr([(member.name, member.value) for member in class_]).encode()
-        return
-    yield from _parts(class_.__bases__, walk)
-    names = sorted(vars(class_).keys() - _OF_EVERY_CLASS)
-    yield from _parts(tuple((name, vars(class_)[name]) for name in names), walk)
-    if any(is_known(base.__module__) for base in class_.__bases__):
-        yield _source_around(class_)
+    else:
+        yield from _parts(class_.__bases__, walk)
+        names = sorted(vars(class_).keys() - _OF_EVERY_CLASS)
+        yield from _parts(tuple((name, vars(class_)[name]) for name in names), walk)
+        if any(is_known(base.__module__) for base in class_.__bases__):
+            yield _source_around(class_)
 
 
-# Some are made on demand.
+# Some are made on demand, some are places in a file, and some are objects of their own process.
 _OF_EVERY_CLASS = frozenset(
-    ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__")
-) | {"_abc_impl", "__slotnames__"}
+    (
+        *("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__slotnames__"),
+        *("__abstractmethods__", "_abc_impl", "__dataclass_fields__"),
+        *("__firstlineno__", "__static_attributes__"),
+    )
+)
 
 
 def _source_around(class_: type) -> bytes:
@@ -229,15 +230,29 @@ def _source_around(class_: type) -> bytes:
         return source.read()
 
 
+def _object_parts(value: Any, walk: _Walk) -> Iterator[bytes]:
+    """Yield an object, whose text need not say all of it."""
+    class_ = type(value)
+    if _is_covered(class_.__module__):
+        yield repr(value).encode()
+        return
+    slots = {name for it in class_.__mro__ for name in vars(it).get("__slots__", ())}
+    attributes = {name: getattr(value, name, None) for name in sorted(slots)}
+    attributes |= getattr(value, "__dict__", {})
+    # The text that all objects have says where they are. It tells apart those of C.
+    if class_.__repr__ is not object.__repr__ or not attributes:
+        yield repr(value).encode()
+    yield from _parts((class_, attributes), walk)
+
+
 @functools.cache
-def _is_described(class_: type) -> bool:
-    """Whether the key says all of a class by its name."""
-    name = class_.__module__
-    if is_known(name):
-        return True
+def _is_covered(module: str | None) -> bool:
+    """Whether the key covers a module: it is known, or Python's own."""
+    if module is None or is_known(module):
+        return module is not None
     # A user's file may have the name of one of Python's.
-    file = getattr(sys.modules.get(name), "__file__", None)
-    is_pythons = name.partition(".")[0] in sys.stdlib_module_names and name != "__main__"
+    file = getattr(sys.modules.get(module), "__file__", None)
+    is_pythons = module.partition(".")[0] in sys.stdlib_module_names and module != "__main__"
     return is_pythons and (file is None or file.startswith(_STANDARD + os.sep))
 
 

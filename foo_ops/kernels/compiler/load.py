@@ -52,7 +52,7 @@ def load(source: Source, signature: str, name: str) -> int:
 def _object_code(source: Source, signature: str) -> bytes:
     build = functools.partial(source.build, signature)
     try:
-        name = cache.file_name(f"{source.title}-{signature}", key(source, signature))
+        name = cache.file_name(f"{source.title}-{signature}", _key(source, signature))
     except UpgradeError:
         _warn_of_upgrade()
         return emit.compile_kernel(build)
@@ -84,7 +84,7 @@ def _version(package: str) -> str:
 _VERSIONS = (_version("numba"), _version("numpy"))
 
 
-def key(source: Source, signature: str) -> str:
+def _key(source: Source, signature: str) -> str:
     """Hash all that the object code depends on."""
     parts = [
         signature,

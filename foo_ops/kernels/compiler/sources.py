@@ -19,9 +19,9 @@ from foo_ops.kernels.compiler.upgrades import MODULES, PACKAGE, source
 # All kernels go through it. It knows none, and what it imports is in it.
 COMPILER = f"{PACKAGE}.compiler"
 # A module's name, and the names that are imported from it, or a point: then a module of that
-# package is imported by a name that is made at run time.
+# package is imported by a name that is made at run time, of a text that stands there, too.
 _MENTION = re.compile(rf"{re.escape(PACKAGE)}((?:\.\w+)*)(?: import (\([^)]*\)|.*)|(\.))?")
-_WORD = re.compile(r"\w+")
+_WORD, _TEXT = re.compile(r"\w+"), re.compile(r"[\"'](\w+)[\"']")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +72,8 @@ def _named(match: re.Match[str], text: str) -> Iterator[str]:
     """Yield the modules that a mention may mean: more rather than too few."""
     name = PACKAGE + match[1]
     yield from (name, *_packages(name))
-    words = text if match[3] else match[2]
-    yield from (f"{name}.{word}" for word in set(_WORD.findall(words or "")))
+    words = _TEXT.findall(text) if match[3] else _WORD.findall(match[2] or "")
+    yield from (f"{name}.{word}" for word in words)
 
 
 def _packages(name: str) -> Iterator[str]:
