@@ -1,8 +1,9 @@
 """Compiles kernels from edited sources, in forks of a process that has imported none of them.
 
-Reads lines of JSON: an edit, as a path below foo_ops/kernels and its new text, or null, and kernels
-as pairs of a name and a signature. Writes a line for each: key and hash of the code of each kernel,
-with the error in place of a hash, and the modules of foo_ops/kernels that were imported for them.
+Reads lines of JSON: an edit, as a path below foo_ops/kernels and its new text, or null; kernels as
+pairs of a name and a signature; whether LLVM makes machine code, or Numba its IR alone. Writes a
+line for each: key and hash of the code of each kernel, with the error in place of a hash, and the
+modules of foo_ops/kernels that were imported for them.
 """
 
 import contextlib
@@ -40,8 +41,10 @@ def kernel_modules():
     return {it for it in sys.modules if it.startswith("foo_ops.kernels.")}
 
 
-def made(kernels):
+def made(kernels, emits):
     """Return keys and codes of kernels, and their modules, as in a process that starts now."""
+    if not emits:
+        emit._emit = lambda module, vectorizes: str(module).encode()
     upgrades._AT_IMPORT.update(upgrades._state())
     before = kernel_modules()
     return [key_and_code(*it) for it in kernels], sorted(kernel_modules() - before)
@@ -80,9 +83,9 @@ def main():
     emit.compile_kernel(lambda: Kernel(lambda: None, ()))
     print(json.dumps(sorted(kernel_modules())), flush=True)
     for line in sys.stdin:
-        edit, wanted = json.loads(line)
+        edit, *wanted = json.loads(line)
         with edited(edit):
-            answer = in_fork(functools.partial(made, wanted))
+            answer = in_fork(functools.partial(made, *wanted))
         print(json.dumps(answer), flush=True)
 
 

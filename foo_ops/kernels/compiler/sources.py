@@ -14,6 +14,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 
+from foo_ops import __version__
 from foo_ops.kernels.compiler.upgrades import MODULES, PACKAGE, source
 
 # All kernels go through it. It knows none, and what it imports is in it.
@@ -36,7 +37,8 @@ def digest(modules: frozenset[str]) -> bytes:
 
     Raises an UpgradeError where one of them is no longer what this process imported.
     """
-    content = hashlib.sha256()
+    # A program that was packed into one file has no sources.
+    content = hashlib.sha256(b"" if MODULES else __version__.encode())
     for name in sorted(closure(modules)):
         content.update(name.encode() + _read(name).digest)
     return content.digest()
