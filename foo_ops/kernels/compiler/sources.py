@@ -1,4 +1,4 @@
-"""Hash the sources of kernels: a module with all that it imports, and the compiler.
+"""Hash the sources of kernels: a module with all that it imports, and what compiles it.
 
 When a kernel is compiled, its module, and those that it imports, run as Python: they make
 functions, emit LLVM's language, and register types and operators. What comes of that, no walk
@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from foo_ops import __version__
 from foo_ops.kernels.compiler.upgrades import MODULES, PACKAGE, source
 
-# All kernels go through it. It knows none, and what it imports is in it.
-COMPILER = f"{PACKAGE}.compiler"
+# All kernels go through it.
+_COMPILER = f"{PACKAGE}.compiler.emit"
 # A module's name, and the names that are imported from it, or a point: then a module of that
 # package is imported by a name that is made at run time, of a text that stands there, too.
 _MENTION = re.compile(rf"{re.escape(PACKAGE)}((?:\.\w+)*)(?: import (\([^)]*\)|.*)|(\.))?")
@@ -45,20 +45,14 @@ def digest(modules: frozenset[str]) -> bytes:
 
 
 def closure(modules: Iterable[str]) -> set[str]:
-    """Return modules with all that they import, wherever they do so, and the compiler's."""
-    waiting = [*modules, *(name for name in MODULES if _is_compiler(name))]
-    found: set[str] = set()
+    """Return modules and the compiler, with all that they import, wherever they do so."""
+    waiting, found = [*modules, _COMPILER], set()
     while waiting:
         name = waiting.pop()
         if name not in found and name in MODULES:
             found.add(name)
-            if not _is_compiler(name):
-                waiting += _read(name).mentioned
+            waiting += _read(name).mentioned
     return found
-
-
-def _is_compiler(name: str) -> bool:
-    return name == COMPILER or name.startswith(f"{COMPILER}.")
 
 
 @functools.cache
