@@ -53,18 +53,24 @@ _MODULES = {
         *("shift", "shift_bytes", "store"),
     ),
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted(_MODULE_OF)
+_PACKAGE = "foo_ops.kernels"
+MODULE_OF = {
+    name: f"{_PACKAGE}.{module}" if "." in module else f"{_PACKAGE}.vectors.{module}"
+    for module, names in _MODULES.items()
+    for name in names
+}
+"""The module that each name is loaded from; it counts for the key of a kernel that has the name."""
+
+__all__ = sorted(MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULE_OF.get(name)
+    module = MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if INTERPRETS:
-        module = "plain_language"
-    package = "foo_ops.kernels" if "." in module else "foo_ops.kernels.vectors"
-    return getattr(importlib.import_module(f"{package}.{module}"), name)
+        module = f"{_PACKAGE}.vectors.plain_language"
+    return getattr(importlib.import_module(module), name)
 
 
 def __dir__() -> list[str]:

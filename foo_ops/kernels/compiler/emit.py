@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -26,6 +27,8 @@ LLVM_OPTIONS = {
 
 # The C function in every object file.
 ENTRY = "foo_kernel"
+# Numba numbers the functions of a process. Without that, a kernel is the same bytes in each.
+_NUMBER = re.compile(r"B\d+v\d+")
 # A kernel may call these, which live in the process already. memcpy and memset are LLVM's own idea.
 _MATH = (
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos", "cosh"),
@@ -59,6 +62,7 @@ def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
         is_kept = function.name == ENTRY or is_for_loops
         if not function.is_declaration and not is_kept:
             function.linkage = "internal"
+            function.name = _NUMBER.sub("", function.name)
     # load.py links the sections of an object next to each other. "jitdefault" would take an
     # instruction more for each constant in memory (gelu 1.15 times as long).
     machine = llvm.Target.from_triple(triple).create_target_machine(

@@ -1,31 +1,55 @@
-"""Describe, in bytes, what the code of a function depends on: for the key of the cache on disk.
+"""Describe what the code of a function depends on: for the key of the cache on disk.
 
 A function counts with its compiled code, its defaults, what it closes over and the globals that it
-names, and so do the functions among these, wherever they are. Line numbers and comments do not
-count, but for kernels that tell where they have gone wrong. Needs no Numba: a kernel that is
-already on disk is loaded without it.
+names, and so do the functions and classes among these, wherever they are. Line numbers and comments
+do not count, but for kernels that tell where they have gone wrong. Of this package's own functions
+the modules count, see sources.py. Needs no Numba: a kernel that is already on disk is loaded
+without it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import dis
 import enum
 import functools
+import importlib
+import os
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from foo_ops.kernels.compiler.kernel import Fingerprint
+from foo_ops.kernels.compiler.upgrades import MODULES
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
-    """A walk through functions: the number of each one seen so far, by id."""
+    """A walk through functions and classes: the number of each one seen so far, by id, and the
+    modules of this package that were met.
+    """
 
     has_places: bool
     seen: dict[int, int] = dataclasses.field(default_factory=dict)
+    modules: set[str] = dataclasses.field(default_factory=set)
+    # No other value gets the id of one that has been seen.
+    _alive: list[Any] = dataclasses.field(default_factory=list)
+
+    def is_new(self, value: Any) -> bool:
+        if id(value) in self.seen:
+            return False
+        self.seen[id(value)] = len(self.seen)
+        self._alive.append(value)
+        return True
+
+    def note(self, module: str) -> None:
+        if module in MODULES:
+            self.modules.add(module)
 
 
-def fingerprint(*functions: Callable[..., Any], has_places: bool = False) -> bytes:
+def fingerprint(*functions: Callable[..., Any], has_places: bool = False) -> Fingerprint:
     """Return the same for the same functions in every process, and another where anything
     differs.
 
@@ -34,77 +58,212 @@ def fingerprint(*functions: Callable[..., Any], has_places: bool = False) -> byt
         has_places: files and line numbers count, too.
     """
     walk = _Walk(has_places)
-    return b"\0".join(part for function in functions for part in _parts(function, walk))
+    content = b"\0".join(part for function in functions for part in _parts(function, walk))
+    return Fingerprint(content, frozenset(walk.modules))
 
 
-def _parts(value: Any, walk: _Walk) -> Iterator[bytes]:
-    value = _function_of(value)
-    if isinstance(value, types.FunctionType):
-        if id(value) in walk.seen:
-            yield b"function %d" % walk.seen[id(value)]
-            return
-        walk.seen[id(value)] = len(walk.seen)
+def _parts(value: Any, walk: _Walk, attributes: frozenset[str] = frozenset()) -> Iterator[bytes]:
+    """Yield a value, of which a module's ``attributes`` are used."""
+    inner = _inner(value)
+    # Not tuples: equal ones are one object or two, as the compiler of Python likes.
+    has_identity = _may_refer_to_itself(value) or inner is not value
+    if has_identity and not walk.is_new(value):
+        yield b"seen %d" % walk.seen[id(value)]
+        return
+    if inner is not value:
+        yield repr(_options(value)).encode()
+        yield from _parts(inner, walk)
+    elif isinstance(value, types.FunctionType):
         yield from _function_parts(value, walk)
     elif isinstance(value, types.CodeType):
         yield from _code_parts(value, walk)
+    elif isinstance(value, types.ModuleType):
+        yield from _module_parts(value, walk, attributes)
+    elif isinstance(value, types.MethodType):
+        yield from _parts((value.__func__, value.__self__), walk)
+    elif isinstance(value, functools.partial):
+        yield from _parts((value.func, value.args, value.keywords), walk)
     elif isinstance(value, (tuple, list)):
         yield f"{type(value).__name__} of {len(value)}".encode()
         for part in value:
             yield from _parts(part, walk)
+    elif isinstance(value, (dict, types.MappingProxyType)):
+        yield from _parts(tuple(value.items()), walk)
     elif isinstance(value, (frozenset, set)):
         yield repr(sorted(map(repr, value))).encode()
-    elif isinstance(value, type) and issubclass(value, enum.Enum):
-        yield repr([(member.name, member.value) for member in value]).encode()
+    elif isinstance(value, type):
+        yield from _class_parts(value, walk)
     elif hasattr(value, "tobytes") and hasattr(value, "shape"):
         yield repr((value.dtype, value.shape)).encode() + value.tobytes()
     else:
-        yield repr(value).encode()
+        yield from _object_parts(value, walk)
 
 
-def _function_of(value: Any) -> Any:
-    """Return the Python function in what Numba makes of one: ``njit`` and ``intrinsic``."""
-    for attribute in ("py_func", "_defn"):
+def _may_refer_to_itself(value: Any) -> bool:
+    kinds = (types.FunctionType, type, list, dict)
+    return isinstance(value, kinds) or not _is_covered(type(value).__module__)
+
+
+def _inner(value: Any) -> Any:
+    """Return the Python function in what is made of one: ``njit``, ``intrinsic``, methods and
+    properties of classes, and ``functools.cache``.
+    """
+    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
+        return value
+    for attribute in ("py_func", "_defn", "__func__", "__wrapped__", "fget", "func"):
         inner = getattr(value, attribute, None)
         if isinstance(inner, types.FunctionType):
             return inner
     return value
 
 
+def _options(value: Any) -> list[tuple[str, str]]:
+    """Return what Numba was told of a function: ``fastmath=True`` makes other code."""
+    names = ("targetoptions", "locals", "_prefer_literal", "_ctor_kwargs")
+    found = {name: getattr(value, name, None) or {} for name in names}
+    return [
+        (name, repr(sorted(it.items()) if isinstance(it, dict) else it))
+        for name, it in found.items()
+    ]
+
+
 def _function_parts(function: types.FunctionType, walk: _Walk) -> Iterator[bytes]:
-    if is_known(function.__module__):
-        yield f"{function.__module__}.{function.__qualname__}".encode()
+    module, code = function.__module__, function.__code__
+    if is_known(module):
+        yield f"{module}.{function.__qualname__}".encode()
+        walk.note(module)
         return
-    yield from _parts(function.__code__, walk)
-    yield from _parts(function.__defaults__, walk)
+    attributes = attribute_names(code)
     for cell in function.__closure__ or ():
-        yield from _parts(cell.cell_contents, walk)
-    attributes = attribute_names(function.__code__)
-    for name in sorted(global_names(function.__code__) & function.__globals__.keys()):
+        yield from _cell_parts(cell, walk, attributes)
+    if _is_covered(module):
+        yield f"{module}.{function.__qualname__}".encode()
+        return
+    yield from _parts((code, function.__defaults__, function.__kwdefaults__), walk)
+    for name in sorted(global_names(code) & function.__globals__.keys()):
         yield name.encode()
-        value = function.__globals__[name]
-        if isinstance(value, types.ModuleType):
-            yield from _module_parts(value, attributes, walk)
-        else:
-            yield from _parts(value, walk)
+        yield from _parts(function.__globals__[name], walk, attributes)
+    for name in sorted(imported_names(code)):
+        yield from _parts(_imported(name, function), walk, attributes)
+    yield from _parts(_overloads(function), walk)
 
 
-def _module_parts(module: types.ModuleType, names: frozenset[str], walk: _Walk) -> Iterator[bytes]:
+def _imported(name: str, function: types.FunctionType) -> types.ModuleType | None:
+    """Import what a function would import; None where it may do without."""
+    # The name may be relative to the package.
+    for it, package in ((name, None), (f".{name}", function.__globals__.get("__package__"))):
+        with contextlib.suppress(Exception):
+            return importlib.import_module(it, package)
+    return None
+
+
+def _cell_parts(cell: types.CellType, walk: _Walk, attributes: frozenset[str]) -> Iterator[bytes]:
+    try:
+        value = cell.cell_contents
+    except ValueError:
+        # A variable of the function around it has no value yet.
+        yield b"empty"
+    else:
+        yield from _parts(value, walk, attributes)
+
+
+def _overloads(function: Callable[..., Any]) -> tuple[tuple[Any, str], ...]:
+    """Return what users of Numba have registered for a function, which it compiles instead."""
+    templates = sys.modules.get("numba.core.typing.templates")
+    registered = templates.builtin_registry.globals if templates is not None else ()
+    return tuple(
+        (template._overload_func, repr(sorted(template._jit_options.items())))
+        for known, type_ in registered
+        if known is function
+        for template in getattr(type_, "templates", ())
+        if hasattr(template, "_overload_func")
+    )
+
+
+def _module_parts(module: types.ModuleType, walk: _Walk, names: frozenset[str]) -> Iterator[bytes]:
     """Yield what a function may use of a module that it names."""
     yield module.__name__.encode()
     if is_known(module.__name__):
+        walk.note(module.__name__)
+        lazy: Mapping[str, str] = vars(module).get("MODULE_OF", {})
+        for name in sorted(names & lazy.keys()):
+            yield name.encode()
+            walk.note(lazy[name])
         return
-    for name in sorted(names & vars(module).keys()):
-        value = vars(module)[name]
+    # Not the module's dictionary: some load what they have when they are asked for it.
+    for name in sorted(names & set(dir(module))):
         yield name.encode()
-        if isinstance(value, types.ModuleType):
-            yield from _module_parts(value, names, walk)
-        else:
-            yield from _parts(value, walk)
+        yield from _parts(getattr(module, name, None), walk, names)
+
+
+def _class_parts(class_: type, walk: _Walk) -> Iterator[bytes]:
+    """Yield a class: intrinsics read its attributes and call its methods."""
+    yield repr(class_).encode()
+    if _is_covered(class_.__module__):
+        walk.note(class_.__module__)
+    elif issubclass(class_, enum.Enum):
+        yield repr([(member.name, member.value) for member in class_]).encode()
+    else:
+        yield from _parts(class_.__bases__, walk)
+        names = sorted(vars(class_).keys() - _OF_EVERY_CLASS)
+        yield from _parts(tuple((name, vars(class_)[name]) for name in names), walk)
+        if any(is_known(base.__module__) for base in class_.__bases__):
+            yield _source_around(class_)
+
+
+# Some are made on demand, some are places in a file, and some are objects of their own process.
+_OF_EVERY_CLASS = frozenset(
+    (
+        *("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__slotnames__"),
+        *("__abstractmethods__", "_abc_impl", "__dataclass_fields__"),
+        *("__firstlineno__", "__static_attributes__"),
+    )
+)
+
+
+def _source_around(class_: type) -> bytes:
+    """Return the text of the module of a type of Numba: it registers there what the type can do."""
+    file = getattr(sys.modules.get(class_.__module__), "__file__", None)
+    if file is None:
+        return b""
+    with open(file, "rb") as source:
+        return source.read()
+
+
+def _object_parts(value: Any, walk: _Walk) -> Iterator[bytes]:
+    """Yield an object, whose text need not say all of it."""
+    class_ = type(value)
+    if _is_covered(class_.__module__):
+        yield repr(value).encode()
+        return
+    slots = {name for it in class_.__mro__ for name in vars(it).get("__slots__", ())}
+    attributes = {name: getattr(value, name, None) for name in sorted(slots)}
+    attributes |= getattr(value, "__dict__", {})
+    # The text that all objects have says where they are. It tells apart those of C.
+    if class_.__repr__ is not object.__repr__ or not attributes:
+        yield repr(value).encode()
+    yield from _parts((class_, attributes), walk)
+
+
+@functools.cache
+def _is_covered(module: str | None) -> bool:
+    """Whether the key covers a module: it is known, or Python's own."""
+    if module is None or is_known(module):
+        return module is not None
+    # A user's file may have the name of one of Python's.
+    file = getattr(sys.modules.get(module), "__file__", None)
+    is_pythons = module.partition(".")[0] in sys.stdlib_module_names and module != "__main__"
+    return is_pythons and (file is None or file.startswith(_STANDARD + os.sep))
+
+
+_STANDARD = os.path.dirname(os.__file__)
 
 
 def _code_parts(code: types.CodeType, walk: _Walk) -> Iterator[bytes]:
     yield code.co_code
+    yield getattr(code, "co_exceptiontable", b"")
     yield repr((code.co_names, code.co_varnames, code.co_argcount, code.co_flags)).encode()
+    yield repr((code.co_freevars, code.co_posonlyargcount, code.co_kwonlyargcount)).encode()
     if walk.has_places:
         yield repr((code.co_filename, code.co_firstlineno, code.co_linetable)).encode()
     for constant in code.co_consts:
@@ -120,7 +279,7 @@ def is_known(module: str | None) -> bool:
         return False
     package = module.partition(".")[0]
     return (
-        package in ("numba", "numpy", "torch")
+        package in ("llvmlite", "numba", "numpy", "torch")
         or module == "foo_ops.language"
         or module.startswith("foo_ops.kernels.")
     )
@@ -131,9 +290,14 @@ def global_names(code: types.CodeType) -> frozenset[str]:
     return _names(code, "LOAD_GLOBAL", "LOAD_NAME")
 
 
+def imported_names(code: types.CodeType) -> frozenset[str]:
+    """Return the names of the modules that a function's code imports."""
+    return _names(code, "IMPORT_NAME")
+
+
 def attribute_names(code: types.CodeType) -> frozenset[str]:
     """Return the names of the attributes that a function's code reads."""
-    return _names(code, "LOAD_ATTR", "LOAD_METHOD")
+    return _names(code, "LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 
 
 @functools.cache

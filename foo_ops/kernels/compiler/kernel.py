@@ -25,6 +25,20 @@ class Kernel:
     vectorizes: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """Describes all that the code of a kernel depends on, but for compiler and processor.
+
+    Attributes:
+        content: bytes that differ wherever functions, constants or options do.
+        modules: those of ``foo_ops.kernels`` that make the kernel. They count with their sources
+            and all that they import.
+    """
+
+    content: bytes
+    modules: frozenset[str]
+
+
 # Stands at the end of the signature of a kernel that checks its accesses, and tells where one was
 # outside; see csrc/launch/kernel_table.h.
 CHECKED = "checked"
@@ -53,8 +67,8 @@ class Source(Protocol):
     def title(self) -> str:
         """The beginning of the names of its files."""
 
-    def fingerprint(self, signature: str) -> bytes:
-        """Return bytes that differ wherever the code does."""
+    def fingerprint(self, signature: str) -> Fingerprint:
+        """Return what differs wherever the code does."""
 
     def build(self, signature: str) -> Kernel: ...
 
@@ -80,10 +94,14 @@ class Maker:
         kernel: Kernel = make(signature, *args, **options)
         return kernel
 
+    def fingerprint(self, *options: Any) -> Fingerprint:
+        """Describe a kernel that is made with these options, and with the signature."""
+        return Fingerprint(repr((self, options)).encode(), frozenset((self.module,)))
+
 
 @dataclasses.dataclass(frozen=True)
 class OwnKernel(Source):
-    """A kernel of this package. The key of the cache covers the sources of all of them."""
+    """A kernel of this package."""
 
     name: str
     maker: Maker
@@ -93,8 +111,8 @@ class OwnKernel(Source):
     def title(self) -> str:
         return self.name
 
-    def fingerprint(self, signature: str) -> bytes:
-        return self.name.encode()
+    def fingerprint(self, signature: str) -> Fingerprint:
+        return self.maker.fingerprint(dict(self.options))
 
     def build(self, signature: str) -> Kernel:
         return self.maker(signature, **self.options)
@@ -137,8 +155,8 @@ class TextKernel(Source):
     def title(self) -> str:
         return self.family
 
-    def fingerprint(self, signature: str) -> bytes:
-        return f"{self.family} {self.text}".encode()
+    def fingerprint(self, signature: str) -> Fingerprint:
+        return self.maker.fingerprint(self.text, dict(self.options))
 
     def build(self, signature: str) -> Kernel:
         return self.maker(signature, self.text, **self.options)

@@ -3,7 +3,7 @@
 A kernel is compiled at its first use for a signature, which is mostly one dtype (see
 foo_ops/csrc/launch/kernel_table.h), and stored as ``<kernel>-<signature>-<hash>.o`` in the folder
 ``cache_directory()``. The hash covers the sources of the kernel and of what it builds on, the
-versions of Numba and LLVM, and the processor with its features and the width of its vectors.
+versions of NumPy, Numba and LLVM, and the processor with its features and the width of its vectors.
 Loading a stored kernel needs llvmlite but not Numba, whose import alone takes 0.3 s.
 
 Numba's own cache does not serve here: a function made inside a factory misses it in the next
@@ -20,10 +20,10 @@ import logging
 import sys
 from typing import Any
 
-from foo_ops.kernels.compiler import cache, emit
+from foo_ops.kernels.compiler import cache, emit, sources
 from foo_ops.kernels.compiler.garbage import without_garbage_collection
 from foo_ops.kernels.compiler.kernel import Source
-from foo_ops.kernels.compiler.upgrades import digest, is_upgraded
+from foo_ops.kernels.compiler.upgrades import UpgradeError, is_upgraded
 
 with without_garbage_collection():
     import llvmlite
@@ -39,10 +39,7 @@ with without_garbage_collection():
 
 logger = logging.getLogger("foo_ops")
 
-# This process runs these sources, whatever is on disk by now.
-_SOURCES = digest()
 _INSTALLED_NUMBA = importlib.metadata.version("numba")
-_NUMBA = getattr(sys.modules.get("numba"), "__version__", _INSTALLED_NUMBA)
 # The code lives as long as the engine and the libraries in it: for ever, as callers keep addresses.
 _libraries: list[Any] = []
 
@@ -54,11 +51,11 @@ def load(source: Source, signature: str, name: str) -> int:
 
 def _object_code(source: Source, signature: str) -> bytes:
     build = functools.partial(source.build, signature)
-    if _SOURCES is None:
+    try:
+        name = cache.file_name(f"{source.title}-{signature}", _key(source, signature))
+    except UpgradeError:
         _warn_of_upgrade()
         return emit.compile_kernel(build)
-    title = f"{source.title}-{signature}"
-    name = cache.file_name(title, _key(source, signature, _SOURCES))
     code = cache.read(name)
     if code is None:
         code = emit.compile_kernel(build)
@@ -77,12 +74,22 @@ def _warn_of_upgrade() -> None:
     )
 
 
-def _key(source: Source, signature: str, sources: bytes) -> str:
+def _version(package: str) -> str:
+    """Return the version that this process runs, whatever is on disk by now."""
+    imported = getattr(sys.modules.get(package), "__version__", None)
+    return imported or importlib.metadata.version(package)
+
+
+# NumPy computes constants.
+_VERSIONS = (_version("numba"), _version("numpy"))
+
+
+def _key(source: Source, signature: str) -> str:
     """Hash all that the object code depends on."""
     parts = [
         signature,
         sys.version,
-        _NUMBA,
+        *_VERSIONS,
         llvmlite.__version__,
         repr(llvm.llvm_version_info),
         *target(),
@@ -93,8 +100,9 @@ def _key(source: Source, signature: str, sources: bytes) -> str:
         str(has_matrix_unit()),
     ]
     digest = hashlib.sha256("\n".join(parts).encode())
-    digest.update(source.fingerprint(signature))
-    digest.update(sources)
+    fingerprint = source.fingerprint(signature)
+    digest.update(fingerprint.content)
+    digest.update(sources.digest(fingerprint.modules))
     return digest.hexdigest()[:16]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import importlib
 import linecache
 import os
 import re
@@ -17,6 +18,7 @@ from foo_ops.kernels.compiler.fingerprint import fingerprint
 from foo_ops.kernels.compiler.kernel import (
     CHECKED,
     WRONG_INDEX,
+    Fingerprint,
     KernelError,
     KernelTypeError,
     Maker,
@@ -33,6 +35,9 @@ from foo_ops.kernels.user.copies import Copies
 
 if TYPE_CHECKING:
     from foo_ops.kernels.compiler.kernel import Kernel
+
+# Not in full: no compiled kernel depends on that module (foo_ops/kernels/compiler/sources.py).
+_PLAIN = f"{__package__}.plain"
 
 
 @dataclasses.dataclass
@@ -61,23 +66,22 @@ class UserKernel(Source):
         """The name of the first function: one that serves several operators is compiled once."""
         return re.sub(r"\W+", "", self.functions[0].__name__)
 
-    def fingerprint(self, signature: str) -> bytes:
-        described = repr((self.maker, self.options)).encode()
-        has_places = signature.endswith(CHECKED)
-        return described + fingerprint(*self._look(), has_places=has_places)
+    def fingerprint(self, signature: str) -> Fingerprint:
+        made = self.maker.fingerprint(self.options)
+        seen = fingerprint(*self._look(), has_places=signature.endswith(CHECKED))
+        return Fingerprint(made.content + seen.content, made.modules | seen.modules | {__name__})
 
     def build(self, signature: str) -> Kernel:
-        # Numba looks for what is registered before it begins, and foo_ops.language loads lazily.
-        from foo_ops.kernels.products import dot  # noqa: F401
-        from foo_ops.kernels.vectors import functions, items, philox, reduction  # noqa: F401
-
         # The fingerprint is that of the same globals.
         seen, compilable = self._seen or self._look(), _Compilable()
+        # Numba looks for what is registered before it begins, and foo_ops.language loads lazily.
+        for module in sorted(fingerprint(*seen).modules):
+            importlib.import_module(module)
         return self.maker(signature, *self.options, *map(compilable.of, seen))
 
     def interpret(self, signature: str) -> Kernel:
         """Make it by the maker of the same name in plain.py."""
-        maker = dataclasses.replace(self.maker, module="foo_ops.kernels.user.plain")
+        maker = dataclasses.replace(self.maker, module=_PLAIN)
         return maker(signature, *self.options, *self._look())
 
     def settle(self) -> None:
