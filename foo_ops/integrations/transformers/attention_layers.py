@@ -26,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from foo_ops.integrations.transformers.attention import (
     combine,
     compute,
+    compute_sparse,
     foo_attention_forward,
 )
 from foo_ops.integrations.transformers.replacement import OtherGlobals, has_own_forward
@@ -107,7 +108,9 @@ def in_place_of_sdpa(
     if query.shape[2] == 1:
         options = {}
     bias = combine(position_bias, attention_mask)
-    return compute(query, key, value, bias, None, scaling, dropout, 0.0, options), None
+    # Layers with an indexer tell which keys it chose, or that their mask has it.
+    attend = compute_sparse if "indices" in others and not options else compute
+    return attend(query, key, value, bias, None, scaling, dropout, 0.0, options), None
 
 
 # ------------------------------------------------------------------------------------------ eager

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -129,6 +129,17 @@ PLAIN = (Tensor, nn.Parameter)
 KINDS = (*PLAIN, FakeTensor, FunctionalTensor)
 """The types of tensors that kernels take, and those that stand for them while a graph is made."""
 DEVICES = ("cpu", "foo", "meta")
+
+
+def has_numbers(tensor: Any) -> bool:
+    """Whether a tensor has values that can be looked at."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return (
+        type(tensor) in PLAIN
+        and not tensor.is_meta
+        and not is_wrapped(tensor)
+        and not is_fake(tensor)
+    )
 
 
 def is_taken(tensor: Any) -> bool:
