@@ -44,8 +44,8 @@ HARMLESS = frozenset(
         # They choose what a model returns besides, and how its loss is divided.
         *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
         *("use_cache", "logits_to_keep"),
-        # Some layers look at them; attention of no implementation does.
-        "input_ids",
+        # Inputs of a model, which attention of no implementation reads.
+        *("input_ids", "image_sizes", "grid_thw"),
         # The gradients of flash-attn alone depend on it.
         "deterministic",
     }

@@ -29,7 +29,11 @@ from foo_ops.integrations.transformers.attention import (
     compute_sparse,
     foo_attention_forward,
 )
-from foo_ops.integrations.transformers.replacement import OtherGlobals, has_own_forward
+from foo_ops.integrations.transformers.replacement import (
+    OtherGlobals,
+    are_cast_alike,
+    has_own_forward,
+)
 from foo_ops.integrations.transformers.rotary import FooRotaryAttention
 
 INTERFACES = "ALL_ATTENTION_FUNCTIONS"
@@ -50,8 +54,7 @@ def is_served(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) ->
     if key.shape[1] == 0 or query.shape[1] % key.shape[1] or not query.is_floating_point():
         return False
     if query.dtype != key.dtype or query.dtype != value.dtype:
-        # Autocast converts all of them.
-        return torch.is_autocast_enabled(query.device.type)
+        return are_cast_alike(query, key, value)
     return bias is None or bias.dtype in (torch.bool, torch.float32, query.dtype)
 
 

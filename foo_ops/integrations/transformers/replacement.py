@@ -177,11 +177,16 @@ def can_multiply(input: Any, *others: Any) -> bool:
     """Whether foo's matrix products take these tensors: alike, or cast by autocast to be so."""
     if are_alike(input, *others):
         return True
-    if not is_taken(input) or not torch.is_autocast_enabled(input.device.type):
-        return False
-    return all(
-        it is None or (is_taken(it) and it.device == input.device and it.dtype != torch.float64)
-        for it in (input, *others)
+    given = [it for it in (input, *others) if it is not None]
+    return all(map(is_taken, given)) and are_cast_alike(*given)
+
+
+def are_cast_alike(*tensors: Tensor) -> bool:
+    """Whether autocast converts tensors, all on one device, to one dtype."""
+    device = tensors[0].device
+    return torch.is_autocast_enabled(device.type) and all(
+        it.device == device and it.is_floating_point() and it.dtype != torch.float64
+        for it in tensors
     )
 
 
