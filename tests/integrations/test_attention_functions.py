@@ -239,8 +239,10 @@ def test_what_is_not_known_of_eager_goes_to_the_own_function(options, attention_
 @pytest.mark.parametrize(
     ("option", "came"),
     [
-        ({"block_indices": torch.zeros(1)}, "block_indices must be None, since it is not known and "
-         "may change the result, got Tensor"),
+        ({"key_bias": torch.zeros(1)}, "key_bias must be None, since it is not known and may "
+         "change the result, got Tensor"),
+        ({"block_indices": torch.zeros(1)}, "block_indices must be None where the layer has no "
+         "indexer.block_size, got Tensor"),
         ({"rotate": 3}, "rotate must be None, since it is not known and may change the result, "
          "got int"),
     ],
@@ -253,7 +255,9 @@ def test_unknown_keywords_are_refused(option, came):
 
 def test_keywords_that_change_nothing():
     expected, _ = call(foo_attention_forward)
-    options = {"position_ids": torch.arange(5), "use_cache": True, "deterministic": True}
+    tokens = torch.arange(5)
+    options = {"position_ids": tokens, "input_ids": tokens[None], "use_cache": True}
+    options["deterministic"] = True
     assert torch.equal(call(foo_attention_forward, **options, anything=None)[0], expected)
 
 

@@ -19,6 +19,12 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from foo_ops.integrations.transformers.integers import Integers
+from foo_ops.integrations.transformers.sparse import (
+    attend_to_shown,
+    chosen_blocks,
+    chosen_keys,
+    shows_few,
+)
 from foo_ops.ops.attention_options import given_options
 
 NAME = "foo"
@@ -38,6 +44,8 @@ HARMLESS = frozenset(
         # They choose what a model returns besides, and how its loss is divided.
         *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
         *("use_cache", "logits_to_keep"),
+        # Inputs of a model, which attention of no implementation reads.
+        *("input_ids", "image_sizes", "grid_thw"),
         # The gradients of flash-attn alone depend on it.
         "deterministic",
     }
@@ -68,6 +76,7 @@ def foo_attention_forward(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as transformers calls it.
@@ -87,8 +96,10 @@ def foo_attention_forward(
         softcap: bound of the scores, by a tanh.
         s_aux: (Hq,), the attention sinks: a logit of each head in the denominator only.
         position_bias: added to the scores beside the mask; broadcasts to (B, Hq, Sq, Sk).
-        indices: (B, Sq, count), the keys that a query sees of those that the mask shows; numbers
-            below 0 stand for no key.
+        indices: (B, Sq, count), the keys that a query sees of those that are not hidden from it;
+            numbers that no key has stand for none.
+        block_indices: (B, groups, Sq, count), the same by blocks of keys and groups of heads. The
+            layer's ``indexer.block_size`` tells the size of a block.
         others: what transformers hands to every implementation. All but those that change nothing
             (`HARMLESS`) must be None or False.
 
@@ -100,20 +111,42 @@ def foo_attention_forward(
         ValueError, TypeError: as `foo_ops.attention`.
     """
     refuse_unsupported(others, NAME)
+    chosen = keys_chosen(module, query, key, indices, block_indices)
     options: Mapping[str, Any]
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = causal and leaves_masks_out(getattr(module, "config", None))
         options = lower_right(query.shape[2], key.shape[2], sliding_window) if causal else {}
     else:
-        bounds = getattr(attention_mask, BOUNDS, UNBOUNDED)
-        options = bounds.options
-        attention_mask = None if bounds.exact else attention_mask
-    bias = combine(position_bias, attention_mask)
-    if indices is not None:
-        bias = combine(bias, chosen_keys(indices, key.shape[2]))
+        options, exact = getattr(attention_mask, BOUNDS, UNBOUNDED)
+        attention_mask = None if exact else attention_mask
+    bias = combine(combine(position_bias, attention_mask), chosen)
+    # Positions are lost where keys are gathered, so a mask must have all that is hidden.
+    has_all = chosen is not None and (attention_mask is not None or not options)
+    attend = compute_sparse if has_all else compute
     softcap = softcap or 0.0
-    return compute(query, key, value, bias, s_aux, scaling, dropout, softcap, options), None
+    return attend(query, key, value, bias, s_aux, scaling, dropout, softcap, options), None
+
+
+def keys_chosen(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    indices: Tensor | None,
+    block_indices: Tensor | None,
+) -> Tensor | None:
+    """Return the mask of the keys that an indexer has chosen, if there is one."""
+    chosen = None if indices is None else chosen_keys(indices, key.shape[2])
+    if block_indices is None:
+        return chosen
+    size = getattr(getattr(module, "indexer", None), "block_size", None)
+    if size is None:
+        raise NotImplementedError(
+            f"attention of implementation {NAME!r}: block_indices must be None where the layer has "
+            f"no indexer.block_size, got {type(block_indices).__name__}"
+        )
+    blocks = chosen_blocks(block_indices, size, key.shape[2], query.shape[1])
+    return combine(chosen, blocks)
 
 
 def compute(
@@ -138,6 +171,31 @@ def compute(
         key, value = key.numbers(), value.numbers()
     output, _ = torch.ops.foo.attention.default(heads, key, value, bias, sinks=sinks, **given)
     return output.transpose(1, 2).contiguous()
+
+
+def compute_sparse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """Compute the same, with the keys alone that a mask shows where these are few.
+
+    Args:
+        options: hide nothing that the mask does not.
+    """
+    if mask is None or dropout or not shows_few(mask, query, key, value):
+        return compute(query, key, value, mask, sinks, scaling, dropout, softcap, options)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return compute(query, key, value, None, sinks, scaling, 0.0, softcap, {})
+
+    return attend_to_shown(attend, query.expand(key.shape[0], -1, -1, -1), key, value, mask)
 
 
 def refuse_unsupported(options: Mapping[str, Any], implementation: str) -> None:
@@ -176,14 +234,6 @@ def subclasses(base: Any) -> Iterator[Any]:
     for each in base.__subclasses__():
         yield each
         yield from subclasses(each)
-
-
-def chosen_keys(indices: Tensor, count: int) -> Tensor:
-    """Return the mask, (B, 1, Sq, count), of queries that see the keys with these numbers."""
-    shape = (*indices.shape[:-1], count + 1)
-    places = indices.long().masked_fill(indices < 0, count)
-    seen = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter_(-1, places, True)
-    return seen[..., :count].unsqueeze(1)
 
 
 def combine(position_bias: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:

@@ -26,9 +26,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from foo_ops.integrations.transformers.attention import (
     combine,
     compute,
+    compute_sparse,
     foo_attention_forward,
 )
-from foo_ops.integrations.transformers.replacement import OtherGlobals, has_own_forward
+from foo_ops.integrations.transformers.replacement import (
+    OtherGlobals,
+    are_cast_alike,
+    has_own_forward,
+)
 from foo_ops.integrations.transformers.rotary import FooRotaryAttention
 
 INTERFACES = "ALL_ATTENTION_FUNCTIONS"
@@ -49,8 +54,7 @@ def is_served(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) ->
     if key.shape[1] == 0 or query.shape[1] % key.shape[1] or not query.is_floating_point():
         return False
     if query.dtype != key.dtype or query.dtype != value.dtype:
-        # Autocast converts all of them.
-        return torch.is_autocast_enabled(query.device.type)
+        return are_cast_alike(query, key, value)
     return bias is None or bias.dtype in (torch.bool, torch.float32, query.dtype)
 
 
@@ -107,7 +111,9 @@ def in_place_of_sdpa(
     if query.shape[2] == 1:
         options = {}
     bias = combine(position_bias, attention_mask)
-    return compute(query, key, value, bias, None, scaling, dropout, 0.0, options), None
+    # Layers with an indexer tell which keys it chose, or that their mask has it.
+    attend = compute_sparse if "indices" in others and not options else compute
+    return attend(query, key, value, bias, None, scaling, dropout, 0.0, options), None
 
 
 # ------------------------------------------------------------------------------------------ eager

@@ -7,8 +7,7 @@ called, views that are made, options that are looked up. Here there is as little
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -72,30 +71,6 @@ ATTENTION: dict[Any, Attention] = {
 """Called for one token, in the place of the functions of implementations."""
 
 
-class Latest(threading.local):
-    """The tables that this thread was given last, and their angles.
-
-    All layers are given the same tuple, of one token. It is kept, so that no other is at its place.
-    """
-
-    form: Any = None
-    tables: Any = None
-    angles: Any = None
-
-
-latest = Latest()
-
-
-def angles_of(form: Form, tables: Any) -> Sequence[Tensor]:
-    """Return the angles of cosine and sine, broadcast to the heads, as views of the tables."""
-    if tables is latest.tables and form is latest.form:
-        return latest.angles
-    angles = [form.layout.angles(table).unsqueeze(1) for table in tables]
-    if type(tables) is tuple and not any(table.requires_grad for table in tables):
-        latest.form, latest.tables, latest.angles = form, tables, angles
-    return angles
-
-
 def step(
     module: Any,
     form: Form,
@@ -115,8 +90,11 @@ def step(
     layers = module._modules
     if "q_norm" in layers:
         query, key = layers["q_norm"](query), layers["k_norm"](key)
+    angles = None
     if are_alike(query, key, *position_embeddings):
-        cosine, sine = angles_of(form, position_embeddings)
+        angles = form.layout.read(position_embeddings, 1)
+    if angles is not None:
+        cosine, sine = angles
         rotate = torch.ops.foo.rotary_embedding.default
         query = rotate(query, cosine, sine, interleaved=form.layout.interleaved)
         key = rotate(key, cosine, sine, interleaved=form.layout.interleaved)
@@ -188,7 +166,7 @@ class FooDecodingAttention(FooJoined, FooRotaryFooAttention):
         ):
             return self.own_forward(*given, **kwargs)
         attention = ATTENTION.get(self.interfaces.get(self.config._attn_implementation))
-        if attention is None or not self.form.layout.reads(position_embeddings):
+        if attention is None:
             return self.own_forward(*given, **kwargs)
         return step(self, self.form, self.window_of(self), *given, attention), None
 

@@ -103,6 +103,7 @@ class FooNorm(Replacement):
 
     weight: Tensor
     keeps_order: ClassVar[bool] = True
+    _parameters: Any
 
     @staticmethod
     def weight_of(weight: Tensor) -> Tensor:
@@ -114,9 +115,12 @@ class FooNorm(Replacement):
         return is_norm(module, cls.weight_of, cls.keeps_order)
 
     def forward(self, hidden_states: Tensor) -> Any:
-        if not are_alike(hidden_states, self.weight):
+        own = self._parameters
+        # Attributes are slow to find, and only a parametrization has them elsewhere.
+        weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
+        if not are_alike(hidden_states, weight):
             return super().forward(hidden_states)  # type: ignore[misc]
-        weight, eps = self.weight_of(self.weight), eps_of(self)  # type: ignore[arg-type]
+        weight, eps = self.weight_of(weight), eps_of(self)  # type: ignore[arg-type]
         norm = torch.ops.foo.rms_norm.default
         if hidden_states.is_contiguous() or not self.keeps_order:
             return norm(hidden_states, weight, eps=eps)

@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.replacement import (
-    PLAIN,
     Replacement,
     can_multiply,
+    has_numbers,
     is_replaced,
     put_back,
     replace,
@@ -160,10 +159,6 @@ class WeightGradient(torch.autograd.Function):
 def turned(layer: Any, weight: Tensor) -> Tensor:
     """Return a layer's weight as (outputs, inputs)."""
     return weight.t() if isinstance(layer, Conv1D) else weight
-
-
-def has_numbers(weight: Any) -> bool:
-    return type(weight) in PLAIN and not weight.is_meta and not is_fake(weight)
 
 
 def current_copy(layer: Any, weight: Tensor, input: Tensor) -> tuple[Any, Any, Any]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -131,6 +131,17 @@ KINDS = (*PLAIN, FakeTensor, FunctionalTensor)
 DEVICES = ("cpu", "foo", "meta")
 
 
+def has_numbers(tensor: Any) -> bool:
+    """Whether a tensor has values that can be looked at."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return (
+        type(tensor) in PLAIN
+        and not tensor.is_meta
+        and not is_wrapped(tensor)
+        and not is_fake(tensor)
+    )
+
+
 def is_taken(tensor: Any) -> bool:
     """Whether foo's operators compute with such a tensor as torch's do."""
     return (
@@ -166,11 +177,16 @@ def can_multiply(input: Any, *others: Any) -> bool:
     """Whether foo's matrix products take these tensors: alike, or cast by autocast to be so."""
     if are_alike(input, *others):
         return True
-    if not is_taken(input) or not torch.is_autocast_enabled(input.device.type):
-        return False
-    return all(
-        it is None or (is_taken(it) and it.device == input.device and it.dtype != torch.float64)
-        for it in (input, *others)
+    given = [it for it in (input, *others) if it is not None]
+    return all(map(is_taken, given)) and are_cast_alike(*given)
+
+
+def are_cast_alike(*tensors: Tensor) -> bool:
+    """Whether autocast converts tensors, all on one device, to one dtype."""
+    device = tensors[0].device
+    return torch.is_autocast_enabled(device.type) and all(
+        it.device == device and it.is_floating_point() and it.dtype != torch.float64
+        for it in tensors
     )
 
 

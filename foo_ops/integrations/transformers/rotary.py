@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from foo_ops.integrations.transformers.replacement import (
     OtherGlobals,
     are_alike,
+    has_numbers,
     has_own_forward,
     memory_order,
     permuted_back,
@@ -85,44 +86,55 @@ class Layout(NamedTuple):
         given = (it.permute(order) for it in (input, cosine, sine))
         return permuted_back(rotate(*given, interleaved=self.interleaved), order)
 
-    def reads(self, tables: Sequence[Tensor]) -> bool:
-        """Whether tables hold nothing but the angles that are read.
+    def read(self, tables: Sequence[Tensor], heads: int) -> Sequence[Tensor] | None:
+        """Return the angles of tables that hold nothing else, as views, and None for others.
 
         Where images have several positions, the two halves of a row may differ. The values tell,
-        so there is no answer in a graph that is being traced, nor on other devices.
+        so angles that are there twice are not read in a graph that is being traced.
+
+        Args:
+            heads: dimension of the heads that are turned, which the views have, too.
         """
         copies = COPIES.get(self.angles)
-        if copies is None:
-            return True
         if torch.compiler.is_compiling():
-            return False
-        if seen.angles is self.angles and is_latest(tables):
-            return seen.reads
-        if any(type(it) is not Tensor or it.is_meta for it in tables):
-            return False
-        seen.angles, seen.tables, seen.versions = self.angles, tuple(tables), versions_of(tables)
-        seen.reads = all(torch.equal(self.angles(it), copies(it)) for it in tables)
-        return seen.reads
+            return self.views(tables, heads) if copies is None else None
+        if latest.layout is self and latest.heads == heads and is_latest(tables):
+            return latest.views
+        views = None
+        if copies is None or (
+            all(map(has_numbers, tables))
+            and all(torch.equal(self.angles(it), copies(it)) for it in tables)
+        ):
+            views = self.views(tables, heads)
+        if not any(it.requires_grad for it in tables):
+            latest.layout, latest.heads, latest.tables = self, heads, tuple(tables)
+            latest.versions, latest.views = versions_of(tables), views
+        return views
+
+    def views(self, tables: Sequence[Tensor], heads: int) -> Sequence[Tensor]:
+        return [self.angles(it).unsqueeze(heads) for it in tables]
 
 
-class Seen(threading.local):
-    """The tables that this thread has looked at last; all layers of a model are given the same.
+class Latest(threading.local):
+    """The tables that this thread has read last; all layers of a model are given the same.
 
     They are kept, so that no others are at their place.
     """
 
-    angles: Table | None = None
+    layout: Layout | None = None
+    heads = 0
     tables: Sequence[Tensor] = ()
     versions: Sequence[int] = ()
-    reads = False
+    views: Sequence[Tensor] | None = None
 
 
-seen = Seen()
+latest = Latest()
 
 
 def is_latest(tables: Sequence[Tensor]) -> bool:
-    same = len(tables) == len(seen.tables) and all(a is b for a, b in zip(tables, seen.tables))
-    return same and seen.versions == versions_of(tables)
+    kept = latest.tables
+    same = len(tables) == len(kept) and all(a is b for a, b in zip(tables, kept))
+    return same and latest.versions == versions_of(tables)
 
 
 def versions_of(tables: Sequence[Tensor]) -> Sequence[int]:
@@ -166,9 +178,11 @@ def make_rotation(own: Rotation, layout: Layout) -> Rotation:
     def rotate(
         q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = heads
     ) -> Any:
-        if k is not None and are_alike(q, k, cos, sin) and layout.reads((cos, sin)):
-            cosine, sine = (layout.angles(table).unsqueeze(unsqueeze_dim) for table in (cos, sin))
-            query, key = (layout.turn(it, cosine, sine) for it in (q, k))
+        angles = None
+        if k is not None and are_alike(q, k, cos, sin):
+            angles = layout.read((cos, sin), unsqueeze_dim)
+        if angles is not None:
+            query, key = (layout.turn(it, *angles) for it in (q, k))
             if query is not None and key is not None:
                 return query, key
         return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -68,6 +71,19 @@ def sampled(weight: Tensor) -> Any:
     return (count,), (step,), last - (count - 1) * step
 
 
+def reader(tensor: Tensor, sizes: Any, strides: Any, offset: Any) -> Callable[[], bytes]:
+    """Make a function that reads part of a tensor of the CPU, and holds no reference to it.
+
+    It takes a third of a microsecond, where a view and `torch.equal` take two.
+    """
+    item = tensor.element_size()
+    length = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides))
+    start = tensor.untyped_storage().data_ptr() + offset * item
+    memory: Any = (ctypes.c_char * (item * length if tensor.numel() else 0)).from_address(start)
+    in_bytes = [item * it for it in strides]
+    return np.ndarray(sizes, f"u{item}", memory, strides=in_bytes).tobytes
+
+
 def total_of(weight: Tensor) -> Tensor:
     """Sum up the bits of a weight: integers of 64 bits as far as they go, and the rest."""
     flat = weight.detach().reshape(-1)
@@ -110,6 +126,11 @@ class Source:
         self.layout = weight.shape, weight.stride(), weight.dtype
         self.sampled = sampled(weight)
         self.numbers = numbers
+        sample = numbers.sample
+        self.readers = weight.is_cpu and (
+            reader(weight, *self.sampled),
+            reader(sample, sample.shape, sample.stride(), sample.storage_offset()),
+        )
         self.note = note_of(weight)
         """The same in a tensor, for compiled graphs."""
         if not is_current:
@@ -126,8 +147,14 @@ class Source:
             and weight.data_ptr() == self.place
             and (self.version is None or weight._version == self.version)
             and (weight.shape, weight.stride(), weight.dtype) == self.layout
-            and torch.equal(weight.as_strided(*self.sampled), self.numbers.sample)
+            and self.holds_sample(weight)
         )
+
+    def holds_sample(self, weight: Tensor) -> bool:
+        if not self.readers:
+            return torch.equal(weight.as_strided(*self.sampled), self.numbers.sample)
+        now, noted = self.readers
+        return now() == noted()
 
     def holds_all(self, weight: Tensor) -> bool:
         """Look at all numbers, too."""
