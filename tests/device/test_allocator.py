@@ -2,14 +2,12 @@
 
 import gc
 import itertools
-import os
 import resource
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
+from support.processes import python
 
 GRANULE = 64
 
@@ -130,10 +128,7 @@ def check(error, *parts):
 
 
 def run_with_limit(program, limit="64M"):
-    environment = os.environ | {"FOO_MEMORY_LIMIT": limit}
-    return subprocess.run(
-        [sys.executable, "-c", LIMIT + program], env=environment, capture_output=True, text=True
-    )
+    return python(LIMIT + program, FOO_MEMORY_LIMIT=limit)
 
 
 def check_with_limit(program, limit="64M"):

@@ -1,9 +1,7 @@
 """The threads that torch's autograd engine has for devices end with the process."""
 
-import subprocess
-import sys
-
 import pytest
+from support.processes import python
 
 # Without the wait, 1 pass in 8 still holds the context, as the threads share a core with their
 # caller.
@@ -40,15 +38,9 @@ print(left)
 """
 
 
-def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
-    )
-
-
 @pytest.mark.parametrize("device", ["foo:0", "foo:1"])
 def test_waits_until_nothing_holds_the_context_of_a_caller(device):
-    process = run(CONTEXTS, device)
+    process = python(CONTEXTS, device)
     assert (process.stdout, process.stderr) == ("0\n", "")
 
 
@@ -97,5 +89,5 @@ except torch.OutOfMemoryError:
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_process_ends_in_silence(end):
-    process = run(ENDS[end])
+    process = python(ENDS[end])
     assert (process.returncode, process.stdout, process.stderr) == (0, "", "")

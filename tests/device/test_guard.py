@@ -1,12 +1,11 @@
 """The current device, streams and events are those that a program has chosen."""
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
+from support.processes import python
 
 
 @pytest.fixture(autouse=True)
@@ -211,24 +210,15 @@ def test_event_stays_on_its_device():
         event.record(torch.foo.default_stream(1))
 
 
-def run(program, **variables):
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-    )
-
-
 def test_device_count_from_the_environment():
     program = "import torch; print(torch.foo.device_count(), torch.ones(1, device='foo:4').device)"
-    result = run(program, FOO_DEVICE_COUNT="5")
+    result = python(program, FOO_DEVICE_COUNT="5")
     assert result.stdout.split() == ["5", "foo:4"], result.stderr
 
 
 @pytest.mark.parametrize("value", ["", "0", "65", "2.5"])
 def test_bad_device_count(value):
-    result = run("import torch", FOO_DEVICE_COUNT=value)
+    result = python("import torch", FOO_DEVICE_COUNT=value)
     assert result.returncode != 0
     message = f"ValueError: FOO_DEVICE_COUNT must be an integer from 1 to 64, got '{value}'"
     assert message in result.stderr.splitlines()

@@ -1,10 +1,8 @@
 """Memory that CPU kernels keep, move or share stays valid for them and for the tensors of foo."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from support.processes import python
 
 from foo_ops.device import _sharing
 
@@ -23,7 +21,7 @@ def define(schema, kernel):
 
 def run(code):
     """Run the code in a process of its own, since what it looks for would end this one."""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = python(code)
     assert result.returncode == 0, (result.returncode, result.stderr)
     return result.stdout
 

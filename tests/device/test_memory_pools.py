@@ -1,13 +1,11 @@
 """Pools: tensors that are made under one have its segments, which go when it does."""
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
+from support.processes import python
 
 MB = 1 << 20
 
@@ -149,14 +147,8 @@ except torch.OutOfMemoryError:
 
 @pytest.mark.parametrize(("use_on_oom", "expected"), [(True, "served"), (False, "refused")])
 def test_a_pool_may_serve_others_when_memory_is_short(use_on_oom, expected):
-    process = subprocess.run(
-        [sys.executable, "-c", LIMITED.format(use_on_oom=use_on_oom)],
-        env=os.environ | {"FOO_MEMORY_LIMIT": "64M"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert process.stdout.split() == [expected]
+    process = python(LIMITED.format(use_on_oom=use_on_oom), FOO_MEMORY_LIMIT="64M")
+    assert process.stdout.split() == [expected], process.stderr
 
 
 def test_other_allocators_are_refused():

@@ -1,12 +1,11 @@
 """A tensor of foo that one process sends to another is the same memory to both."""
 
 import pickle
-import subprocess
-import sys
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+from support.processes import python
 
 PROGRAM = """
 import sys
@@ -51,7 +50,8 @@ def test_queue(tmp_path, method, strategy):
     # A spawned child imports the file of its parent.
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
-    subprocess.run([sys.executable, path, method, strategy], check=True, timeout=120)
+    process = python(path, method, strategy)
+    assert process.returncode == 0, process.stderr
 
 
 def sent(value):

@@ -1,9 +1,7 @@
 """Storages of foo grow on their own device, and may outlive the interpreter."""
 
-import subprocess
-import sys
-
 import torch
+from support.processes import python
 
 GRANULE = 64
 
@@ -29,7 +27,9 @@ holder.self = holder
 holder.tensors = [torch.ones(1000, device="foo") + 1, torch.rand(9, 9, device="foo:1").topk(2)]
 torch.holder = holder
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    # A new interpreter, since its end is different where collections leave out what a fork had.
+    process = python(program, new=True)
+    assert process.returncode == 0, process.stderr
 
 
 def test_a_storage_without_memory_stays_on_its_device():

@@ -4,14 +4,13 @@ import importlib.metadata
 import os
 import platform
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import llvmlite.binding
 import pytest
 import torch
+from support.processes import module, python
 
 import foo_ops
 from foo_ops import info
@@ -27,12 +26,7 @@ def printed(tmp_path_factory):
     old.write_bytes(bytes(100))
     os.utime(old, (time.time() - 7_300,) * 2)
     settings = {"FOO_CACHE_DIR": str(cache), "FOO_DEVICE_COUNT": "3", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, "-m", "foo_ops.info"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **settings},
-    )
+    process = python(module("foo_ops.info"), **settings)
     assert (process.returncode, process.stderr) == (0, "")
     return process.stdout, settings
 
@@ -122,7 +116,7 @@ def test_numba_is_not_imported():
     program = (
         "import sys; from foo_ops import info; info.report(); sys.exit('numba' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+    assert python(program).returncode == 0
 
 
 def test_cache_folder_that_does_not_exist(tmp_path, monkeypatch):

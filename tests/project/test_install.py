@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.processes import python
 
 import foo_ops._built_for
 from foo_ops._autoload import check_torch
@@ -67,12 +68,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    process = subprocess.run(
-        [sys.executable, "-c", program, ENTRY],
-        env=os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        capture_output=True,
-        text=True,
-    )
+    process = python(program, ENTRY, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == [
         f"1 device foo is left out: {reason}",
@@ -90,6 +86,7 @@ def test_annotations_in_a_program_of_a_user(tmp_path):
         "reveal_type(foo_ops.silu_mul(torch.ones(3), torch.ones(3)))\n"
         "foo_ops.silu_mul('text', torch.ones(3))\n"
     )
+    # A new interpreter, since mypy needs no torch.
     process = subprocess.run(
         [sys.executable, "-m", "mypy", "--follow-imports=silent", "--cache-dir", tmp_path, program],
         cwd=tmp_path,

@@ -2,10 +2,7 @@
 
 import contextlib
 import gc
-import os
 import re
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -13,6 +10,7 @@ import weakref
 import pytest
 import torch
 from foo_ops._C import sanitizer as companion
+from support.processes import python
 
 from foo_ops import sanitizer
 
@@ -139,23 +137,13 @@ x = torch.ones(4, device="foo")
 with torch.foo.stream(torch.foo.Stream()):
     x + 1
 """
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"FOO_SANITIZER": "1"},
-        capture_output=True,
-        text=True,
-    )
+    run = python(program, FOO_SANITIZER="1")
     assert run.returncode == 1
     assert "SanitizerError: race: tensor of shape (4,)" in run.stderr
 
 
 def test_wrong_switch():
-    run = subprocess.run(
-        [sys.executable, "-c", "import torch, foo_ops"],
-        env=os.environ | {"FOO_SANITIZER": "yes"},
-        capture_output=True,
-        text=True,
-    )
+    run = python("import torch, foo_ops", FOO_SANITIZER="yes")
     assert "ValueError: FOO_SANITIZER must be 0 or 1, got yes" in run.stderr
 
 

@@ -2,38 +2,24 @@
 
 import ctypes
 import faulthandler
-import os
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support import host_accesses
+from support.processes import python
 
 from foo_ops import sanitizer
 
-TESTS = Path(__file__).parents[1]
 PROGRAMS = [pytest.param(each, id=each.__name__) for each in host_accesses.PROGRAMS]
-
-
-def run(program, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=TESTS,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_wrong(program):
     name = program.__name__
-    process = run(
+    process = python(
         f"from support import host_accesses\nhost_accesses.{name}(right=False)\nprint('not found')",
         FOO_SANITIZER="1",
     )
@@ -57,14 +43,14 @@ def test_right(program):
 
 def test_every_run_ends():
     ends = [
-        run("from support import host_accesses as h\nh.c_reads(right=False)", FOO_SANITIZER="1")
+        python("from support import host_accesses as h\nh.c_reads(right=False)", FOO_SANITIZER="1")
         for _ in range(3)
     ]
     assert {end.returncode for end in ends} == {-signal.SIGSEGV}
 
 
 def test_text():
-    process = run(
+    process = python(
         """
 import ctypes
 import torch
@@ -98,7 +84,7 @@ def test_memory_is_open_again_after_check():
 
 
 def test_memory_that_is_older_than_the_sanitizer():
-    process = run(
+    process = python(
         """
 import ctypes
 import torch
@@ -206,19 +192,19 @@ ctypes.string_at(8)
 @pytest.mark.parametrize("order", [("faulthandler", "sanitizer"), ("sanitizer", "faulthandler")])
 def test_other_faults_are_left_to_others(order):
     first, second = (f"{name}.enable()" for name in order)
-    process = run(FAULTS.format(first=first, second=second))
+    process = python(FAULTS.format(first=first, second=second))
     assert (process.returncode, process.stdout) == (-signal.SIGSEGV, "here\n")
     assert process.stderr.count("Fatal Python error: Segmentation fault") == 1
     assert "foo_ops.sanitizer" not in process.stderr
 
 
 def test_other_faults_without_another_handler():
-    process = run(FAULTS.format(first="sanitizer.enable()", second=""))
+    process = python(FAULTS.format(first="sanitizer.enable()", second=""))
     assert (process.returncode, process.stderr) == (-signal.SIGSEGV, "")
 
 
 def test_findings_beside_the_small_stack_of_faulthandler():
-    process = run(
+    process = python(
         """
 import faulthandler, torch
 from foo_ops import sanitizer
@@ -251,7 +237,7 @@ def test_one_finding_for_a_copy():
 
 def test_other_handlers_are_back_after_check():
     was_enabled = faulthandler.is_enabled()
-    process = run(
+    process = python(
         """
 import faulthandler, os, signal, torch
 from foo_ops import sanitizer
@@ -266,7 +252,7 @@ os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def test_what_a_finding_runs_may_use_the_device():
-    process = run(
+    process = python(
         """
 import gc, warnings, torch
 from support import host_streams

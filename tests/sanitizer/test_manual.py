@@ -1,12 +1,10 @@
 """The manual's wrong programs print the findings that it shows, and its right ones none."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.processes import python
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sanitizer.md").read_text()
 SECTIONS = re.findall(
@@ -17,14 +15,9 @@ SECTIONS = re.findall(
 
 
 def run(program, folder):
-    (folder / "program.py").write_text(program)
-    return subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=folder,
-        env=os.environ | {"FOO_SANITIZER": "1"},
-        capture_output=True,
-        text=True,
-    )
+    path = folder / "program.py"
+    path.write_text(program)
+    return python(path, folder=folder, FOO_SANITIZER="1")
 
 
 def test_all_kinds_are_there():

@@ -1,15 +1,19 @@
 """Run programs in processes of their own, since these may hang, or end by a signal."""
 
+import atexit
 import functools
 import json
 import os
+import py_compile
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from support import fork_server
 
 # More than a program needs on a busy machine, and less than a test that hangs may take.
 SECONDS = 240
@@ -53,9 +57,11 @@ def at(moment, action):
 """
 
 
-# Read when foo_ops or Numba are imported, or later. For others a process must be new, since torch
-# and the libraries that it loads have read them.
-READ_LATE = ("FOO_", "NUMBA_")
+# Read when foo_ops or Numba are imported, or later. For other variables a process must be new,
+# since torch and the libraries that it loads have read them.
+READ_LATE = ("FOO_", "NUMBA_", "PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD", "ACCELERATE_")
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def run(program, cache, *arguments, **environment):
@@ -65,112 +71,121 @@ def run(program, cache, *arguments, **environment):
     return process.stdout.strip(), process.stderr.strip()
 
 
-def python(program, *arguments, seconds=SECONDS, **environment):
-    """Run a program as ``python -c`` does, and return how it ended, and what it printed."""
-    return start(program, *arguments, **environment).wait(seconds)
+def python(program, *arguments, seconds=SECONDS, **options):
+    """Run a program (see `start`), and return a subprocess.CompletedProcess."""
+    return start(program, *arguments, **options).wait(seconds)
 
 
-def start(program, *arguments, folder=None, **environment):
-    """Start a program, in a fork of a process that has imported torch where that is the same."""
-    folder = os.getcwd() if folder is None else str(folder)
-    arguments = [str(argument) for argument in arguments]
+def module(name):
+    """Return a program that does the same as ``python -m name``."""
+    return f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+
+
+def start(program, *arguments, folder=None, input="", new=False, **environment):
+    """Start a program, which is text or a Path, as ``python -c text`` or ``python file`` does.
+
+    It runs in a fork of a process that has imported torch. Where it sets variables that torch
+    reads, or `new` is given, it gets an interpreter of its own, which takes ten times as long.
+    It can import what tests can: foo_ops, benchmarks and support.
+    """
+    path = [*filter(None, [os.environ.get("PYTHONPATH")]), REPOSITORY, REPOSITORY / "tests"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))} | environment
     changed = {
         name
-        for name in environment | os.environ | _environment_at_start
-        if (os.environ | environment).get(name) != _environment_at_start.get(name)
+        for name in environment | _environment_at_start
+        if environment.get(name) != _environment_at_start.get(name)
     }
-    is_new = any(not name.startswith((*READ_LATE, "PYTEST_")) for name in changed)
-    kind = NewProcess if is_new else ForkedProcess
-    return kind(program, arguments, folder, os.environ | environment)
+    command = [str(program)] if isinstance(program, Path) else ["-c", program]
+    return Process(
+        {
+            "command": [*command, *map(str, arguments)],
+            "folder": os.getcwd() if folder is None else str(folder),
+            "environment": environment,
+            "is_new": new or any(not it.startswith((*READ_LATE, "PYTEST_")) for it in changed),
+        },
+        input,
+    )
 
 
 _environment_at_start = dict(os.environ)
 
 
-class NewProcess:
-    """A program in a new interpreter."""
+class Process:
+    """A program that runs. What it leaves behind, processes and files of output, ends with it."""
 
-    def __init__(self, program, arguments, folder, environment):
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program, *arguments],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    @property
-    def pid(self):
-        return self._process.pid
-
-    def wait(self, seconds=SECONDS):
-        """Return a subprocess.CompletedProcess."""
-        try:
-            printed, logged = self._process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-            raise
-        process = self._process
-        return subprocess.CompletedProcess(process.args, process.returncode, printed, logged)
-
-
-class ForkedProcess:
-    """A program in a fork of the server, which this process starts when it needs it first."""
-
-    def __init__(self, program, arguments, folder, environment):
-        self._files = tempfile.TemporaryDirectory(prefix="foo_ops-test-")
-        files = Path(self._files.name)
-        self._paths = {name: files / name for name in ("stdout", "stderr", "status")}
-        for name in ("stdout", "stderr"):
-            self._paths[name].touch()
-        os.mkfifo(self._paths["status"])
-        # A program that gives up the rights of root writes to what is open already.
-        self._status = os.open(self._paths["status"], os.O_RDONLY | os.O_NONBLOCK)
-        self._said = b""
-        request = {name: str(path) for name, path in self._paths.items()}
-        request |= {"program": program, "arguments": arguments}
-        request |= {"folder": folder, "environment": environment}
-        server = fork_server()
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-
-    @functools.cached_property
-    def pid(self):
-        return int(self._line(0, time.monotonic() + SECONDS))
-
-    def _line(self, number, deadline):
-        """Return a line of what the server says: the process, then how it ended."""
-        while self._said.count(b"\n") <= number:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0 or not select.select([self._status], [], [], remaining)[0]:
-                raise TimeoutError
-            self._said += os.read(self._status, 100)
-        return self._said.splitlines()[number]
+    def __init__(self, request, input):
+        # Files without names: none is left behind, and who gives up his rights can write to them.
+        streams = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(3)]  # noqa: SIM115
+        self._input, self._printed, self._logged = streams
+        self._input.write(input)
+        self._input.seek(0)
+        status, status_of_server = os.pipe()
+        self._status = open(status, "rb", buffering=0)  # noqa: SIM115
+        with tempfile.TemporaryFile("w+") as file, open(status_of_server, "wb"):
+            json.dump(request, file)
+            file.seek(0)
+            descriptors = [file.fileno(), *(it.fileno() for it in streams), status_of_server]
+            socket.send_fds(connection_to_server(), [b"."], descriptors)
+        self.pid = self._number()
 
     def wait(self, seconds=SECONDS):
-        """Return a subprocess.CompletedProcess."""
-        try:
-            code = int(self._line(1, time.monotonic() + seconds))
-        except TimeoutError:
+        """Return a subprocess.CompletedProcess, or kill the program after so many seconds."""
+        poll = select.poll()
+        poll.register(self._status, select.POLLIN)
+        is_late = not poll.poll(seconds * 1000)
+        if is_late:
             os.killpg(self.pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired("-c", seconds) from None
-        os.close(self._status)
-        printed, logged = (self._paths[name].read_text() for name in ("stdout", "stderr"))
-        self._files.cleanup()
-        return subprocess.CompletedProcess("-c", code, printed, logged)
+        code = self._number()
+        printed, logged = self._text(self._printed), self._text(self._logged)
+        if is_late:
+            raise subprocess.TimeoutExpired("a program", seconds, printed, logged)
+        return subprocess.CompletedProcess("a program", code, printed, logged)
+
+    def _number(self):
+        """Return the next number from the server: the process, then how it ended."""
+        number = self._status.read(fork_server.SIZE_OF_NUMBERS)
+        assert number, "the server of forks has ended"
+        return int.from_bytes(number, sys.byteorder, signed=True)
+
+    def _text(self, file):
+        file.seek(0)
+        return file.read()
+
+
+def connection_to_server():
+    """Return the connection to the server of this process, which is started when needed."""
+    server, connection = start_server()
+    if server.poll() is None:
+        return connection
+    start_server.cache_clear()
+    return connection_to_server()
 
 
 @functools.cache
-def fork_server():
-    """Start the server of this process, which ends with it."""
-    program = "from fork_server import serve; serve()"
-    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    paths = (str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
-        [sys.executable, "-c", program],
-        env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
-        stdin=subprocess.PIPE,
-        text=True,
+def start_server():
+    connection, connection_of_server = socket.socketpair()
+    folder = tempfile.TemporaryDirectory(prefix="foo_ops-tests-")
+    # With the name of what Python itself runs under programs, as runpy: the sanitizer does not show
+    # its calls.
+    code = py_compile.compile(
+        fork_server.__file__, f"{folder.name}/server.pyc", "<frozen fork_server>", doraise=True
     )
+    server = subprocess.Popen(
+        [sys.executable, code, str(connection_of_server.fileno())],
+        env=_environment_at_start | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        # Ctrl-C is for this process, which then ends the server.
+        start_new_session=True,
+        pass_fds=[connection_of_server.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    connection_of_server.close()
+    atexit.register(stop, server, connection, folder)
+    return server, connection
+
+
+def stop(server, connection, folder):
+    """End the server, and with it the programs that still run."""
+    connection.close()
+    server.wait()
+    folder.cleanup()
