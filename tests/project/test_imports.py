@@ -11,15 +11,13 @@ import pytest
 import foo_ops
 
 REPOSITORY = Path(__file__).parents[2]
-FIRST_USES = REPOSITORY / "tests/support/first_uses.py"
-COMPILER = ("compiler", "compiler.interpret", "compiler.kernel", "compiler.resolve")
+SUPPORT = REPOSITORY / "tests/support"
 # The device, and what the operators are declared with.
 BY_AUTOLOAD = {
     *("foo_ops", "foo_ops._after_import", "foo_ops._autoload", "foo_ops._built_for"),
-    *("foo_ops._C", "foo_ops._C.device", "foo_ops._C.sanitizer", "foo_ops._operators"),
-    *("foo_ops._schemas", "foo_ops.flash_attention_of_cpu"),
-    *("foo_ops.kernels", "foo_ops.kernels.table"),
-    *(f"foo_ops.kernels.{it}" for it in (*COMPILER, "compiler.switches", "compiler.upgrades")),
+    *("foo_ops._C", "foo_ops._C.device", "foo_ops._C.sanitizer", "foo_ops._forks"),
+    *("foo_ops._operators", "foo_ops._schemas", "foo_ops._switches"),
+    "foo_ops.flash_attention_of_cpu",
 }
 
 
@@ -92,13 +90,25 @@ def test_start_of_torch_loads_as_much_as_import_of_foo_ops():
     assert names[0] == names[1].replace("'foo_ops.', ", "")
 
 
-def test_first_uses(tmp_path):
-    """Of a process that has used no operator."""
+def run_support(name, *arguments):
+    """Run a program of tests/support in a process of its own, and return what it printed."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
-    for arguments in ([], ["run"]):
-        command = [sys.executable, str(FIRST_USES), str(tmp_path), *arguments]
-        process = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert process.returncode == 0, process.stderr
+    command = [sys.executable, str(SUPPORT / name), *map(str, arguments)]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert process.returncode == 0, process.stderr
+    return process
+
+
+def test_first_uses_of_operators(tmp_path):
+    """Of a process that has used no operator."""
+    run_support("first_uses.py", tmp_path)
+    process = run_support("first_uses.py", tmp_path, "run")
+    assert process.stdout == "[]\n", process.stderr
+
+
+def test_first_uses_of_the_device():
+    """Of a process that has not touched it."""
+    process = run_support("first_uses_of_device.py")
     assert process.stdout == "[]\n", process.stderr
 
 
