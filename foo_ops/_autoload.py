@@ -18,8 +18,8 @@ def autoload() -> None:
     check_place()
     import foo_ops._C
     import foo_ops.device  # noqa: F401
-    from foo_ops import _operators, flash_attention_of_cpu
-    from foo_ops.kernels.compiler.switches import switch
+    from foo_ops import _forks, _operators, flash_attention_of_cpu  # noqa: F401
+    from foo_ops._switches import switch
 
     if not is_loaded:
         _operators.declare()

@@ -22,6 +22,8 @@ from foo_ops._schemas import SCHEMAS
 
 OPERATORS = "foo_ops.ops"
 """Imports this module, and so it is imported by its name."""
+RESOLVER = "foo_ops.kernels.compiler.resolve"
+"""Finds kernels, those of the device among them. It comes with the first one."""
 
 
 class Definition(NamedTuple):
@@ -93,20 +95,25 @@ def is_declared(name: str) -> bool:
     return name in _declared
 
 
-def load() -> None:
+def load(name: str = OPERATORS) -> types.ModuleType:
     """Import the operators; wait where another thread is at it, and in that thread go on.
 
     What has been installed meanwhile does not go with the companion that is loaded.
     """
-    if OPERATORS in sys.modules:
-        importlib.import_module(OPERATORS)
-        return
+    if name in sys.modules:
+        return importlib.import_module(name)
     if not os.path.samestat(os.stat(_C.__file__), _companion):
         raise ImportError(
             "foo_ops was installed anew since this process imported torch: start the process again"
         )
     with _loading:
-        importlib.import_module(OPERATORS)
+        return importlib.import_module(name)
+
+
+def resolve(kernel: str, signature: str) -> int:
+    """Return the address of a kernel. C++ asks for it."""
+    address: int = load(RESOLVER).resolve(kernel, signature)
+    return address
 
 
 # A child that is forked meanwhile would wait for ever for the thread that imports them.
@@ -114,10 +121,11 @@ _loading = threading.RLock()
 
 
 def finish_loading() -> None:
-    """Wait for threads that import the operators, and let no other begin, before a fork."""
+    """Wait for threads that import any of it, and let no other begin, before a fork."""
     _loading.acquire()
-    if OPERATORS in sys.modules:
-        importlib.import_module(OPERATORS)
+    for name in (OPERATORS, RESOLVER):
+        if name in sys.modules:
+            importlib.import_module(name)
 
 
 os.register_at_fork(

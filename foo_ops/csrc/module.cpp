@@ -25,6 +25,7 @@
 #include "device/guarded_memory.h"
 #include "device/process.h"
 #include "graphs/bindings.h"
+#include "launch/all_operators.h"
 #include "launch/autograd.h"
 #include "launch/kernel_table.h"
 #include "launch/math_bits.h"
@@ -58,7 +59,7 @@ void* resolve_kernel(const std::string& kernel, const std::string& signature) {
   const py::gil_scoped_acquire gil;
   try {
     const py::object address =
-        py::module_::import("foo_ops.kernels.compiler.resolve").attr("resolve")(kernel, signature);
+        py::module_::import("foo_ops._operators").attr("resolve")(kernel, signature);
     return reinterpret_cast<void*>(address.cast<uintptr_t>());
   } catch (py::error_already_set& error) {
     const py::object refusal =
@@ -319,9 +320,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_operators(module);
   bind_device(module);
   foo::sanitizer::bind_sanitizer(module);
-  foo::aten::register_wider_kernels();
-  foo::aten::register_half_transforms();
-  foo::aten::register_host_kernels();
+  const auto operators = foo::all_operators();
+  foo::aten::register_wider_kernels(operators);
+  foo::aten::register_half_transforms(operators);
+  foo::aten::register_host_kernels(operators);
   foo::aten::register_recurrent_layers();
-  foo::aten::register_collectives();
+  foo::aten::register_collectives(operators);
 }

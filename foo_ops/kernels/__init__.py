@@ -3,6 +3,5 @@
 # The first of all modules here, to know of each one whether it was imported as it is on disk.
 from foo_ops.kernels.compiler import upgrades  # noqa: F401, I001
 
-# A fork heeds the compiler from the beginning, also one of Numba that somebody else uses.
-from foo_ops.kernels.compiler import resolve  # noqa: F401
+# The kernels that the resolver finds by their names.
 from foo_ops.kernels import table  # noqa: F401

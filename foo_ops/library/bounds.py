@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from foo_ops import _C
-from foo_ops.kernels.compiler.switches import switch
+from foo_ops._switches import switch
 
 if switch("FOO_CHECK_BOUNDS"):
     _C.ask_for_bounds_checks()

@@ -10,14 +10,13 @@ import foo_ops
 
 REPOSITORY = Path(__file__).parents[2]
 FIRST_USES = REPOSITORY / "tests/support/first_uses.py"
-COMPILER = ("compiler", "compiler.interpret", "compiler.kernel", "compiler.resolve")
+FIRST_USES_OF_DEVICE = REPOSITORY / "tests/support/first_uses_of_device.py"
 # The device, and what the operators are declared with.
 BY_AUTOLOAD = {
     *("foo_ops", "foo_ops._after_import", "foo_ops._autoload", "foo_ops._built_for"),
-    *("foo_ops._C", "foo_ops._C.device", "foo_ops._C.sanitizer", "foo_ops._operators"),
-    *("foo_ops._schemas", "foo_ops.flash_attention_of_cpu"),
-    *("foo_ops.kernels", "foo_ops.kernels.table"),
-    *(f"foo_ops.kernels.{it}" for it in (*COMPILER, "compiler.switches", "compiler.upgrades")),
+    *("foo_ops._C", "foo_ops._C.device", "foo_ops._C.sanitizer", "foo_ops._forks"),
+    *("foo_ops._operators", "foo_ops._schemas", "foo_ops._switches"),
+    "foo_ops.flash_attention_of_cpu",
 }
 
 
@@ -93,10 +92,15 @@ def test_start_of_torch_loads_as_much_as_import_of_foo_ops():
     assert names[0] == names[1].replace("'foo_ops.', ", "")
 
 
-def test_first_uses(tmp_path):
+def test_first_uses_of_operators(tmp_path):
     """Of a process that has used no operator."""
     run(FIRST_USES, tmp_path)
     assert run(FIRST_USES, tmp_path, "run") == "[]"
+
+
+def test_first_uses_of_the_device():
+    """Of a process that has not touched it."""
+    assert run(FIRST_USES_OF_DEVICE) == "[]"
 
 
 def test_schemas_are_those_of_the_operators(monkeypatch):

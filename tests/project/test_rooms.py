@@ -16,7 +16,9 @@ LINES = 400
 CPP = (".cpp", ".h")
 
 PYTHON_ROOMS = {
-    "kernels/compiler": (),
+    "_forks.py": (),
+    "_switches.py": (),
+    "kernels/compiler": ("_forks.py", "_switches.py"),
     "kernels/vectors": ("kernels/compiler",),
     "kernels/products": ("kernels/vectors",),
     "kernels/user": ("kernels/products",),
@@ -36,7 +38,7 @@ PYTHON_ROOMS = {
     "sanitizer": ("device",),
     "_autoload.py": (
         *("_operators.py", "device", "distributed", "sanitizer", "flash_attention_of_cpu.py"),
-        *("_after_import.py", "__init__.py", "kernels/compiler"),
+        *("_after_import.py", "_forks.py", "_switches.py", "__init__.py"),
     ),
     "__init__.py": ("_autoload.py", "ops", "kernels/__init__.py"),
     "_entry_point": ("__init__.py",),

@@ -6,12 +6,11 @@ which ways failed.
 
 import os
 import sys
-import threading
-import traceback
 import warnings
 from pathlib import Path
 
 import torch
+from support.forked import failures, in_threads
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import rms_norm
 
@@ -53,26 +52,6 @@ def gradient(function):
     x = X.clone().requires_grad_()
     function(x).sum().backward()
     return x.grad
-
-
-def in_threads(*functions):
-    barrier, failures = threading.Barrier(8), []
-
-    def run(function):
-        barrier.wait()
-        try:
-            function()
-        except BaseException:
-            failures.append(traceback.format_exc())
-
-    threads = [
-        threading.Thread(target=run, args=(functions[i % len(functions)],)) for i in range(8)
-    ]
-    for it in threads:
-        it.start()
-    for it in threads:
-        it.join()
-    assert not failures, failures[0]
 
 
 def from_cpp():
@@ -218,18 +197,6 @@ WAYS = (
 )
 
 
-def succeeds(way):
-    child = os.fork()
-    if child == 0:
-        try:
-            way()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1] == 0
-
-
 def main():
     if len(sys.argv) == 2:
         write()
@@ -237,7 +204,7 @@ def main():
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=r".*torch\.jit")
     assert is_cold()
-    print([way.__name__ for way in WAYS if not succeeds(way)])
+    print(failures(WAYS))
 
 
 if __name__ == "__main__":

@@ -130,17 +130,17 @@ constexpr std::pair<c10::DispatchKey, c10::DispatchKey> kKeys[] = {
 
 }  // namespace
 
-void register_collectives() {
+void register_collectives(c10::ArrayRef<c10::OperatorHandle> operators) {
   const NoWarnings no_warnings;
-  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (!name.name.starts_with("c10d::")) continue;
-    const auto op = find_operator(name.name);
+  for (const c10::OperatorHandle& op : operators) {
+    const std::string& name = op.operator_name().name;
+    if (!name.starts_with("c10d::")) continue;
     if (!op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
     const auto torch_kernel = op.getComputedKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
     for (const auto& [key, host_key] : kKeys) {
       if (!op.hasKernelForDispatchKey(host_key)) continue;
       register_kernel(
-          name.name, key,
+          name, key,
           c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Collective>(torch_kernel)));
     }
   }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <vector>
 
 #include "aten/boxed_tensors.h"
 #include "aten/host_call.h"
@@ -14,6 +15,7 @@
 #include "aten/refused_operators.h"
 #include "device/device.h"
 #include "device/generator.h"
+#include "device/process.h"
 #include "device/synchronization.h"
 #include "launch/operator_counts.h"
 #include "launch/registration.h"
@@ -236,6 +238,11 @@ bool has_composite_kernel(const c10::OperatorHandle& op) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutogradNestedTensor);
 }
 
+// Whether a call may be for foo where none of its arguments is a tensor of foo.
+bool chooses_device(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::BackendSelect);
+}
+
 // A _foreach_ operator goes to the CPU as a whole. torch would call an operator for each tensor,
 // and each would come here by itself.
 class ForEach final : public c10::OperatorKernel {
@@ -295,18 +302,18 @@ void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch
   observe_operator(op, stack, [&] { call_unobserved(op, keys, stack, own); });
 }
 
-void register_host_kernels() {
-  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    const auto op = c10::Dispatcher::singleton().findOp(name);
-    if (!op.has_value() || !op->hasSchema() || !has_composite_kernel(*op)) continue;
+void register_host_kernels(c10::ArrayRef<c10::OperatorHandle> operators) {
+  for (const c10::OperatorHandle& op : operators) {
+    const c10::OperatorName& name = op.operator_name();
+    if (!has_composite_kernel(op) && !chooses_device(op)) continue;
     if (is_for_each(name)) {
-      auto one_by_one = op->getComputedKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
+      auto one_by_one = op.getComputedKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
       register_kernel(c10::toString(name), c10::DispatchKey::PrivateUse1,
                       c10::KernelFunction::makeFromBoxedFunctor(
                           std::make_unique<ForEach>(std::move(one_by_one))));
     }
     for (const auto& [foo_key, host_key] : kKindsOfTensors) {
-      if (!op->hasKernelForDispatchKey(host_key) || op->hasKernelForDispatchKey(foo_key)) continue;
+      if (!op.hasKernelForDispatchKey(host_key) || op.hasKernelForDispatchKey(foo_key)) continue;
       register_kernel(c10::toString(name), foo_key,
                       c10::KernelFunction::makeFromBoxedFunction<&call_on_host>());
     }
@@ -323,17 +330,28 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
 }
-TORCH_LIBRARY_IMPL(_, QuantizedPrivateUse1, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
+
+namespace {
+
+// The fallbacks of the other kinds of tensors. Each takes milliseconds, as torch then looks at all
+// of its operators, and most programs import torch and make no tensor of foo.
+void register_other_fallbacks() {
+  // Never destroyed, because at exit the dispatcher may be gone before.
+  static auto* registrations = new std::vector<c10::RegistrationHandleRAII>();
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& [foo_key, host_key] : kKindsOfTensors) {
+    // The dense one, or one of a user.
+    if (dispatcher.hasBackendFallbackForDispatchKey(foo_key)) continue;
+    registrations->push_back(dispatcher.registerFallback(
+        foo_key, c10::KernelFunction::makeFromBoxedFunction<&call_on_host>(), "foo_ops"));
+  }
 }
-TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
-}
-TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
-}
-TORCH_LIBRARY_IMPL(_, NestedTensorPrivateUse1, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
-}
+
+const bool registered = [] {
+  device::before_first_use = &register_other_fallbacks;
+  return true;
+}();
+
+}  // namespace
 
 }  // namespace foo::aten

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/ArrayRef.h>
 
 namespace foo::aten {
 
@@ -21,8 +22,9 @@ c10::DispatchKeySet host_keys(c10::DispatchKeySet keys);
 
 // Where the CPU has a kernel of its own and other devices a composite of smaller operators, slower
 // and with other roundings, torch would prefer the composite to a fallback: this gives foo the
-// CPU's kernel, and the whole list of a _foreach_ operator to the CPU. To be called when all
-// operators and all other kernels of foo are registered.
-void register_host_kernels();
+// CPU's kernel, and the whole list of a _foreach_ operator to the CPU. An operator that makes a
+// device's first tensor gets the CPU's kernel here, too, as no fallback may be there yet. To be
+// called when all other kernels of foo are registered.
+void register_host_kernels(c10::ArrayRef<c10::OperatorHandle> operators);
 
 }  // namespace foo::aten

@@ -76,10 +76,9 @@ void register_transform(const c10::OperatorHandle& op) {
 
 }  // namespace
 
-void register_half_transforms() {
-  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    const auto op = c10::Dispatcher::singleton().findSchema(name);
-    if (op.has_value() && is_transform(*op)) register_transform(*op);
+void register_half_transforms(c10::ArrayRef<c10::OperatorHandle> operators) {
+  for (const c10::OperatorHandle& op : operators) {
+    if (is_transform(op)) register_transform(op);
   }
 }
 

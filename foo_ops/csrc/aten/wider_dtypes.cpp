@@ -12,10 +12,10 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <map>
 #include <optional>
 #include <sstream>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -303,8 +303,8 @@ const Rule kRules[] = {
 
 // The kernels for "aten::sin", "aten::sin_" and their kind; overloads such as sin.out have the
 // same.
-std::map<std::string, HostKernel*> kernels_by_name() {
-  std::map<std::string, HostKernel*> kernels;
+std::unordered_map<std::string, HostKernel*> kernels_by_name() {
+  std::unordered_map<std::string, HostKernel*> kernels;
   for (const Rule& rule : kRules) {
     std::istringstream names(rule.operators);
     for (std::string name; names >> name;) {
@@ -329,15 +329,13 @@ class WiderKernel final : public c10::OperatorKernel {
 
 }  // namespace
 
-void register_wider_kernels() {
+void register_wider_kernels(c10::ArrayRef<c10::OperatorHandle> operators) {
   const auto kernels = kernels_by_name();
-  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    const auto op = c10::Dispatcher::singleton().findSchema(name);
-    if (!op.has_value()) continue;
-    const auto known = kernels.find(name.name);
-    if (known == kernels.end() || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+  for (const c10::OperatorHandle& op : operators) {
+    const auto known = kernels.find(op.operator_name().name);
+    if (known == kernels.end() || !op.hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
     register_kernel(
-        c10::toString(name), c10::DispatchKey::PrivateUse1,
+        c10::toString(op.operator_name()), c10::DispatchKey::PrivateUse1,
         c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<WiderKernel>(known->second)));
   }
 }

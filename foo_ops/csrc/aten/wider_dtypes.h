@@ -1,12 +1,15 @@
 // Dtypes that an operator has on CUDA, and not on the CPU.
 #pragma once
 
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/ArrayRef.h>
+
 namespace foo::aten {
 
-// Gives these operators on foo kernels for them. To be called when all operators are registered.
-void register_wider_kernels();
+// Gives those of the operators that have such dtypes kernels for them on foo.
+void register_wider_kernels(c10::ArrayRef<c10::OperatorHandle> operators);
 
 // The same for the transforms of torch.fft, which torch composes of smaller operators.
-void register_half_transforms();
+void register_half_transforms(c10::ArrayRef<c10::OperatorHandle> operators);
 
 }  // namespace foo::aten

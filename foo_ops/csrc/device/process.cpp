@@ -3,6 +3,9 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
+#include <mutex>
+
+#include "launch/fork_mutex.h"
 #include "launch/operator_counts.h"
 
 namespace foo::device {
@@ -16,6 +19,10 @@ void after_fork_in_child() {
   before_first_call = &initialize_slowly;
 }
 
+// Made at load, before those that a thread may hold when it comes here. Never destroyed, as threads
+// may come here at exit.
+ForkMutex& first_use = *new ForkMutex();
+
 const int registered = [] {
   before_first_call = &initialize_slowly;
   return pthread_atfork(nullptr, nullptr, &after_fork_in_child);
@@ -25,10 +32,15 @@ const int registered = [] {
 
 std::atomic<ProcessState> process_state{ProcessState::kUntouched};
 
+void (*before_first_use)() = nullptr;
+
 void initialize_slowly() {
   TORCH_CHECK(!is_in_bad_fork(),
               "Cannot re-initialize foo in forked subprocess. To use foo with multiprocessing, you "
               "must use the 'spawn' start method");
+  const std::lock_guard lock(first_use);
+  if (is_initialized()) return;
+  before_first_use();
   process_state = ProcessState::kInitialized;
   before_first_call = nullptr;
 }

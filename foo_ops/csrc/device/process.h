@@ -9,12 +9,15 @@ enum class ProcessState { kUntouched, kInitialized, kForked };
 
 extern std::atomic<ProcessState> process_state;
 
+// The work that everyone's first use of the device waits for. Set once, at load.
+extern void (*before_first_use)();
+
 // Raises in a forked child of a process that has touched the device.
 void initialize_slowly();
 
 // To be called before anything that touches the device.
 inline void initialize() {
-  if (process_state.load(std::memory_order_relaxed) == ProcessState::kInitialized) return;
+  if (process_state.load(std::memory_order_acquire) == ProcessState::kInitialized) return;
   initialize_slowly();
 }
 

@@ -4,25 +4,19 @@ Python runs the handlers of signals in the main thread, between any two steps of
 that only waits for another thread, an exception of a handler, such as KeyboardInterrupt, leaves
 nothing half done, and the handler itself may need a kernel. The compiler goes on, and the next call
 finds what it has made.
-
-A fork waits until the compiler is idle. Otherwise a child would find it in the middle of its work,
-with locks that nobody releases, as the thread that holds them is not in the child.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 import sys
 import threading
 import traceback
-from typing import Any
 
+from foo_ops._forks import compiler_lock, compiler_locks
 from foo_ops.kernels.compiler.interpret import INTERPRETS, callback
 from foo_ops.kernels.compiler.kernel import KERNELS, KernelError, Source
 
-# Held while the compiler works, and during a fork.
-_lock: Any = threading.RLock()
 _addresses: dict[tuple[str, str], int] = {}
 
 
@@ -67,7 +61,7 @@ def _find_in_a_thread(kernel: str, signature: str) -> int:
 
 
 def _find(kernel: str, signature: str) -> int:
-    with _lock:
+    with compiler_lock:
         address = _addresses.get((kernel, signature))
         if address is None:
             address = _addresses[kernel, signature] = _load(kernel, signature)
@@ -105,7 +99,7 @@ def _told_in_full(kernel: str, signature: str, error: Exception) -> KernelError:
 def _must_stay_in_this_thread() -> bool:
     """Whether another thread would wait for this one, which would wait for it."""
     # Code that runs while a kernel is compiled, as in a user's intrinsic, may need another one.
-    return any(lock._is_owned() for lock in _compiler_locks()) or _is_importing()
+    return any(lock._is_owned() for lock in compiler_locks()) or _is_importing()
 
 
 def _is_importing() -> bool:
@@ -116,29 +110,3 @@ def _is_importing() -> bool:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True
     return False
-
-
-def _compiler_locks() -> list[Any]:
-    """Return the locks of the compiler, in the order in which it takes them."""
-    numba = getattr(sys.modules.get("numba.core.compiler_lock"), "global_compiler_lock", None)
-    return [_lock] if numba is None else [_lock, numba._lock]
-
-
-# ------------------------------------------------------------------------------------------ forks
-
-_held: list[Any] = []
-
-
-def _before_fork() -> None:
-    for lock in _compiler_locks():
-        lock.acquire()
-        _held.append(lock)
-
-
-def _after_fork() -> None:
-    """Release the locks in the parent, and in the child, whose thread is the one that took them."""
-    while _held:
-        _held.pop().release()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
