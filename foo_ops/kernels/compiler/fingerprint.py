@@ -300,8 +300,17 @@ def attribute_names(code: types.CodeType) -> frozenset[str]:
     return _names(code, "LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 
 
-@functools.cache
 def _names(code: types.CodeType, *operations: str) -> frozenset[str]:
-    own = (step.argval for step in dis.get_instructions(code) if step.opname in operations)
+    return frozenset(name for operation, name in _named(code) if operation in operations)
+
+
+_NAMING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM", "IMPORT_NAME")
+
+
+@functools.cache
+def _named(code: types.CodeType) -> frozenset[tuple[str, str]]:
+    """Return the operations of a function's code on names, and of those inside, with the names."""
+    steps = dis.get_instructions(code)
+    own = frozenset((step.opname, step.argval) for step in steps if step.opname in _NAMING)
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return frozenset(own).union(*(_names(const, *operations) for const in inner))
+    return own.union(*map(_named, inner))

@@ -20,6 +20,8 @@ import logging
 import sys
 from typing import Any
 
+import numpy
+
 from foo_ops.kernels.compiler import cache, emit, sources
 from foo_ops.kernels.compiler.garbage import without_garbage_collection
 from foo_ops.kernels.compiler.kernel import Source
@@ -40,6 +42,9 @@ with without_garbage_collection():
 logger = logging.getLogger("foo_ops")
 
 _INSTALLED_NUMBA = importlib.metadata.version("numba")
+# This process runs these, whatever is on disk by now. NumPy computes constants.
+_NUMBA = getattr(sys.modules.get("numba"), "__version__", _INSTALLED_NUMBA)
+_NUMPY = numpy.__version__
 # The code lives as long as the engine and the libraries in it: for ever, as callers keep addresses.
 _libraries: list[Any] = []
 
@@ -74,22 +79,13 @@ def _warn_of_upgrade() -> None:
     )
 
 
-def _version(package: str) -> str:
-    """Return the version that this process runs, whatever is on disk by now."""
-    imported = getattr(sys.modules.get(package), "__version__", None)
-    return imported or importlib.metadata.version(package)
-
-
-# NumPy computes constants.
-_VERSIONS = (_version("numba"), _version("numpy"))
-
-
 def _key(source: Source, signature: str) -> str:
     """Hash all that the object code depends on."""
     parts = [
         signature,
         sys.version,
-        *_VERSIONS,
+        _NUMBA,
+        _NUMPY,
         llvmlite.__version__,
         repr(llvm.llvm_version_info),
         *target(),

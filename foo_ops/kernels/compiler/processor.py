@@ -23,12 +23,18 @@ def target() -> tuple[str, str, str]:
     name = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
     features = os.environ.get("NUMBA_CPU_FEATURES")
     if features is None:
-        features = "" if name == "generic" else llvm.get_host_cpu_features().flatten()
+        features = "" if name == "generic" else _features_of_host()
         if "+avx512f" in features.split(","):
             # On Intel's processors LLVM prefers 256 bits, as the first with 512 lowered their
             # clocks: softmax_cross_entropy takes 1.4 times as long with these.
             features += ",-prefer-256-bit"
     return llvm.get_process_triple(), name, features
+
+
+@functools.cache
+def _features_of_host() -> str:
+    """Ask LLVM, which takes 0.2 ms; the key of a kernel needs them six times."""
+    return llvm.get_host_cpu_features().flatten()
 
 
 def vector_bits() -> int:

@@ -8,7 +8,6 @@ Needs neither Numba nor the modules themselves: it reads their texts.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import re
@@ -25,12 +24,6 @@ _MENTION = re.compile(rf"{re.escape(PACKAGE)}((?:\.\w+)*)(?: import (\([^)]*\)|.
 _WORD, _TEXT = re.compile(r"\w+"), re.compile(r"[\"'](\w+)[\"']")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    digest: bytes
-    mentioned: frozenset[str]
-
-
 @functools.cache
 def digest(modules: frozenset[str]) -> bytes:
     """Hash the sources of modules, of all that they import, and of the compiler.
@@ -40,7 +33,7 @@ def digest(modules: frozenset[str]) -> bytes:
     # A program that was packed into one file has no sources.
     content = hashlib.sha256(b"" if MODULES else __version__.encode())
     for name in sorted(closure(modules)):
-        content.update(name.encode() + _read(name).digest)
+        content.update(name.encode() + _read(name)[0])
     return content.digest()
 
 
@@ -51,17 +44,18 @@ def closure(modules: Iterable[str]) -> set[str]:
         name = waiting.pop()
         if name not in found and name in MODULES:
             found.add(name)
-            waiting += _read(name).mentioned
+            waiting += _read(name)[1]
     return found
 
 
 @functools.cache
-def _read(module: str) -> _Source:
+def _read(module: str) -> tuple[bytes, frozenset[str]]:
+    """Return a hash of a module's source, and the modules that it mentions."""
     content = source(module)
     text = content.decode()
     mentioned = {name for match in _MENTION.finditer(text) for name in _named(match, text)}
     # A module's packages are imported before it is.
-    return _Source(hashlib.sha256(content).digest(), frozenset({*mentioned, *_packages(module)}))
+    return hashlib.sha256(content).digest(), frozenset({*mentioned, *_packages(module)})
 
 
 def _named(match: re.Match[str], text: str) -> Iterator[str]:
