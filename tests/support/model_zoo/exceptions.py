@@ -94,6 +94,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "musicgen_melody_decoder": {"num_codebooks": 3},
     "owlv2_text_model": {"max_position_embeddings": 32},
     "owlvit_text_model": {"max_position_embeddings": 32},
+    "pp_lcnet_v4": {"stem_channels": [3, 48, 96]},
     "prompt_depth_anything": PLAIN_STAGES,
     "qwen2_5_omni_thinker": {"vision_start_token_id": 103},
     "qwen2_5_omni_vision_encoder": WINDOWED_VISION,
@@ -220,6 +221,8 @@ TWEAKS: dict[str, Callable[[dict, Any], dict]] = {
 WITHOUT: dict[str, tuple[str, ...]] = {
     "embedding_gemma2": ("pixel_values", "pixel_values_videos", "input_features"),
     "fuyu": ("pixel_values",),
+    # Only some vision models have the size of their patches, by which it divides.
+    "llava": ("image_sizes",),
     "muse_glimmer": ("pixel_values",),
     "pop2piano": ("input_features",),
     "speech-encoder-decoder": ("input_features",),

@@ -205,7 +205,7 @@ def companions(model: PreTrainedModel, arguments: dict, given: dict) -> dict[str
         for part in model.modules()
     ]
     taken = {name for it in methods if it for name in inspect.signature(it).parameters}
-    names = arguments.keys() | taken
+    names = (arguments.keys() | taken) - set(WITHOUT.get(model.config.model_type, ()))
     found: dict[str, Tensor] = {}
     pixels, sounds = given.get("pixel_values"), given.get("input_features")
     if pixels is not None and pixels.ndim >= 4:
