@@ -5,13 +5,11 @@ What holds for every operator is in test_matrix.py.
 
 import contextlib
 import itertools
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from support.processes import run
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
@@ -376,7 +374,4 @@ KERNELS = ("linear_product", "linear_few_rows")
 @pytest.mark.parametrize("finish", ["", ".gelu", ".silu_mul"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_kernels_stay_inside_of_their_regions(dtype, finish, tmp_path):
-    environment = os.environ | {"FOO_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", FENCED, dtype, *(f"{name}{finish}" for name in KERNELS)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run(FENCED, tmp_path, dtype, *(f"{name}{finish}" for name in KERNELS))
