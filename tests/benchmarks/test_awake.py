@@ -45,6 +45,7 @@ def test_nobody_is_busy_after_a_failure():
 
 def test_nobody_is_busy_for_a_parent_that_is_gone():
     processor = min(os.sched_getaffinity(0))
+    # A new interpreter, since it needs no torch.
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.awake", str(processor), "0"], timeout=60, check=False
     )

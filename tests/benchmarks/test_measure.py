@@ -1,12 +1,11 @@
 """The benchmark's peaks do all their operations, and its clock measures in turn."""
 
 import dataclasses
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from support.processes import python
 
 from benchmarks import (
     peaks,
@@ -54,7 +53,8 @@ def test_kernel_of_bfloat16_compiles_for_a_processor_that_has_it(monkeypatch):
     monkeypatch.setenv("NUMBA_CPU_NAME", "znver4")
     features = "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512bf16"
     monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
-    assert subprocess.run([sys.executable, "-c", COMPILE_BF16_DOT]).returncode == 0
+    process = python(COMPILE_BF16_DOT)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.skipif(not has_bfloat16_dot(), reason="needs AVX512-BF16")

@@ -1,12 +1,10 @@
 """Kernels compile once, come from the cache afterwards, and a bad cache costs time alone."""
 
-import os
 import shutil
-import subprocess
-import sys
 
 import llvmlite.binding as llvm
 import pytest
+from support.processes import python, run, start
 
 from foo_ops.kernels.compiler import processor
 from foo_ops.kernels.compiler.cache import cache_directory
@@ -34,27 +32,6 @@ for name in {DTYPES}:
 print(len(compiled), "numba" in sys.modules)
 """
 COMPILED, LOADED = f"{len(DTYPES)} True", "0 False"
-
-
-def start(program, cache, *arguments, **environment):
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
-        env=os.environ | {"FOO_CACHE_DIR": str(cache)} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process):
-    """Return what it printed, and what it logged."""
-    printed, logged = process.communicate()
-    assert process.returncode == 0, logged
-    return printed.strip(), logged.strip()
-
-
-def run(program, cache, *arguments, **environment):
-    return finish(start(program, cache, *arguments, **environment))
 
 
 def contents(cache):
@@ -175,9 +152,9 @@ def test_eight_threads_compile_a_kernel_once(tmp_path):
 
 
 def test_processes_that_fill_one_cache_at_once(tmp_path):
-    processes = [start(PROGRAM, tmp_path) for _ in range(2)]
-    results = [finish(process) for process in processes]
-    assert all(logged == "" for _, logged in results)
+    processes = [start(PROGRAM, FOO_CACHE_DIR=str(tmp_path)) for _ in range(2)]
+    results = [process.wait() for process in processes]
+    assert [(it.returncode, it.stderr) for it in results] == [(0, "")] * 2
     assert len(contents(tmp_path)) == len(DTYPES)
     assert run(PROGRAM, tmp_path) == (LOADED, "")
 
@@ -263,19 +240,18 @@ def test_kernels_for_other_processors(dtype, environment):
 
 
 def test_vector_width_must_be_one_that_exists(tmp_path):
-    process = start("import torch; torch.ops.foo.abs(torch.ones(3))", tmp_path, FOO_VECTOR_BITS="9")
-    _, logged = process.communicate()
+    program = "import torch; torch.ops.foo.abs(torch.ones(3))"
+    process = python(program, FOO_CACHE_DIR=str(tmp_path), FOO_VECTOR_BITS="9")
     assert process.returncode == 1
-    assert "FOO_VECTOR_BITS must be 128, 256 or 512, got 9" in logged
+    assert "FOO_VECTOR_BITS must be 128, 256 or 512, got 9" in process.stderr
 
 
 @pytest.mark.parametrize("name", ["FOO_BFLOAT16_PAIRS", "FOO_MATRIX_UNIT"])
 def test_switch_must_be_on_or_off(tmp_path, name):
     program = "import torch; torch.ops.foo.attention(*torch.ones(3, 1, 1, 2, 4).bfloat16())"
-    process = start(program, tmp_path, **{name: "yes"})
-    _, logged = process.communicate()
+    process = python(program, FOO_CACHE_DIR=str(tmp_path), **{name: "yes"})
     assert process.returncode == 1
-    assert f"{name} must be 0 or 1, got yes" in logged
+    assert f"{name} must be 0 or 1, got yes" in process.stderr
 
 
 def test_stored_kernels_may_use_the_matrix_unit(tmp_path):

@@ -2,13 +2,11 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from support.processes import BECOME, SECONDS, run
+from support.processes import BECOME, run
 
 import foo_ops
 from foo_ops.kernels.compiler import cache
@@ -108,7 +106,8 @@ import resource, signal
 from foo_ops.kernels.compiler import load
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+# Room for what is logged.
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 use(torch.float32, torch.float64)
 """
     logged = run(program, tmp_path)[1]
@@ -144,16 +143,7 @@ def package(tmp_path):
 
 
 def run_copy(program, package, cache_folder):
-    process = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=package.parent,
-        env=os.environ | {"PYTHONPATH": str(package.parent), "FOO_CACHE_DIR": str(cache_folder)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout.strip(), process.stderr.strip()
+    return run(program, cache_folder, folder=package.parent, PYTHONPATH=str(package.parent))
 
 
 UPGRADE = f"""{USE}

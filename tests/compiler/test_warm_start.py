@@ -3,12 +3,11 @@
 import dataclasses
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
-from support.processes import BECOME, SECONDS, run
+from support.processes import BECOME, module, python, run
 
 from foo_ops import compile as warm_start
 from foo_ops.kernels.compiler import cache
@@ -16,13 +15,7 @@ from foo_ops.testing import OPERATORS
 
 
 def compile_ahead(folder, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "foo_ops.compile", *arguments],
-        env=os.environ | {"FOO_CACHE_DIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    return python(module("foo_ops.compile"), *arguments, FOO_CACHE_DIR=str(folder))
 
 
 USE = """

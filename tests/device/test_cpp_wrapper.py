@@ -1,15 +1,11 @@
 """Graphs on foo that Inductor compiles to C++, just in time and ahead of time."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from support import squash_operator  # noqa: F401
 from support.exact import assert_near, exact_copy
+from support.processes import python
 from torch import nn
 
 import foo_ops
@@ -155,9 +151,8 @@ x, expected = torch.load({str(tmp_path / "data.pt")!r})
 result = torch._inductor.aoti_load_package({path!r})(x.to({str(model.weight.device)!r}))
 torch.testing.assert_close(result.cpu().double(), expected, rtol=1e-5, atol=1e-5)
 """
-    tests = str(Path(__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([tests, *sys.path])}
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300, env=environment)
+    process = python(program)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.whole

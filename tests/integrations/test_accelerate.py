@@ -1,10 +1,7 @@
 """accelerate, transformers' Trainer and device maps take foo by the one line of the manual."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from support.processes import python
 
 pytest.importorskip("accelerate")
 
@@ -54,10 +51,6 @@ print("done")
 
 @pytest.mark.whole
 def test_the_line_of_the_manual(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM.replace("FOLDER", repr(str(tmp_path)))],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"ACCELERATE_TORCH_DEVICE": "foo"},
-    )
+    program = PROGRAM.replace("FOLDER", repr(str(tmp_path)))
+    result = python(program, ACCELERATE_TORCH_DEVICE="foo")
     assert result.stdout.endswith("done\n"), result.stderr

@@ -1,14 +1,13 @@
 """foo_ops gives Hugging Face transformers an attention function and masks that agree."""
 
 import math
-import subprocess
-import sys
 
 import hypothesis
 import pytest
 import torch
 import transformers
 from hypothesis import strategies
+from support.processes import python
 from support.transformer_models import decoder, run, tokens
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 from transformers import masking_utils as masks
@@ -227,10 +226,6 @@ def test_model_refuses_to_output_attentions():
 def test_both_interfaces_know_foo():
     assert AttentionInterface()["foo"] is integration.foo_attention_forward
     assert AttentionMaskInterface()["foo"] is integration.foo_mask
-
-
-def python(program):
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
 
 def test_transformers_is_not_imported_by_foo_ops():

@@ -2,12 +2,11 @@
 
 import itertools
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+from support.processes import python
 
 from foo_ops import language, library
 from foo_ops.testing import OperatorCheckError, OpSpec, Sample, check_operator, random
@@ -363,9 +362,7 @@ def test_environment(value, printed, monkeypatch, tmp_path):
     # Another line of the same kernel: what is kept on disk must not tell of the first.
     for lines in (0, 3):
         program.write_text("\n" * lines + textwrap.dedent(PROGRAM))
-        result = subprocess.run(
-            [sys.executable, str(program)], capture_output=True, text=True, timeout=120
-        )
+        result = python(program)
         assert result.stdout.startswith(printed), result.stdout + result.stderr
         if value == "1":
             assert result.stdout.endswith(f"({program}:{13 + lines}: output[row, 5] = 7.0)\n")
@@ -373,6 +370,5 @@ def test_environment(value, printed, monkeypatch, tmp_path):
 
 def test_switch_is_0_or_1(monkeypatch):
     monkeypatch.setenv("FOO_CHECK_BOUNDS", "yes")
-    command = [sys.executable, "-c", "import foo_ops.library"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = python("import foo_ops.library")
     assert "ValueError: FOO_CHECK_BOUNDS must be 0 or 1, got yes\n" in result.stderr

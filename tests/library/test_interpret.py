@@ -1,10 +1,7 @@
 """FOO_INTERPRET=1: kernels of users run as plain Python, with the values of compiled ones."""
 
 import operator
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +9,7 @@ import pytest
 import torch
 from support import kernels_to_interpret
 from support.exact import units_in_the_last_place
-from support.processes import SECONDS
+from support.processes import module, python
 
 from foo_ops import language, library
 from foo_ops.kernels.vectors import plain_language
@@ -21,23 +18,23 @@ from foo_ops.kernels.vectors.plain_views import FromEnd
 REPOSITORY = Path(__file__).parents[2]
 
 
-def interpreted(*arguments, input="", **environment):
-    """A process of Python in which kernels are interpreted."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | {"FOO_INTERPRET": "1"} | environment,
-        cwd=REPOSITORY,
-        input=input,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+def interpreted(program, *arguments, **options):
+    """Run a program in which kernels are interpreted."""
+    return python(program, *arguments, **{"FOO_INTERPRET": "1"} | options)
+
+
+def tests_interpreted(file, chosen):
+    """Run tests of a file in which kernels are interpreted, and return how many passed."""
+    options = ("-v", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", chosen)
+    process = interpreted(module("pytest"), *options, file, folder=REPOSITORY)
+    assert process.returncode == 0, process.stdout
+    return int(re.search(r"(\d+) passed", process.stdout)[1])
 
 
 def test_same_bits(tmp_path):
     """These kernels call no function that is an approximation, and add in one order."""
     file = tmp_path / "results.pt"
-    process = interpreted(kernels_to_interpret.__file__, str(file))
+    process = interpreted(Path(kernels_to_interpret.__file__), file)
     assert process.returncode == 0, process.stderr
     results, expected = torch.load(file), kernels_to_interpret.all_calls()
     assert results.keys() == expected.keys()
@@ -54,12 +51,7 @@ def test_own_operators_are_within_their_budgets(operator):
     """Values and gradients against float64, in all dtypes, on both devices."""
     samples = "size7 or size1 or size0"
     chosen = f"{operator} and not add_ and (values or gradients) and ({samples})"
-    process = interpreted(
-        *("-m", "pytest", "-v", "-p", "no:xdist", "-p", "no:cacheprovider"),
-        *("tests/operators/test_matrix.py", "-k", chosen),
-    )
-    assert process.returncode == 0, process.stdout
-    assert int(re.search(r"(\d+) passed", process.stdout)[1]) >= 24
+    assert tests_interpreted("tests/operators/test_matrix.py", chosen) >= 24
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -91,12 +83,7 @@ def test_functions_are_within_half_a_unit_or_so(name, dtype):
     ],
 )
 def test_compiled_kernels_pass_the_same(file, chosen, count):
-    process = interpreted(
-        *("-m", "pytest", "-v", "-p", "no:xdist", "-p", "no:cacheprovider"),
-        *(f"tests/library/{file}", "-k", chosen),
-    )
-    assert process.returncode == 0, process.stdout
-    assert int(re.search(r"(\d+) passed", process.stdout)[1]) >= count
+    assert tests_interpreted(f"tests/library/{file}", chosen) >= count
 
 
 PROGRAM = """
@@ -124,7 +111,7 @@ def program(first="pass", more=0, device="cpu", contiguous=False):
 
 
 def test_print(device):
-    process = interpreted("-c", program("print(x, x.row(1), x[1, 0], len(rows))", device=device))
+    process = interpreted(program("print(x, x.row(1), x[1, 0], len(rows))", device=device))
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == [
         "View(float32, shape=(2, 3), strides=(3, 1)) float32 [3.0, 4.0, 5.0] 3.0 2",
@@ -150,15 +137,14 @@ for number in (1.0, 2.0):
         printed(torch.tensor(number, dtype=torch.float32 if number == 1 else torch.float64))
     print(repr(stream.getvalue()))
 """
-    process = interpreted("-c", text)
+    process = interpreted(text)
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == [r"'1.0\n'", r"'2.0\n'"]
 
 
 def test_debugger_stops_in_a_kernel(device):
-    process = interpreted(
-        "-c", program("breakpoint()", device=device), input="p x.shape\nn\np rows\nc\n"
-    )
+    commands = "p x.shape\nn\np rows\nc\n"
+    process = interpreted(program("breakpoint()", device=device), input=commands)
     assert process.returncode == 0, process.stderr
     assert "(Pdb) (2, 3)\n" in process.stdout
     assert "range(0, 2)\n" in process.stdout
@@ -173,7 +159,7 @@ def test_debugger_stops_in_a_kernel(device):
     ],
 )
 def test_index_outside_is_an_exception_with_its_place(contiguous, message, device):
-    process = interpreted("-c", program(more=1, device=device, contiguous=contiguous))
+    process = interpreted(program(more=1, device=device, contiguous=contiguous))
     assert process.returncode == 1
     assert process.stderr.splitlines()[-1] == message
     assert 'File "<string>", line 15, in f' in process.stderr
@@ -213,7 +199,7 @@ def f(x, y, rows):
 
 torch.ops.debugged.f(torch.ones(2, 3, device="{device}"))
 """
-    process = interpreted("-c", text)
+    process = interpreted(text)
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == [
         "IndexError: index (-1, 0) is outside of the shape (2, 3)",
@@ -279,7 +265,7 @@ for x in (long, long.repeat_interleave(2)[::2], torch.arange(3.0)):
     except AssertionError as error:
         print("raised:", error)
 """
-    process = interpreted("-c", text)
+    process = interpreted(text)
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == [
         "raised: got 99999.0 in MainThread",
@@ -321,7 +307,7 @@ try:
 except ValueError as error:
     print(error)
 """
-    for process in (interpreted("-c", text), interpreted("-c", text, FOO_INTERPRET="0")):
+    for process in (interpreted(text), interpreted(text, FOO_INTERPRET="0")):
         assert process.returncode == 0, process.stderr
         assert process.stdout.splitlines() == [
             "[2.0, 2.0] [3.0, 3.0] [3.0, 3.0]",
@@ -337,7 +323,7 @@ x = torch.tensor(-2.0, device="{device}")
 print(torch.ops.foo.abs(x).item(), foo_ops.rms_norm(x[None], eps=0.0).tolist())
 print(torch.ops.foo.abs(x.new_empty(0)).tolist(), foo_ops.rms_norm(x.new_empty(0, 3)).tolist())
 """
-    process = interpreted("-c", text)
+    process = interpreted(text)
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines() == ["2.0 [-1.0]", "[] []"]
 
@@ -363,5 +349,5 @@ def test_message_of_the_compiler_says_how_to_debug(name):
 
 
 def test_switch_is_0_or_1():
-    process = interpreted("-c", "import foo_ops.language", FOO_INTERPRET="yes")
+    process = interpreted("import foo_ops.language", FOO_INTERPRET="yes")
     assert "ValueError: FOO_INTERPRET must be 0 or 1, got yes\n" in process.stderr

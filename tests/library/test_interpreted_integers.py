@@ -4,13 +4,11 @@
 """
 
 import itertools
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
-from support.processes import SECONDS
+from support.processes import python
 
 from foo_ops import library
 
@@ -89,14 +87,7 @@ def all_calls(device):
 
 def test_same_integers(device, tmp_path):
     file = tmp_path / "results.pt"
-    process = subprocess.run(
-        [sys.executable, __file__, str(file), device],
-        env=os.environ | {"FOO_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    process = python(Path(__file__), file, device, FOO_INTERPRET="1")
     assert process.returncode == 0, process.stderr
     interpreted = torch.load(file)
     for call, expected in all_calls(device).items():

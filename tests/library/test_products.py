@@ -1,14 +1,11 @@
 """language.dot and language.add_dot: products of matrices that are slices of views."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support.processes import SECONDS
+from support.processes import module, python
 
 from foo_ops import language, library
 
@@ -311,16 +308,10 @@ def test_what_is_no_matrix(factor):
     ids=str,
 )
 def test_other_vectors(environment):
-    process = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"),
-            *(__file__, "-k", "test_shapes and cpu and tiles and not float64 or test_integers"),
-        ],
-        env=os.environ | environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
+    chosen = "test_shapes and cpu and tiles and not float64 or test_integers"
+    options = ("-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", chosen)
+    process = python(
+        module("pytest"), *options, __file__, folder=Path(__file__).parents[2], **environment
     )
     assert process.returncode == 0, process.stdout
 

@@ -236,5 +236,4 @@ assert torch.equal(reverse(x), x.flip(-1))
 
 def test_interpreted(tmp_path):
     program = INTERPRETED.format(folder=str(Path(__file__).parent))
-    support = str(Path(__file__).parents[1])
-    run(f"import sys; sys.path.insert(0, {support!r})\n{program}", tmp_path, FOO_INTERPRET="1")
+    run(program, tmp_path, FOO_INTERPRET="1")

@@ -1,11 +1,10 @@
 """Declarations of how operators are cut among processes; tests/distributed runs them."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from support.processes import python
 
 from foo_ops import library
 from foo_ops.library.operators import find
@@ -98,5 +97,5 @@ foo_ops.library.register_kernel(
 )
 assert torch.ops.sharding_test.later.default in known
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = python(program)
     assert result.returncode == 0, result.stderr

@@ -1,11 +1,10 @@
 """foo::cache_append writes what it is given where it is told, or refuses and writes nothing."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from support.processes import python
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -271,5 +270,5 @@ for way, table in ((Shard(3), None), (Shard(1), torch.tensor([[0], [1]]))):
     else:
         raise AssertionError(way)
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = python(program)
     assert result.returncode == 0, result.stderr

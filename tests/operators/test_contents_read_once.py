@@ -1,12 +1,11 @@
 """Tensors of integers are read once: another thread may rewrite them after the checks."""
 
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
+from support.processes import python
 
 from foo_ops import library
 
@@ -185,15 +184,11 @@ assert done > 0 and refused > 0, (done, refused)
 
 @pytest.mark.whole
 def test_flex_attention_while_another_thread_rewrites_its_lists_of_blocks(device):
-    result = subprocess.run(
-        [sys.executable, "-c", BLOCKS_PROGRAM, device], capture_output=True, text=True, timeout=120
-    )
+    result = python(BLOCKS_PROGRAM, device)
     assert result.returncode == 0, result.stderr
 
 
 def test_attention_varlen_while_another_thread_rewrites_its_lengths_and_blocks(device):
     """It read anywhere within seconds, and crashed."""
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, device], capture_output=True, text=True, timeout=120
-    )
+    result = python(PROGRAM, device)
     assert result.returncode == 0, result.stderr

@@ -5,14 +5,12 @@ What holds for every operator is in test_matrix.py.
 
 import contextlib
 import itertools
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from support.parts import whole
+from support.processes import run
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
@@ -377,7 +375,4 @@ KERNELS = ("linear_product", "linear_few_rows")
 @pytest.mark.parametrize("finish", ["", ".silu_mul", *whole(".gelu")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", *whole("float64", "float16")])
 def test_kernels_stay_inside_of_their_regions(dtype, finish, tmp_path):
-    environment = os.environ | {"FOO_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", FENCED, dtype, *(f"{name}{finish}" for name in KERNELS)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run(FENCED, tmp_path, dtype, *(f"{name}{finish}" for name in KERNELS))

@@ -1,10 +1,7 @@
 """foo::linear_cross_entropy: its kernels write to their scratch memory and to nothing else."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from support.processes import run
 
 # Calls each kernel with fences between the regions of its scratch memory, and looks at them.
 FENCED = """
@@ -74,8 +71,4 @@ for rows, columns, depth in ((1, 70, 515), (5, 130, 33), (239, 65, 1030), (33, 2
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_kernels_stay_inside_of_their_regions(dtype, tmp_path):
-    environment = os.environ | {"FOO_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", FENCED, dtype], env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+    run(FENCED, tmp_path, dtype)

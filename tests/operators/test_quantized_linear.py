@@ -3,14 +3,12 @@
 What holds for every operator is in test_matrix.py.
 """
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from support.parts import whole
+from support.processes import run
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -367,8 +365,4 @@ for kernel in ("linear_int8_product", "linear_int8_few_rows", "linear_int4_produ
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", *whole("float64", "float16")])
 def test_kernels_stay_inside_of_their_regions(dtype, tmp_path):
-    environment = os.environ | {"FOO_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", FENCED, dtype], env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+    run(FENCED, tmp_path, dtype)

@@ -1,13 +1,10 @@
 """The table of products that PyTorch's kernels compute: which take that route, and their values."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 from support.exact import assert_near
+from support.processes import python
 from torch.profiler import ProfilerActivity, profile
 
 import foo_ops
@@ -232,5 +229,5 @@ assert {EVENT!r} not in [it.key for it in seen.key_averages()]
 
 @pytest.mark.parametrize("variable", ["FOO_TORCH_PRODUCTS", "FOO_BFLOAT16_PAIRS"])
 def test_switched_off(variable):
-    environment = os.environ | {variable: "0"}
-    subprocess.run([sys.executable, "-c", SWITCHED_OFF], env=environment, check=True)
+    process = python(SWITCHED_OFF, **{variable: "0"})
+    assert process.returncode == 0, process.stderr

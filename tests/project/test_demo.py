@@ -4,14 +4,13 @@ import dataclasses
 import io
 import os
 import re
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
 from matplotlib.image import imread
 from rich.console import Console
+from support.processes import module, python
 
 from foo_ops.demo import __main__ as demo
 from foo_ops.demo import report
@@ -58,13 +57,6 @@ def exact_losses(corpus, **options):
     return losses(corpus, setup, **options, dtype=torch.float64)
 
 
-def start(arguments, **environment):
-    command = [sys.executable, "-m", "foo_ops.demo", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, encoding="utf-8", env={**os.environ, **environment}
-    )
-
-
 def losses(corpus, setup, *, seed, steps=6, config=SMALL, dtype=torch.float32):
     torch.manual_seed(seed)
     model = GPT(config, OPERATORS[setup.operators]).to(dtype)
@@ -78,7 +70,7 @@ def losses(corpus, setup, *, seed, steps=6, config=SMALL, dtype=torch.float32):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "not" / "there yet"
-    process = start(["--steps", 20, "--output", folder])
+    process = python(module("foo_ops.demo"), "--steps", 20, "--output", folder)
     assert process.returncode == 0, process.stderr
     return process.stdout, folder
 
@@ -252,7 +244,7 @@ def test_missing_extras_are_named():
         "sys.argv[1:] = ['--steps', '1', '--output', '.']; "
         "runpy.run_module('foo_ops.demo', run_name='__main__')"
     )
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    process = python(program)
     assert process.returncode == 1
     assert process.stderr == "foo_ops.demo needs matplotlib and rich: pip install foo_ops[demo]\n"
 

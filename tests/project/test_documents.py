@@ -1,13 +1,12 @@
 """The Python blocks of the documents run as they stand, and what the documents name exists."""
 
+import json
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from support.versions import TORCH
+from support.processes import python
 
 REPOSITORY = Path(__file__).parents[2]
 # Its blocks are one program.
@@ -17,10 +16,25 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^( *)```sh\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
-WARNINGS = ["-W", "error::UserWarning"]
-if TORCH >= (2, 14):
-    # Its opcheck asks what may be no leaf for its gradient, and hides the warning when it is shown.
-    WARNINGS += ["-W", "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"]
+# Runs the blocks of a page, each in a module of its own, and says which of them failed.
+PAGE = """
+import json, sys, traceback, types, warnings
+
+has_failed = False
+for number, block in enumerate(json.load(sys.stdin)):
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        # opcheck of torch 2.14 asks what may be no leaf for its gradient.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        try:
+            exec(compile(block, f"<block {number}>", "exec"), main.__dict__)
+        except BaseException:
+            has_failed = True
+            print(f"block {number}:", file=sys.stderr)
+            traceback.print_exc()
+sys.exit(has_failed)
+"""
 
 
 def text_of(document):
@@ -31,28 +45,28 @@ def blocks(document, kind=BLOCK):
     return [textwrap.dedent(block) for _, block in kind.findall(text_of(document))]
 
 
-def run(*arguments):
-    return subprocess.run([sys.executable, *WARNINGS, *arguments], capture_output=True, text=True)
-
-
-@pytest.mark.parametrize(
-    ("document", "number"),
-    [
-        (document, number)
-        for document in DOCUMENTS
-        if document != TUTORIAL
-        for number in range(len(blocks(document)))
-    ],
-)
-def test_block_runs(document, number):
-    process = run("-c", blocks(document)[number])
+@pytest.mark.parametrize("document", [it for it in DOCUMENTS if it != TUTORIAL and blocks(it)])
+def test_blocks_run(document):
+    process = python(PAGE, input=json.dumps(blocks(document)))
     assert process.returncode == 0, process.stderr
 
 
+def test_a_block_that_fails_is_named():
+    program = ["x = 1", "print(x)", "import warnings; warnings.warn('careful')", "print('on')"]
+    process = python(PAGE, input=json.dumps(program))
+    assert (process.returncode, process.stdout) == (1, "on\n")
+    named = re.findall(r"^block (\d)|^(\w+: .*)", process.stderr, re.M)
+    assert named == [
+        *(("1", ""), ("", "NameError: name 'x' is not defined")),
+        *(("2", ""), ("", "UserWarning: careful")),
+    ]
+
+
 def test_tutorial(tmp_path):
-    program = tmp_path / "tutorial.py"
-    program.write_text("\n".join(blocks(TUTORIAL)))
-    process = run(str(program))
+    file = tmp_path / "tutorial.py"
+    file.write_text("\n".join(blocks(TUTORIAL)))
+    program = f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')"
+    process = python(PAGE, input=json.dumps([program]))
     assert process.returncode == 0, process.stderr
     assert "tutorial::mish(Tensor x) -> Tensor" in process.stdout
     assert "log_sum_exp: input must have a dimension, got none" in process.stdout

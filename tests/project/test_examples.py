@@ -3,12 +3,11 @@
 import importlib
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.processes import python
 
 import foo_ops.integrations.transformers  # noqa: F401  # makes "foo" known
 
@@ -105,8 +104,6 @@ def test_llama_decoding_notices_a_wrong_attention(llama):
 
 @pytest.mark.parametrize("name", [pytest.param("embeddings", marks=needs_model), "llama_decoding"])
 def test_command_line(name):
-    """It runs in a process of its own, as a user starts it."""
-    command = [sys.executable, EXAMPLES / f"{name}.py", "--rounds", "0"]
-    process = subprocess.run(command, capture_output=True, text=True)
+    process = python(EXAMPLES / f"{name}.py", "--rounds", 0)
     assert process.returncode == 2
     assert "--rounds: must be a whole number from 1 up, got 0" in process.stderr

@@ -79,6 +79,8 @@ def test_packages_that_a_path_has(tmp_path):
     process = python("import foo_ops, support", folder=tmp_path, **environment)
     assert process.stdout == "another\n"
     assert "No module named 'support'" in process.stderr
+    program = "import sys; print(sys.path)"
+    assert python(program, **environment).stdout == python(program, new=True, **environment).stdout
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL"])
@@ -138,13 +140,17 @@ def test_programs_at_once():
 
 def test_a_server_that_ends():
     """Programs that it has started are lost, and the next one gets another server."""
-    program = start("import time; time.sleep(600)")
+    programs = [start("import time; time.sleep(60)") for _ in range(2)]
     server, _ = processes.start_server()
     server.kill()
     server.wait()
-    with pytest.raises(AssertionError, match=r"^the server of forks has ended"):
-        program.wait(60)
-    os.killpg(program.pid, signal.SIGKILL)
+    begin = time.monotonic()
+    for program in programs:
+        with pytest.raises(AssertionError, match=r"^the server of forks has ended"):
+            program.wait()
+        os.kill(program.pid, signal.SIGKILL)
+    # The one is not heard of only when the other ends.
+    assert time.monotonic() - begin < 30
     assert python("print(1)").stdout == "1\n"
     assert processes.start_server()[0].pid != server.pid
 

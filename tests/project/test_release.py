@@ -103,7 +103,7 @@ def test_build_that_does_not_ask_for_torch(check_sdist, tree):
 
 
 def build_step(tree, **environment):
-    """Run what pip runs first of a build."""
+    """Run what pip runs first of a build, in a new interpreter: it looks for torch itself."""
     program = "from setuptools import build_meta; build_meta.get_requires_for_build_wheel()"
     return subprocess.run(
         [sys.executable, "-c", program],

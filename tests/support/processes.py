@@ -134,7 +134,7 @@ class Process:
         poll.register(self._status, select.POLLIN)
         is_late = not poll.poll(seconds * 1000)
         if is_late:
-            os.killpg(self.pid, signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
         code = self._number()
         printed, logged = self._text(self._printed), self._text(self._logged)
         if is_late:

@@ -4,33 +4,20 @@ A file of checks ends with ``run_checks(globals())``, and a test calls `run_on_r
 """
 
 import datetime
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-
-TESTS = Path(__file__).parents[1]
+from support.processes import start
 
 
 def run_on_ranks(script, ranks, tmp_path, *checks, backend="gloo"):
     """Run some functions of a script on each process, and fail with what they say."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    arguments = [tmp_path / "store", str(ranks), backend, *checks]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), *arguments],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    errors = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, "\n\n".join(errors)
+    store = tmp_path / "store"
+    started = [start(script, rank, store, ranks, backend, *checks) for rank in range(ranks)]
+    ended = [process.wait(300) for process in started]
+    assert [it.returncode for it in ended] == [0] * ranks, "\n\n".join(it.stderr for it in ended)
 
 
 def refuses(error, message):

@@ -4,29 +4,25 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from support.processes import module, python, start
 
 from foo_ops.testing.conformance.processes import Worker
 from foo_ops.testing.conformance.scores import Report, cause_of, read_known, read_scores
 
-TESTS = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 CASES = "^operators/(erfinv|cosh|sinc|neg)/float64"
 
 
-def conformance(*options):
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    return subprocess.run(
-        [sys.executable, "-m", "foo_ops.testing.conformance", "--processes", "1", *options],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path},
-    )
+CONFORMANCE = module("foo_ops.testing.conformance")
+
+
+def conformance(*options, **environment):
+    return python(CONFORMANCE, "--processes", 1, *options, **environment)
 
 
 def test_faults_are_found_and_a_crash_costs_one_case(tmp_path):
@@ -73,28 +69,14 @@ def test_another_device_runs_without_foo(tmp_path):
         "assert 'foo_ops._C' not in sys.modules\n"
         "assert torch._C._get_privateuse1_backend_name() == 'privateuseone'\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(tmp_path)])}
-    command = [sys.executable, "-m", "foo_ops.testing.conformance", "--device", "cpu"]
-    result = subprocess.run(
-        [*command, "--import", "no_foo", "--only", "operators/neg/float32", "--processes", "1"],
-        capture_output=True,
-        text=True,
-        env=environment | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    result = conformance(
+        *("--device", "cpu", "--import", "no_foo", "--only", "operators/neg/float32"),
+        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(tmp_path)]),
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
     assert result.returncode == 0, result.stderr + result.stdout
 
 
-@pytest.fixture
-def interruptible():
-    """Have programs that begin here end by Ctrl-C, also where a shell runs the tests beside others:
-    it makes them ignore that, and programs of theirs with them.
-    """
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, handler)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_interrupted_in_a_case(tmp_path):
     """Ctrl-C goes to all processes of a terminal; the case that was running is no crash."""
     out, begun = tmp_path / "scores.json", tmp_path / "begun"
@@ -107,22 +89,18 @@ def test_interrupted_in_a_case(tmp_path):
     )
     of_before = {"operators/neg/float64": None}
     out.write_text(json.dumps({"device": "cpu", "torch": torch.__version__, "cases": of_before}))
-    command = [sys.executable, "-m", "foo_ops.testing.conformance", "--device", "cpu"]
-    command += ["--import", "endless", "--only", "^operators/(acos|cosh)/float64"]
-    running = subprocess.Popen(
-        [*command, "--processes", "1", "--out", str(out)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(tmp_path)])},
-        start_new_session=True,
+    running = start(
+        *(CONFORMANCE, "--device", "cpu", "--import", "endless", "--processes", 1, "--out", out),
+        *("--only", "^operators/(acos|cosh)/float64"),
+        PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(tmp_path)]),
     )
     end = time.monotonic() + 300
     while not begun.exists() and time.monotonic() < end:
         time.sleep(0.1)
     os.killpg(running.pid, signal.SIGINT)
-    _, error = running.communicate(timeout=100)
-    assert running.returncode == 1
-    assert error.strip().endswith("conformance: interrupted after 1 of 2 cases")
+    ended = running.wait(100)
+    assert ended.returncode == 1
+    assert ended.stderr.strip().endswith("conformance: interrupted after 1 of 2 cases")
     assert json.loads(out.read_text())["cases"] == of_before | {"operators/acos/float64": None}
 
 

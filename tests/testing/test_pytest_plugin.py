@@ -1,5 +1,6 @@
 """A stranger's project uses the plugin from outside the package, without a conftest."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from support.processes import module, python
 
 import foo_ops
 
@@ -114,10 +116,12 @@ def test_where():
 def run(tmp_path):
     """Write a test file into a folder of its own and run pytest on it there."""
 
-    def run_pytest(text, *options):
+    def run_pytest(text, *options, new=False):
         (tmp_path / "test_of_a_stranger.py").write_text(text)
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        # A stranger has not what our tests find beside them.
+        path = os.environ.get("PYTHONPATH", "")
+        options = ("-p", "no:cacheprovider", *options)
+        return python(module("pytest"), *options, folder=tmp_path, new=new, PYTHONPATH=path)
 
     return run_pytest
 
@@ -190,7 +194,10 @@ def test_checks_of_a_marker(run):
     ("marker", "message"),
     [
         ("'x'", "@pytest.mark.operators must be given foo_ops.testing.OpSpec, got 'x'"),
-        ("SPEC, check=['values']", "@pytest.mark.operators takes specs and checks=, got check="),
+        (
+            "SPEC, check=['values']",
+            "@pytest.mark.operators takes specs, checks= and quick=, got check=",
+        ),
         ("SPEC, checks=['value']", "cases: checks must be among "),
     ],
 )
@@ -209,7 +216,9 @@ def test_operator(operator_check): ...
 
 
 def test_torch_is_imported_only_where_it_is_needed(run):
-    process = run("def test_nothing():\n    import sys\n    assert 'torch' not in sys.modules\n")
+    # A fork has imported torch.
+    text = "def test_nothing():\n    import sys\n    assert 'torch' not in sys.modules\n"
+    process = run(text, new=True)
     assert process.returncode == 0, process.stdout
 
 
@@ -219,6 +228,7 @@ def installation(tmp_path):
     folder, project = tmp_path / "installed", Path(__file__).parents[2]
     folder.mkdir()
     command = ["setup.py", "--quiet", "egg_info", "--egg-base", folder, "build_py", "--build-lib"]
+    # It needs no torch, nor may it find our package.
     subprocess.run([sys.executable, *command, folder], cwd=project, check=True, capture_output=True)
     library = Path(foo_ops._C.__file__)
     (folder / "foo_ops" / library.name).symlink_to(library)
@@ -228,7 +238,8 @@ def installation(tmp_path):
 def test_plugin_of_an_installation(run, installation, monkeypatch):
     """The project's folder is not there: setup.py declares all that there is."""
     monkeypatch.setenv("PYTHONPATH", str(installation))
-    process = run(RIGHT + WHERE, "-k", "where or (values and cpu and float32)")
+    # A new interpreter, as a user starts it: all comes from the installation.
+    process = run(RIGHT + WHERE, "-k", "where or (values and cpu and float32)", new=True)
     assert process.returncode == 0, process.stdout + process.stderr
     assert counts(process)["passed"] > 5
     # It came by its entry point.
@@ -237,7 +248,7 @@ def test_plugin_of_an_installation(run, installation, monkeypatch):
     )
     assert entry.value == "pytest_foo_ops"
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    process = run("def test_operator(operator_check): ...")
+    process = run("def test_operator(operator_check): ...", new=True)
     assert "fixture 'operator_check' not found" in process.stdout
 
 

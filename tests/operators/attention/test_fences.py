@@ -1,12 +1,10 @@
 """No kernel of attention writes outside of its regions of memory."""
 
 import ctypes
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from support.processes import run
 
 from foo_ops.kernels.compiler.cache import cache_directory
 from foo_ops.kernels.compiler.resolve import resolve
@@ -191,15 +189,8 @@ EVERY_KERNEL = (
 )
 
 
-def run(cache, *arguments, **environment):
-    process = subprocess.run(
-        [sys.executable, "-c", FENCED, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment | {"FOO_CACHE_DIR": str(cache)},
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout.splitlines()
+def lines(cache, *arguments, **environment):
+    return run(FENCED, cache, *arguments, **environment)[0].splitlines()
 
 
 @pytest.mark.parametrize(
@@ -225,14 +216,14 @@ def run(cache, *arguments, **environment):
     ids=str,
 )
 def test_no_part_of_scratch_memory_is_too_small(dtype, environment):
-    *broken, called = run(cache_directory() / "fenced", dtype, **environment)
+    *broken, called = lines(cache_directory() / "fenced", dtype, **environment)
     assert broken == []
     dropout_mask = ("attention_dropout_mask",) if dtype in ("float32", "float64") else ()
     assert called.split() == sorted((*EVERY_KERNEL, *dropout_mask))
 
 
 def test_a_part_that_is_too_small_would_be_noticed(tmp_path):
-    *broken, _ = run(tmp_path, "float32", "merge,QUERY_BLOCK,1")
+    *broken, _ = lines(tmp_path, "float32", "merge,QUERY_BLOCK,1")
     assert any(line.startswith("attention_merge behind largest") for line in broken)
 
 

@@ -1,8 +1,8 @@
 """Calls of attention keep memory for the next one: it is limited, and no two share it."""
 
 import os
-import subprocess
-import sys
+
+from support.processes import python
 
 RESIDENT = """
 import os
@@ -30,9 +30,7 @@ def in_threads(count, function, *arguments):
 
 def grown(program):
     """Return how many bytes more than before a program prints that it has."""
-    process = subprocess.run(
-        [sys.executable, "-c", RESIDENT + program], capture_output=True, text=True
-    )
+    process = python(RESIDENT + program)
     assert process.returncode == 0, process.stderr
     return int(process.stdout)
 

@@ -1,11 +1,10 @@
 """Attention reads no more than it needs, and takes little memory."""
 
 import signal
-import subprocess
-import sys
 
 import pytest
 from support.parts import whole
+from support.processes import python
 
 # Tensors end right before a page that must not be touched, or begin right after one: the process
 # ends with a segmentation fault at the first read outside. Arguments: the name of a dtype.
@@ -68,20 +67,14 @@ print("inside")
 """
 
 
-def run(program, *arguments):
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
-    )
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", *whole("float64", "float16")])
 def test_nothing_outside_of_the_tensors_is_read(dtype):
-    process = run(FENCED, dtype)
+    process = python(FENCED, dtype)
     assert (process.returncode, process.stdout.strip()) == (0, "inside"), process.stderr
 
 
 def test_a_read_outside_would_be_noticed():
-    assert run(FENCED, "cross the fence").returncode == -signal.SIGSEGV
+    assert python(FENCED, "cross the fence").returncode == -signal.SIGSEGV
 
 
 MEMORY = """
@@ -106,7 +99,7 @@ def test_memory_grows_with_the_length():
 
     Query, key, value, the output and all gradients have 2 MiB each: 14 MiB.
     """
-    process = run(MEMORY)
+    process = python(MEMORY)
     assert process.returncode == 0, process.stderr
     assert int(process.stdout) < 64 * 1024
 
@@ -134,7 +127,7 @@ print(resident() - before)
 
 def test_memory_that_is_kept():
     """The backward pass keeps its 33 MB of sums for 2000 keys, and not its 164 MB for 10000."""
-    process = run(KEPT_MEMORY)
+    process = python(KEPT_MEMORY)
     assert process.returncode == 0, process.stderr
     assert int(process.stdout) < 2**26
 
@@ -167,7 +160,7 @@ except RuntimeError:
 
 def test_memory_of_the_gradient_of_a_bias(device):
     """There are 4096 queries and keys in 32 MiB, where the scores alone would need 64 MiB."""
-    process = run(BIAS_MEMORY, device)
+    process = python(BIAS_MEMORY, device)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == "the limit holds"
 
@@ -206,6 +199,6 @@ except RuntimeError:
 
 def test_memory_of_blocks_that_are_not_in_use(device):
     """A table has room for 4 million keys a sequence, which would be 512 MiB, in 32 MiB."""
-    process = run(PAGED_MEMORY, device)
+    process = python(PAGED_MEMORY, device)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == "the limit holds"

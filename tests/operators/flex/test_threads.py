@@ -1,15 +1,13 @@
 """Results are the same for every number of threads; threads may compile at once; what compiles."""
 
 import functools
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 from support.flex_exact import Tensors, assert_results, cotangents_of, exact_of, qkv, results_of
 from support.flex_variants import BATCH, HEADS, KEYS, QUERIES, SIZES, VARIANTS
+from support.processes import python, run
 from torch.nn.attention.flex_attention import create_block_mask
 
 import foo_ops
@@ -170,13 +168,7 @@ assert files() == first, files() - first
 
 def test_one_compile_for_a_function(device, tmp_path):
     """Other numbers, tensors and lengths, and the function defined anew, compile nothing."""
-    process = subprocess.run(
-        [sys.executable, "-c", COMPILES, device],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "FOO_CACHE_DIR": str(tmp_path)},
-    )
-    assert process.returncode == 0, process.stderr
+    run(COMPILES, tmp_path, device)
 
 
 MEMORY = """
@@ -223,9 +215,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.mark.parametrize("by_blocks", [True, False])
 def test_memory_grows_with_the_length(by_blocks, device):
     """A matrix of scores of length 32768 would have 4 GiB; all tensors together have 14 MiB."""
-    process = subprocess.run(
-        [sys.executable, "-c", MEMORY, device, str(by_blocks)], capture_output=True, text=True
-    )
+    process = python(MEMORY, device, by_blocks)
     assert process.returncode == 0, process.stderr
     assert int(process.stdout) < 64 * 1024
 
