@@ -2,9 +2,8 @@
 
 import os
 import platform
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -13,8 +12,7 @@ from foo_ops.device import memory
 from foo_ops.device._utils import _get_device_index
 
 
-@dataclass(frozen=True)
-class DeviceProperties:
+class DeviceProperties(NamedTuple):
     """A device as :func:`get_device_properties` describes it.
 
     Example:

@@ -1,6 +1,5 @@
 """Replace functions and modules by graphs of their forward and backward passes."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,27 +12,25 @@ _Callable = Callable[..., Any]
 _Tensors = tuple[torch.Tensor, ...]
 
 
-@dataclasses.dataclass
 class _Graphed:
     """A callable, and the tensors that its graphs read and write."""
 
-    function: _Callable
-    arguments: tuple[Any, ...]
-    forward: graphs.FooGraph = dataclasses.field(default_factory=graphs.FooGraph)
-    backward: graphs.FooGraph = dataclasses.field(default_factory=graphs.FooGraph)
-    outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    output_spec: Any = None
-    output_gradients: list[torch.Tensor | None] = dataclasses.field(default_factory=list)
-    input_gradients: list[torch.Tensor | None] = dataclasses.field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.sample_inputs: list[torch.Tensor] = pytree.arg_tree_leaves(*self.arguments)
+    def __init__(self, function: _Callable, arguments: tuple[Any, ...]) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.forward = graphs.FooGraph()
+        self.backward = graphs.FooGraph()
+        self.outputs: list[torch.Tensor] = []
+        self.output_spec: Any = None
+        self.output_gradients: list[torch.Tensor | None] = []
+        self.input_gradients: list[torch.Tensor | None] = []
+        self.sample_inputs: list[torch.Tensor] = pytree.arg_tree_leaves(*arguments)
         if not all(isinstance(it, torch.Tensor) for it in self.sample_inputs):
             raise TypeError("make_graphed_callables: sample_args must be tensors, and no others")
         self.parameters: list[torch.Tensor] = []
-        if isinstance(self.function, torch.nn.Module):
-            _check_module(self.function)
-            self.parameters = list(self.function.parameters())
+        if isinstance(function, torch.nn.Module):
+            _check_module(function)
+            self.parameters = list(function.parameters())
 
     @property
     def inputs(self) -> list[torch.Tensor]:
