@@ -16,7 +16,7 @@ void after_fork_in_child() {
   before_first_call = &initialize_slowly;
 }
 
-const int registered = [] {
+const int fork_handler_registered = [] {
   before_first_call = &initialize_slowly;
   return pthread_atfork(nullptr, nullptr, &after_fork_in_child);
 }();
