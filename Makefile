@@ -22,17 +22,21 @@ CSRC := $(shell find foo_ops/csrc -name '*.cpp' -o -name '*.h')
 ZENTORCH := $(if $(shell grep '^zentorch=' constraints.txt),"zentorch; platform_machine == 'x86_64'")
 CPP_TESTS := $(wildcard tests/cpp/*)
 
-# Compilers that remember, where Debian's ccache is installed: a new checkout is built in two minutes.
+# Compilers that remember, where Debian's ccache is installed: for new checkouts.
 ifneq ($(wildcard /usr/lib/ccache),)
 export PATH := /usr/lib/ccache:$(PATH)
 export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := 1
 endif
 
-.PHONY: setup demo examples test test-all test-processors test-models conformance sanitize reliability bench docs lint wheel \
+.PHONY: setup setup-test demo examples test test-all test-processors test-models conformance sanitize reliability bench docs lint wheel \
 	sdist release-check clean
 
-setup: $(VENV)/.built
+# The extension, and what most tests need: .venv/bin/python -m pytest tests/operators
+setup: $(VENV)/.with-pytest
+
+# And transformers, accelerate, matplotlib: for all tests.
+setup-test: $(VENV)/.with-test
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "foo_ops needs Python 3.10 or newer, got " + sys.version.split()[0])'
@@ -40,19 +44,31 @@ $(VENV)/.created:
 	@touch $@
 
 # torch comes first, and the build uses that one: an isolated build would download it again.
-$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt setup.py
+$(VENV)/.torch: $(VENV)/.created constraints.txt
 	$(PIP) install -c constraints.txt torch numpy setuptools ninja
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,test,bench,docs,lint]' $(ZENTORCH)
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.installed $(CSRC)
+# Compiles, or takes the extension from a wheel in build/dist that was built from the same sources.
+$(VENV)/.built: $(VENV)/.torch setup.py $(CSRC)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
-demo: setup
+# A change of C++ is compiled before, and nothing is installed again.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py | $(VENV)/.built
+	$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+# An extra of pyproject.toml, when a target first needs it.
+$(VENV)/.with-%: $(VENV)/.installed
+	$(PIP) install -c constraints.txt 'foo_ops[$*]' $(MORE)
+	@touch $@
+
+$(VENV)/.with-bench: MORE := $(ZENTORCH)
+
+demo: $(VENV)/.with-demo
 	$(BIN)/python -m foo_ops.demo
 
-examples: setup
+examples: $(VENV)/.with-examples
 	$(BIN)/python examples/embeddings.py
 	$(BIN)/python examples/llama_decoding.py
 
@@ -61,27 +77,27 @@ examples: setup
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
 # What finds most, in ten minutes.
-test: setup
+test: $(VENV)/.with-test
 	$(PYTEST)
 
 # Everything, an hour and more: all dtypes, devices and samples, Inductor, several processes, models
 # of transformers, and kernels as on other processors. PART=2/4 runs the second of four parts.
-test-all: setup
+test-all: $(VENV)/.with-test
 	$(PYTEST) --whole $(if $(PART),--part $(PART))
 	$(BIN)/python tests/processors.py $(if $(PART),--part $(PART))
 	OMP_WAIT_POLICY=passive $(BIN)/python tests/models.py $(if $(PART),--part $(PART))
 
 # Kernels for each width of vectors, each way to multiply, and other processors.
-test-processors: setup
+test-processors: $(VENV)/.with-test
 	$(BIN)/python tests/processors.py
 
 # All models of transformers that can be made small, after apply against the same as they are; the
 # manual's table of models with OPTIONS=--publish.
-test-models: setup
+test-models: $(VENV)/.with-test
 	OMP_WAIT_POLICY=passive $(BIN)/python tests/models.py $(OPTIONS)
 
 # PyTorch's own tables of operators, modules and optimizers, on foo against the CPU.
-conformance: setup
+conformance: $(VENV)/.with-pytest
 	$(BIN)/python tests/conformance
 
 # The C++ tests, and of the extension what they run, under the sanitizers of addresses and of
@@ -118,17 +134,17 @@ $(patsubst %,$(SANITIZED)/races/foo_ops/csrc/launch/%.o,fork_mutex kernel_table 
 
 # Eight threads for a minute, a million operators, memory that runs out, a hundred thousand steps of
 # random sequences beside the same on the CPU: all figures exact.
-reliability: setup
+reliability: $(VENV)/.with-pytest
 	$(BIN)/python tests/reliability.py
 
-bench: setup
+bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks
 
 # Strict: a broken link fails.
-docs: setup
+docs: $(VENV)/.with-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-lint: setup
+lint: $(VENV)/.with-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CSRC) $(CPP_TESTS)
@@ -136,12 +152,12 @@ lint: setup
 
 # For the torch that is installed, into build/dist. What setuptools has gathered before would be
 # packed, too.
-wheel: setup
+wheel: $(VENV)/.installed
 	rm -rf build/lib build/lib.* build/bdist.* build/dist/*.whl
 	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/dist .
 	$(BIN)/python release/check_wheel.py build/dist/*.whl
 
-sdist: setup
+sdist: $(VENV)/.installed
 	rm -f build/dist/*.tar.gz
 	$(BIN)/python -c 'from setuptools.build_meta import build_sdist; build_sdist("build/dist")' > build/sdist.log
 	$(BIN)/python release/check_sdist.py build/dist/*.tar.gz

@@ -4,8 +4,14 @@ under which name.
 Everything else is in pyproject.toml.
 """
 
+import hashlib
+import itertools
+import math
 import os
+import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import setuptools
@@ -30,6 +36,14 @@ except ModuleNotFoundError:
 from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
 
 SOURCE_FOLDER = Path("foo_ops/csrc")
+SOURCES = sorted(SOURCE_FOLDER.rglob("*.cpp"), key=lambda path: (path.parent, path))
+BUILT_FOR = Path("foo_ops/_built_for.py")
+# `make wheel` leaves wheels here.
+WHEEL_FOLDER = Path("build/dist")
+UNIT_FOLDER = Path("build/units")
+# The compiler spends most of its time on torch's headers, so it gets several sources at once: all
+# are built in a third of the time. A change of one compiles those of its unit.
+FILES_OF_A_UNIT = 8
 # torch's header for profilers of devices includes them without a folder.
 KINETO_HEADERS = Path(torch.__file__).parent / "include" / "kineto"
 # Packages outside of foo_ops, whose import is that of torch: pytest and torch import them at their
@@ -65,18 +79,68 @@ class EggInfo(egg_info):
         super().finalize_options()
 
 
-class IncrementalBuildExtension(BuildExtension):
-    """Keeps its object files, under ``pip install -e`` too: ninja then rebuilds what changed."""
+class CompanionBuild(BuildExtension):
+    """Compiles what has changed, or takes the companion from a wheel of the same sources."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
+        # Object files are kept, under ``pip install -e`` too: ninja then rebuilds what changed.
         self.build_temp = "build/objects"
 
     def run(self) -> None:
-        super().run()
-        # foo_ops/_autoload.py compares it before the companion is loaded.
-        built_for = Path(self.get_ext_fullpath("foo_ops._C")).parent / "_built_for.py"
-        built_for.write_text(f'TORCH = "{TORCH}"\n')
+        companion = Path(self.get_ext_fullpath("foo_ops._C"))
+        # foo_ops/_autoload.py compares the torch before the companion is loaded.
+        built_for = f'TORCH = "{TORCH}"\nCOMPILED_FROM = "{compiled_from()}"\n'
+        wheels = WHEEL_FOLDER.glob("foo_ops-*.whl")
+        if not any(take_companion(wheel, built_for, companion) for wheel in wheels):
+            self.extensions[0].sources = write_units(SOURCES)
+            super().run()
+        (companion.parent / BUILT_FOR.name).write_text(built_for)
+
+
+def write_units(sources: list[Path]) -> list[str]:
+    """Write files that each include FILES_OF_A_UNIT sources of one folder at most."""
+    UNIT_FOLDER.mkdir(parents=True, exist_ok=True)
+    units = []
+    for folder, paths in itertools.groupby(sources, key=lambda path: path.parent):
+        names = [path.relative_to(SOURCE_FOLDER).as_posix() for path in paths]
+        count = math.ceil(len(names) / FILES_OF_A_UNIT)
+        for i in range(count):
+            part = names[len(names) * i // count : len(names) * (i + 1) // count]
+            text = "".join(f'#include "{name}"\n' for name in part)
+            room = "_".join(folder.relative_to(SOURCE_FOLDER.parent).parts)
+            unit = UNIT_FOLDER / f"{room}_{i}.cpp"
+            # Its time stays where nothing changes, so that ninja compiles nothing.
+            if not unit.exists() or unit.read_text() != text:
+                unit.write_text(text)
+            units.append(str(unit))
+    return units
+
+
+def compiled_from() -> str:
+    """Return a hash of all that the companion is made from: sources, flags, torch and Python."""
+    files = sorted(path for path in SOURCE_FOLDER.rglob("*") if path.suffix in (".cpp", ".h"))
+    origin = [torch.__version__, torch.version.git_version, sysconfig.get_config_var("EXT_SUFFIX")]
+    for path in (Path("setup.py"), *files):
+        origin += [path.as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()]
+    return hashlib.sha256("\n".join(map(str, origin)).encode()).hexdigest()
+
+
+def take_companion(wheel: Path, built_for: str, companion: Path) -> bool:
+    """Take the companion from a wheel if that was built for the same, and loads here."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        if str(BUILT_FOR) not in names or archive.read(str(BUILT_FOR)).decode() != built_for:
+            return False
+        companion.parent.mkdir(parents=True, exist_ok=True)
+        companion.unlink(missing_ok=True)  # Running processes keep the old one.
+        companion.write_bytes(archive.read(f"foo_ops/{companion.name}"))
+    # The C library may be older than that of the machine that made the wheel.
+    program = "import sys, torch; torch.ops.load_library(sys.argv[1])"
+    if subprocess.run([sys.executable, "-c", program, companion.resolve()]).returncode != 0:
+        return False
+    print(f"foo_ops._C comes from {wheel}, which was built from the same sources")
+    return True
 
 
 setuptools.setup(
@@ -92,7 +156,7 @@ setuptools.setup(
     ext_modules=[
         CppExtension(
             name="foo_ops._C",
-            sources=sorted(str(path) for path in SOURCE_FOLDER.rglob("*.cpp")),
+            sources=[str(path) for path in SOURCES],
             include_dirs=[str(SOURCE_FOLDER.resolve()), str(KINETO_HEADERS)],
             extra_compile_args=[
                 "-std=c++20",
@@ -108,5 +172,5 @@ setuptools.setup(
             extra_link_args=["-fopenmp", "-s"],
         )
     ],
-    cmdclass={"build_ext": IncrementalBuildExtension, "egg_info": EggInfo},
+    cmdclass={"build_ext": CompanionBuild, "egg_info": EggInfo},
 )

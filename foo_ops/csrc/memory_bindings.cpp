@@ -1,6 +1,6 @@
 #include "memory_bindings.h"
 
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "device/allocator.h"
 #include "device/device.h"

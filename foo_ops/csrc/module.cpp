@@ -1,8 +1,7 @@
 // Gives Python the names of foo_ops._C.
 
 #include <c10/util/StringUtil.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <array>

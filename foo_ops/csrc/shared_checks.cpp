@@ -1,6 +1,7 @@
 #include "shared_checks.h"
 
-#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "launch/overlap.h"
 #include "launch/parameter.h"

@@ -1,7 +1,7 @@
 // Gives Python the checks that fake kernels share with native ones, so that both refuse the same.
 #pragma once
 
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
 
 namespace foo {
 

@@ -123,7 +123,7 @@ class Collective final : public c10::OperatorKernel {
 };
 
 // Kernels serve dense tensors, and sparse ones where the CPU takes them.
-constexpr std::pair<c10::DispatchKey, c10::DispatchKey> kKeys[] = {
+constexpr std::pair<c10::DispatchKey, c10::DispatchKey> kKeysOfKernels[] = {
     {c10::DispatchKey::PrivateUse1, c10::DispatchKey::CPU},
     {c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCPU},
 };
@@ -137,7 +137,7 @@ void register_collectives(c10::ArrayRef<c10::OperatorHandle> operators) {
     if (!name.starts_with("c10d::")) continue;
     if (!op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
     const auto torch_kernel = op.getComputedKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
-    for (const auto& [key, host_key] : kKeys) {
+    for (const auto& [key, host_key] : kKeysOfKernels) {
       if (!op.hasKernelForDispatchKey(host_key)) continue;
       register_kernel(
           name, key,

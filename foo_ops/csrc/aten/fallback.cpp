@@ -12,6 +12,7 @@
 #include "aten/host_call.h"
 #include "aten/implicit_synchronization.h"
 #include "aten/observers.h"
+#include "aten/operator_kinds.h"
 #include "aten/refused_operators.h"
 #include "device/device.h"
 #include "device/generator.h"
@@ -34,10 +35,6 @@ bool is_optional_generator(const c10::Type& type) {
 bool is_optional_tensor_list(const c10::Type& type) {
   const auto* list = type.castRaw<c10::ListType>();
   return list != nullptr && list->getElementType()->kind() == c10::TypeKind::OptionalType;
-}
-
-bool is_written(const c10::Argument& argument) {
-  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
 // A generator of foo brings operators on tensors of the CPU here.

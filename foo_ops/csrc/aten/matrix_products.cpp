@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "aten/fallback.h"
+#include "aten/operator_kinds.h"
 #include "launch/operator_counts.h"
 
 namespace foo::aten {
@@ -46,10 +47,6 @@ struct Operands {
     return sizes;
   }
 };
-
-bool is_written(const c10::Argument& argument) {
-  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-}
 
 // The product of a matrix and a vector is a row times the transposed matrix.
 void make_rows_of_vectors(Operands& operands) {

@@ -17,7 +17,7 @@
 namespace foo::aten {
 namespace {
 
-constexpr c10::DispatchKey kKeys[] = {
+constexpr c10::DispatchKey kObservedKeys[] = {
     c10::DispatchKey::PrivateUse1, c10::DispatchKey::QuantizedPrivateUse1,
     c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCsrPrivateUse1,
     c10::DispatchKey::NestedTensorPrivateUse1};
@@ -121,7 +121,7 @@ bool is_native(const std::string& name) {
 void observe_kernels(const c10::OperatorHandle& op) {
   const std::string name = c10::toString(op.operator_name());
   const NoWarnings no_warnings;
-  for (const c10::DispatchKey key : kKeys) {
+  for (const c10::DispatchKey key : kObservedKeys) {
     if (!op.hasKernelForDispatchKey(key)) continue;
     auto kernel =
         hold_kernel(name, key, observed(op.getComputedKernelForDispatchKey(key), is_native(name)));

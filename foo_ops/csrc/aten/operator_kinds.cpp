@@ -5,15 +5,15 @@
 namespace foo::aten {
 namespace {
 
-bool is_written(const c10::Argument& argument) {
-  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-}
-
 bool is_alias(const c10::Argument& result) {
   return result.alias_info() != nullptr && !is_written(result);
 }
 
 }  // namespace
+
+bool is_written(const c10::Argument& argument) {
+  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
 
 bool is_view(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();

@@ -5,6 +5,9 @@
 
 namespace foo::aten {
 
+// Written by the operator, or a result that is.
+bool is_written(const c10::Argument& argument);
+
 // Gives a tensor other sizes or strides over the same memory, as a new tensor.
 bool is_view(const c10::OperatorHandle& op);
 

@@ -10,7 +10,7 @@
 namespace foo::aten {
 namespace {
 
-using OptionalTensor = const std::optional<at::Tensor>&;
+using OptionalTensorRef = const std::optional<at::Tensor>&;
 
 // Channels are dimension 1. Sums go over all others.
 std::vector<int64_t> other_dimensions(const at::Tensor& input) {
@@ -46,7 +46,7 @@ std::tuple<at::Tensor, at::Tensor> batch_norm_stats(const at::Tensor& input, dou
   return {mean, (variance + eps).rsqrt()};
 }
 
-void update_running(OptionalTensor running, const at::Tensor& now, double momentum) {
+void update_running(OptionalTensorRef running, const at::Tensor& now, double momentum) {
   if (!running.has_value() || !running->defined()) return;
   running->mul_(1 - momentum).add_(now.to(running->scalar_type()), momentum);
 }
@@ -54,8 +54,8 @@ void update_running(OptionalTensor running, const at::Tensor& now, double moment
 // In float64: the variance of a process is 1 / invstd^2 - eps, where eps may be the larger part.
 std::tuple<at::Tensor, at::Tensor> gather_stats(const at::Tensor& input, const at::Tensor& mean,
                                                 const at::Tensor& invstd,
-                                                OptionalTensor running_mean,
-                                                OptionalTensor running_var, double momentum,
+                                                OptionalTensorRef running_mean,
+                                                OptionalTensorRef running_var, double momentum,
                                                 double eps, const at::Tensor& counts) {
   TORCH_CHECK_VALUE(counts.numel() == mean.size(0),
                     "foo: counts must have a number for each of the ", mean.size(0),
@@ -74,26 +74,27 @@ std::tuple<at::Tensor, at::Tensor> gather_stats(const at::Tensor& input, const a
 
 std::tuple<at::Tensor, at::Tensor> batch_norm_gather_stats(
     const at::Tensor& input, const at::Tensor& mean, const at::Tensor& invstd,
-    OptionalTensor running_mean, OptionalTensor running_var, double momentum, double eps,
+    OptionalTensorRef running_mean, OptionalTensorRef running_var, double momentum, double eps,
     int64_t count) {
   const at::Tensor counts = at::full({mean.size(0)}, count, mean.options().dtype(at::kDouble));
   return gather_stats(input, mean, invstd, running_mean, running_var, momentum, eps, counts);
 }
 
-at::Tensor scale_of(OptionalTensor weight, const at::Tensor& invstd) {
+at::Tensor scale_of(OptionalTensorRef weight, const at::Tensor& invstd) {
   return weight.has_value() && weight->defined() ? invstd * weight->to(invstd.scalar_type())
                                                  : invstd;
 }
 
-at::Tensor batch_norm_elemt(const at::Tensor& input, OptionalTensor weight, OptionalTensor bias,
-                            const at::Tensor& mean, const at::Tensor& invstd, double) {
+at::Tensor batch_norm_elemt(const at::Tensor& input, OptionalTensorRef weight,
+                            OptionalTensorRef bias, const at::Tensor& mean,
+                            const at::Tensor& invstd, double) {
   at::Tensor result = centered(input, mean).mul_(along_channels(scale_of(weight, invstd), input));
   if (bias.has_value() && bias->defined()) result.add_(along_channels(*bias, input));
   return result.to(input.scalar_type());
 }
 
-at::Tensor& batch_norm_elemt_out(const at::Tensor& input, OptionalTensor weight,
-                                 OptionalTensor bias, const at::Tensor& mean,
+at::Tensor& batch_norm_elemt_out(const at::Tensor& input, OptionalTensorRef weight,
+                                 OptionalTensorRef bias, const at::Tensor& mean,
                                  const at::Tensor& invstd, double eps, at::Tensor& out) {
   const at::Tensor result = foo::aten::batch_norm_elemt(input, weight, bias, mean, invstd, eps);
   at::native::resize_output(out, result.sizes());
@@ -102,7 +103,7 @@ at::Tensor& batch_norm_elemt_out(const at::Tensor& input, OptionalTensor weight,
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> batch_norm_backward_reduce(
     const at::Tensor& grad_out, const at::Tensor& input, const at::Tensor& mean,
-    const at::Tensor& invstd, OptionalTensor weight, bool input_g, bool weight_g, bool bias_g) {
+    const at::Tensor& invstd, OptionalTensorRef weight, bool input_g, bool weight_g, bool bias_g) {
   const auto dimensions = other_dimensions(input);
   const at::Tensor grad = grad_out.to(accumulate_type(input));
   const at::Tensor sum = grad.sum(dimensions);
@@ -116,7 +117,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> batch_norm_backward_r
 
 at::Tensor batch_norm_backward_elemt(const at::Tensor& grad_out, const at::Tensor& input,
                                      const at::Tensor& mean, const at::Tensor& invstd,
-                                     OptionalTensor weight, const at::Tensor& sum_dy,
+                                     OptionalTensorRef weight, const at::Tensor& sum_dy,
                                      const at::Tensor& sum_dy_xmu, const at::Tensor& count) {
   const at::Tensor total = count.sum().to(invstd.scalar_type());
   const at::Tensor slope = invstd.square() * sum_dy_xmu / total;

@@ -22,6 +22,7 @@
 #include "aten/boxed_tensors.h"
 #include "aten/fallback.h"
 #include "aten/layouts.h"
+#include "aten/operator_kinds.h"
 #include "launch/registration.h"
 
 namespace foo::aten {
@@ -59,10 +60,6 @@ ScalarType narrowed(ScalarType dtype, at::ArrayRef<Widening> all) {
     if (dtype == wide) return narrow;
   }
   return dtype;
-}
-
-bool is_written(const c10::Argument& argument) {
-  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
 bool is_result(const c10::Argument& argument) {

@@ -73,7 +73,7 @@ void read_meta(const at::Tensor& tensor, Flags& flags) {
   set_metadata(tensor, std::move(metadata));
 }
 
-const bool registered = [] {
+const bool metadata_registered = [] {
   torch::jit::TensorBackendMetaRegistry(kFoo, &write_meta, &read_meta);
   return true;
 }();

@@ -103,7 +103,7 @@ struct IgnoreWarnings final : c10::WarningHandler {
 
 // torch asks the hooks for generators. This older place warns of its age, but it also refuses
 // whoever registers another factory.
-const bool registered = [] {
+const bool generator_registered = [] {
   IgnoreWarnings handler;
   const c10::WarningUtils::WarningHandlerGuard guard(&handler);
   at::_GeneratorRegister{&new_generator};

@@ -90,7 +90,7 @@ void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) co
 
 namespace {
 
-const bool registered = [] {
+const bool hooks_registered = [] {
   // Never destroyed, as torch keeps the pointer.
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   return true;

@@ -51,7 +51,7 @@ class HostAllocator final : public c10::Allocator {
   }
 };
 
-const bool registered = [] {
+const bool allocator_registered = [] {
   host_allocator = c10::GetCPUAllocator();
   // Never destroyed, as torch keeps the pointer. A priority above the default's replaces it.
   c10::SetCPUAllocator(new HostAllocator(), 1);

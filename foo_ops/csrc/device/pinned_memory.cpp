@@ -80,7 +80,7 @@ class PinnedMemoryAllocator final : public CachingAllocator {
   }
 };
 
-PinnedMemoryAllocator& instance() {
+PinnedMemoryAllocator& pinned_allocator() {
   static auto* allocator = new PinnedMemoryAllocator();
   return *allocator;
 }
@@ -90,10 +90,10 @@ void free_pinned(void* context) {
   if (is_in_bad_fork()) return;
   observe(
       [&](Observer& observer) { observer.unpinned(static_cast<const HostBlock*>(context)->ptr_); });
-  instance().free(context);
+  pinned_allocator().free(context);
 }
 
-REGISTER_HOST_ALLOCATOR(c10::DeviceType::PrivateUse1, &instance())
+REGISTER_HOST_ALLOCATOR(c10::DeviceType::PrivateUse1, &pinned_allocator())
 
 void add_figures(const std::string& name, const c10::CachingAllocator::Stat& stat,
                  std::map<std::string, int64_t>& figures) {
@@ -106,11 +106,11 @@ void add_figures(const std::string& name, const c10::CachingAllocator::Stat& sta
 }  // namespace
 
 c10::Allocator& pinned_memory_allocator() {
-  return instance();
+  return pinned_allocator();
 }
 
 std::map<std::string, int64_t> pinned_memory_stats() {
-  const at::HostStats stats = instance().get_stats();
+  const at::HostStats stats = pinned_allocator().get_stats();
   std::map<std::string, int64_t> figures;
   add_figures("allocations", stats.allocations, figures);
   add_figures("allocated_bytes", stats.allocated_bytes, figures);
@@ -122,11 +122,11 @@ std::map<std::string, int64_t> pinned_memory_stats() {
 }
 
 void reset_accumulated_pinned_memory_stats() {
-  instance().reset_accumulated_stats();
+  pinned_allocator().reset_accumulated_stats();
 }
 
 void reset_peak_pinned_memory_stats() {
-  instance().reset_peak_stats();
+  pinned_allocator().reset_peak_stats();
 }
 
 bool is_pinned(const void* address) {

@@ -23,7 +23,7 @@ void after_fork_in_child() {
 // may come here at exit.
 ForkMutex& first_use = *new ForkMutex();
 
-const int registered = [] {
+const int fork_handler_registered = [] {
   before_first_call = &initialize_slowly;
   return pthread_atfork(nullptr, nullptr, &after_fork_in_child);
 }();

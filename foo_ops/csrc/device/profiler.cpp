@@ -49,7 +49,7 @@ class Profiler final : public torch::profiler::impl::ProfilerStubs {
   void synchronize() const override {}
 };
 
-const bool registered = [] {
+const bool profiler_registered = [] {
   // Never destroyed, as torch keeps the pointer.
   torch::profiler::impl::registerPrivateUse1Methods(new Profiler());
   return true;

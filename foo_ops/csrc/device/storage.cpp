@@ -18,7 +18,7 @@ c10::intrusive_ptr<c10::StorageImpl> make_storage_impl(c10::StorageImpl::use_byt
                                           resizable);
 }
 
-const bool registered = [] {
+const bool storage_registered = [] {
   c10::SetStorageImplCreate(kFoo, &make_storage_impl);
   return true;
 }();

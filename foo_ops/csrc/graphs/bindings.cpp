@@ -1,6 +1,6 @@
 #include "graphs/bindings.h"
 
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <optional>

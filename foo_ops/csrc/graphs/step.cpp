@@ -15,7 +15,7 @@
 namespace foo::graphs {
 namespace {
 
-bool is_of_device(const at::Tensor& tensor) {
+bool is_on_foo(const at::Tensor& tensor) {
   return tensor.device().type() == device::kFoo;
 }
 
@@ -77,7 +77,7 @@ void OperatorStep::replay() const {
     Borrower borrower;
     for (c10::IValue& value : stack) {
       aten::replace_tensors(value, [&](const at::Tensor& tensor) {
-        return is_of_device(tensor) ? borrower.borrow(tensor) : tensor;
+        return is_on_foo(tensor) ? borrower.borrow(tensor) : tensor;
       });
     }
   }

@@ -228,7 +228,7 @@ void record_results(const variable_list& results,
   }
 }
 
-torch::jit::Stack arguments_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+torch::jit::Stack copy_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   return torch::jit::last(stack, op.schema().arguments().size()).vec();
 }
 
@@ -249,7 +249,7 @@ void call_and_record(const std::shared_ptr<const BackwardOperator>& backward,
                      const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                      torch::jit::Stack* stack) {
   auto node = c10::make_intrusive<BackwardNode>(backward);
-  const auto arguments = arguments_of(op, *stack);
+  const auto arguments = copy_arguments(op, *stack);
   node->set_next_edges(edges_to(tensors_at(arguments, backward->tensor_arguments())));
   redispatch_below_autograd(op, keys, stack);
   const auto results = results_of(op, *stack);
@@ -261,7 +261,7 @@ void call_and_record(const std::shared_ptr<const BackwardOperator>& backward,
 void call_and_record_formula(const std::shared_ptr<const Formula>& formula,
                              const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                              torch::jit::Stack* stack) {
-  const auto arguments = arguments_of(op, *stack);
+  const auto arguments = copy_arguments(op, *stack);
   auto edges = edges_to(tensors_in(arguments));
   redispatch_below_autograd(op, keys, stack);
   const auto results = results_of(op, *stack);
@@ -281,7 +281,7 @@ void call_and_record_formula(const std::shared_ptr<const Formula>& formula,
 void call_and_record_refusal(const std::string& message, const c10::OperatorHandle& op,
                              c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   auto node = c10::make_intrusive<RefusingNode>(message);
-  node->set_next_edges(edges_to(tensors_in(arguments_of(op, *stack))));
+  node->set_next_edges(edges_to(tensors_in(copy_arguments(op, *stack))));
   const auto written = written_tensors(op, *stack);
   torch::autograd::check_inplace(written, /*requires_grad=*/true);
   redispatch_below_autograd(op, keys, stack);

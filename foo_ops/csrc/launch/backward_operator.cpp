@@ -20,7 +20,7 @@ bool is_optional(const c10::Argument& argument) {
   return argument.type()->kind() == c10::TypeKind::OptionalType;
 }
 
-bool is_tensor(const c10::Argument& argument) {
+bool is_tensor_argument(const c10::Argument& argument) {
   const auto type = is_optional(argument)
                         ? argument.type()->expectRef<c10::OptionalType>().getElementType()
                         : argument.type();
@@ -58,7 +58,7 @@ BackwardOperator::BackwardOperator(const c10::OperatorHandle& op,
   TORCH_CHECK_TYPE(!schema.is_mutable() && !backward.schema().is_mutable(), name_, ": neither ",
                    schema.name(), " nor the operator of its gradients may write its arguments");
   for (const auto i : c10::irange(schema.arguments().size())) {
-    if (is_tensor(schema.arguments()[i])) tensor_arguments_.push_back(i);
+    if (is_tensor_argument(schema.arguments()[i])) tensor_arguments_.push_back(i);
   }
   size_t next_gradient = 0;
   for (const c10::Argument& argument : backward.schema().arguments()) {
@@ -119,10 +119,10 @@ BackwardOperator::Source BackwardOperator::source_of(const c10::Argument& argume
   const std::string& name = argument.name();
   if (const int64_t found = find_name(schema.arguments(), name); found >= 0) {
     const c10::Argument& own = schema.arguments()[found];
-    TORCH_CHECK_TYPE(is_tensor(own) == is_tensor(argument), name_, ": argument ", name,
-                     " must have the type that it has in ", schema.name(), ", got ",
+    TORCH_CHECK_TYPE(is_tensor_argument(own) == is_tensor_argument(argument), name_, ": argument ",
+                     name, " must have the type that it has in ", schema.name(), ", got ",
                      argument.type()->repr_str());
-    return {is_tensor(own) ? Source::kTensor : Source::kNumber, size_t(found),
+    return {is_tensor_argument(own) ? Source::kTensor : Source::kNumber, size_t(found),
             is_optional(argument), is_optional(argument) && !is_optional(own)};
   }
   if (const int64_t found = find_name(schema.returns(), name); found >= 0) {
@@ -140,7 +140,7 @@ BackwardOperator::Source BackwardOperator::source_of(const c10::Argument& argume
   } else if (name.rfind(kGradientPrefix, 0) == 0) {
     result = find_name(schema.returns(), name.substr(5));
   }
-  TORCH_CHECK_TYPE(result >= 0 && is_tensor(argument), name_, ": argument ", name,
+  TORCH_CHECK_TYPE(result >= 0 && is_tensor_argument(argument), name_, ": argument ", name,
                    " must be an argument or a result of ", schema.name(),
                    ", the gradient of a result (grad_<result>), or whether an argument needs a "
                    "gradient (<argument>_requires_grad); ",

@@ -8,30 +8,30 @@
 namespace foo {
 namespace {
 
-struct Registry {
+struct Mutexes {
   std::mutex mutex;
   std::vector<ForkMutex*> members;
 };
 
-Registry& registry();
+Mutexes& mutexes();
 
 // The youngest first, as what it guards may lock older ones.
 void before_fork() {
-  registry().mutex.lock();
-  auto& members = registry().members;
+  mutexes().mutex.lock();
+  auto& members = mutexes().members;
   std::for_each(members.rbegin(), members.rend(), [](ForkMutex* each) { each->lock(); });
 }
 
 void after_fork() {
-  for (ForkMutex* each : registry().members) each->unlock();
-  registry().mutex.unlock();
+  for (ForkMutex* each : mutexes().members) each->unlock();
+  mutexes().mutex.unlock();
 }
 
 // Never destroyed, as other static objects have such mutexes.
-Registry& registry() {
+Mutexes& mutexes() {
   static auto* instance = [] {
     pthread_atfork(&before_fork, &after_fork, &after_fork);
-    return new Registry();
+    return new Mutexes();
   }();
   return *instance;
 }
@@ -39,13 +39,13 @@ Registry& registry() {
 }  // namespace
 
 ForkMutex::ForkMutex() {
-  const std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().members.push_back(this);
+  const std::lock_guard<std::mutex> lock(mutexes().mutex);
+  mutexes().members.push_back(this);
 }
 
 ForkMutex::~ForkMutex() {
-  const std::lock_guard<std::mutex> lock(registry().mutex);
-  auto& members = registry().members;
+  const std::lock_guard<std::mutex> lock(mutexes().mutex);
+  auto& members = mutexes().members;
   members.erase(std::find(members.begin(), members.end(), this));
 }
 

@@ -2,7 +2,6 @@
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/extension.h>
 
 #include "device/synchronization.h"
 #include "python/errors.h"

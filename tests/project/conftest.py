@@ -1,0 +1,1 @@
+from support.extras import pytest_pycollect_makemodule  # noqa: F401
