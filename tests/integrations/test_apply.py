@@ -153,6 +153,9 @@ def test_parametrized_layers_stay_applied():
     nn.utils.parametrizations.weight_norm(layer)
     x = torch.randn(2, 3)
     torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    norm = apply(nn.Sequential(nn.RMSNorm(3, eps=1e-6)))[0]
+    nn.utils.parametrize.register_parametrization(norm, "weight", nn.Tanh())
+    torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (3,), norm.weight, norm.eps))
 
 
 MODULES = ["attention", "rms_norm", "rotary_embedding", "mlp", "linear"]

@@ -109,6 +109,18 @@ def test_what_foo_does_not_take_goes_to_sdpa(attention_calls):
     assert attention_calls == []
 
 
+def test_what_autocast_does_not_convert_goes_to_sdpa(attention_calls):
+    query, key, value = torch.randn(3, 1, 2, 5, 8).unbind()
+    for function in (sdpa_attention_forward, in_place_of_sdpa):
+        with torch.autocast("cpu"), pytest.raises(RuntimeError, match="same dtype"):
+            function(Layer(), query.double(), key, value, None)
+    assert attention_calls == []
+    with torch.autocast("cpu"):
+        result, _ = in_place_of_sdpa(Layer(), query.half(), key, value, None)
+    assert result.dtype == torch.bfloat16
+    assert len(attention_calls) == 1
+
+
 # ------------------------------------------------------------------------ what stands for eager
 
 
@@ -307,9 +319,14 @@ def test_tables_with_two_sets_of_angles_are_turned_by_the_models_function():
         [torch.randn(2, 5, width, generator=generator).repeat(1, 1, 8 // width) for _ in range(2)]
         for width in (4, 8)
     )
-    # The same tables, written over with one set of angles, and with two again.
+    turned = (query.transpose(1, 2), key.transpose(1, 2))
+    layouts = [((query, key), 1), (turned, 2)]
+    # The same tables, written over with one set of angles, and with two again, for heads that are
+    # before and behind the positions; the last tables were read for the heads that come next.
     for angles in (one, two, one):
         cosine.copy_(angles[0])
         sine.copy_(angles[1])
-        results = rotate(query, key, cosine, sine), own(query, key, cosine, sine)
-        torch.testing.assert_close(*results)
+        layouts.reverse()
+        for given, heads in layouts:
+            results = (it(*given, cosine, sine, unsqueeze_dim=heads) for it in (rotate, own))
+            torch.testing.assert_close(*results)

@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 from foo_ops.integrations.transformers import cache as foo_cache
 from foo_ops.integrations.transformers.attention_layers import FooAttention, FooRotaryFooAttention
 from foo_ops.integrations.transformers.decoding import ATTENTION_LAYERS
-from foo_ops.integrations.transformers.fused_loss import FooLanguageModel, use_fused_loss
 from foo_ops.integrations.transformers.joined import FooJoined
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
-from foo_ops.integrations.transformers.loss import LOSSES
+from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use_fused_loss
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
 from foo_ops.integrations.transformers.norms import NORMS
 from foo_ops.integrations.transformers.quantized import (

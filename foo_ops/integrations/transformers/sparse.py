@@ -14,7 +14,7 @@ SHARE = 8
 """Keys are gathered where the queries see one of so many, or fewer.
 
 Measured on two cores of an AVX-512 machine in float32 and bfloat16, with 1 to 16 heads of keys of
-64 to 576 numbers: with one of 8 keys that is 1.2 to 8 times as fast as the mask, with one of 32
+64 to 576 numbers: with one of 8 keys that is 1.1 to 8 times as fast as the mask, with one of 32
 from 3 to 16 times, with one of 4 between 0.8 and 4 times. Below 2048 keys several queries lose.
 """
 
