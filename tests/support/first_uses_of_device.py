@@ -5,12 +5,12 @@ without a kernel of foo find the fallback of their kind.
 """
 
 import io
-import os
 import threading
+import time
 import warnings
 
 import torch
-from support.forked import failures, in_threads
+from support.forked import failures, in_threads, succeeds
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 MATRIX = torch.tensor([[0.0, 1.5], [-0.5, 0]])
@@ -222,36 +222,43 @@ def exported():
     same(program.module()(MATRIX), MATRIX.cumsum(0) + 1)
 
 
-def to_script(x):
-    return torch.ones([2, 2], device="foo").cumsum(0) + x.to("foo")
+@torch.jit.script
+def sparse_from_cpp(x):
+    return x.to("foo").to_sparse().relu().to_dense()
 
 
 def scripted():
-    same(torch.jit.script(to_script)(MATRIX), torch.ones(2, 2).cumsum(0) + MATRIX)
+    same(sparse_from_cpp(MATRIX), MATRIX.relu())
+
+
+def scripted_in_threads():
+    """They run at once, as functions of Python do not."""
+    in_threads(scripted)
 
 
 def kinds_in_threads():
     in_threads(*(lambda kind=kind: right(kind) for kind in KINDS))
 
 
-def forked_meanwhile():
-    """A child is that of a process that has used the device, or that has not: never half of it."""
-    begins = threading.Event()
-
-    def use():
-        begins.set()
-        right(sparse)
-
-    thread = threading.Thread(target=use)
+def fork_after(seconds):
+    """Fork when another thread, without Python's lock, has been at the first use for some time."""
+    empty = aten.empty_strided.default
+    thread = threading.Thread(target=empty, args=([2], [1]), kwargs={"device": FOO})
     thread.start()
-    begins.wait()
-    child = os.fork()
-    if child == 0:
+    time.sleep(seconds)
+
+    def in_child():
         if not torch.foo._is_in_bad_fork():
             right()
-        os._exit(0)
+
+    assert succeeds(in_child)
     thread.join()
-    assert os.waitpid(child, 0)[1] == 0
+
+
+def forked_meanwhile():
+    """A child is that of a process that has used the device, or that has not: never half of it."""
+    for seconds in (0, 0.002, 0.005, 0.01):
+        assert succeeds(lambda seconds=seconds: fork_after(seconds))
 
 
 def operator_of_a_user():
@@ -287,7 +294,7 @@ WAYS = (
     *(moved, moved_sparse, moved_module, loaded, loaded_sparse, loaded_compressed),
     *(loaded_quantized, storage, allocator, from_dlpack, device_by_name, current_device, stream),
     *(event, generator, pinned, synchronized, gradients, autocast, fakes, compiled, exported),
-    *(scripted, kinds_in_threads, forked_meanwhile, operator_of_a_user),
+    *(scripted, scripted_in_threads, kinds_in_threads, forked_meanwhile, operator_of_a_user),
 )
 OF_USERS = (fallback_of_a_user, fallback_of_a_user_that_comes_late)
 
