@@ -23,13 +23,13 @@ namespace foo {
 
 namespace {
 
-using Tensors = c10::SmallVector<at::Tensor, 4>;
+using OperandTensors = c10::SmallVector<at::Tensor, 4>;
 
 // The tensors and numbers of a call.
 struct Operands {
-  Tensors inputs;
+  OperandTensors inputs;
   // Arguments that are written, or undefined tensors to be allocated.
-  Tensors outputs;
+  OperandTensors outputs;
   // For each input what the kernel reads it as.
   c10::SmallVector<at::ScalarType, 4> input_types;
   const std::vector<at::ScalarType>& output_types;
@@ -345,7 +345,7 @@ void Elementwise::launch(torch::jit::Stack& stack) {
     outside.emplace().is_found = 0;
     operands.values.check_bounds(*outside);
   }
-  Tensors targets = operands.outputs;
+  OperandTensors targets = operands.outputs;
   if (!targets.empty()) {
     const auto sizes = check_written(arguments);
     // A kernel that cannot be compiled is refused before anything is resized.
@@ -365,7 +365,7 @@ void Elementwise::launch(torch::jit::Stack& stack) {
     at::native::resize_output(targets[i], operands.outputs[i].sizes());
     targets[i].copy_(operands.outputs[i]);
   }
-  Tensors& results = targets.empty() ? operands.outputs : targets;
+  OperandTensors& results = targets.empty() ? operands.outputs : targets;
   if (!depends_on_.empty()) {
     for (size_t i = 0; i < returns_; ++i) {
       if (is_missing(arguments, i)) results.insert(results.begin() + i, at::Tensor());

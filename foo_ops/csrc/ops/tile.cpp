@@ -18,8 +18,6 @@ namespace foo {
 
 namespace {
 
-using Tensors = c10::SmallVector<at::Tensor, 8>;
-
 // Undefined for a result that is not there.
 at::Tensor allocate(const ResultLayout& layout, c10::Device device) {
   if (layout.dtype == at::ScalarType::Undefined) return at::Tensor();

@@ -9,7 +9,7 @@
 namespace foo::sanitizer {
 namespace {
 
-bool is_of_device(const at::Tensor& tensor) {
+bool is_on_foo(const at::Tensor& tensor) {
   return tensor.device().type() == device::kFoo;
 }
 
@@ -38,12 +38,12 @@ std::optional<Copy> Copy::of(const OperatorUses& uses, c10::ArrayRef<c10::IValue
 }
 
 c10::Stream Copy::stream() const {
-  const at::Tensor& tensor = is_of_device(source_) ? source_ : destination_;
+  const at::Tensor& tensor = is_on_foo(source_) ? source_ : destination_;
   return device::current_stream(tensor.device().index());
 }
 
 void Copy::begin(Tracker& tracker, const LaunchPtr& launch, Findings& findings) const {
-  const bool leaves_device = is_of_device(source_) && !is_of_device(destination_);
+  const bool leaves_device = is_on_foo(source_) && !is_on_foo(destination_);
   const bool has_values = tracker.has_values(source_);
   tracker.read(source_, launch, leaves_device ? Reads::kAll : Reads::kNothing, findings);
   tracker.write(destination_, launch, findings);
@@ -54,7 +54,7 @@ void Copy::begin(Tracker& tracker, const LaunchPtr& launch, Findings& findings) 
 
 // As on CUDA, memory that is not pinned is read or written before the call returns.
 bool Copy::waits() const {
-  if (is_of_device(source_) && is_of_device(destination_)) return false;
+  if (is_on_foo(source_) && is_on_foo(destination_)) return false;
   return !non_blocking_ || (destination_.is_cpu() && !is_pinned_tensor(destination_));
 }
 

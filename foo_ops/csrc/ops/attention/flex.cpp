@@ -24,17 +24,17 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr const char* kName = "flex_attention";
+constexpr const char* kFlexName = "flex_attention";
 
 void check_list(const char* argument, const OptionalTensor& tensor, int64_t dimensions,
                 const Tensor& query) {
   if (!tensor.has_value()) return;
-  TORCH_CHECK_TYPE(tensor->scalar_type() == at::kInt, kName, ": ", argument, " must be int32, got ",
-                   dtype_name(tensor->scalar_type()));
-  TORCH_CHECK_VALUE(tensor->device() == query.device(), kName, ": ", argument, " must be on ",
+  TORCH_CHECK_TYPE(tensor->scalar_type() == at::kInt, kFlexName, ": ", argument,
+                   " must be int32, got ", dtype_name(tensor->scalar_type()));
+  TORCH_CHECK_VALUE(tensor->device() == query.device(), kFlexName, ": ", argument, " must be on ",
                     query.device(), " as query is, got ", tensor->device());
-  TORCH_CHECK_VALUE(tensor->dim() == dimensions, kName, ": ", argument, " must have ", dimensions,
-                    " dimensions, got ", tensor->dim());
+  TORCH_CHECK_VALUE(tensor->dim() == dimensions, kFlexName, ": ", argument, " must have ",
+                    dimensions, " dimensions, got ", tensor->dim());
 }
 
 // The counts and the indices of partial, or of full blocks.
@@ -43,21 +43,21 @@ void check_lists(const char* counts_name, const OptionalTensor& counts, const ch
                  const c10::SymInt& query_block) {
   check_list(counts_name, counts, 3, query);
   check_list(indices_name, indices, 4, query);
-  TORCH_CHECK_VALUE(counts.has_value() == indices.has_value(), kName, ": ", counts_name, " and ",
-                    indices_name, " must be given together, got one of them");
+  TORCH_CHECK_VALUE(counts.has_value() == indices.has_value(), kFlexName, ": ", counts_name,
+                    " and ", indices_name, " must be given together, got one of them");
   if (!counts.has_value()) return;
   const auto sizes = counts->sym_sizes();
   for (const auto& [axis, name] : {std::pair(0, "rows of the batch"), {1, "heads"}}) {
     TORCH_CHECK_VALUE(holds(sizes[axis].sym_eq(1).sym_or(sizes[axis].sym_eq(query.sym_size(axis)))),
-                      kName, ": ", counts_name, " must have 1 or ", query.sym_size(axis), " ", name,
-                      " as query has, got ", sizes[axis]);
+                      kFlexName, ": ", counts_name, " must have 1 or ", query.sym_size(axis), " ",
+                      name, " as query has, got ", sizes[axis]);
   }
-  TORCH_CHECK_VALUE(holds((sizes[2] * query_block).sym_ge(query.sym_size(2))), kName, ": ",
+  TORCH_CHECK_VALUE(holds((sizes[2] * query_block).sym_ge(query.sym_size(2))), kFlexName, ": ",
                     counts_name, " must have rows of blocks of ", query_block, " for all ",
                     query.sym_size(2), " queries, got ", sizes[2]);
-  TORCH_CHECK_VALUE(have_sizes(indices->sym_sizes().slice(0, 3), sizes), kName, ": ", indices_name,
-                    " must have the leading dimensions ", sizes, " as ", counts_name, " has, got ",
-                    indices->sym_sizes());
+  TORCH_CHECK_VALUE(have_sizes(indices->sym_sizes().slice(0, 3), sizes), kFlexName, ": ",
+                    indices_name, " must have the leading dimensions ", sizes, " as ", counts_name,
+                    " has, got ", indices->sym_sizes());
 }
 
 using Outputs = std::tuple<Tensor, Tensor>;
@@ -88,7 +88,7 @@ Outputs flex_attention(const Tensor& query, const Tensor& key, const Tensor& val
       {kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, query_block, key_block},
       compute_type(query));
   run_forward(parameters, query, sequences, options);
-  call.check_indices(kName);
+  call.check_indices(kFlexName);
   return {output, logsumexp};
 }
 
@@ -138,21 +138,21 @@ void check_flex_attention(const Tensor& query, const Tensor& key, const Tensor& 
                           const OptionalTensor& full_kv_indices, const c10::SymInt& query_block,
                           const c10::SymInt& key_block) {
   check_dense(
-      kName,
+      kFlexName,
       {.query = query, .key = key, .value = value, .alibi_slopes = kNotGiven, .sinks = kNotGiven});
-  check_captured(kName, captured, query);
-  TORCH_CHECK_VALUE(holds(query_block.sym_ge(1)), kName, ": query_block must be at least 1, got ",
-                    query_block);
-  TORCH_CHECK_VALUE(holds(key_block.sym_ge(1)), kName, ": key_block must be at least 1, got ",
+  check_captured(kFlexName, captured, query);
+  TORCH_CHECK_VALUE(holds(query_block.sym_ge(1)), kFlexName,
+                    ": query_block must be at least 1, got ", query_block);
+  TORCH_CHECK_VALUE(holds(key_block.sym_ge(1)), kFlexName, ": key_block must be at least 1, got ",
                     key_block);
   check_lists("kv_num_blocks", kv_num_blocks, "kv_indices", kv_indices, query, query_block);
   check_lists("full_kv_num_blocks", full_kv_num_blocks, "full_kv_indices", full_kv_indices, query,
               query_block);
-  TORCH_CHECK_VALUE(kv_num_blocks.has_value() || !full_kv_num_blocks.has_value(), kName,
+  TORCH_CHECK_VALUE(kv_num_blocks.has_value() || !full_kv_num_blocks.has_value(), kFlexName,
                     ": kv_num_blocks must be given where full_kv_num_blocks is, got None");
   TORCH_CHECK_VALUE(!full_kv_num_blocks.has_value() ||
                         have_sizes(full_kv_num_blocks->sym_sizes(), kv_num_blocks->sym_sizes()),
-                    kName, ": full_kv_num_blocks must have shape ", kv_num_blocks->sym_sizes(),
+                    kFlexName, ": full_kv_num_blocks must have shape ", kv_num_blocks->sym_sizes(),
                     " as kv_num_blocks has, got ", full_kv_num_blocks->sym_sizes());
 }
 

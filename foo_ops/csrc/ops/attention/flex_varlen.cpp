@@ -24,7 +24,7 @@ using OptionalTensor = std::optional<Tensor>;
 using Outputs = std::tuple<Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>>;
 
-constexpr const char* kName = "flex_attention_varlen";
+constexpr const char* kFlexVarlenName = "flex_attention_varlen";
 constexpr const char* kBackwardName = "flex_attention_varlen_backward";
 // Packed sequences have no mask of blocks: what a mask_mod hides is found for each of them.
 const BlockMask kNoMask{kNotGiven, kNotGiven, kNotGiven, kNotGiven, 1, 1};
@@ -47,7 +47,7 @@ AttentionInputs inputs_of(const Tensor& query, const Tensor& key, const Tensor& 
 Outputs attend(const AttentionInputs& inputs, const AttentionOptions& options,
                const Programs& programs) {
   const Tensor& query = inputs.query;
-  const Lengths lengths = lengths_of(kName, inputs, options);
+  const Lengths lengths = lengths_of(kFlexVarlenName, inputs, options);
   PackedCall call(inputs, lengths, options, std::nullopt);
   const Tensor output =
       new_tensor({query.size(0), query.size(1), inputs.value.size(-1)}, query.options());
@@ -57,7 +57,7 @@ Outputs attend(const AttentionInputs& inputs, const AttentionOptions& options,
   call.parameters.logsumexp = packed_rows(logsumexp);
   const ProgramCall mods(call.parameters, call.sequences, programs, kNoMask, compute_type(query));
   run_forward(call.parameters, query, call.sequences, options);
-  mods.check_indices(kName);
+  mods.check_indices(kFlexVarlenName);
   return {output, logsumexp};
 }
 
@@ -143,9 +143,9 @@ void check_flex_attention_varlen(const Tensor& query, const Tensor& key, const T
                                  const std::vector<Tensor>& captured, const Tensor& cu_seqlens_q,
                                  const Tensor& cu_seqlens_k, const OptionalTensor& seqused_k,
                                  const OptionalTensor& block_table) {
-  check_packed(kName,
+  check_packed(kFlexVarlenName,
                inputs_of(query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table));
-  check_captured(kName, captured, query);
+  check_captured(kFlexVarlenName, captured, query);
 }
 
 TORCH_LIBRARY_FRAGMENT(foo, library) {

@@ -24,46 +24,47 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr const char* kName = "attention_int8_cache";
+constexpr const char* kInt8CacheName = "attention_int8_cache";
 
 void check_tensor(const char* argument, const Tensor& tensor, at::ScalarType dtype,
                   c10::SymIntArrayRef sizes, const char* shape, const Tensor& query) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, kName, ": ", argument, " must be ",
+  TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, kInt8CacheName, ": ", argument, " must be ",
                    dtype_name(dtype), ", got ", dtype_name(tensor.scalar_type()));
-  TORCH_CHECK_VALUE(have_sizes(tensor.sym_sizes(), sizes), kName, ": ", argument,
+  TORCH_CHECK_VALUE(have_sizes(tensor.sym_sizes(), sizes), kInt8CacheName, ": ", argument,
                     " must have shape ", shape, " = ", sizes, ", got ", tensor.sym_sizes());
-  TORCH_CHECK_VALUE(tensor.device() == query.device(), kName, ": ", argument, " must be on ",
-                    query.device(), " as query is, got ", tensor.device());
+  TORCH_CHECK_VALUE(tensor.device() == query.device(), kInt8CacheName, ": ", argument,
+                    " must be on ", query.device(), " as query is, got ", tensor.device());
 }
 
 void check_query(const Tensor& query) {
   const auto dtype = query.scalar_type();
   TORCH_CHECK_TYPE(
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16,
-      kName, ": query must be float16, bfloat16, float32 or float64, got ", dtype_name(dtype));
-  TORCH_CHECK_VALUE(query.dim() == 4, kName, ": query must have 4 dimensions (B, Hq, Sq, D), got ",
-                    query.dim());
-  TORCH_CHECK_VALUE(holds(query.sym_size(3).sym_ge(1)), kName,
+      kInt8CacheName, ": query must be float16, bfloat16, float32 or float64, got ",
+      dtype_name(dtype));
+  TORCH_CHECK_VALUE(query.dim() == 4, kInt8CacheName,
+                    ": query must have 4 dimensions (B, Hq, Sq, D), got ", query.dim());
+  TORCH_CHECK_VALUE(holds(query.sym_size(3).sym_ge(1)), kInt8CacheName,
                     ": query must have a head dimension of at least 1, got ", query.sym_size(3));
 }
 
 void check_cache(const Tensor& query, const Tensor& key, const Tensor& value, bool is_paged) {
   const char* const shape = is_paged ? "(num_blocks, block_size, Hkv, D)" : "(B, Hkv, Sk, D)";
   for (const auto& [argument, tensor] : {std::pair("key", key), {"value", value}}) {
-    TORCH_CHECK_VALUE(tensor.dim() == 4, kName, ": ", argument, " must have 4 dimensions ", shape,
-                      ", got ", tensor.dim());
+    TORCH_CHECK_VALUE(tensor.dim() == 4, kInt8CacheName, ": ", argument, " must have 4 dimensions ",
+                      shape, ", got ", tensor.dim());
   }
   const auto batch = is_paged ? key.sym_size(0) : query.sym_size(0);
   const auto rows = key.sym_size(1), columns = key.sym_size(2);
   check_tensor("key", key, at::kChar, {batch, rows, columns, query.sym_size(3)}, shape, query);
   check_tensor("value", value, at::kChar, {batch, rows, columns, value.sym_size(3)}, shape, query);
-  TORCH_CHECK_VALUE(holds(value.sym_size(3).sym_ge(1)), kName,
+  TORCH_CHECK_VALUE(holds(value.sym_size(3).sym_ge(1)), kInt8CacheName,
                     ": value must have a head dimension of at least 1, got ", value.sym_size(3));
   const auto heads = query.sym_size(1), key_heads = is_paged ? columns : rows;
   const auto left = is_known(key_heads.sym_eq(0)) ? heads : heads % key_heads;
-  TORCH_CHECK_VALUE(holds(left.sym_eq(0)), kName, ": query must have a multiple of key's ",
+  TORCH_CHECK_VALUE(holds(left.sym_eq(0)), kInt8CacheName, ": query must have a multiple of key's ",
                     key_heads, " heads, got ", heads);
-  TORCH_CHECK_VALUE(!is_paged || holds(rows.sym_ge(1)), kName,
+  TORCH_CHECK_VALUE(!is_paged || holds(rows.sym_ge(1)), kInt8CacheName,
                     ": key must have a block size of at least 1, got ", rows);
 }
 
@@ -88,8 +89,9 @@ Places read_places(const Tensor& query, const Tensor& key, const OptionalTensor&
     const Tensor used = read_once(*seqused_k);
     for (int64_t i = 0; i < query.size(0); ++i) {
       const int64_t length = used.const_data_ptr<int32_t>()[i];
-      TORCH_CHECK_VALUE(length >= 0 && length <= room, kName, ": seqused_k must be from 0 to ",
-                        room, " for sequence ", i, ", got ", length);
+      TORCH_CHECK_VALUE(length >= 0 && length <= room, kInt8CacheName,
+                        ": seqused_k must be from 0 to ", room, " for sequence ", i, ", got ",
+                        length);
       places.lengths[i] = length;
     }
   }
@@ -101,7 +103,7 @@ Places read_places(const Tensor& query, const Tensor& key, const OptionalTensor&
   for (int64_t i = 0; i < query.size(0); ++i) {
     for (int64_t page = 0; page < ceil_divide(places.lengths[i], page_size); ++page) {
       const int64_t block = places.blocks[i * places.columns + page];
-      TORCH_CHECK_VALUE(block >= 0 && block < key.size(0), kName,
+      TORCH_CHECK_VALUE(block >= 0 && block < key.size(0), kInt8CacheName,
                         ": block_table must have block numbers from 0 to ", key.size(0) - 1,
                         ", got ", block, " for sequence ", i);
     }
@@ -175,17 +177,17 @@ void check_attention_int8_cache(const Tensor& query, const Tensor& key, const Te
   }
   if (seqused_k) check_tensor("seqused_k", *seqused_k, at::kInt, {batch}, "(B)", query);
   if (block_table) {
-    TORCH_CHECK_VALUE(block_table->dim() == 2, kName,
+    TORCH_CHECK_VALUE(block_table->dim() == 2, kInt8CacheName,
                       ": block_table must have 2 dimensions (B, max_blocks), got ",
                       block_table->dim());
     check_tensor("block_table", *block_table, at::kInt, {batch, block_table->sym_size(1)},
                  "(B, max_blocks)", query);
   }
-  TORCH_CHECK_VALUE(holds(window_left.sym_ge(-1)), kName,
+  TORCH_CHECK_VALUE(holds(window_left.sym_ge(-1)), kInt8CacheName,
                     ": window_left must be at least 0, or -1 for no bound, got ", window_left);
-  TORCH_CHECK_VALUE(holds(window_right.sym_ge(-1)), kName,
+  TORCH_CHECK_VALUE(holds(window_right.sym_ge(-1)), kInt8CacheName,
                     ": window_right must be at least 0, or -1 for no bound, got ", window_right);
-  TORCH_CHECK_VALUE(softcap >= 0.0 && std::isfinite(softcap), kName,
+  TORCH_CHECK_VALUE(softcap >= 0.0 && std::isfinite(softcap), kInt8CacheName,
                     ": softcap must be positive and finite, or 0 for none, got ", softcap);
 }
 
