@@ -6,6 +6,7 @@ import enum
 import functools
 import math
 import re
+import sys
 import types
 
 import numpy as np
@@ -234,3 +235,15 @@ def test_the_modules_of_the_language_are_those_that_its_names_are_loaded_from():
         named = made_of(f"f = lambda x: language.{name}(x)", language=language)
         for kernel in (named, closing_over(function)):
             assert language.MODULE_OF[name] in fingerprint(kernel).modules
+
+
+def test_what_is_registered_beside_a_type_of_numba_counts(monkeypatch, tmp_path):
+    path = tmp_path / "kinds.py"
+    module = types.ModuleType("kinds")
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "kinds", module)
+    kind = type("Kind", (numba_types.Type,), {"__module__": "kinds"})
+    path.write_text("register_model(Kind)(OneModel)")
+    before = fingerprint(closing_over(kind))
+    path.write_text("register_model(Kind)(AnotherModel)")
+    assert fingerprint(closing_over(kind)) != before

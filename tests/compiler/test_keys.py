@@ -153,10 +153,14 @@ class Copy:
         path = self._package.joinpath("kernels", *module.split("."))
         return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
+    def made(self, names):
+        """Return key and code of kernels, from one process."""
+        return self._made(None, names)[0]
+
     def before(self, names):
         """Return key and code of kernels."""
         missing = [name for name in names if name not in self._before]
-        self._before |= dict(zip(missing, self._made(None, missing)[0]))
+        self._before |= dict(zip(missing, self.made(missing)))
         return {name: self._before[name] for name in names}
 
     def after(self, module, text, names):
@@ -242,6 +246,12 @@ def test_modules_that_run_count(copy, name):
     """Whatever is imported to make a kernel can change its code."""
     around = AROUND if name in USERS else AROUND | OF_USERS
     assert copy.modules(name) | (copy.imported - around) <= modules_of(name)
+
+
+def test_code_is_the_same_in_each_process(copy):
+    """Whatever was compiled before: Numba numbers the functions of a process."""
+    alone, behind = copy.made(["merge"]), copy.made(["abs", "sum_chunks", "merge"])
+    assert alone[-1] == behind[-1]
 
 
 # Some edits change no code: that of a message, or of another dtype.
