@@ -42,7 +42,7 @@ BUILT_FOR = Path("foo_ops/_built_for.py")
 WHEEL_FOLDER = Path("build/dist")
 UNIT_FOLDER = Path("build/units")
 # The compiler spends most of its time on torch's headers, so it gets several sources at once: all
-# are built in a third of the time. A change of one compiles those of its unit.
+# are built in two fifths of the time. A change of one compiles those of its unit.
 FILES_OF_A_UNIT = 8
 # torch's header for profilers of devices includes them without a folder.
 KINETO_HEADERS = Path(torch.__file__).parent / "include" / "kineto"
