@@ -164,6 +164,7 @@ WARNING = (
 def test_upgrade_under_a_running_process(package, tmp_path, moment):
     """The kernels that it compiles are neither of the old version nor of the new one."""
     program = f"""{UPGRADE}
+import foo_ops.kernels
 if {moment!r} == "between kernels":
     use(torch.float32)
 upgrade()
@@ -177,6 +178,14 @@ use(torch.float64, torch.int32)
     assert run_copy(f"{USE}\nuse(torch.float32, torch.float64)", package, folder) == ("", "")
     kept = [path.name.rpartition("-")[0] for path in folder.glob("*")]
     assert sorted(kept) == sorted([*files, "absolute-float32", "absolute-float64"])
+
+
+def test_upgrade_before_the_compiler_is_loaded(package, tmp_path):
+    """All that it compiles is of the new version."""
+    folder = tmp_path / "cache"
+    program = f"{UPGRADE}\nupgrade()\nuse(torch.float64)"
+    assert run_copy(program, package, folder) == ("", "")
+    assert [path.name.rpartition("-")[0] for path in folder.glob("*")] == ["absolute-float64"]
 
 
 def test_upgrade_of_numba_under_a_running_process(tmp_path):
