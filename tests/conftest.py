@@ -39,7 +39,11 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "needs_compiler: torch.compile makes C++ of it; skipped where torch finds none"
     )
-    config.addinivalue_line("markers", "whole: make test-all (--whole) runs it, make test does not")
+    config.addinivalue_line(
+        "markers",
+        "whole(apart=False): make test-all (--whole) runs it, make test does not; with apart=True its "
+        "cases are in different parts, since they share nothing and take long",
+    )
     config.option.foo_quick |= not config.option.whole
     config.stash[left_out] = Counter()
 
@@ -68,6 +72,9 @@ def what_stays_together(item):
 
     They share kernels, references and fixtures.
     """
+    marker = item.get_closest_marker("whole")
+    if marker is not None and marker.kwargs.get("apart"):
+        return item.nodeid
     case = item.callspec.params.get("operator_check") if hasattr(item, "callspec") else None
     name = item.nodeid.partition("[")[0]
     return name if case is None else f"{name} {case.spec} {case.dtype}"

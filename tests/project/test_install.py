@@ -1,5 +1,6 @@
 """A build is for one torch and says so; its annotations are there for a user's mypy."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.processes import python
+from support.extras import missing_package
 
 import foo_ops._built_for
 from foo_ops._autoload import check_torch
@@ -99,3 +101,21 @@ def test_annotations_in_a_program_of_a_user(tmp_path):
     assert 'Revealed type is "torch._tensor.Tensor"' in process.stdout
     assert 'Argument 1 to "silu_mul" has incompatible type "str"' in process.stdout
     assert process.stdout.count("error:") == 1
+
+
+@pytest.mark.parametrize(
+    ("imported", "package"),
+    [
+        ("transformers", "transformers"),
+        ("torch.no_such_module", None),
+        ("foo_ops.no_such_name", None),
+    ],
+)
+def test_module_of_tests_that_misses_a_package(monkeypatch, imported, package):
+    """Only a package that `make setup` leaves out is a reason to skip."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError) as caught:
+        importlib.import_module(imported)
+    reported = ImportError("as our integrations and pytest report it")
+    reported.__cause__ = caught.value
+    assert missing_package(reported) == package

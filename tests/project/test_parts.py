@@ -30,6 +30,7 @@ class Item:
 
     nodeid: str
     is_whole: bool = False
+    is_apart: bool = False
     case: object = None
 
     @property
@@ -37,7 +38,8 @@ class Item:
         return types.SimpleNamespace(params={"operator_check": self.case} if self.case else {})
 
     def get_closest_marker(self, name):
-        return self.is_whole and name == "whole"
+        is_marked = self.is_whole and name == "whole"
+        return pytest.mark.whole(apart=self.is_apart).mark if is_marked else None
 
 
 @pytest.fixture
@@ -82,4 +84,6 @@ def test_each_test_is_in_one_part(left_out):
         together.setdefault(name, set()).update(one)
     assert {len(one) for one in together.values()} == {1}
     assert set().union(*together.values()) == {1, 2, 3, 4}
+    apart = [Item(f"a.py::test_it[{n}]", is_whole=True, is_apart=True) for n in range(20)]
+    assert len({left_out(item, whole=True, part=(1, 4)) for item in apart}) == 2
     assert left_out(items[0], part=(min(parts[items[0]]) % 4 + 1, 4)) == "of other parts"
