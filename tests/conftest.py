@@ -41,8 +41,8 @@ def pytest_configure(config):
     )
     config.addinivalue_line(
         "markers",
-        "whole(apart=False): make test-all (--whole) runs it, make test does not; with apart=True its "
-        "cases are in different parts, since they share nothing and take long",
+        "whole(apart=False): make test-all (--whole) runs it, make test does not; with apart=True "
+        "its cases are in different parts, since they share nothing and take long",
     )
     config.option.foo_quick |= not config.option.whole
     config.stash[left_out] = Counter()

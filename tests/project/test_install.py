@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.processes import python
 from support.extras import missing_package
+from support.processes import python
 
 import foo_ops._built_for
 from foo_ops._autoload import check_torch
