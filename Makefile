@@ -82,7 +82,7 @@ test: $(VENV)/.with-test
 
 # Everything, an hour and more: all dtypes, devices and samples, Inductor, several processes, models
 # of transformers, and kernels as on other processors. PART=2/4 runs the second of four parts.
-test-all: $(VENV)/.with-test
+test-all: $(VENV)/.with-test $(VENV)/.with-bench
 	$(PYTEST) --whole $(if $(PART),--part $(PART))
 	$(BIN)/python tests/processors.py $(if $(PART),--part $(PART))
 	OMP_WAIT_POLICY=passive $(BIN)/python tests/models.py $(if $(PART),--part $(PART))
