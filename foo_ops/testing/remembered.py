@@ -19,18 +19,22 @@ from foo_ops.testing.tolerance import gradients_of, spreads_of_gradients
 Tensors = tuple[Tensor, ...]
 
 T = TypeVar("T")
-MOST = 4096
-"""So many results are kept of an operator; attention's checks ask for 1,400, of 40 MB."""
+MOST, MOST_BYTES = 4096, 100 << 20
+"""Results that are kept of an operator, and their bytes; attention has 1,400, of 40 MB."""
 # Of these the value says all that a function can know of them.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
 class Remembered:
-    """Results by the numbers that they were computed from, the oldest of which are forgotten."""
+    """Results by the numbers that they were computed from, the oldest of which are forgotten.
 
-    def __init__(self, most: int = MOST) -> None:
-        self._most = most
+    The last one is kept however large it is.
+    """
+
+    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
         self._results: OrderedDict[Hashable, Any] = OrderedDict()
+        self._bytes = 0
 
     def result(self, compute: Callable[[], T], *given: Any) -> T:
         """Return what ``compute`` returns, which is called where it was not for the same numbers.
@@ -45,11 +49,25 @@ class Remembered:
             return compute()
         if key not in self._results:
             self._results[key] = compute()
+            self._bytes += _size(self._results[key])
+            self._forget()
         self._results.move_to_end(key)
-        if len(self._results) > self._most:
-            self._results.popitem(last=False)
         result: T = self._results[key]
         return result
+
+    def _forget(self) -> None:
+        while len(self._results) > 1 and (
+            len(self._results) > self._most or self._bytes > self._most_bytes
+        ):
+            _, oldest = self._results.popitem(last=False)
+            self._bytes -= _size(oldest)
+
+
+def _size(result: Any) -> int:
+    """Return how many bytes the tensors of a result have."""
+    if isinstance(result, (list, tuple)):
+        return sum(map(_size, result))
+    return result.nbytes if isinstance(result, Tensor) else 0
 
 
 def _contents(given: Any) -> Hashable | None:

@@ -59,3 +59,16 @@ def test_what_cannot_be_compared_is_not_remembered():
     remembered = Remembered()
     given = (torch.zeros(2), torch.neg)
     assert remembered.result(object, given) is not remembered.result(object, given)
+
+
+def test_large_results_are_forgotten():
+    """A worker of the suite had 3 GB, most of them of a few large samples."""
+    remembered = Remembered(most_bytes=300)
+    small, large = (lambda: torch.zeros(10)), (lambda: (torch.zeros(50), [torch.zeros(50)]))
+    first = [remembered.result(small, number) for number in range(7)]
+    assert [remembered.result(small, number) is it for number, it in enumerate(first)] == 7 * [True]
+    last = remembered.result(large, 7)
+    assert remembered.result(large, 7) is last
+    again = [remembered.result(small, number) for number in range(7)]
+    assert not any(one is other for one, other in zip(first, again))
+    assert remembered.result(large, 7) is not last
