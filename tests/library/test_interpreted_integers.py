@@ -7,7 +7,9 @@ import itertools
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+from support.parts import whole
 from support.processes import python
 
 from foo_ops import library
@@ -85,6 +87,7 @@ def all_calls(device):
     return {call: [it.cpu() for it in tensors] for call, tensors in results.items()}
 
 
+@pytest.mark.parametrize("device", ["cpu", *whole("foo")])
 def test_same_integers(device, tmp_path):
     file = tmp_path / "results.pt"
     process = python(Path(__file__), file, device, FOO_INTERPRET="1")

@@ -152,6 +152,7 @@ def test_bounds(name, dtype):
     assert errors[worst] <= BOUNDS[name], (errors[worst], where)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_function_calls_the_c_library(dtype, tmp_path, monkeypatch):
     """But for remainders of huge quotients. Others than these would take a call for each number."""

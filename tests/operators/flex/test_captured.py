@@ -7,6 +7,7 @@ import torch
 from support.attention_errors import raises
 from support.flex_exact import Tensors, assert_results, cotangents_of, exact_of, qkv, results_of
 from support.flex_programs import Writer, scores_of
+from support.parts import whole
 
 import foo_ops
 from foo_ops.kernels.compiler.program import DTYPES, INTEGERS
@@ -15,8 +16,12 @@ from foo_ops.ops.score_mods.trace import trace
 SIZES = BATCH, HEADS, QUERIES, KEYS = 2, 3, 37, 41
 
 
+# A program of each is compiled.
+DAILY = ("bool", "int64", "float32", "bfloat16")
+
+
 @pytest.mark.parametrize("dimensions", range(6))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DAILY, *whole(*(it for it in DTYPES if it not in DAILY))])
 def test_dtypes_and_dimensions(dtype, dimensions, device):
     """Each score is the element of its own batch, head, query and key, and a constant place.
 
@@ -85,7 +90,7 @@ def check(index, layout, dtype, device, captured=None):
     assert_results(results, expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *whole(torch.float64)], ids=str)
 @pytest.mark.parametrize("name", INDEXINGS)
 def test_indices(name, dtype, device):
     check(INDEXINGS[name], LAYOUTS["contiguous"], dtype, device)
