@@ -1,6 +1,7 @@
 """Device foo is there after either import, in any order, and at once."""
 
 import pytest
+from support.parts import whole
 from support.processes import python
 
 CHECK = "assert (torch.ones(2, device='foo') + 1).tolist() == [2, 2]\n"
@@ -18,10 +19,12 @@ def run(program, **options):
         "import torch",
         "import foo_ops; import torch",
         "import torch; import foo_ops",
-        "import foo_ops.device; import torch",
-        "import torch.nn; import foo_ops; foo_ops.autoload(); foo_ops.autoload()",
-        "import torch._dynamo; import torch",
-        "import torch.distributed.fsdp",
+        *whole(
+            "import foo_ops.device; import torch",
+            "import torch.nn; import foo_ops; foo_ops.autoload(); foo_ops.autoload()",
+            "import torch._dynamo; import torch",
+            "import torch.distributed.fsdp",
+        ),
     ],
 )
 def test_import_orders(imports):

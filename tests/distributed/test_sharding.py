@@ -14,9 +14,11 @@ CHECKS = Path(__file__).with_name("sharding_checks.py")
     "checks",
     [
         ["on_elements", "on_rows", "on_products"],
-        ["on_heads"],
-        ["on_dropout"],
-        ["on_operators_of_the_kit", "on_written_tensors", "refused", "nothing_travels"],
+        *whole(
+            ["on_heads"],
+            ["on_dropout"],
+            ["on_operators_of_the_kit", "on_written_tensors", "refused", "nothing_travels"],
+        ),
     ],
     ids=" ".join,
 )

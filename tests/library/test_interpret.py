@@ -74,12 +74,28 @@ def test_functions_are_within_half_a_unit_or_so(name, dtype):
         ("test_elementwise.py", "test_python_that_a_kernel_may_use", 7),
         ("test_tile_indexing.py", "negative or flat or offsets or shifted or branches", 16),
         ("../compiler/test_constants.py", "root or function or local or tuple or floor", 8),
-        ("test_texts.py", "elementwise_kernel or tile_kernel", 55),
-        ("test_numbers.py", "test_tile_kernel or derivatives_with_lists", 26),
-        ("test_tensor_lists.py", "written_in_place or read", 20),
-        ("test_optional_tensors.py", "tile_kernel", 18),
-        ("test_products.py", "mixed or dimensions or slices", 30),
-        ("test_numba_op_definitions.py", "test_globals_are_those_of_the_first_use", 2),
+        pytest.param(
+            "test_texts.py", "elementwise_kernel or tile_kernel", 55, marks=pytest.mark.whole
+        ),
+        pytest.param(
+            "test_numbers.py",
+            "test_tile_kernel or derivatives_with_lists",
+            26,
+            marks=pytest.mark.whole,
+        ),
+        pytest.param(
+            "test_tensor_lists.py", "written_in_place or read", 20, marks=pytest.mark.whole
+        ),
+        pytest.param("test_optional_tensors.py", "tile_kernel", 18, marks=pytest.mark.whole),
+        pytest.param(
+            "test_products.py", "mixed or dimensions or slices", 30, marks=pytest.mark.whole
+        ),
+        pytest.param(
+            "test_numba_op_definitions.py",
+            "test_globals_are_those_of_the_first_use",
+            2,
+            marks=pytest.mark.whole,
+        ),
     ],
 )
 def test_compiled_kernels_pass_the_same(file, chosen, count):

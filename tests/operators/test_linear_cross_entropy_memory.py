@@ -1,6 +1,7 @@
 """foo::linear_cross_entropy: its kernels write to their scratch memory and to nothing else."""
 
 import pytest
+from support.parts import whole
 from support.processes import run
 
 # Calls each kernel with fences between the regions of its scratch memory, and looks at them.
@@ -69,6 +70,6 @@ for rows, columns, depth in ((1, 70, 515), (5, 130, 33), (239, 65, 1030), (33, 2
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *whole("float64", "float16")])
 def test_kernels_stay_inside_of_their_regions(dtype, tmp_path):
     run(FENCED, tmp_path, dtype)

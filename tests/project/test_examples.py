@@ -102,6 +102,7 @@ def test_llama_decoding_notices_a_wrong_attention(llama):
         llama.main(["--layers", "1", "--prompt", "8", "--tokens", "1", "--rounds", "1"])
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", [pytest.param("embeddings", marks=needs_model), "llama_decoding"])
 def test_command_line(name):
     process = python(EXAMPLES / f"{name}.py", "--rounds", 0)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.parts import whole
 from support.processes import python
 
 import foo_ops
@@ -32,10 +33,12 @@ def run(program, *arguments, **options):
     [
         "foo_ops, torch",
         "torch, foo_ops",
-        "foo_ops.ops.abs, torch",
-        "foo_ops.testing, torch",
-        "foo_ops.kernels.compiler.load, torch",
-        "numba, foo_ops, torch",
+        *whole(
+            "foo_ops.ops.abs, torch",
+            "foo_ops.testing, torch",
+            "foo_ops.kernels.compiler.load, torch",
+            "numba, foo_ops, torch",
+        ),
     ],
 )
 def test_operators_are_there_after(imports):
@@ -92,6 +95,7 @@ def test_start_of_torch_loads_as_much_as_import_of_foo_ops():
     assert names[0] == names[1].replace("'foo_ops.', ", "")
 
 
+@pytest.mark.whole
 def test_first_uses_of_operators(tmp_path):
     """Of a process that has used no operator."""
     run(FIRST_USES, tmp_path)
