@@ -20,8 +20,12 @@ def part(text: str) -> Part:
 
 
 def whole(*values: object) -> list[Any]:
-    """Mark values of a parameter that ``make test-all`` has, and ``make test`` has not."""
-    return [pytest.param(value, marks=pytest.mark.whole) for value in values]
+    """Mark values of a parameter that ``make test-all`` has, and ``make test`` has not.
+
+    A tuple has a value for each of several parameters.
+    """
+    several = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*each, marks=pytest.mark.whole) for each in several]
 
 
 def part_of(items: Sequence[Item], part: Part) -> Sequence[Item]:
