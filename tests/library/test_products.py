@@ -298,6 +298,7 @@ def test_what_is_no_matrix(factor):
         operator(torch.ones(3, 3), torch.ones(3, 3))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "environment",
     [
