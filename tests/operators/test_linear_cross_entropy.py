@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.exact import assert_near
+from support.parts import whole
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import foo_ops
@@ -27,16 +28,15 @@ def draw(rows, width, classes, dtype=torch.float32, device="cpu"):
     return [it.to(device) for it in (hidden, weight, target, bias)]
 
 
+SHAPES = [(31, 63, 255), (32, 64, 257), (241, 127, 511), (257, 33, 2049), (513, 9, 63)]
+# Its gradients in float64, and how they spread, take half a gigabyte.
+LARGE = (3, 513, 16_385)
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, *whole([LARGE])], ids=len)
 @pytest.mark.parametrize("dtype", SPEC.dtypes)
-def test_sizes_around_those_of_blocks(dtype):
-    for rows, width, classes in (
-        (31, 63, 255),
-        (32, 64, 257),
-        (241, 127, 511),
-        (257, 33, 2049),
-        (3, 513, 16_385),
-        (513, 9, 63),
-    ):
+def test_sizes_around_those_of_blocks(dtype, shapes):
+    for rows, width, classes in shapes:
         sample = Sample(tuple(draw(rows, width, classes, dtype)), {"softcap": 20.0})
         sample = sample.requiring_grad()
         outputs = SPEC.call(sample)

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import whole
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -56,10 +57,17 @@ def test_gradients_are_those_of_the_reference(name, dtype, device):
     check(SPEC.samples[name](dtype), dtype, device)
 
 
+# Its gradients in float64, and how they spread, take half a gigabyte.
+LARGE = (3, 513, 16_385)
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(31, 63, 255), (257, 33, 2049), (700, 150, 4301)], *whole([LARGE])], ids=len
+)
 @pytest.mark.parametrize("dtype", SPEC.dtypes)
-def test_sizes_around_those_of_blocks(dtype):
+def test_sizes_around_those_of_blocks(dtype, shapes):
     """Of some of these samples a part of the rows is kept, of one whole bands and others."""
-    for shape in ((31, 63, 255), (257, 33, 2049), (3, 513, 16_385), (700, 150, 4301)):
+    for shape in shapes:
         check(Sample(tuple(draw(*shape, dtype)), {"label_smoothing": 0.1}), dtype, "cpu")
 
 
