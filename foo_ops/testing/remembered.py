@@ -19,8 +19,8 @@ from foo_ops.testing.tolerance import gradients_of, spreads_of_gradients
 Tensors = tuple[Tensor, ...]
 
 T = TypeVar("T")
-MOST, MOST_BYTES = 4096, 100 << 20
-"""Results that are kept of an operator, and their bytes; attention has 1,400, of 40 MB."""
+MOST, MOST_BYTES = 4096, 16 << 20
+"""Results that are kept of an operator, and their bytes. Neighbours ask for the same."""
 # Of these the value says all that a function can know of them.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
