@@ -23,7 +23,7 @@ def interpreted(program, *arguments, **options):
     return python(program, *arguments, **{"FOO_INTERPRET": "1"} | options)
 
 
-def tests_interpreted(file, chosen):
+def count_interpreted(file, chosen):
     """Run tests of a file in which kernels are interpreted, and return how many passed."""
     options = ("-v", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", chosen)
     process = interpreted(module("pytest"), *options, file, folder=REPOSITORY)
@@ -51,7 +51,7 @@ def test_own_operators_are_within_their_budgets(operator):
     """Values and gradients against float64, in all dtypes, on both devices."""
     samples = "size7 or size1 or size0"
     chosen = f"{operator} and not add_ and (values or gradients) and ({samples})"
-    assert tests_interpreted("tests/operators/test_matrix.py", chosen) >= 24
+    assert count_interpreted("tests/operators/test_matrix.py", chosen) >= 24
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -99,7 +99,7 @@ def test_functions_are_within_half_a_unit_or_so(name, dtype):
     ],
 )
 def test_compiled_kernels_pass_the_same(file, chosen, count):
-    assert tests_interpreted(f"tests/library/{file}", chosen) >= count
+    assert count_interpreted(f"tests/library/{file}", chosen) >= count
 
 
 PROGRAM = """

@@ -63,6 +63,8 @@ torch.ops.foo.abs(torch.ones(3, device="foo"))
         # What torch or a library of it has read is given to a new interpreter.
         ({"OMP_NUM_THREADS": "3"}, "False False"),
         ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "True False"),
+        # Inductor sets it in a process where it has compiled.
+        ({"TORCHINDUCTOR_CACHE_DIR": "/nowhere"}, "True True"),
     ],
     ids=str,
 )

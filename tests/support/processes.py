@@ -57,9 +57,12 @@ def at(moment, action):
 """
 
 
-# Read when foo_ops or Numba are imported, or later. For other variables a process must be new,
-# since torch and the libraries that it loads have read them.
-READ_LATE = ("FOO_", "NUMBA_", "PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD", "ACCELERATE_")
+# Read when foo_ops, Numba or Inductor are imported, or later; Inductor sets some when it compiles.
+# For other variables a process must be new, since torch and its libraries have read them.
+READ_LATE = (
+    *("FOO_", "NUMBA_", "PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD", "ACCELERATE_"),
+    *("TORCHINDUCTOR_", "_TORCHINDUCTOR_"),
+)
 
 REPOSITORY = Path(__file__).parents[2]
 
