@@ -81,7 +81,7 @@ def exact(operation, x, y):
     return torch.where(y == 0, 0, function(x, torch.where((y == 0) | is_beyond(x, y), 1, y)))
 
 
-DAILY = ("bool", "int8", "int64", "float32", "bfloat16")
+DAILY = ("bool", "int8", "int64", "float32")
 DTYPES = [*DAILY, *whole(*sorted({*INTEGERS, *FLOATS} - {*DAILY}))]
 
 
