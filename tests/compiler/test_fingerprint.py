@@ -247,3 +247,19 @@ def test_what_is_registered_beside_a_type_of_numba_counts(monkeypatch, tmp_path)
     before = fingerprint(closing_over(kind))
     path.write_text("register_model(Kind)(AnotherModel)")
     assert fingerprint(closing_over(kind)) != before
+
+
+class Picky:
+    """Refuses to be asked for what it has not, as pytest.mark does."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+def test_values_that_refuse_to_be_asked():
+    picky = Picky()
+
+    def kernel():
+        return picky
+
+    assert fingerprint(kernel) == fingerprint(kernel)

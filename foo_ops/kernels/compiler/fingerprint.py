@@ -93,7 +93,7 @@ def _parts(value: Any, walk: _Walk, attributes: frozenset[str] = frozenset()) ->
         yield repr(sorted(map(repr, value))).encode()
     elif isinstance(value, type):
         yield from _class_parts(value, walk)
-    elif hasattr(value, "tobytes") and hasattr(value, "shape"):
+    elif hasattr(type(value), "tobytes") and hasattr(type(value), "shape"):
         yield repr((value.dtype, value.shape)).encode() + value.tobytes()
     else:
         yield from _object_parts(value, walk)
@@ -109,6 +109,9 @@ def _inner(value: Any) -> Any:
     properties of classes, and ``functools.cache``.
     """
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
+        return value
+    # Others may do anything when they are asked for an attribute, as pytest.mark does.
+    if type(value).__module__.partition(".")[0] not in ("builtins", "functools", "numba"):
         return value
     for attribute in ("py_func", "_defn", "__func__", "__wrapped__", "fget", "func"):
         inner = getattr(value, attribute, None)
