@@ -76,16 +76,18 @@ examples: $(VENV)/.with-examples
 # since they share what was computed for them.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
-# What finds most, in ten minutes.
+IN_PART := $(if $(PART),--part $(PART))
+
+# The cases that find most, in ten minutes.
 test: $(VENV)/.with-test
 	$(PYTEST)
 
 # Everything, an hour and more: all dtypes, devices and samples, Inductor, several processes, models
 # of transformers, and kernels as on other processors. PART=2/4 runs the second of four parts.
 test-all: $(VENV)/.with-test $(VENV)/.with-bench
-	$(PYTEST) --whole $(if $(PART),--part $(PART))
-	$(BIN)/python tests/processors.py $(if $(PART),--part $(PART))
-	OMP_WAIT_POLICY=passive $(BIN)/python tests/models.py $(if $(PART),--part $(PART))
+	$(PYTEST) --whole $(IN_PART)
+	$(BIN)/python tests/processors.py $(IN_PART)
+	OMP_WAIT_POLICY=passive $(BIN)/python tests/models.py $(IN_PART)
 
 # Kernels for each width of vectors, each way to multiply, and other processors.
 test-processors: $(VENV)/.with-test

@@ -103,7 +103,7 @@ def test_first_uses_of_operators(tmp_path):
 
 
 def test_first_uses_of_the_device():
-    """Of a process that has not touched it."""
+    """In a process that has not touched it."""
     assert run(FIRST_USES_OF_DEVICE) == "[]"
 
 

@@ -60,7 +60,7 @@ torch.ops.foo.abs(torch.ones(3, device="foo"))
     ("environment", "expected"),
     [
         ({}, "True True"),
-        # What torch or a library of it has read is given to a new interpreter.
+        # Torch or a library of it has read this one, so a new interpreter gets it.
         ({"OMP_NUM_THREADS": "3"}, "False False"),
         ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "True False"),
         # Inductor sets it in a process where it has compiled.
@@ -173,5 +173,5 @@ if os.environ["FOO_END"] == "killed":
         process = python(program, FOO_END=end, TMPDIR=str(tmp_path))
         assert process.returncode == (-9 if end == "killed" else 0), process.stderr
         assert_gone(process.stdout)
-    # Of the one that was killed, the program of its server is left.
+    # The server of the one that was killed leaves its program.
     assert len(list(tmp_path.iterdir())) == 1

@@ -4,6 +4,7 @@ import ctypes
 
 import pytest
 import torch
+from support.parts import whole
 from support.processes import run
 
 from foo_ops.kernels.compiler.cache import cache_directory
@@ -198,19 +199,16 @@ def lines(cache, *arguments, **environment):
     [
         ("float32", {}),
         ("bfloat16", {}),
-        *(
-            pytest.param(*values, marks=pytest.mark.whole)
-            for values in (
-                ("float64", {}),
-                ("float16", {}),
-                ("float32", {"FOO_VECTOR_BITS": "128"}),
-                ("float16", {"FOO_VECTOR_BITS": "256"}),
-                ("bfloat16", {"FOO_BFLOAT16_PAIRS": "0", "FOO_MATRIX_UNIT": "0"}),
-                ("bfloat16", {"FOO_BFLOAT16_PAIRS": "1", "FOO_VECTOR_BITS": "256"}),
-                ("bfloat16", {"FOO_MATRIX_UNIT": "1"}),
-                ("float16", {"FOO_MATRIX_UNIT": "1", "FOO_VECTOR_BITS": "256"}),
-                ("float32", {"FOO_MATRIX_UNIT": "1"}),
-            )
+        *whole(
+            ("float64", {}),
+            ("float16", {}),
+            ("float32", {"FOO_VECTOR_BITS": "128"}),
+            ("float16", {"FOO_VECTOR_BITS": "256"}),
+            ("bfloat16", {"FOO_BFLOAT16_PAIRS": "0", "FOO_MATRIX_UNIT": "0"}),
+            ("bfloat16", {"FOO_BFLOAT16_PAIRS": "1", "FOO_VECTOR_BITS": "256"}),
+            ("bfloat16", {"FOO_MATRIX_UNIT": "1"}),
+            ("float16", {"FOO_MATRIX_UNIT": "1", "FOO_VECTOR_BITS": "256"}),
+            ("float32", {"FOO_MATRIX_UNIT": "1"}),
         ),
     ],
     ids=str,
