@@ -270,3 +270,57 @@ def test_llvm_prefers_the_widest_vectors(monkeypatch, has_avx512):
     monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
     monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
     assert ("-prefer-256-bit" in processor.target()[2].split(",")) == has_avx512
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        # To what a test's file knows of pytest where it asserts: all of pytest.
+        "made.before = links[-1:]",
+        # The others are behind a chain that is longer than Python's stack.
+        "made.before = links and links[0]; links.clear()",
+    ],
+    ids=["many", "deep"],
+)
+def test_functions_that_refer_to_all_there_is(link, tmp_path):
+    """A key of that would take minutes and gigabytes: the kernel is right, and not kept."""
+    program = f"""
+import torch
+from numba.extending import intrinsic
+from foo_ops import language, library
+
+class Link:
+    pass
+
+links = []
+for _ in range(100_000):
+    made = Link()
+    {link}
+    links.append(made)
+
+@intrinsic
+def doubled(typing_context, number):
+    def emit(context, builder, signature, args):
+        assert made is not links
+        return builder.fadd(*args, *args)
+    return number(number), emit
+
+@library.numba_op("foo_endless::twice")
+def twice(x: float) -> float:
+    return language.floor(doubled(x))
+
+@library.numba_op("foo_endless::half")
+def half(x: float) -> float:
+    return x * 0.5
+
+ones = torch.ones(3)
+print(torch.ops.foo_endless.twice(ones).tolist(), torch.ops.foo_endless.half(ones).tolist())
+"""
+    for _ in range(2):
+        printed, logged = run(program, tmp_path)
+        assert printed == "[2.0, 2.0, 2.0] [0.5, 0.5, 0.5]"
+        assert logged == (
+            "the kernel twice is compiled by each process, since its functions refer to more than "
+            "1000 others, classes and objects"
+        )
+    assert [path.name.split("-")[0] for path in tmp_path.iterdir()] == ["half"]

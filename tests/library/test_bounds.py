@@ -356,19 +356,17 @@ PROGRAM = """
         ("0", "no error"),
     ],
 )
-def test_environment(value, printed, monkeypatch, tmp_path):
-    monkeypatch.setenv("FOO_CHECK_BOUNDS", value)
+def test_environment(value, printed, tmp_path):
     program = tmp_path / "program.py"
     # Another line of the same kernel: what is kept on disk must not tell of the first.
     for lines in (0, 3):
         program.write_text("\n" * lines + textwrap.dedent(PROGRAM))
-        result = python(program)
+        result = python(program, FOO_CHECK_BOUNDS=value)
         assert result.stdout.startswith(printed), result.stdout + result.stderr
         if value == "1":
             assert result.stdout.endswith(f"({program}:{13 + lines}: output[row, 5] = 7.0)\n")
 
 
-def test_switch_is_0_or_1(monkeypatch):
-    monkeypatch.setenv("FOO_CHECK_BOUNDS", "yes")
-    result = python("import foo_ops.library")
+def test_switch_is_0_or_1():
+    result = python("import foo_ops.library", FOO_CHECK_BOUNDS="yes")
     assert "ValueError: FOO_CHECK_BOUNDS must be 0 or 1, got yes\n" in result.stderr

@@ -73,6 +73,20 @@ def test_variables(environment, expected):
     assert python(program, **environment).stdout.strip() == expected
 
 
+def test_variables_of_this_process(monkeypatch):
+    """Libraries set some when they are imported or used: no program depends on the tests before."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("FOO_VARIABLE", "3")
+    monkeypatch.delenv("PATH")
+    program = """
+import os, sys
+print("torch" in sys.modules, *map(os.environ.get, ("OMP_NUM_THREADS", "FOO_VARIABLE", "PATH")))
+"""
+    expected = ("OMP_NUM_THREADS", "FOO_VARIABLE", "PATH")
+    expected = " ".join(["True", *(str(processes.ENVIRONMENT.get(name)) for name in expected)])
+    assert python(program).stdout.strip() == expected
+
+
 def test_packages_that_a_path_has(tmp_path):
     package = tmp_path / "there" / "foo_ops"
     package.mkdir(parents=True)

@@ -57,14 +57,15 @@ def at(moment, action):
 """
 
 
-# Read when foo_ops, Numba or Inductor are imported, or later; Inductor sets some when it compiles.
-# For other variables a process must be new, since torch and its libraries have read them.
+# Read when foo_ops, Numba, Inductor, Accelerate or pytest are imported, or later. For others a
+# process must be new, since torch and its libraries have read them.
 READ_LATE = (
-    *("FOO_", "NUMBA_", "PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD", "ACCELERATE_"),
-    *("TORCHINDUCTOR_", "_TORCHINDUCTOR_"),
+    *("FOO_", "NUMBA_", "PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCHINDUCTOR_"),
+    *("ACCELERATE_", "PYTEST_"),
 )
 
 REPOSITORY = Path(__file__).parents[2]
+ENVIRONMENT = dict(os.environ)
 
 
 def run(program, cache, *arguments, **environment):
@@ -89,28 +90,21 @@ def start(program, *arguments, folder=None, input="", new=False, **environment):
 
     It runs in a fork of a process that has imported torch. Where it sets variables that torch
     reads, or `new` is given, it gets an interpreter of its own, which takes ten times as long.
-    It can import what tests can: foo_ops, benchmarks and support.
+    It can import what tests can: foo_ops, benchmarks and support. Its variables are those with
+    which the tests started and the given ones, whatever libraries have set in this process since.
     """
-    path = [*filter(None, [os.environ.get("PYTHONPATH")]), REPOSITORY, REPOSITORY / "tests"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))} | environment
-    changed = {
-        name
-        for name in environment | _environment_at_start
-        if environment.get(name) != _environment_at_start.get(name)
-    }
+    path = [*filter(None, [ENVIRONMENT.get("PYTHONPATH")]), REPOSITORY, REPOSITORY / "tests"]
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, path))} | environment
     command = [str(program)] if isinstance(program, Path) else ["-c", program]
     return Process(
         {
             "command": [*command, *map(str, arguments)],
             "folder": os.getcwd() if folder is None else str(folder),
-            "environment": environment,
-            "is_new": new or any(not it.startswith((*READ_LATE, "PYTEST_")) for it in changed),
+            "environment": ENVIRONMENT | environment,
+            "is_new": new or any(not name.startswith(READ_LATE) for name in environment),
         },
         input,
     )
-
-
-_environment_at_start = dict(os.environ)
 
 
 class Process:
@@ -175,7 +169,7 @@ def start_server():
     )
     server = subprocess.Popen(
         [sys.executable, code, str(connection_of_server.fileno())],
-        env=_environment_at_start | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        env=ENVIRONMENT | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         # Ctrl-C is for this process, which then ends the server.
         start_new_session=True,
         pass_fds=[connection_of_server.fileno()],

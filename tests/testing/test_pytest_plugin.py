@@ -1,6 +1,5 @@
 """A stranger's project uses the plugin from outside the package, without a conftest."""
 
-import os
 import re
 import subprocess
 import sys
@@ -8,7 +7,7 @@ from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
-from support.processes import module, python
+from support.processes import ENVIRONMENT, module, python
 
 import foo_ops
 
@@ -116,12 +115,12 @@ def test_where():
 def run(tmp_path):
     """Write a test file into a folder of its own and run pytest on it there."""
 
-    def run_pytest(text, *options, new=False):
+    def run_pytest(text, *options, **environment):
         (tmp_path / "test_of_a_stranger.py").write_text(text)
         # A stranger has not what our tests find beside them.
-        path = os.environ.get("PYTHONPATH", "")
+        environment = {"PYTHONPATH": ENVIRONMENT.get("PYTHONPATH", "")} | environment
         options = ("-p", "no:cacheprovider", *options)
-        return python(module("pytest"), *options, folder=tmp_path, new=new, PYTHONPATH=path)
+        return python(module("pytest"), *options, folder=tmp_path, **environment)
 
     return run_pytest
 
@@ -235,11 +234,11 @@ def installation(tmp_path):
     return folder
 
 
-def test_plugin_of_an_installation(run, installation, monkeypatch):
+def test_plugin_of_an_installation(run, installation):
     """The project's folder is not there: setup.py declares all that there is."""
-    monkeypatch.setenv("PYTHONPATH", str(installation))
     # A new interpreter, as a user starts it: all comes from the installation.
-    process = run(RIGHT + WHERE, "-k", "where or (values and cpu and float32)", new=True)
+    options = {"new": True, "PYTHONPATH": str(installation)}
+    process = run(RIGHT + WHERE, "-k", "where or (values and cpu and float32)", **options)
     assert process.returncode == 0, process.stdout + process.stderr
     assert counts(process)["passed"] > 5
     # It came by its entry point.
@@ -247,8 +246,8 @@ def test_plugin_of_an_installation(run, installation, monkeypatch):
         group="pytest11"
     )
     assert entry.value == "pytest_foo_ops"
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    process = run("def test_operator(operator_check): ...", new=True)
+    options["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    process = run("def test_operator(operator_check): ...", **options)
     assert "fixture 'operator_check' not found" in process.stdout
 
 

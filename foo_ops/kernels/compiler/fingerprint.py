@@ -24,6 +24,14 @@ from typing import Any
 from foo_ops.kernels.compiler.kernel import Fingerprint
 from foo_ops.kernels.compiler.upgrades import MODULES
 
+# Kernels refer to twenty functions, classes and objects. With a plugin of pytest, as an assert in a
+# test's file has, it is all that pytest knows: a minute, and gigabytes.
+MOST = 1000
+
+
+class _TooManyError(Exception):
+    """Says that functions refer to more than `MOST` others, classes and objects."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
@@ -40,6 +48,8 @@ class _Walk:
     def is_new(self, value: Any) -> bool:
         if id(value) in self.seen:
             return False
+        if len(self.seen) == MOST:
+            raise _TooManyError
         self.seen[id(value)] = len(self.seen)
         self._alive.append(value)
         return True
@@ -56,9 +66,19 @@ def fingerprint(*functions: Callable[..., Any], has_places: bool = False) -> Fin
     Args:
         functions: the functions.
         has_places: files and line numbers count, too.
+
+    Returns:
+        No content where there are more than `MOST` functions, classes and objects, or they refer to
+        each other in a chain that is longer than Python's stack.
     """
     walk = _Walk(has_places)
-    content = b"\0".join(part for function in functions for part in _parts(function, walk))
+    try:
+        content = b"\0".join(part for function in functions for part in _parts(function, walk))
+    except (_TooManyError, RecursionError):
+        # And whatever else a kernel may load.
+        language = sys.modules.get("foo_ops.language")
+        later = getattr(language, "MODULE_OF", {}).values()
+        return Fingerprint(None, frozenset(walk.modules.union(later)))
     return Fingerprint(content, frozenset(walk.modules))
 
 

@@ -30,12 +30,13 @@ class Fingerprint:
     """Describes all that the code of a kernel depends on, but for compiler and processor.
 
     Attributes:
-        content: bytes that differ wherever functions, constants or options do.
+        content: bytes that differ wherever functions, constants or options do; None where these
+            refer to more than can be looked at, and nothing is kept on disk.
         modules: those of ``foo_ops.kernels`` that make the kernel. They count with their sources
             and all that they import.
     """
 
-    content: bytes
+    content: bytes | None
     modules: frozenset[str]
 
 

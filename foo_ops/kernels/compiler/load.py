@@ -23,6 +23,7 @@ from typing import Any
 import numpy
 
 from foo_ops.kernels.compiler import cache, emit, sources
+from foo_ops.kernels.compiler.fingerprint import MOST
 from foo_ops.kernels.compiler.garbage import without_garbage_collection
 from foo_ops.kernels.compiler.kernel import Source
 from foo_ops.kernels.compiler.upgrades import UpgradeError, is_upgraded
@@ -57,10 +58,14 @@ def load(source: Source, signature: str, name: str) -> int:
 def _object_code(source: Source, signature: str) -> bytes:
     build = functools.partial(source.build, signature)
     try:
-        name = cache.file_name(f"{source.title}-{signature}", _key(source, signature))
+        key = _key(source, signature)
     except UpgradeError:
         _warn_of_upgrade()
         return emit.compile_kernel(build)
+    if key is None:
+        _warn_of_references(source)
+        return emit.compile_kernel(build)
+    name = cache.file_name(f"{source.title}-{signature}", key)
     code = cache.read(name)
     if code is None:
         code = emit.compile_kernel(build)
@@ -71,6 +76,14 @@ def _object_code(source: Source, signature: str) -> bytes:
     return code
 
 
+def _warn_of_references(source: Source) -> None:
+    logger.warning(
+        "the kernel %s is compiled by each process, since its functions refer to more than %d "
+        "others, classes and objects",
+        *(source.title, MOST),
+    )
+
+
 @functools.cache
 def _warn_of_upgrade() -> None:
     logger.warning(
@@ -79,8 +92,11 @@ def _warn_of_upgrade() -> None:
     )
 
 
-def _key(source: Source, signature: str) -> str:
-    """Hash all that the object code depends on."""
+def _key(source: Source, signature: str) -> str | None:
+    """Hash all that the object code depends on; None where that has no end."""
+    fingerprint = source.fingerprint(signature)
+    if fingerprint.content is None:
+        return None
     parts = [
         signature,
         sys.version,
@@ -96,7 +112,6 @@ def _key(source: Source, signature: str) -> str:
         str(has_matrix_unit()),
     ]
     digest = hashlib.sha256("\n".join(parts).encode())
-    fingerprint = source.fingerprint(signature)
     digest.update(fingerprint.content)
     digest.update(sources.digest(fingerprint.modules))
     return digest.hexdigest()[:16]

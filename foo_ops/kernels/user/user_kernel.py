@@ -69,7 +69,8 @@ class UserKernel(Source):
     def fingerprint(self, signature: str) -> Fingerprint:
         made = self.maker.fingerprint(self.options)
         seen = fingerprint(*self._look(), has_places=signature.endswith(CHECKED))
-        return Fingerprint(made.content + seen.content, made.modules | seen.modules | {__name__})
+        content = made.content and seen.content and made.content + seen.content
+        return Fingerprint(content, made.modules | seen.modules | {__name__})
 
     def build(self, signature: str) -> Kernel:
         # The fingerprint is that of the same globals.
