@@ -40,7 +40,7 @@ ALLOWED_SYMBOLS = {"memcpy", "memset", "memmove", *_MATH, *(f"{name}f" for name 
 
 def compile_kernel(build: Callable[[], Kernel]) -> bytes:
     """Return the object code of the kernel that ``build`` makes, with the C function ``ENTRY``."""
-    with without_garbage_collection():
+    with without_garbage_collection(leaves_garbage=True):
         from numba.core.compiler_lock import global_compiler_lock
 
         from foo_ops.kernels.compiler.numba_target.target import compile_module

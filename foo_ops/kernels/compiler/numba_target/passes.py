@@ -64,7 +64,7 @@ def pipeline(name: str) -> PassManager:
     passes.add_pass(NopythonTypeInference, "infer types")
     passes.add_pass(_StripPhis, "replace phi nodes by variables")
     passes.add_pass(Lowering, "make LLVM IR")
-    passes.add_pass(NoPythonBackend, "hand out the function")
+    passes.add_pass(_HandOut, "hand out the function")
     passes.finalize()
     return passes
 
@@ -185,4 +185,16 @@ class _StripPhis(PreLowerStripPhis):
             return super().run_pass(state)
         state.func_ir = self._strip_phi_nodes(state.func_ir)
         state.func_ir._definitions = build_definitions(state.func_ir.blocks)
+        return True
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _HandOut(NoPythonBackend):
+    """Hand out the function without Numba's IR, which the types of its parts keep alive."""
+
+    _name = "foo_ops_hand_out"
+
+    def run_pass(self, state: Any) -> bool:
+        super().run_pass(state)
+        state.cr.fndesc.typemap = state.cr.fndesc.calltypes = None
         return True

@@ -56,16 +56,40 @@ from foo_ops.kernels.compiler.processor import target
 SMALL = 80
 
 
+class _Module:
+    """LLVM's module of a function, as bytes: as Python's objects it has fifty times the size, and
+    would be written as text again for each kernel that calls the function.
+
+    Attributes:
+        bitcode: for LLVM.
+        sizes: the number of instructions of each function that may be inlined.
+        calls: how often each function is called.
+    """
+
+    def __init__(self, module: ir.Module) -> None:
+        text = cgutils.normalize_ir_text(str(module))
+        self.bitcode = llvm.parse_assembly(text).as_bitcode()
+        self.sizes: dict[str, int] = {}
+        self.calls: collections.Counter[str] = collections.Counter()
+        for function in module.functions:
+            if function.is_declaration:
+                continue
+            steps = [step for block in function.blocks for step in block.instructions]
+            self.calls.update(it.callee.name for it in steps if isinstance(it, ir.CallInstr))
+            if "noinline" not in function.attributes:
+                self.sizes[function.name] = len(steps)
+
+
 class _Library(codegen.CodeLibrary):
-    """The IR of a function, and the libraries of those that it calls."""
+    """The LLVM of a function, and the libraries of those that it calls."""
 
     def __init__(self, codegen: codegen.Codegen, name: str) -> None:
         super().__init__(codegen, name)
-        self._modules: list[ir.Module] = []
+        self._modules: list[_Module] = []
         self._called: list[_Library] = []
 
     def add_ir_module(self, ir_module: ir.Module) -> None:
-        self._modules.append(ir_module)
+        self._modules.append(_Module(ir_module))
 
     def add_linking_library(self, library: _Library) -> None:
         self._called.append(library)
@@ -74,15 +98,15 @@ class _Library(codegen.CodeLibrary):
         self._finalized = True
 
     def get_function(self, name: str) -> ir.Function:
-        return next(module.globals[name] for module in self._modules if name in module.globals)
+        raise NotImplementedError("a function of a kernel is called by its name")
 
     def get_llvm_str(self) -> str:
-        return "\n".join(map(str, self._modules))
+        return "\n".join(str(llvm.parse_bitcode(it.bitcode)) for it in self._modules)
 
     def get_asm_str(self) -> str:
         raise NotImplementedError("a function of a kernel is assembled with the whole kernel")
 
-    def modules(self) -> Iterator[ir.Module]:
+    def modules(self) -> Iterator[_Module]:
         """Yield the modules of this function and of all that it calls, each once."""
         seen, waiting = {self}, [self]
         while waiting:
@@ -293,42 +317,22 @@ def compile_module(
             _descriptor.typing_context, context, function, argument_types, types.void, flags, {},
             pipeline_class=_Compiler,
         )  # fmt: skip
-    wrapper = _c_wrapper(context, result, argument_types, entry)
-    modules = list(result.library.modules())
-    _mark_inlined([wrapper, *modules])
-    whole = llvm.parse_assembly(str(wrapper))
-    for module in modules:
-        whole.link_in(llvm.parse_assembly(cgutils.normalize_ir_text(str(module))))
+    modules = [_Module(_c_wrapper(context, result, argument_types, entry))]
+    modules += result.library.modules()
+    whole, *others = (llvm.parse_bitcode(module.bitcode) for module in modules)
+    for other in others:
+        whole.link_in(other)
+    _mark_inlined(whole, modules)
     whole.verify()
     return whole
 
 
-def _mark_inlined(modules: list[ir.Module]) -> None:
-    """Mark the functions that are called from one place, and those that are small.
-
-    A module may have been marked before, for another kernel. Some are never to be inlined.
-    """
-    functions = [
-        function
-        for module in modules
-        for function in module.functions
-        if not function.is_declaration and "noinline" not in function.attributes
-    ]
-    steps = {
-        function.name: [step for block in function.blocks for step in block.instructions]
-        for function in functions
-    }
-    calls = collections.Counter(
-        step.callee.name
-        for step in itertools.chain.from_iterable(steps.values())
-        if isinstance(step, ir.CallInstr)
-    )
-    for function in functions:
-        name = function.name
-        if calls[name] == 1 or len(steps[name]) <= SMALL:
-            function.attributes.add("alwaysinline")
-        else:
-            function.attributes.discard("alwaysinline")
+def _mark_inlined(whole: llvm.ModuleRef, modules: list[_Module]) -> None:
+    """Mark the functions that are called from one place, and those that are small."""
+    calls: collections.Counter[str] = sum((it.calls for it in modules), collections.Counter())
+    for name, size in itertools.chain.from_iterable(it.sizes.items() for it in modules):
+        if calls[name] == 1 or size <= SMALL:
+            whole.get_function(name).add_function_attribute("alwaysinline")
 
 
 def _c_wrapper(
