@@ -4,9 +4,11 @@ import ctypes
 import functools
 import gc
 import itertools
+import mmap
 import os
 import zlib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,6 +122,31 @@ def pytest_collection_finish():
 def quick_collections():
     """Let ``gc.collect()`` leave out what the tests of other modules made."""
     leave_out_of_collections()
+
+
+# Memory of a process that its next modules may add before it is cleaned, which takes a second.
+ROOM = 200 << 20
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Behind a module, give back what compiled graphs and garbage hold: else it grows to 4 GB."""
+    yield
+    global clean_memory
+    if (nextitem is None or nextitem.path != item.path) and resident_memory() > clean_memory + ROOM:
+        torch.compiler.reset()
+        gc.collect()
+        # Garbage lies between what lives, and so malloc keeps its pages.
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+        clean_memory = resident_memory()
+
+
+def resident_memory():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * mmap.PAGESIZE
+
+
+clean_memory = 0
 
 
 @pytest.hookimpl(tryfirst=True)

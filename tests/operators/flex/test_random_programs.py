@@ -7,9 +7,11 @@ others may be off by is followed to the result.
 import dataclasses
 
 import hypothesis
+import pytest
 import torch
 from hypothesis import strategies
 from support.flex_programs import LARGEST, Writer, call_of, finite, scores_of, seen_keys
+from support.parts import whole
 
 from foo_ops.kernels.compiler import program
 
@@ -242,18 +244,26 @@ STEPS = sorted(
         *("rounding", "comparison", "choice", "conversion", "load", "smooth", "sum", "product"),
     }
 )
-SETTINGS = hypothesis.settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
 
 
-@SETTINGS
-@hypothesis.given(data=strategies.data())
-def test_programs(data):
+def check(function, examples):
+    """Call a function with as many random data. A kernel is compiled for each."""
+    settings = hypothesis.settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    settings(hypothesis.given(data=strategies.data())(function))()
+
+
+@pytest.mark.parametrize("examples", [15, *whole(60)])
+def test_programs(examples):
+    check(check_program, examples)
+
+
+def check_program(data):
     graph = Graph(data.draw)
     device = data.draw(strategies.sampled_from(("cpu", "foo")))
     last = graph.values[-1]
@@ -268,9 +278,12 @@ def test_programs(data):
     assert not wrong.any(), (graph.writer.text(output), found[wrong][:3], exact[wrong][:3])
 
 
-@SETTINGS
-@hypothesis.given(data=strategies.data())
-def test_gradients_of_captured_tensors(data):
+@pytest.mark.parametrize("examples", [15, *whole(60)])
+def test_gradients_of_captured_tensors(examples):
+    check(check_gradients_of_captured_tensors, examples)
+
+
+def check_gradients_of_captured_tensors(data):
     """A random value times the score's gradient is added at random places."""
     graph = Graph(data.draw, has_grad=True)
     writer, device = graph.writer, data.draw(strategies.sampled_from(("cpu", "foo")))
