@@ -23,7 +23,12 @@ from torch import Tensor
 
 from foo_ops.testing.draws import seeded
 from foo_ops.testing.layouts import copy_with_layout, hint_at_junk
-from foo_ops.testing.remembered import Remembered, expected_gradients, expected_outputs
+from foo_ops.testing.remembered import (
+    Remembered,
+    expected_gradients,
+    expected_outputs,
+    results_of,
+)
 from foo_ops.testing.schema import functional_form, overload, tensors_in, with_each_tensor
 from foo_ops.testing.tolerance import (
     gradient_tolerance,
@@ -203,10 +208,10 @@ class OpSpec:
         """Return the operator as a function that writes no argument; it can be compiled."""
         return functional_form(self.operator, self.functional)
 
-    @functools.cached_property
+    @property
     def remembered(self) -> Remembered:
         """Return what the reference gave so far."""
-        return Remembered()
+        return results_of(self)
 
     def call(self, sample: Sample) -> Tensors:
         """Return what the operator returns, then the arguments that it writes, in copies."""

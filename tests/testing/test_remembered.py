@@ -61,6 +61,14 @@ def test_what_cannot_be_compared_is_not_remembered():
     assert remembered.result(object, given) is not remembered.result(object, given)
 
 
+def test_results_of_the_operator_before_are_forgotten():
+    specs = [dataclasses.replace(testing.ABS) for _ in range(2)]
+    first = [specs[0].remembered.result(object, 1) for _ in range(2)]
+    assert first[0] is first[1]
+    assert specs[1].remembered.result(object, 1) is not first[0]
+    assert specs[0].remembered.result(object, 1) is not first[0]
+
+
 def test_large_results_are_forgotten():
     """A worker of the suite had 3 GB, most of them of a few large samples."""
     remembered = Remembered(most_bytes=300)
