@@ -27,7 +27,7 @@ from benchmarks.measure import THREADS, Reference, Result
 from foo_ops.kernels.compiler import emit, load
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.compiler.processor import has_bfloat16_dot, has_matrix_unit, vector_bits
-from foo_ops.kernels.vectors.amx import (
+from foo_ops.kernels.simd.amx import (
     ROWS,
     matrix_configure,
     matrix_dot,
@@ -36,9 +36,9 @@ from foo_ops.kernels.vectors.amx import (
     matrix_store,
     matrix_zero,
 )
-from foo_ops.kernels.vectors.arithmetic import splat
-from foo_ops.kernels.vectors.memory import load_vector, pointer_to, store
-from foo_ops.kernels.vectors.pairs import BFLOAT
+from foo_ops.kernels.simd.arithmetic import splat
+from foo_ops.kernels.simd.memory import load_vector, pointer_to, store
+from foo_ops.kernels.simd.narrow import BFLOAT
 
 FMA, BF16_DOT, READ = "FMA peak", "bf16 dot peak", "read bandwidth"
 MATRIX = "matrix unit peak"

@@ -1,9 +1,9 @@
 """The names that tile kernels use beside Python's arithmetic, ``math`` and their arguments.
 
 Names are loaded where a kernel is compiled: to import this module imports no Numba. The modules
-of ``foo_ops.kernels.vectors`` say what each does: views.py about arrays, items.py about indices,
+of ``foo_ops.kernels.lang`` say what each does: views.py about arrays, items.py about indices,
 reduction.py about sums and maxima, math_functions.py about exp, erf, sin and the like, philox.py
-about random numbers, matrices.py and foo_ops/kernels/products/dot.py about products of matrices,
+about random numbers, matrices.py and foo_ops/kernels/lang/dot.py about products of matrices,
 the package itself about explicit vectors; ``help(language.exp)`` says what one function does.
 
 The examples in their docstrings are lines of a kernel, where ``x`` and ``y`` are rows of ``size``
@@ -29,36 +29,32 @@ from typing import Any
 from foo_ops.kernels.compiler.interpret import INTERPRETS
 
 _MODULES = {
-    "reduction": (
+    "lang.reduction": (
         *("accumulate", "accumulate_maximum", "cast", "lanes", "reduce_add", "reduce_maximum"),
         "zero",
     ),
-    "functions": ("exp", "exp2", "log", "tanh"),
-    "powers": ("expm1", "log10", "log1p", "log2", "pow"),
-    "periodic": ("cos", "sin", "tan"),
-    "angles": ("acos", "asin", "atan", "atan2"),
-    "gamma_function": ("gamma", "lgamma"),
-    "hyperbolic": ("acosh", "asinh", "atanh", "cosh", "sinh"),
-    "roots": ("cbrt", "hypot"),
-    "error_function": ("erf", "erfc"),
-    "philox": ("random",),
-    "remainders": ("floor_divide", "fmod", "remainder"),
-    "rounding": ("ceil", "floor", "round", "sqrt", "trunc"),
-    "arithmetic": (
+    "lang.dot": ("add_dot", "dot"),
+    "lang.random": ("random",),
+    "math.exponential": (
+        *("acosh", "asinh", "atanh", "cosh", "exp", "exp2", "expm1", "log", "log10", "log1p"),
+        *("log2", "pow", "sinh", "tanh"),
+    ),
+    "math.trigonometric": ("acos", "asin", "atan", "atan2", "cos", "sin", "tan"),
+    "math.special": ("erf", "erfc", "gamma", "lgamma"),
+    "math.division": (
+        *("cbrt", "ceil", "floor", "floor_divide", "fmod", "hypot", "remainder", "round", "sqrt"),
+        "trunc",
+    ),
+    "simd.arithmetic": (
         *("absolute", "any_lane", "fma", "less", "maximum", "next_lane", "select", "splat"),
     ),
-    "products.dot": ("add_dot", "dot"),
-    "memory": (
+    "simd.memory": (
         *("address_of", "load", "load_vector", "prefetch", "prefetch_vectors"),
         *("shift", "shift_bytes", "store"),
     ),
 }
 _PACKAGE = "foo_ops.kernels"
-MODULE_OF = {
-    name: f"{_PACKAGE}.{module}" if "." in module else f"{_PACKAGE}.vectors.{module}"
-    for module, names in _MODULES.items()
-    for name in names
-}
+MODULE_OF = {name: f"{_PACKAGE}.{module}" for module, names in _MODULES.items() for name in names}
 """The module that each name is loaded from; it counts for the key of a kernel that has the name."""
 
 __all__ = sorted(MODULE_OF)
@@ -69,7 +65,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if INTERPRETS:
-        module = f"{_PACKAGE}.vectors.plain_language"
+        module = f"{_PACKAGE}.interpret.language"
     return getattr(importlib.import_module(module), name)
 
 

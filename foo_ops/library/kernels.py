@@ -14,7 +14,7 @@ import torch
 from foo_ops import _C
 from foo_ops.kernels.compiler.interpret import INTERPRETS
 from foo_ops.kernels.compiler.kernel import KERNELS, Maker
-from foo_ops.kernels.user.user_kernel import UserKernel
+from foo_ops.kernels.user.sources import UserKernel
 from foo_ops.library.functions import by_position
 from foo_ops.library.operators import (
     DISPATCH_KEYS,

@@ -209,7 +209,7 @@ def tile_kernel(
     but see ``refuse``.
 
     - A tensor is a view with ``shape``, ``strides``, ``ndim``, ``size``, ``rows``, ``data``,
-      ``row(i)``, elements ``x[i, j]`` and ``x.flat[i]`` (see foo_ops/kernels/vectors/views.py).
+      ``row(i)``, elements ``x[i, j]`` and ``x.flat[i]`` (see foo_ops/kernels/lang/views.py).
       bfloat16 and float16 are read as float32 and rounded when they are written. An index that is a
       negative constant counts from the end. No other one is compared with the shape, but under
       `check_bounds`.

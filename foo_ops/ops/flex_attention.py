@@ -24,7 +24,7 @@ MASK = (
     "Tensor? kv_num_blocks=None, Tensor? kv_indices=None, Tensor? full_kv_num_blocks=None, "
     "Tensor? full_kv_indices=None"
 )
-# The programs' texts are in the language of foo_ops/kernels/compiler/program.py.
+# The programs' texts are in the language of foo_ops/kernels/flex/program.py.
 PROGRAMS = (
     'str score_mod="", str mask_mod="", str backward="", float[] numbers=[], int[] integers=[], '
     "float? scale=None"

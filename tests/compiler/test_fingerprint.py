@@ -18,7 +18,7 @@ from numba.extending import intrinsic, overload
 from foo_ops import language
 from foo_ops.kernels import table
 from foo_ops.kernels.compiler.fingerprint import fingerprint
-from foo_ops.kernels.user.user_kernel import UserKernel
+from foo_ops.kernels.user.sources import UserKernel
 
 
 class Mode(enum.Enum):

@@ -12,8 +12,8 @@ from support.exact import units_in_the_last_place
 from support.processes import module, python
 
 from foo_ops import language, library
-from foo_ops.kernels.vectors import plain_language
-from foo_ops.kernels.vectors.plain_views import FromEnd
+from foo_ops.kernels.interpret import language as interpreted_language
+from foo_ops.kernels.interpret.views import FromEnd
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -60,12 +60,12 @@ def test_functions_are_within_half_a_unit_or_so(name, dtype):
     """Nearer than compiled ones, and zero where these are."""
     x = torch.linspace(-80, 80, 10_001, dtype=dtype)
     x = x.exp() if name == "log" else x
-    result = torch.from_numpy(getattr(plain_language, name)(x.numpy()))
+    result = torch.from_numpy(getattr(interpreted_language, name)(x.numpy()))
     exact = getattr(torch, name)(x.double())
     assert result.dtype == dtype
     assert units_in_the_last_place(result, exact, dtype) <= (0.51 if dtype == torch.float32 else 1)
     if name == "exp2" and dtype == torch.float32:
-        assert plain_language.exp2(np.float32(-126.6)) == 0
+        assert interpreted_language.exp2(np.float32(-126.6)) == 0
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ print(torch.ops.foo.abs(x.new_empty(0)).tolist(), foo_ops.rms_norm(x.new_empty(0
 
 def test_every_name_of_the_language_is_there():
     for name in language.__all__:
-        assert callable(getattr(plain_language, name)), name
+        assert callable(getattr(interpreted_language, name)), name
 
 
 @pytest.mark.parametrize("name", ["print", "breakpoint"])

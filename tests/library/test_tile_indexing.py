@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from foo_ops import language, library
-from foo_ops.kernels.vectors import views
-from foo_ops.kernels.vectors.plain_views import View
+from foo_ops.kernels.interpret.views import View
+from foo_ops.kernels.lang import views
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

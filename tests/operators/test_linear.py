@@ -318,10 +318,10 @@ FENCED = """
 import ctypes, importlib, sys
 import numpy as np
 import torch
-from foo_ops.kernels.vectors import scratch
+from foo_ops.kernels.lang import scratch
 scratch.FENCE = 1024
 from foo_ops.kernels.compiler.resolve import resolve
-from foo_ops.kernels.vectors.elements import compute_dtype
+from foo_ops.kernels.simd.types import compute_dtype
 
 dtype, compute = sys.argv[1], compute_dtype(sys.argv[1])
 layouts = {}

@@ -9,12 +9,12 @@ FENCED = """
 import ctypes, struct, sys
 import numpy as np
 import torch
-from foo_ops.kernels.vectors import scratch
+from foo_ops.kernels.lang import scratch
 scratch.FENCE = 1024
 from foo_ops.kernels.compiler.resolve import resolve
 from foo_ops.kernels.linear import logits
 from foo_ops.kernels.linear.cross_entropy_parameters import argument_types, gradient_dtype
-from foo_ops.kernels.vectors.elements import compute_dtype
+from foo_ops.kernels.simd.types import compute_dtype
 
 dtype, compute = sys.argv[1], compute_dtype(sys.argv[1])
 number, pointer = ctypes.c_int64, ctypes.c_void_p

@@ -308,11 +308,11 @@ FENCED = """
 import ctypes, sys
 import numpy as np
 import torch
-from foo_ops.kernels.vectors import scratch
+from foo_ops.kernels.lang import scratch
 scratch.FENCE = 1024
 from foo_ops.kernels.compiler.resolve import resolve
 from foo_ops.kernels.linear import few_rows, product
-from foo_ops.kernels.vectors.elements import compute_dtype
+from foo_ops.kernels.simd.types import compute_dtype
 
 dtype, compute = sys.argv[1], compute_dtype(sys.argv[1])
 make, layouts = scratch.make_kernel_with_scratch, []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foo_ops.kernels.products.on_amx import GROUP, make_amx_products_of_bytes
-from foo_ops.kernels.vectors.memory import pointer_to
+from foo_ops.kernels.simd.memory import pointer_to
 
 DTYPES = {"int8": torch.int8, "uint8": torch.uint8}
 # Fills memory that is not to be written.

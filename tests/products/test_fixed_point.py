@@ -5,16 +5,16 @@ import math
 import pytest
 import torch
 
-from foo_ops.kernels.vectors import fixed_point, pairs
-from foo_ops.kernels.vectors.elements import lanes_of
-from foo_ops.kernels.vectors.fixed_point import (
+from foo_ops.kernels.simd import narrow
+from foo_ops.kernels.simd.memory import pointer_to, store
+from foo_ops.kernels.simd.narrow import (
     largest_magnitude,
     scale_of_integers,
     store_digits,
     tile_dot_int4,
 )
-from foo_ops.kernels.vectors.memory import pointer_to, store
-from foo_ops.kernels.vectors.register_tiles import tile_store_sums, tile_zero
+from foo_ops.kernels.simd.register_tiles import tile_store_sums, tile_zero
+from foo_ops.kernels.simd.types import lanes_of
 
 LANES = lanes_of("float32")
 BYTES = 4 * LANES
@@ -27,10 +27,10 @@ INSTRUCTIONS = ("of the processor", "pairs of products", "one by one")
 def size(request, monkeypatch):
     """The bytes of a digit, by the instructions of this processor and of others."""
     if request.param != INSTRUCTIONS[0]:
-        monkeypatch.setattr(fixed_point, "has_byte_dot", lambda lanes: False)
+        monkeypatch.setattr(narrow, "has_byte_dot", lambda lanes: False)
     if request.param == INSTRUCTIONS[2]:
-        monkeypatch.setattr(pairs, "has_integer_dot", lambda lanes: False)
-    return 1 if fixed_point.has_byte_dot(LANES) else 2
+        monkeypatch.setattr(narrow, "has_integer_dot", lambda lanes: False)
+    return 1 if narrow.has_byte_dot(LANES) else 2
 
 
 def split(integers, bits, size):

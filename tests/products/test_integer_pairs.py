@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from foo_ops.kernels.products.on_vectors import make_matmul
-from foo_ops.kernels.vectors import pairs
-from foo_ops.kernels.vectors.elements import lanes_of
-from foo_ops.kernels.vectors.memory import pointer_to
+from foo_ops.kernels.simd import narrow
+from foo_ops.kernels.simd.memory import pointer_to
+from foo_ops.kernels.simd.types import lanes_of
 
 
 @pytest.mark.parametrize("has_dot", [None, False])
 def test_all_signs_and_sizes(compiled, monkeypatch, has_dot):
     """Sums go around in 32 bits."""
     if has_dot is False:
-        monkeypatch.setattr(pairs, "has_integer_dot", lambda lanes: False)
+        monkeypatch.setattr(narrow, "has_integer_dot", lambda lanes: False)
     # One that was made before would have its instructions already.
     matmul = make_matmul.__wrapped__("int32", "int16x2", "int16x2")
     sums, units = pointer_to("int32"), pointer_to("int16x2")

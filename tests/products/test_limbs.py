@@ -12,8 +12,8 @@ from foo_ops.kernels.products.limbs import (
     make_row_splitter,
     make_smallness_check,
 )
-from foo_ops.kernels.vectors.elements import lanes_of
-from foo_ops.kernels.vectors.memory import load_vector, pointer_to, store
+from foo_ops.kernels.simd.memory import load_vector, pointer_to, store
+from foo_ops.kernels.simd.types import lanes_of
 
 LANES = lanes_of("float32")
 LIMBS = {"bfloat16": 1, "float16": 2, "float32": 3}

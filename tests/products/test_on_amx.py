@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foo_ops.kernels.products.on_amx import GROUP, STEPS_AT_ONCE, make_amx_products
-from foo_ops.kernels.vectors.memory import pointer_to
+from foo_ops.kernels.simd.memory import pointer_to
 
 PRODUCTS = {1: 1, 2: 4, 3: 6}
 """How many products of limbs are computed for a product of two numbers, by the number of limbs."""

@@ -15,14 +15,16 @@ from foo_ops.kernels.attention import (
 )
 from foo_ops.kernels.compiler import kernel, processor
 from foo_ops.kernels.compiler.kernel import KERNELS
+from foo_ops.kernels.flex import captured, emit
+from foo_ops.kernels.lang import arguments
+from foo_ops.kernels.lang import random as random_numbers
+from foo_ops.kernels.lang.scratch import Struct
 from foo_ops.kernels.linear import cross_entropy_parameters as cross_entropy
 from foo_ops.kernels.linear import parameters as linear
 from foo_ops.kernels.products import on_amx, on_vectors
+from foo_ops.kernels.simd import memory
+from foo_ops.kernels.simd.types import ELEMENTS, Pointer
 from foo_ops.kernels.user import codes, elementwise, tile
-from foo_ops.kernels.vectors import bounds, captured, emit_program, lists, philox
-from foo_ops.kernels.vectors.elements import ELEMENTS
-from foo_ops.kernels.vectors.struct import Struct
-from foo_ops.kernels.vectors.values import Pointer
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 AXES = ("batch", "head", "row", "column")
@@ -66,7 +68,7 @@ def named(type_):
 
 
 def described_by_python(struct):
-    """Return the fields as `foo_ops.kernels.vectors.struct` reads them: each has eight bytes."""
+    """Return the fields as `foo_ops.kernels.lang.struct` reads them: each has eight bytes."""
     return [
         Field(name, named(type_), 8 * position)
         for position, (name, type_) in enumerate(struct.fields.items())
@@ -123,7 +125,7 @@ def test_a_difference_would_be_noticed():
 
 def test_views():
     fields = ("DATA", "NDIM", "SIZES", "STRIDES", "SIZE", "ROWS", "OUTSIDE")
-    expected = [(name.lower(), 8 * getattr(bounds, name)) for name in fields]
+    expected = [(name.lower(), 8 * getattr(memory, name)) for name in fields]
     given = _C.agreement()["structs"]["View"]
     assert [(name, offset) for name, _, offset in given] == expected
     assert [type_ for _, type_, _ in given] == [
@@ -139,14 +141,14 @@ def test_views():
 
 def test_lists_of_views():
     assert _C.agreement()["structs"]["ViewList"] == [
-        ("first", "View*", 8 * lists.FIRST),
-        ("size", "int64", 8 * lists.LENGTH),
+        ("first", "View*", 8 * arguments.FIRST),
+        ("size", "int64", 8 * arguments.LENGTH),
     ]
 
 
 def test_accesses_outside():
     fields = ("IS_FOUND", "VIEW", "KIND", "ROW", "COUNT", "PLACE", "INDICES")
-    expected = [(name.lower(), 8 * getattr(bounds, name)) for name in fields]
+    expected = [(name.lower(), 8 * getattr(memory, name)) for name in fields]
     given = _C.agreement()["structs"]["Outside"]
     assert [(name, offset) for name, _, offset in given] == expected
     assert [type_ for _, type_, _ in given] == [
@@ -156,17 +158,17 @@ def test_accesses_outside():
         "int64",
         "int64",
         "int8*",
-        f"int64[{bounds.MOST_INDICES}]",
+        f"int64[{memory.MOST_INDICES}]",
     ]
 
 
 def test_programs():
     assert _C.agreement()["structs"]["ProgramArguments"] == [
-        ("scale", "float64", 8 * emit_program.SCALE),
-        ("numbers", "float64*", 8 * emit_program.NUMBERS),
-        ("integers", "int64*", 8 * emit_program.INTEGERS),
-        ("captured", "CapturedTensor*", 8 * emit_program.CAPTURED),
-        ("outside", "int64*", 8 * emit_program.OUTSIDE),
+        ("scale", "float64", 8 * emit.SCALE),
+        ("numbers", "float64*", 8 * emit.NUMBERS),
+        ("integers", "int64*", 8 * emit.INTEGERS),
+        ("captured", "CapturedTensor*", 8 * emit.CAPTURED),
+        ("outside", "int64*", 8 * emit.OUTSIDE),
     ]
     dimensions = f"int64[{captured.MOST_DIMENSIONS}]"
     assert _C.agreement()["structs"]["CapturedTensor"] == [
@@ -245,14 +247,14 @@ def test_constants():
         "kAbsentCode": codes.ABSENT,
         "kGivenCode": codes.GIVEN,
         "kCheckedCode": kernel.CHECKED,
-        "kElement": bounds.OF_ELEMENT,
-        "kRow": bounds.OF_ROW,
-        "kFlat": bounds.OF_FLAT,
-        "kInRow": bounds.IN_ROW,
-        "kShape": bounds.OF_SHAPE,
-        "kProduct": bounds.OF_PRODUCT,
-        "kList": bounds.OF_LIST,
-        "kMostIndices": bounds.MOST_INDICES,
+        "kElement": memory.OF_ELEMENT,
+        "kRow": memory.OF_ROW,
+        "kFlat": memory.OF_FLAT,
+        "kInRow": memory.IN_ROW,
+        "kShape": memory.OF_SHAPE,
+        "kProduct": memory.OF_PRODUCT,
+        "kList": memory.OF_LIST,
+        "kMostIndices": memory.MOST_INDICES,
         "kHidden": programs.HIDDEN,
         "kMasked": programs.MASKED,
         "kSeen": programs.SEEN,
@@ -266,7 +268,7 @@ def test_limits(monkeypatch, bits):
     constants, lanes = _C.agreement()["constants"], on_vectors.lanes_of("float32")
     assert constants["kWidestVector"] % lanes == 0
     # Random numbers come in groups of keys.
-    assert constants["kKeyMultiple"] % philox.WORDS == 0
+    assert constants["kKeyMultiple"] % random_numbers.WORDS == 0
     panels = {operands.PANEL_ON_TILES}
     # Blocks are not merged where registers are fewer.
     if processor.vector_registers() == 32:

@@ -13,8 +13,9 @@ import torch._dynamo  # before foo_ops.device._dynamo, which it imports
 import foo_ops
 import foo_ops.distributed
 from foo_ops import language
-from foo_ops.kernels.vectors import plain_language, views
-from foo_ops.kernels.vectors.plain_views import Pointer, View
+from foo_ops.kernels.interpret import language as interpreted
+from foo_ops.kernels.interpret.views import Pointer, View
+from foo_ops.kernels.lang import views
 
 # Programs, what needs a process of its own, and what needs a library that is not installed.
 LEFT_OUT = (
@@ -44,7 +45,7 @@ def lines_of_a_kernel():
     type_ = views.View("float32", 2, False, False)
     for name, matrix in zip(("output", "a", "b"), matrices):
         names[name] = View(type_, matrix.data_ptr(), matrix.shape, matrix.stride())
-    return names | {"language": plain_language, "matrices": matrices, "j": 1}
+    return names | {"language": interpreted, "matrices": matrices, "j": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,7 @@ def no_garbage(quick_collections):
 
 def run(name):
     torch.manual_seed(0)
-    vocabulary = ("foo_ops.kernels.vectors.", "foo_ops.kernels.products.dot")
+    vocabulary = ("foo_ops.kernels.lang.", "foo_ops.kernels.lang.dot")
     is_vocabulary = name.startswith(vocabulary)
     return doctest.testmod(
         importlib.import_module(name),
@@ -91,4 +92,4 @@ def test_each_name_of_the_language_has_an_example(name):
     """It is the same one where kernels run as plain Python."""
     text = getattr(language, name).__doc__
     assert any(f"language.{name}(" in example.source for example in PARSER.get_examples(text))
-    assert getattr(plain_language, name).__doc__ == text
+    assert getattr(interpreted, name).__doc__ == text

@@ -5,7 +5,7 @@ Each query sees one key, so that its logsumexp is the score that the program mad
 
 import torch
 
-from foo_ops.kernels.compiler.program import Gradient, Node, Program
+from foo_ops.kernels.flex.program import Gradient, Node, Program
 
 NOT_A_NUMBER, LARGEST = -777.0, 1e30
 MASK = """int32 input query

@@ -28,3 +28,6 @@ neighbouring lines of few pages. The backward kernel goes over the same tiles an
 weights and the gradients of the scores it adds to grad_query panel by panel, and to grad_key and
 grad_value once for all panels of a tile.
 """
+
+# Division of integers, in whatever kernel, is what it defines.
+from foo_ops.kernels import lang  # noqa: F401

@@ -52,6 +52,7 @@ from foo_ops.kernels.attention.scores import ROW_FACTS, make_row_facts_filler
 from foo_ops.kernels.attention.tile_matrices import make_tile_matrices
 from foo_ops.kernels.attention.weights import make_statistics_loader, make_weights
 from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.lang.scratch import Scratch, make_kernel_with_scratch, row_of
 from foo_ops.kernels.products.operands import (
     make_products,
     make_step_counter,
@@ -59,11 +60,9 @@ from foo_ops.kernels.products.operands import (
     sizes_of,
     step_of,
 )
-from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import shift
-from foo_ops.kernels.vectors.rows import make_fill, round_up
-from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
-from foo_ops.kernels.vectors.struct import row_of
+from foo_ops.kernels.simd.memory import shift
+from foo_ops.kernels.simd.transpose import make_fill, round_up
+from foo_ops.kernels.simd.types import compute_dtype, lanes_of
 
 # Keys whose sums over the queries are computed together, or as many as a product takes: the more,
 # the more products with weights of zero beside the diagonal, the fewer, the more calls.

@@ -17,10 +17,10 @@ from numba import njit
 from foo_ops.kernels.attention.parameters import GRADIENT_STORED, TILE_STRIDE
 from foo_ops.kernels.attention.row_sums import adds_row_sums
 from foo_ops.kernels.attention.rows import second
-from foo_ops.kernels.vectors.arithmetic import splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
-from foo_ops.kernels.vectors.transpose import transpose_square
+from foo_ops.kernels.simd.arithmetic import splat
+from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd.transpose import transpose_square
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 
 @functools.cache

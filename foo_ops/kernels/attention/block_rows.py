@@ -14,13 +14,12 @@ from foo_ops.kernels.attention.operands import (
     make_right_matrix,
 )
 from foo_ops.kernels.attention.rows import make_block_loader, make_operand_row
+from foo_ops.kernels.lang.scratch import field
 from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, limbs_of, make_row_splitter
 from foo_ops.kernels.products.operands import sizes_of
-from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
-from foo_ops.kernels.vectors.limbs import interleave
-from foo_ops.kernels.vectors.memory import address_of, pointer_to, shift
-from foo_ops.kernels.vectors.pairs import PAIRS
-from foo_ops.kernels.vectors.struct import field
+from foo_ops.kernels.simd.memory import address_of, pointer_to, shift
+from foo_ops.kernels.simd.narrow import PAIRS, interleave
+from foo_ops.kernels.simd.types import compute_dtype, lanes_of
 
 
 @functools.cache

@@ -43,20 +43,13 @@ from foo_ops.kernels.attention.scores import (
 from foo_ops.kernels.attention.softmax import make_softmax_start
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.compiler.processor import bytes_ahead
+from foo_ops.kernels.lang.scratch import Scratch, make_kernel_with_scratch
 from foo_ops.kernels.products.operands import step_of, vector_product_dtype
-from foo_ops.kernels.vectors.arithmetic import fma, splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import (
-    address_of,
-    load,
-    load_vector,
-    pointer_to,
-    shift,
-    store,
-)
-from foo_ops.kernels.vectors.pairs import PAIRS
-from foo_ops.kernels.vectors.rows import make_fill, round_up
-from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
+from foo_ops.kernels.simd.arithmetic import fma, splat
+from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd.narrow import PAIRS
+from foo_ops.kernels.simd.transpose import make_fill, round_up
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # A block of more queries is for the forward kernel.
 MOST_ROWS = 8

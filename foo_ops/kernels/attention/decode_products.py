@@ -9,12 +9,12 @@ from numba import njit
 from foo_ops.kernels.attention.decode_sums import make_line_prefetcher
 from foo_ops.kernels.attention.key_tiles import lie_together, make_key_row
 from foo_ops.kernels.attention.parameters import TILE_STRIDE, dim_name_of
-from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import address_of, load_vector, pointer_to, shift, store
-from foo_ops.kernels.vectors.pairs import PAIRS
-from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, tile_zero
-from foo_ops.kernels.vectors.rows import make_copy_row, round_up
-from foo_ops.kernels.vectors.struct import field
+from foo_ops.kernels.lang.scratch import field
+from foo_ops.kernels.simd.memory import address_of, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd.narrow import PAIRS
+from foo_ops.kernels.simd.register_tiles import tile_dot, tile_store_sums, tile_zero
+from foo_ops.kernels.simd.transpose import make_copy_row, round_up
+from foo_ops.kernels.simd.types import compute_dtype, lanes_of
 
 # Queries that are computed together.
 MOST_OF_GROUP = 4

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.attention.parameters import TILE_STRIDE
-from foo_ops.kernels.vectors.arithmetic import less, maximum, select, splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.functions import exp2
-from foo_ops.kernels.vectors.memory import (
+from foo_ops.kernels.math.exponential import exp2
+from foo_ops.kernels.simd.arithmetic import less, maximum, select, splat
+from foo_ops.kernels.simd.memory import (
     address_of,
     load_pieces,
     load_vector,
@@ -19,8 +18,9 @@ from foo_ops.kernels.vectors.memory import (
     shift,
     store,
 )
-from foo_ops.kernels.vectors.pairs import PAIRS, pack_pairs
-from foo_ops.kernels.vectors.rows import make_fill, round_up
+from foo_ops.kernels.simd.narrow import PAIRS, pack_pairs
+from foo_ops.kernels.simd.transpose import make_fill, round_up
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 
 def make_decode_softmax(dtype: str, in_products: str, has_options: bool, ROWS: int) -> Callable:

@@ -8,9 +8,9 @@ from numba import njit
 
 from foo_ops.kernels.attention.parameters import KEY_BLOCK
 from foo_ops.kernels.products.operands import step_of
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import address_of, pointer_to, prefetch_near, shift
-from foo_ops.kernels.vectors.register_tiles import tile_load, tile_outer, tile_splat, tile_store
+from foo_ops.kernels.simd.memory import address_of, pointer_to, prefetch_near, shift
+from foo_ops.kernels.simd.register_tiles import tile_load, tile_outer, tile_splat, tile_store
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # Keys, or pairs of keys, that are added to sums between two accesses to these.
 STEPS = 4

@@ -16,11 +16,10 @@ from foo_ops.kernels.attention.parameters import (
 )
 from foo_ops.kernels.attention.scores import ROW_FACTS, make_dropout_mask, make_row_facts_filler
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import load, store
-from foo_ops.kernels.vectors.rows import round_up
-from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
-from foo_ops.kernels.vectors.struct import row_of
+from foo_ops.kernels.lang.scratch import Scratch, make_kernel_with_scratch, row_of
+from foo_ops.kernels.simd.memory import load, store
+from foo_ops.kernels.simd.transpose import round_up
+from foo_ops.kernels.simd.types import compute_dtype, lanes_of
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from foo_ops.kernels.attention.softmax import (
     make_softmax_start,
 )
 from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.lang.scratch import Scratch, larger, make_kernel_with_scratch
 from foo_ops.kernels.products.limbs import limbs_of
 from foo_ops.kernels.products.operands import (
     make_products,
@@ -39,10 +40,9 @@ from foo_ops.kernels.products.operands import (
     product_dtype,
     sizes_of,
 )
-from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
-from foo_ops.kernels.vectors.rows import make_fill, round_up
-from foo_ops.kernels.vectors.scratch import Scratch, larger, make_kernel_with_scratch
+from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd.transpose import make_fill, round_up
+from foo_ops.kernels.simd.types import compute_dtype, lanes_of
 
 
 @functools.cache

@@ -13,11 +13,11 @@ from numba import njit
 from foo_ops.kernels.attention.decode_products import MOST_OF_GROUP
 from foo_ops.kernels.attention.key_tiles import lie_together, make_key_row
 from foo_ops.kernels.attention.parameters import KEY_BLOCK, TILE_STRIDE
-from foo_ops.kernels.vectors.arithmetic import splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import load, load_repeated, load_vector, shift, store
-from foo_ops.kernels.vectors.rows import make_copy_row, round_up
-from foo_ops.kernels.vectors.struct import field
+from foo_ops.kernels.lang.scratch import field
+from foo_ops.kernels.simd.arithmetic import splat
+from foo_ops.kernels.simd.memory import load, load_repeated, load_vector, shift, store
+from foo_ops.kernels.simd.transpose import make_copy_row, round_up
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 
 def _make_scales_loader(dtype: str, operand: str) -> Callable:

@@ -9,15 +9,14 @@ from numba import njit
 
 from foo_ops.kernels.attention.operands import make_stored_row_splitter
 from foo_ops.kernels.attention.parameters import KEY_BLOCK, dim_name_of
+from foo_ops.kernels.lang.scratch import field, row_of
 from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, limbs_of, make_row_splitter
 from foo_ops.kernels.products.on_amx import GROUP
 from foo_ops.kernels.products.operands import product_dtype, sizes_of
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
-from foo_ops.kernels.vectors.pairs import PAIRS, pack_pairs
-from foo_ops.kernels.vectors.rows import make_copy_row, make_fill, round_up
-from foo_ops.kernels.vectors.struct import field, row_of
-from foo_ops.kernels.vectors.transpose import transpose_pairs
+from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd.narrow import PAIRS, pack_pairs
+from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, round_up, transpose_pairs
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 
 @functools.cache

@@ -17,13 +17,12 @@ from numba import njit
 from foo_ops.kernels.attention.output import make_finish, make_row_writer
 from foo_ops.kernels.attention.parameters import QUERY_BLOCK, argument_types
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.vectors.arithmetic import fma, splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.functions import exp2
-from foo_ops.kernels.vectors.memory import load, load_vector, shift, store
-from foo_ops.kernels.vectors.rows import make_fill, round_up
-from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
-from foo_ops.kernels.vectors.struct import row_of
+from foo_ops.kernels.lang.scratch import Scratch, make_kernel_with_scratch, row_of
+from foo_ops.kernels.math.exponential import exp2
+from foo_ops.kernels.simd.arithmetic import fma, splat
+from foo_ops.kernels.simd.memory import load, load_vector, shift, store
+from foo_ops.kernels.simd.transpose import make_fill, round_up
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.attention.parameters import TILE_STRIDE, dim_name_of
+from foo_ops.kernels.lang.scratch import field
 from foo_ops.kernels.products.limbs import (
     limbs_of,
     make_pair_storer,
@@ -20,11 +21,10 @@ from foo_ops.kernels.products.limbs import (
 from foo_ops.kernels.products.on_amx import TILE_MULTIPLE
 from foo_ops.kernels.products.on_vectors import make_next_register_panel
 from foo_ops.kernels.products.operands import make_step_counter, product_dtype, sizes_of, step_of
-from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import address_of, load_vector, pointer_to, shift, store
-from foo_ops.kernels.vectors.pairs import PAIRS, pack_pairs
-from foo_ops.kernels.vectors.rows import make_copy_row, make_fill, make_transpose
-from foo_ops.kernels.vectors.struct import field
+from foo_ops.kernels.simd.memory import address_of, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd.narrow import PAIRS, pack_pairs
+from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, make_transpose
+from foo_ops.kernels.simd.types import compute_dtype, lanes_of
 
 # The queries of a panel for a matrix unit.
 PANEL_ON_TILES = 64

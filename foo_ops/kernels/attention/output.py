@@ -12,13 +12,17 @@ from numba import njit
 from foo_ops.kernels.attention.operands import make_next_panel
 from foo_ops.kernels.attention.parameters import LOG2, dim_name_of
 from foo_ops.kernels.attention.rows import make_operand_row
-from foo_ops.kernels.vectors.arithmetic import absolute, fma, less, select, splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.functions import log
-from foo_ops.kernels.vectors.memory import load, load_vector, shift, store
-from foo_ops.kernels.vectors.rows import make_copy_row, make_fill, make_transpose
-from foo_ops.kernels.vectors.struct import field, row_of
-from foo_ops.kernels.vectors.transpose import transpose_products
+from foo_ops.kernels.lang.scratch import field, row_of
+from foo_ops.kernels.math.exponential import log
+from foo_ops.kernels.simd.arithmetic import absolute, fma, less, select, splat
+from foo_ops.kernels.simd.memory import load, load_vector, shift, store
+from foo_ops.kernels.simd.transpose import (
+    make_copy_row,
+    make_fill,
+    make_transpose,
+    transpose_products,
+)
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 
 @functools.cache

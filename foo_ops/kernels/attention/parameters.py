@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numba.core import types
 
-from foo_ops.kernels.vectors.elements import compute_dtype
-from foo_ops.kernels.vectors.struct import Struct
-from foo_ops.kernels.vectors.values import Pointer
+from foo_ops.kernels.lang.scratch import Struct
+from foo_ops.kernels.simd.types import Pointer, compute_dtype
 
 # foo_ops/csrc/ops/attention/parameters.h has these as well, and tests/project/test_agreement.py
 # compares them.

@@ -16,16 +16,16 @@ from numba import njit
 
 from foo_ops.kernels.attention.parameters import KEY_BLOCK, TILE_STRIDE, lowest_score
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.compiler.program import Program
-from foo_ops.kernels.vectors.elements import compute_dtype
-from foo_ops.kernels.vectors.emit_program import TilePrograms
-from foo_ops.kernels.vectors.memory import load, shift
-from foo_ops.kernels.vectors.program_calls import (
+from foo_ops.kernels.flex.emit import (
+    TilePrograms,
     argument_types,
     make_program_caller,
     make_program_runner,
 )
-from foo_ops.kernels.vectors.rows import make_fill
+from foo_ops.kernels.flex.program import Program
+from foo_ops.kernels.simd.memory import load, shift
+from foo_ops.kernels.simd.transpose import make_fill
+from foo_ops.kernels.simd.types import compute_dtype
 
 # What a window, or a block of keys, holds for the queries of a row.
 HIDDEN, MASKED, SEEN, MIXED = range(4)
@@ -36,7 +36,7 @@ def make_program_kernel(signature: str, text: str, counts: bool = False) -> Kern
     the program of score_mod, that of mask_mod and that of the gradients, with an empty line before
     each, and nothing more where there is none.
 
-    It works on a tile, as `foo_ops.kernels.vectors.emit_program.emit_tile_programs` says, or if it
+    It works on a tile, as `foo_ops.kernels.lang.emit_program.emit_tile_programs` says, or if it
     ``counts``, counts how many of the scores mask_mod lets through. The
     signature is the compute type and dtype and dimensions of each captured tensor:
     "float32,int64-1d,float32". A text that does not fit is refused with a ValueError.

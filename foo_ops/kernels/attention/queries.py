@@ -16,10 +16,10 @@ from foo_ops.kernels.attention.operands import (
 from foo_ops.kernels.attention.rows import make_block_loader, make_operand_row
 from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, limbs_of
 from foo_ops.kernels.products.operands import make_step_counter, sizes_of
-from foo_ops.kernels.vectors.elements import compute_dtype
-from foo_ops.kernels.vectors.memory import address_of, pointer_to, shift, store
-from foo_ops.kernels.vectors.pairs import PAIRS
-from foo_ops.kernels.vectors.rows import make_fill, make_transpose
+from foo_ops.kernels.simd.memory import address_of, pointer_to, shift, store
+from foo_ops.kernels.simd.narrow import PAIRS
+from foo_ops.kernels.simd.transpose import make_fill, make_transpose
+from foo_ops.kernels.simd.types import compute_dtype
 
 
 @functools.cache

@@ -29,12 +29,12 @@ from numba import njit
 from foo_ops.kernels.attention.parameters import GRADIENT_ADDED, TILE_STRIDE
 from foo_ops.kernels.attention.scores import POSITIONS
 from foo_ops.kernels.attention.softmax import make_sink_score
-from foo_ops.kernels.vectors.arithmetic import absolute, fma, splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.functions import exp2
-from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
-from foo_ops.kernels.vectors.rows import make_fill
-from foo_ops.kernels.vectors.struct import row_of
+from foo_ops.kernels.lang.scratch import row_of
+from foo_ops.kernels.math.exponential import exp2
+from foo_ops.kernels.simd.arithmetic import absolute, fma, splat
+from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd.transpose import make_fill
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # Rows of sums, one number for each query: dS, P, and both times ``far``.
 GRADS, WEIGHTS, FAR_GRADS, FAR_WEIGHTS = (row * TILE_STRIDE for row in range(4))

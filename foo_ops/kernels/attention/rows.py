@@ -8,10 +8,10 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.attention.parameters import TILE_STRIDE
-from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import load_vector, shift, store
-from foo_ops.kernels.vectors.rows import make_copy_row, make_fill
-from foo_ops.kernels.vectors.struct import field, row_of
+from foo_ops.kernels.lang.scratch import field, row_of
+from foo_ops.kernels.simd.memory import load_vector, shift, store
+from foo_ops.kernels.simd.transpose import make_copy_row, make_fill
+from foo_ops.kernels.simd.types import compute_dtype, lanes_of
 
 
 @functools.cache

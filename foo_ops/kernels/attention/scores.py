@@ -25,15 +25,14 @@ from foo_ops.kernels.attention.parameters import (
 )
 from foo_ops.kernels.attention.programs import make_program_steps
 from foo_ops.kernels.attention.rows import make_tile_operation, second
+from foo_ops.kernels.lang.random import WORDS, store_dropout_mask
+from foo_ops.kernels.lang.scratch import row_of
+from foo_ops.kernels.math.exponential import tanh, tanh_derivative
 from foo_ops.kernels.products.operands import make_products, make_step_counter, sizes_of
-from foo_ops.kernels.vectors.arithmetic import absolute, less, maximum, select, splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.functions import tanh, tanh_derivative
-from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
-from foo_ops.kernels.vectors.philox import WORDS, store_dropout_mask
-from foo_ops.kernels.vectors.rows import make_fill, round_up
-from foo_ops.kernels.vectors.struct import row_of
-from foo_ops.kernels.vectors.transpose import transpose_square
+from foo_ops.kernels.simd.arithmetic import absolute, less, maximum, select, splat
+from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd.transpose import make_fill, round_up, transpose_square
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # The facts of each query of a block, as rows of QUERY_BLOCK elements: its place in the block as a
 # number of the compute type, its ALiBi slope, and as int32 query and head.

@@ -15,15 +15,15 @@ from numba import njit
 
 from foo_ops.kernels.attention.operands import make_pairs_storer
 from foo_ops.kernels.attention.parameters import KEY_BLOCK, LOG2, TILE_STRIDE, lowest_score
+from foo_ops.kernels.lang.scratch import row_of
+from foo_ops.kernels.math.exponential import exp2
 from foo_ops.kernels.products.limbs import limbs_of
 from foo_ops.kernels.products.operands import make_step_counter
-from foo_ops.kernels.vectors.arithmetic import any_lane, less, maximum, select, splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.functions import exp2
-from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
-from foo_ops.kernels.vectors.pairs import PAIRS
-from foo_ops.kernels.vectors.rows import make_fill
-from foo_ops.kernels.vectors.struct import row_of
+from foo_ops.kernels.simd.arithmetic import any_lane, less, maximum, select, splat
+from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd.narrow import PAIRS
+from foo_ops.kernels.simd.transpose import make_fill
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 WEIGHTS_LIMB_STRIDE = KEY_BLOCK // 2 * TILE_STRIDE
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from numba.core import types
 
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.vectors.arithmetic import splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import load_vector, shift, store
-from foo_ops.kernels.vectors.rows import make_copy_row
-from foo_ops.kernels.vectors.values import Pointer
+from foo_ops.kernels.simd.arithmetic import splat
+from foo_ops.kernels.simd.memory import load_vector, shift, store
+from foo_ops.kernels.simd.transpose import make_copy_row
+from foo_ops.kernels.simd.types import ELEMENTS, Pointer, compute_dtype, lanes_of
 
 
 def make_sum_chunks_kernel(dtype: str) -> Kernel:

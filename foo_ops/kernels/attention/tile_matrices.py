@@ -12,11 +12,10 @@ from foo_ops.kernels.attention.parameters import KEY_BLOCK, TILE_STRIDE
 from foo_ops.kernels.products.limbs import GROUP_ELEMENTS, limbs_of, make_row_splitter
 from foo_ops.kernels.products.on_amx import GROUP
 from foo_ops.kernels.products.operands import make_step_counter, product_dtype, sizes_of
-from foo_ops.kernels.vectors.elements import lanes_of
-from foo_ops.kernels.vectors.limbs import interleave
-from foo_ops.kernels.vectors.memory import address_of, load_vector, pointer_to, shift, store
-from foo_ops.kernels.vectors.pairs import PAIRS
-from foo_ops.kernels.vectors.rows import make_fill, round_up
+from foo_ops.kernels.simd.memory import address_of, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd.narrow import PAIRS, interleave
+from foo_ops.kernels.simd.transpose import make_fill, round_up
+from foo_ops.kernels.simd.types import lanes_of
 
 
 @functools.cache

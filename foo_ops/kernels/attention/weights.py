@@ -12,14 +12,14 @@ from foo_ops.kernels.attention.parameters import LOG2, TILE_STRIDE
 from foo_ops.kernels.attention.row_sums import make_row_sums, needs_row_sums
 from foo_ops.kernels.attention.rows import make_tile_operation, queries_of, second
 from foo_ops.kernels.attention.scores import make_dropout_mask, make_scores
+from foo_ops.kernels.lang.scratch import row_of
+from foo_ops.kernels.math.exponential import exp2
 from foo_ops.kernels.products.operands import make_products, make_step_counter, sizes_of
-from foo_ops.kernels.vectors.arithmetic import fma, less, select, splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.functions import exp2
-from foo_ops.kernels.vectors.memory import load, load_vector, shift, store
-from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, tile_zero
-from foo_ops.kernels.vectors.rows import make_copy_row, make_fill, round_up
-from foo_ops.kernels.vectors.struct import row_of
+from foo_ops.kernels.simd.arithmetic import fma, less, select, splat
+from foo_ops.kernels.simd.memory import load, load_vector, shift, store
+from foo_ops.kernels.simd.register_tiles import tile_dot, tile_store_sums, tile_zero
+from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, round_up
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 
 @functools.cache

@@ -57,7 +57,7 @@ def _emit(module: llvm.ModuleRef, vectorizes: bool) -> bytes:
     triple, name, features = target()
     for function in module.functions:
         # What is weak is kept for loops that LLVM vectorises: see
-        # foo_ops/kernels/vectors/whole_functions.py.
+        # foo_ops/kernels/math/formula.py.
         is_for_loops = vectorizes and function.linkage == llvm.Linkage.weak_odr
         is_kept = function.name == ENTRY or is_for_loops
         if not function.is_declaration and not is_kept:

@@ -10,16 +10,16 @@ import math
 from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.lang.scratch import make_kernel_with_scratch
 from foo_ops.kernels.linear.cross_entropy import LOG2E
 from foo_ops.kernels.linear.cross_entropy_parameters import argument_types
 from foo_ops.kernels.linear.logits import make_logits, make_scratch
 from foo_ops.kernels.linear.product import make_block_sums
-from foo_ops.kernels.vectors.arithmetic import splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.functions import exp, exp2, tanh, tanh_derivative
-from foo_ops.kernels.vectors.memory import load, load_vector, shift, store
-from foo_ops.kernels.vectors.rows import make_copy_row, round_up
-from foo_ops.kernels.vectors.scratch import make_kernel_with_scratch
+from foo_ops.kernels.math.exponential import exp, exp2, tanh, tanh_derivative
+from foo_ops.kernels.simd.arithmetic import splat
+from foo_ops.kernels.simd.memory import load, load_vector, shift, store
+from foo_ops.kernels.simd.transpose import make_copy_row, round_up
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 
 def make_gradient_kernel(dtype: str) -> Kernel:

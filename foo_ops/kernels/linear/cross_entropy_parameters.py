@@ -6,10 +6,9 @@ from typing import Any
 
 from numba.core import types
 
+from foo_ops.kernels.lang.scratch import Struct
 from foo_ops.kernels.linear.parameters import BLOCK
-from foo_ops.kernels.vectors.elements import compute_dtype
-from foo_ops.kernels.vectors.struct import Struct
-from foo_ops.kernels.vectors.values import Pointer
+from foo_ops.kernels.simd.types import Pointer, compute_dtype
 
 COUNTS = (
     *("rows", "columns", "depth", "has_bias", "ignore_index", "split_columns", "first_column"),

@@ -15,16 +15,16 @@ from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.compiler.processor import bytes_ahead, fetches_to_first, vector_registers
+from foo_ops.kernels.lang.scratch import Scratch, larger, make_kernel_with_scratch
 from foo_ops.kernels.linear.finish import NOTHING, parts_of
 from foo_ops.kernels.linear.output import describe_lines, leave_sums, make_writer
 from foo_ops.kernels.linear.parameters import argument_types
 from foo_ops.kernels.products.operands import step_of, vector_product_dtype
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import address_of, pointer_to, prefetch_vectors, shift
-from foo_ops.kernels.vectors.pairs import PAIRS
-from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, tile_zero
-from foo_ops.kernels.vectors.rows import make_copy_row, round_up
-from foo_ops.kernels.vectors.scratch import Scratch, larger, make_kernel_with_scratch
+from foo_ops.kernels.simd.memory import address_of, pointer_to, prefetch_vectors, shift
+from foo_ops.kernels.simd.narrow import PAIRS
+from foo_ops.kernels.simd.register_tiles import tile_dot, tile_store_sums, tile_zero
+from foo_ops.kernels.simd.transpose import make_copy_row, round_up
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # Columns that are read at a time for one row, in the order of memory, while the next ones are
 # brought to a cache (`fetches_to_first`). To the first they are brought only where their numbers

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from numba import njit
 
-from foo_ops.kernels.vectors.arithmetic import maximum, splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
-from foo_ops.kernels.vectors.error_function import erf
-from foo_ops.kernels.vectors.functions import exp, tanh
+from foo_ops.kernels.math.exponential import exp, tanh
+from foo_ops.kernels.math.special import erf
+from foo_ops.kernels.simd.arithmetic import maximum, splat
+from foo_ops.kernels.simd.types import ELEMENTS, lanes_of
 
 NOTHING = "nothing"
 GATE = "silu_mul"

@@ -6,7 +6,7 @@ A weight is (integer - zero) * scale. A row of the output is, summed over the gr
 
 of which only the first sum is over all steps: sums of the left row's groups are made once. The
 steps of a group of the left row are integers times a scale of their own, so that products are of
-integers (`foo_ops.kernels.vectors.fixed_point`): a vector takes as many bytes of weights as it has.
+integers (`foo_ops.kernels.simd.narrow`): a vector takes as many bytes of weights as it has.
 Rows of float64, for which these integers are too short, take weights that have become numbers.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 from numba import njit
 
+from foo_ops.kernels.lang.reduction import reduce_add
 from foo_ops.kernels.linear.few_rows import (
     COLUMNS_OF_ROW,
     MOST_OF_GROUP,
@@ -26,19 +27,8 @@ from foo_ops.kernels.linear.few_rows import (
     make_tiles_ahead,
 )
 from foo_ops.kernels.linear.parameters import quantized_argument_types
-from foo_ops.kernels.vectors.arithmetic import splat
-from foo_ops.kernels.vectors.elements import ELEMENTS, lanes_of
-from foo_ops.kernels.vectors.fixed_point import (
-    LANE_BYTES,
-    Digits,
-    bits_of_float,
-    digits_of,
-    largest_magnitude,
-    scale_of_integers,
-    store_digits,
-    tile_dot_int4,
-)
-from foo_ops.kernels.vectors.memory import (
+from foo_ops.kernels.simd.arithmetic import splat
+from foo_ops.kernels.simd.memory import (
     address_of,
     load,
     load_first,
@@ -49,9 +39,19 @@ from foo_ops.kernels.vectors.memory import (
     shift,
     store,
 )
-from foo_ops.kernels.vectors.reduction import reduce_add
-from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, tile_zero
-from foo_ops.kernels.vectors.rows import round_up
+from foo_ops.kernels.simd.narrow import (
+    LANE_BYTES,
+    Digits,
+    bits_of_float,
+    digits_of,
+    largest_magnitude,
+    scale_of_integers,
+    store_digits,
+    tile_dot_int4,
+)
+from foo_ops.kernels.simd.register_tiles import tile_dot, tile_store_sums, tile_zero
+from foo_ops.kernels.simd.transpose import round_up
+from foo_ops.kernels.simd.types import ELEMENTS, lanes_of
 
 COMPUTE = "float32"
 # Of a step of the left row, which its group's largest magnitude fills. Numbers of bfloat16, which

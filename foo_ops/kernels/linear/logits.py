@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from numba import njit
 
+from foo_ops.kernels.lang.scratch import Scratch
 from foo_ops.kernels.linear.product import make_block_sums
-from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import load_vector, shift, store
-from foo_ops.kernels.vectors.rows import make_copy_row, round_up
-from foo_ops.kernels.vectors.scratch import Scratch
+from foo_ops.kernels.simd.memory import load_vector, shift, store
+from foo_ops.kernels.simd.transpose import make_copy_row, round_up
+from foo_ops.kernels.simd.types import compute_dtype, lanes_of
 
 
 @functools.cache

@@ -9,13 +9,12 @@ from typing import Any
 from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.lang.scratch import Scratch, make_kernel_with_scratch
 from foo_ops.kernels.linear.finish import NOTHING, make_finish, parts_of
 from foo_ops.kernels.linear.parameters import argument_types
-from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import load, load_vector, shift, store
-from foo_ops.kernels.vectors.rows import make_copy_row, make_fill, round_up
-from foo_ops.kernels.vectors.scratch import Scratch, make_kernel_with_scratch
-from foo_ops.kernels.vectors.transpose import transpose_square
+from foo_ops.kernels.simd.memory import load, load_vector, shift, store
+from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, round_up, transpose_square
+from foo_ops.kernels.simd.types import compute_dtype, lanes_of
 
 
 @njit

@@ -14,9 +14,7 @@ from numba import njit
 from foo_ops.kernels.products.limbs import limbs_of
 from foo_ops.kernels.products.on_amx import GROUP, TILE_MULTIPLE
 from foo_ops.kernels.products.operands import vector_product_dtype
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.limbs import interleave
-from foo_ops.kernels.vectors.memory import (
+from foo_ops.kernels.simd.memory import (
     address_of,
     load,
     load_vector,
@@ -25,13 +23,15 @@ from foo_ops.kernels.vectors.memory import (
     shift,
     store,
 )
-from foo_ops.kernels.vectors.pairs import PAIRS
-from foo_ops.kernels.vectors.rows import make_copy_row, round_up
-from foo_ops.kernels.vectors.transpose import (
+from foo_ops.kernels.simd.narrow import PAIRS, interleave
+from foo_ops.kernels.simd.transpose import (
+    make_copy_row,
+    round_up,
     transpose_adjacent_pairs,
     transpose_pairs,
     transpose_square,
 )
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # Rows of the left matrix that are whole pages apart share their places in the nearest cache: they
 # are copied, also where the product could read them as they lie in memory.

@@ -6,9 +6,8 @@ from typing import Any
 
 from numba.core import types
 
-from foo_ops.kernels.vectors.elements import compute_dtype
-from foo_ops.kernels.vectors.struct import Struct
-from foo_ops.kernels.vectors.values import Pointer
+from foo_ops.kernels.lang.scratch import Struct
+from foo_ops.kernels.simd.types import Pointer, compute_dtype
 
 BLOCK_FIELDS = ("row_start", "row_stop", "column_start", "column_stop")
 

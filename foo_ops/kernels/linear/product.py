@@ -11,6 +11,7 @@ from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.compiler.processor import vector_registers
+from foo_ops.kernels.lang.scratch import Scratch, larger, make_kernel_with_scratch
 from foo_ops.kernels.linear.finish import GATE, NOTHING, parts_of
 from foo_ops.kernels.linear.output import describe_lines, leave_sums, make_writer
 from foo_ops.kernels.linear.packing import (
@@ -25,11 +26,10 @@ from foo_ops.kernels.linear.parameters import argument_types
 from foo_ops.kernels.products.on_amx import GROUP, TILE_MULTIPLE, make_amx_products
 from foo_ops.kernels.products.on_vectors import make_tall_matmul, tall_shape
 from foo_ops.kernels.products.operands import make_vector_products, step_of
-from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
-from foo_ops.kernels.vectors.memory import address_of, pointer_to, shift
-from foo_ops.kernels.vectors.pairs import PAIRS
-from foo_ops.kernels.vectors.rows import make_fill, round_up
-from foo_ops.kernels.vectors.scratch import Scratch, larger, make_kernel_with_scratch
+from foo_ops.kernels.simd.memory import address_of, pointer_to, shift
+from foo_ops.kernels.simd.narrow import PAIRS
+from foo_ops.kernels.simd.transpose import make_fill, round_up
+from foo_ops.kernels.simd.types import compute_dtype, lanes_of
 
 # Steps that are summed over at a time: so many that a panel of columns stays in the nearest cache.
 STEPS_ON_UNIT = 256

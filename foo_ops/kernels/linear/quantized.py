@@ -31,18 +31,11 @@ from foo_ops.kernels.linear.packing import (
 from foo_ops.kernels.linear.parameters import quantized_argument_types
 from foo_ops.kernels.linear.product import Panels, make_product_kernel
 from foo_ops.kernels.products.on_amx import GROUP
-from foo_ops.kernels.vectors.elements import ELEMENTS, compute_dtype, lanes_of
-from foo_ops.kernels.vectors.integers import unpack_int4, unpack_int8
-from foo_ops.kernels.vectors.memory import (
-    address_of,
-    load,
-    load_vector,
-    pointer_to,
-    shift,
-    store,
-)
-from foo_ops.kernels.vectors.register_tiles import tile_dot, tile_store_sums, tile_zero
-from foo_ops.kernels.vectors.rows import make_copy_row
+from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd.narrow import unpack_int4, unpack_int8
+from foo_ops.kernels.simd.register_tiles import tile_dot, tile_store_sums, tile_zero
+from foo_ops.kernels.simd.transpose import make_copy_row
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
 # Sections of the depth are whole groups, of any size.
 LARGEST_GROUP = 128

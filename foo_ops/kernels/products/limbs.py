@@ -22,15 +22,15 @@ from numba import njit
 from numba.core import types
 
 from foo_ops.kernels.compiler.processor import use_matrix_unit
-from foo_ops.kernels.vectors.arithmetic import absolute, any_lane, less, select, splat
-from foo_ops.kernels.vectors.limbs import (
+from foo_ops.kernels.simd.arithmetic import absolute, any_lane, less, select, splat
+from foo_ops.kernels.simd.memory import load_vector, store
+from foo_ops.kernels.simd.narrow import (
     bfloat16_limb,
     bfloat16_limb_of_any,
     pack_limbs,
     store_halves,
     truncated_limb,
 )
-from foo_ops.kernels.vectors.memory import load_vector, store
 
 # No sum of products of numbers below this overflows, and none of products with these.
 SMALL = 2.0**30

@@ -10,7 +10,7 @@ from numba.core import types
 
 from foo_ops.kernels.compiler.processor import has_matrix_unit
 from foo_ops.kernels.products.limbs import GROUP_ELEMENTS
-from foo_ops.kernels.vectors.amx import (
+from foo_ops.kernels.simd.amx import (
     BYTE_DOTS,
     matrix_configure,
     matrix_dot,
@@ -19,10 +19,10 @@ from foo_ops.kernels.vectors.amx import (
     matrix_store,
     matrix_zero,
 )
-from foo_ops.kernels.vectors.arithmetic import fma, splat
-from foo_ops.kernels.vectors.elements import lanes_of
-from foo_ops.kernels.vectors.memory import address_of, load, load_vector, pointer_to, shift, store
-from foo_ops.kernels.vectors.pairs import first_of_pairs, second_of_pairs
+from foo_ops.kernels.simd.arithmetic import fma, splat
+from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd.narrow import first_of_pairs, second_of_pairs
+from foo_ops.kernels.simd.types import lanes_of
 
 TILE_MULTIPLE = 32
 """Of rows, of columns, and of the elements that are summed over: two by two registers of sums use

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from numba import njit
 
 from foo_ops.kernels.compiler.processor import vector_registers
-from foo_ops.kernels.vectors.elements import lanes_of
-from foo_ops.kernels.vectors.memory import shift
-from foo_ops.kernels.vectors.register_tiles import tile_add, tile_fma, tile_store, tile_zero
+from foo_ops.kernels.simd.memory import shift
+from foo_ops.kernels.simd.register_tiles import tile_add, tile_fma, tile_store, tile_zero
+from foo_ops.kernels.simd.types import lanes_of
 
 
 def shapes() -> tuple[tuple[int, int], ...]:

@@ -23,9 +23,9 @@ from foo_ops.kernels.compiler.processor import use_pairs
 from foo_ops.kernels.products.limbs import limbs_of
 from foo_ops.kernels.products.on_amx import TILE_MULTIPLE, make_amx_products, nothing
 from foo_ops.kernels.products.on_vectors import make_matmul
-from foo_ops.kernels.vectors.elements import compute_dtype, lanes_of
-from foo_ops.kernels.vectors.pairs import PAIRS
-from foo_ops.kernels.vectors.rows import round_up
+from foo_ops.kernels.simd.narrow import PAIRS
+from foo_ops.kernels.simd.transpose import round_up
+from foo_ops.kernels.simd.types import compute_dtype, lanes_of
 
 
 def vector_product_dtype(dtype: str) -> str:

@@ -6,5 +6,5 @@ of scalars         ->  output[i] = function(input[i], ...)   ->  calls it on str
 user's function        tile.py: function(*views, range(begin, end))
 of views           ->  and count, check, finish              ->  threads call it on work ranges
 
-With FOO_INTERPRET=1 plain.py stands for both: the function runs as it stands, as plain Python.
+With FOO_INTERPRET=1 kernels/interpret/ stands in for both: the function runs as Python.
 """

@@ -8,8 +8,7 @@ from numba import njit
 from numba.core import types
 
 from foo_ops.kernels.compiler.kernel import CHECKED, Kernel
-from foo_ops.kernels.user.codes import ABSENT, code_of, type_of_value
-from foo_ops.kernels.vectors.arguments import (
+from foo_ops.kernels.lang.arguments import (
     Argument,
     make_element_reader,
     make_pair_reader,
@@ -21,7 +20,8 @@ from foo_ops.kernels.vectors.arguments import (
     store_pair,
     take,
 )
-from foo_ops.kernels.vectors.elements import ELEMENTS
+from foo_ops.kernels.simd.types import ELEMENTS
+from foo_ops.kernels.user.codes import ABSENT, code_of, type_of_value
 
 # char** data, int64_t* strides, int64_t size0, int64_t size1: TensorIterator's 2-d loop; and
 # int64_t* for all other arguments. Data and strides stand in the order outputs, inputs; strides
@@ -53,7 +53,7 @@ def make_elementwise_kernel(
         depends_on: for each output the argument without which it is missing, or -1. It is empty
             where all outputs are always there.
         functions: each takes one scalar for each argument and returns one for each output, in the
-            compute types of their dtypes (see foo_ops/kernels/vectors/elements.py). A float is in
+            compute types of their dtypes (see foo_ops/kernels/simd/types.py). A float is in
             the inputs' compute type, where that is a floating-point type.
     """
     dtype, *given = signature.split(",")

@@ -8,11 +8,10 @@ from numba import njit
 from numba.core import types
 
 from foo_ops.kernels.compiler.kernel import CHECKED, Kernel, size_name
+from foo_ops.kernels.lang.arguments import Tensors, make_argument_reader
+from foo_ops.kernels.lang.views import View
+from foo_ops.kernels.simd.types import ELEMENTS
 from foo_ops.kernels.user.codes import ABSENT, code_of, type_of_value
-from foo_ops.kernels.vectors.arguments import make_argument_reader
-from foo_ops.kernels.vectors.elements import ELEMENTS
-from foo_ops.kernels.vectors.lists import Tensors
-from foo_ops.kernels.vectors.views import View
 
 # const int64_t* arguments, int64_t phase, int64_t* count, int64_t begin, int64_t end: see
 # csrc/ops/tile.h.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from foo_ops.kernels.compiler.program import Gradient, Node, Program
+from foo_ops.kernels.flex.program import Gradient, Node, Program
 
 _INVOLUTIONS = ("neg", "not")
 

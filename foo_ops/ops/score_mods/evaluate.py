@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from foo_ops.kernels.compiler.program import COMPARISONS, FLOATS, FUNCTIONS, Node, Program
+from foo_ops.kernels.flex.program import COMPARISONS, FLOATS, FUNCTIONS, Node, Program
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foo_ops.kernels.compiler.program import COMPARISONS, FUNCTIONS
+from foo_ops.kernels.flex.program import COMPARISONS, FUNCTIONS
 from foo_ops.ops.score_mods.recorder import Part, Recorder, example, unsupported, wide
 
 aten = torch.ops.aten

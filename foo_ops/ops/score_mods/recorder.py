@@ -12,7 +12,7 @@ from torch._C import DispatchKey
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foo_ops.kernels.compiler.program import DTYPES
+from foo_ops.kernels.flex.program import DTYPES
 from foo_ops.ops.score_mods.builder import Builder, name_of
 
 # Numbers that torch.compile leaves open, such as lengths.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foo_ops.kernels.compiler.program import Gradient
+from foo_ops.kernels.flex.program import Gradient
 from foo_ops.ops.score_mods.builder import Builder, Texts
 from foo_ops.ops.score_mods.reader import Reader
 from foo_ops.ops.score_mods.recorder import Load, Recorder, RefusalError, wide

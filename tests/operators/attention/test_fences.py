@@ -9,7 +9,7 @@ from support.processes import run
 
 from foo_ops.kernels.compiler.cache import cache_directory
 from foo_ops.kernels.compiler.resolve import resolve
-from foo_ops.kernels.vectors.elements import compute_dtype
+from foo_ops.kernels.simd.types import compute_dtype
 
 # Each call of a kernel goes through `checked`, which fills the fences between the parts of scratch
 # memory before it, and looks at them afterwards. The sums of keys and values are moved to memory
@@ -23,7 +23,7 @@ import sys
 import numpy as np
 import torch
 from foo_ops.kernels.attention import parameters as attention
-from foo_ops.kernels.vectors import scratch
+from foo_ops.kernels.lang import scratch
 from foo_ops.kernels.compiler import resolve as resolving
 from foo_ops.kernels.compiler.kernel import KERNELS
 from foo_ops.testing import ATTENTION, ATTENTION_VARLEN, cotangents_for

@@ -10,7 +10,7 @@ from support.flex_programs import Writer, scores_of
 from support.parts import whole
 
 import foo_ops
-from foo_ops.kernels.compiler.program import DTYPES, INTEGERS
+from foo_ops.kernels.flex.program import DTYPES, INTEGERS
 from foo_ops.ops.score_mods.trace import trace
 
 SIZES = BATCH, HEADS, QUERIES, KEYS = 2, 3, 37, 41

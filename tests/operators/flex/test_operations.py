@@ -8,7 +8,7 @@ import torch
 from support.flex_programs import Writer, finite, scores_of
 from support.parts import whole
 
-from foo_ops.kernels.compiler import program
+from foo_ops.kernels.flex import program
 
 FLOATS = ("float32", "float64")
 INTEGERS = program.INTEGERS

@@ -13,7 +13,7 @@ from hypothesis import strategies
 from support.flex_programs import LARGEST, Writer, call_of, finite, scores_of, seen_keys
 from support.parts import whole
 
-from foo_ops.kernels.compiler import program
+from foo_ops.kernels.flex import program
 
 SIZES = BATCH, HEADS, QUERIES, KEYS = 2, 3, 37, 19
 FLOATS = ("float32", "float64")

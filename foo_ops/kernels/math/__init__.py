@@ -1,0 +1,1 @@
+"""Functions of numbers, for vectors and scalars alike: written once, as formulas."""

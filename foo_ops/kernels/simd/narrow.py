@@ -1,0 +1,566 @@
+"""Numbers of few bits: pairs of 16, fixed point, limbs of bfloat16, integers of 8 and 4 bits."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from foo_ops.kernels.compiler.processor import has_bfloat16_dot, has_byte_dot, has_integer_dot
+from foo_ops.kernels.simd.memory import emit_load_first, emit_load_vector
+from foo_ops.kernels.simd.types import (
+    ELEMENTS,
+    FLOAT,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    Vector,
+    call_intrinsic,
+    constant_of,
+    emit_fma,
+    emit_multiply_add,
+    emit_shuffle,
+    emit_splat,
+    narrow,
+    round_upper_half,
+    shaped,
+    suffix,
+)
+
+# -------------------------------------------------------------------------------------------- pairs
+
+# Multiply and pack pairs in 32 bits, of bfloat16 (dtype bfloat16x2) or int16 (int16x2): two
+# products at once.
+
+
+PAIRS, INTEGER_PAIRS = "bfloat16x2", "int16x2"
+UPPER_HALF = 0xFFFF0000
+_INTEGER_DOTS = {4: "sse2.pmadd.wd", 8: "avx2.pmadd.wd", 16: "avx512.pmaddw.d.512"}
+
+
+class _BFloat(ir.Type):
+    """The bfloat of LLVM, which llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+BFLOAT = _BFloat()
+
+
+def emit_pair_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
+    """Compute total + a[0] * b[0] + a[1] * b[1] for vectors of pairs."""
+    lanes = total.type.count
+    if has_bfloat16_dot():
+        pairs = ir.VectorType(BFLOAT, 2 * lanes)
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
+        factors = [builder.bitcast(a, pairs), builder.bitcast(b, pairs)]
+        return call_intrinsic(builder, name, total.type, [total, *factors])
+    for part in (emit_first_of_pairs, emit_second_of_pairs):
+        total = emit_fma(builder, part(builder, a), part(builder, b), total)
+    return total
+
+
+def emit_integer_pair_fma(
+    builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value
+) -> ir.Value:
+    """Compute total + a[0] * b[0] + a[1] * b[1] for vectors of pairs of int16.
+
+    With VNNI, LLVM makes one instruction of it.
+    """
+    lanes = total.type.count
+    if has_integer_dot(lanes):
+        halves = ir.VectorType(INT16, 2 * lanes)
+        factors = [builder.bitcast(value, halves) for value in (a, b)]
+        name = f"llvm.x86.{_INTEGER_DOTS[lanes]}"
+        return builder.add(total, call_intrinsic(builder, name, total.type, factors))
+    half = constant_of(total.type, 16)
+    for shift in (0, 16):
+        # The lower half is moved up, so that the shift to the right keeps its sign.
+        x, y = (builder.shl(it, constant_of(it.type, 16 - shift)) for it in (a, b))
+        x, y = builder.ashr(x, half), builder.ashr(y, half)
+        total = emit_multiply_add(builder, x, y, total)
+    return total
+
+
+def emit_first_of_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
+    upper = builder.shl(pairs, constant_of(pairs.type, 16))
+    return builder.bitcast(upper, shaped(FLOAT, pairs.type))
+
+
+def emit_second_of_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> ir.Value:
+    upper = builder.and_(pairs, constant_of(pairs.type, UPPER_HALF))
+    return builder.bitcast(upper, shaped(FLOAT, pairs.type))
+
+
+def emit_pair(builder: ir.IRBuilder, first: ir.Value, second: ir.Value) -> ir.Value:
+    """Round two numbers to a pair of bfloat16; scalars and vectors alike."""
+    lower, upper = (round_upper_half(builder, value) for value in (first, second))
+    lower = builder.lshr(lower, constant_of(lower.type, 16))
+    return builder.or_(lower, builder.and_(upper, constant_of(upper.type, UPPER_HALF)))
+
+
+@intrinsic
+def pack_pairs(typing_context, a, b):
+    result = Vector(types.int32, a.lanes)
+
+    def generate(context, builder, signature, args):
+        if has_bfloat16_dot():
+            return _pack_natively(builder, *args)
+        return emit_pair(builder, *args)
+
+    return result(a, a), generate
+
+
+def _pack_natively(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    lanes = a.type.count
+    name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * lanes}"
+    halves = call_intrinsic(builder, name, ir.VectorType(BFLOAT, 2 * lanes), [b, a])
+    halves = builder.bitcast(halves, ir.VectorType(INT16, 2 * lanes))
+    order = [half for lane in range(lanes) for half in (lane, lanes + lane)]
+    return builder.bitcast(
+        emit_shuffle(builder, halves, halves, order), ir.VectorType(INT32, lanes)
+    )
+
+
+@intrinsic
+def first_of_pairs(typing_context, pairs):
+    result = Vector(types.float32, pairs.lanes)
+
+    def generate(context, builder, signature, args):
+        return emit_first_of_pairs(builder, args[0])
+
+    return result(pairs), generate
+
+
+@intrinsic
+def second_of_pairs(typing_context, pairs):
+    result = Vector(types.float32, pairs.lanes)
+
+    def generate(context, builder, signature, args):
+        return emit_second_of_pairs(builder, args[0])
+
+    return result(pairs), generate
+
+
+# -------------------------------------------------------------------------------------- fixed point
+
+# Numbers as integers of 16 or 24 bits, and their products with integers of 4 bits.
+#
+# A number is such an integer times a scale that it has in common with others, a power of two. It is
+# kept as digits of base 256, from -128 to 127, the highest first, where the processor adds up four
+# products of bytes in a lane of 32 bits (VNNI); elsewhere they are of base 65536, and two products
+# are added up. Sums of products are exact, and become numbers at the end.
+
+
+# The bits of a float32 that are not its sign, those of its mantissa, and one of its exponent.
+MAGNITUDE, MANTISSA, EXPONENT_STEP = 0x7FFF_FFFF, 0x007F_FFFF, 0x0080_0000
+LANE_BYTES = 4
+"""Of a lane of integers, in which products are added up."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """How numbers lie that are multiplied by integers of 4 bits in vectors of so many lanes.
+
+    The digits of one place belong to ``parts`` vectors, of which each is multiplied by what a shift
+    by 4 more bits brings out of the integers: lower and upper ones in turns, which belong to the
+    first and second half of a group.
+
+    Attributes:
+        bits: of a number.
+        lanes: of 32 bits.
+        size: bytes of a digit.
+    """
+
+    bits: int
+    lanes: int
+    size: int
+
+    @property
+    def places(self) -> int:
+        return -(-self.bits // self.base_bits)
+
+    @property
+    def parts(self) -> int:
+        return 2 * self.size
+
+    @property
+    def per_byte(self) -> int:
+        """How many bytes they take for each byte of integers."""
+        return self.places * self.parts
+
+    @property
+    def base_bits(self) -> int:
+        return 8 * self.size
+
+    @property
+    def vector_size(self) -> int:
+        return LANE_BYTES * self.lanes
+
+
+def digits_of(bits: int, lanes: int) -> Digits:
+    """Return the digits of numbers of 16 or 24 bits that are quickest on the processor."""
+    return Digits(bits, lanes, size=1 if has_byte_dot(lanes) else 2)
+
+
+def bits_of_float(number: float) -> int:
+    """Return the bits of a float32; those of magnitudes have their order, NaN the last."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
+
+
+@intrinsic(prefer_literal=True)
+def largest_magnitude(typing_context, line, count, lanes):
+    """Return the bits of the largest of ``count`` adjacent magnitudes, in float32."""
+
+    def generate(context, builder, signature, args):
+        words, largest = ir.VectorType(INT32, lanes.literal_value), None
+        for index in range(0, count.literal_value, lanes.literal_value):
+            number = emit_load_vector(builder, line.dtype, args[0], INT64(index), words.count)
+            bits = builder.and_(builder.bitcast(number, words), constant_of(words, MAGNITUDE))
+            name = f"llvm.smax.{suffix(words)}"
+            largest = bits if index == 0 else call_intrinsic(builder, name, words, [largest, bits])
+        return call_intrinsic(builder, f"llvm.vector.reduce.smax.{suffix(words)}", INT32, [largest])
+
+    return types.int32(line, count, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def scale_of_integers(typing_context, magnitude, bits):
+    """Return the power of two that numbers up to one with this magnitude's bits are integers of so
+    many bits times, and 1 over it.
+
+    The highest 8 bits of the largest integer are 64 to 127.
+    """
+    below = bits.literal_value - 2
+
+    def generate(context, builder, signature, args):
+        # Of a mantissa of 127 / 64 and more the highest digit would be 128.
+        above = builder.add(args[0], INT32(EXPONENT_STEP - (bits_of_float(127 / 64) & MANTISSA)))
+        exponent = builder.and_(above, INT32(~MANTISSA))
+        scale = builder.sub(exponent, INT32(below * EXPONENT_STEP))
+        inverse = builder.sub(INT32(2 * bits_of_float(1.0)), scale)
+        numbers = (builder.bitcast(it, FLOAT) for it in (scale, inverse))
+        return context.make_tuple(builder, signature.return_type, numbers)
+
+    return types.UniTuple(types.float32, 2)(types.int32, bits), generate
+
+
+@intrinsic(prefer_literal=True)
+def store_digits(typing_context, target, line, count, factor, bits, lanes):
+    """Round numbers times a factor to integers, store their digits, and return their sum.
+
+    They lie as `Digits` says and `tile_dot_int4` reads them. Where half of ``count`` numbers are
+    fewer than the bytes of a vector, they take a part of one.
+    """
+    half = count.literal_value // 2
+
+    def generate(context, builder, signature, args):
+        target_pointer, line_pointer, _, scalar, *_ = args
+        digits = digits_of(bits.literal_value, lanes.literal_value)
+        words, vector_size = ir.VectorType(INT32, digits.lanes), digits.vector_size
+        total, factors = ir.Constant(words, None), emit_splat(builder, scalar, words.count)
+        for index in range(0, 2 * half, words.count):
+            number = emit_load_vector(builder, line.dtype, line_pointer, INT64(index), words.count)
+            name = f"llvm.lrint.{suffix(words)}.{suffix(number.type)}"
+            integers = call_intrinsic(builder, name, words, [builder.fmul(number, factors)])
+            total = builder.add(total, integers)
+            vector, inside = divmod(index % half, vector_size)
+            start = (digits.per_byte * vector + index // half) * vector_size + inside
+            place = builder.gep(target_pointer, [INT64(start)])
+            _store_digits_of_vector(builder, digits, place, integers)
+        return call_intrinsic(builder, f"llvm.vector.reduce.add.{suffix(words)}", INT32, [total])
+
+    return types.int32(target, line, count, types.float32, bits, lanes), generate
+
+
+def _store_digits_of_vector(
+    builder: ir.IRBuilder, digits: Digits, target: ir.Value, rest: ir.Value
+) -> None:
+    rounding = constant_of(rest.type, 1 << digits.base_bits - 1)
+    for place in reversed(range(digits.places)):
+        for offset in range(digits.size):
+            some = range(offset, digits.lanes, digits.size)
+            numbers = builder.trunc(
+                emit_shuffle(builder, rest, rest, some),
+                ir.VectorType(ir.IntType(digits.base_bits), len(some)),
+            )
+            start = (place * digits.parts + 2 * offset) * digits.vector_size
+            address = builder.gep(target, [INT64(start)])
+            builder.store(numbers, builder.bitcast(address, numbers.type.as_pointer()), align=1)
+        # A digit is from minus half of the base on: the rest is what is nearest.
+        rest = builder.add(rest, rounding)
+        rest = builder.ashr(rest, constant_of(rest.type, digits.base_bits))
+
+
+@intrinsic(prefer_literal=True)
+def tile_dot_int4(typing_context, tile, a, a_stride, b, b_stride, count, factors, groups, bits):
+    """Add to tile[i, j] the products of a's i-th row of digits and of integers of b's j-th row,
+    times factors.
+
+    A lane takes the integers of its own 32 bits of b. As many adjacent lanes as there are to one of
+    ``groups`` share a factor. Those of tile[i, j] are ``i * columns + j`` vectors of factors on, of
+    which the first ones are taken. ``count`` is how many bytes of b there are, or None for a whole
+    vector. Strides are in bytes.
+    """
+    rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
+    sharing = [lane * groups.literal_value // lanes for lane in range(lanes)]
+    is_whole = isinstance(count, types.NoneType)
+
+    def load_integers(builder, digits, pointer, given):
+        if is_whole:
+            both = emit_load_vector(builder, b.dtype, pointer, INT64(0), digits.vector_size)
+        else:
+            both = emit_load_first(builder, b.dtype, pointer, given, digits.vector_size)
+        return _split_integers(builder, digits, both)
+
+    def add_product(builder, total, product, pointer, position):
+        # A whole vector, which the instruction that shuffles reads from memory itself.
+        factor = emit_load_vector(builder, factors.dtype, pointer, INT64(position * lanes), lanes)
+        factor = emit_shuffle(builder, factor, factor, sharing)
+        return emit_fma(builder, builder.sitofp(product, factor.type), factor, total)
+
+    def generate(context, builder, signature, args):
+        result, a_pointer, a_step, b_pointer, b_step, given, factors_pointer, *_ = args
+        digits = digits_of(bits.literal_value, lanes)
+        lines = [builder.gep(b_pointer, [builder.mul(b_step, INT64(it))]) for it in range(columns)]
+        integers = [load_integers(builder, digits, line, given) for line in lines]
+        for row in range(rows):
+            line = builder.gep(a_pointer, [builder.mul(a_step, INT64(row))])
+            products = _dot_columns(builder, digits, a.dtype, line, integers)
+            for position, product in enumerate(products, row * columns):
+                total = builder.extract_value(result, position)
+                total = add_product(builder, total, product, factors_pointer, position)
+                result = builder.insert_value(result, total, position)
+        return result
+
+    arguments = (tile, a, types.intp, b, types.intp, count, factors, groups, bits)
+    return tile(*arguments), generate
+
+
+def _split_integers(builder: ir.IRBuilder, digits: Digits, both: ir.Value) -> list[ir.Value]:
+    """Return integers of 4 bits as parts of vectors, each as long as a digit."""
+    # No processor shifts bytes.
+    halves = ir.VectorType(INT16, 2 * digits.lanes)
+    both, mask = (
+        builder.bitcast(both, halves),
+        constant_of(halves, 0x0F0F if digits.size == 1 else 15),
+    )
+    shifted = (builder.lshr(both, constant_of(halves, 4 * part)) for part in range(digits.parts))
+    words = ir.VectorType(INT32, digits.lanes)
+    return [builder.bitcast(builder.and_(part, mask), words) for part in shifted]
+
+
+def _dot_columns(
+    builder: ir.IRBuilder,
+    digits: Digits,
+    dtype: str,
+    line: ir.Value,
+    columns: list[list[ir.Value]],
+) -> list[ir.Value]:
+    """Return the sums of products of a row's digits and of each column's integers."""
+    words = ir.VectorType(INT32, digits.lanes)
+    totals = [ir.Constant(words, None)] * len(columns)
+    for place in range(digits.places):
+        if place:
+            up = constant_of(words, digits.base_bits)
+            totals = [builder.shl(total, up) for total in totals]
+        for part in range(digits.parts):
+            index = INT64((place * digits.parts + part) * digits.vector_size)
+            digit = emit_load_vector(builder, dtype, line, index, digits.vector_size)
+            digit = builder.bitcast(digit, words)
+            # Column by column, so that a product need not wait for the one before it: processors
+            # look for others only so far ahead (1.04 to 1.24 times as fast on a Zen 4).
+            totals = [
+                _emit_dot(builder, digits, column[part], digit, total)
+                for column, total in zip(columns, totals, strict=True)
+            ]
+    return totals
+
+
+def _emit_dot(
+    builder: ir.IRBuilder, digits: Digits, integers: ir.Value, digit: ir.Value, total: ir.Value
+) -> ir.Value:
+    """Add the products of four bytes to a lane, or of two digits of two bytes."""
+    if digits.size == 2:
+        return emit_integer_pair_fma(builder, integers, digit, total)
+    name = f"llvm.x86.avx512.vpdpbusd.{32 * digits.lanes}"
+    return call_intrinsic(builder, name, total.type, [total, integers, digit])
+
+
+# -------------------------------------------------------------------------------------------- limbs
+
+# Make bfloat16 limbs of wider numbers, and store and load pairs of them.
+
+
+_UPPER = 0xFFFF0000
+
+
+@intrinsic
+def bfloat16_limb(typing_context, x):
+    """Round x to the nearest bfloat16 (halves away from zero), as float32.
+
+    A NaN must be one that processors make, whose last bits are not all ones.
+    """
+
+    def generate(context, builder, signature, args):
+        bits = builder.bitcast(args[0], shaped(INT32, args[0].type))
+        return _upper_half(builder, builder.add(bits, constant_of(bits.type, 0x8000)), args[0].type)
+
+    return x(x), generate
+
+
+@intrinsic
+def bfloat16_limb_of_any(typing_context, x):
+    """Round as `bfloat16_limb` does, for any NaN."""
+
+    def generate(context, builder, signature, args):
+        bits = builder.bitcast(args[0], shaped(INT32, args[0].type))
+        rounded = builder.add(bits, constant_of(bits.type, 0x8000))
+        return _upper_half(builder, _select_nan(builder, args[0], bits, rounded), args[0].type)
+
+    return x(x), generate
+
+
+def _select_nan(builder: ir.IRBuilder, x: ir.Value, bits: ir.Value, others: ir.Value) -> ir.Value:
+    """Select others, or where x is NaN its bits, such that their upper half is a NaN too."""
+    quiet = builder.or_(bits, constant_of(bits.type, 0x400000))
+    return builder.select(builder.fcmp_ordered("ord", x, x), others, quiet)
+
+
+def _upper_half(builder: ir.IRBuilder, bits: ir.Value, type_: ir.Type) -> ir.Value:
+    return builder.bitcast(builder.and_(bits, constant_of(bits.type, _UPPER)), type_)
+
+
+@intrinsic
+def pack_limbs(typing_context, a, b):
+    """Pack a vector of bfloat16x2: each pair is a lane of a and of b, which are bfloat16
+    already.
+    """
+    result = Vector(types.int32, a.lanes)
+
+    def generate(context, builder, signature, args):
+        wide = ir.VectorType(INT32, a.lanes)
+        first, second = (builder.bitcast(value, wide) for value in args)
+        first = builder.lshr(first, constant_of(wide, 16))
+        return builder.or_(first, builder.and_(second, constant_of(wide, _UPPER)))
+
+    return result(a, a), generate
+
+
+@intrinsic
+def store_halves(typing_context, pointer, index, a, b):
+    """Store the lanes of a and then those of b, which are bfloat16 already, as bfloat16."""
+    lanes = a.lanes
+
+    def generate(context, builder, signature, args):
+        halves = ir.VectorType(INT16, 2 * lanes)
+        first, second = (builder.bitcast(value, halves) for value in args[2:])
+        order = ir.Constant(ir.VectorType(INT32, 2 * lanes), list(range(1, 4 * lanes, 2)))
+        value = builder.shuffle_vector(first, second, order)
+        address = builder.gep(args[0], [args[1]])
+        builder.store(value, builder.bitcast(address, halves.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp, a, a), generate
+
+
+@intrinsic(prefer_literal=True)
+def interleave(typing_context, target, index, first, second, lanes):
+    """Store, as bfloat16x2, the pairs of 2 * LANES adjacent bfloat16 from each of two places."""
+    count = 2 * lanes.literal_value
+
+    def generate(context, builder, signature, args):
+        halves = ir.VectorType(INT16, count)
+        upper, lower = (
+            builder.load(builder.bitcast(place, halves.as_pointer()), align=2)
+            for place in args[2:4]
+        )
+        for number in range(2):
+            lanes_of_half = range(number * count // 2, (number + 1) * count // 2)
+            order = [lane for each in lanes_of_half for lane in (each, count + each)]
+            mask = ir.Constant(ir.VectorType(INT32, count), order)
+            pairs = builder.shuffle_vector(upper, lower, mask)
+            place = builder.gep(args[0], [builder.add(args[1], INT64(number * count // 2))])
+            builder.store(pairs, builder.bitcast(place, halves.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, first, second, lanes), generate
+
+
+@intrinsic
+def truncated_limb(typing_context, x):
+    """Round x towards zero to a bfloat16, as float32; NaN for NaN."""
+
+    def generate(context, builder, signature, args):
+        bits = builder.bitcast(args[0], shaped(INT32, args[0].type))
+        return _upper_half(builder, _select_nan(builder, args[0], bits, bits), args[0].type)
+
+    return x(x), generate
+
+
+# ------------------------------------------------------------------------- integers of 8 and 4 bits
+
+# Make floating-point numbers of integers of 8 and of 4 bits, as weights are stored.
+#
+# Of 4 bits there are two in a byte. Those of LANES adjacent bytes are two vectors: the lower ones
+# are LANES adjacent numbers, the upper ones as many numbers half a group further on. A number is
+# the integer, less a zero, times a scale.
+
+
+@intrinsic(prefer_literal=True)
+def unpack_int8(typing_context, target, source, lanes):
+    """Store LANES adjacent integers of 8 bits as numbers of the target's dtype."""
+    compute = ELEMENTS[target.dtype].compute
+
+    def generate(context, builder, signature, args):
+        count = lanes.literal_value
+        number = ir.VectorType(context.get_value_type(compute), count)
+        value = builder.sitofp(_load_bytes(builder, args[1], count), number)
+        _store_numbers(builder, target.dtype, args[0], value)
+        return context.get_dummy_value()
+
+    return types.void(target, source, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def unpack_int4(typing_context, target, half, source, scale, zero, lanes):
+    """Store the lower numbers of LANES adjacent bytes, and ``half`` elements further the upper."""
+    compute = ELEMENTS[target.dtype].compute
+
+    def generate(context, builder, signature, args):
+        target_pointer, distance, source_pointer, *factors, _ = args
+        count = lanes.literal_value
+        scales, zeros = (emit_splat(builder, factor, count) for factor in factors)
+        wide = ir.VectorType(INT32, count)
+        both = builder.zext(_load_bytes(builder, source_pointer, count), wide)
+        lower = builder.and_(both, constant_of(wide, 15))
+        upper = builder.lshr(both, constant_of(wide, 4))
+        lower, upper = (
+            builder.fmul(builder.fsub(builder.sitofp(integer, scales.type), zeros), scales)
+            for integer in (lower, upper)
+        )
+        _store_numbers(builder, target.dtype, target_pointer, lower)
+        _store_numbers(builder, target.dtype, builder.gep(target_pointer, [distance]), upper)
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, compute, compute, lanes), generate
+
+
+def _load_bytes(builder: ir.IRBuilder, pointer: ir.Value, lanes: int) -> ir.Value:
+    return builder.load(builder.bitcast(pointer, ir.VectorType(INT8, lanes).as_pointer()), align=1)
+
+
+def _store_numbers(builder: ir.IRBuilder, dtype: str, pointer: ir.Value, value: ir.Value) -> None:
+    """Store adjacent numbers, rounded to the dtype."""
+    if dtype == "bfloat16" and has_bfloat16_dot():
+        halves = builder.fptrunc(value, ir.VectorType(BFLOAT, value.type.count))
+        stored = builder.bitcast(halves, ir.VectorType(INT16, value.type.count))
+    else:
+        stored = narrow(builder, dtype, value)
+    address = builder.bitcast(pointer, stored.type.as_pointer())
+    builder.store(stored, address, align=ELEMENTS[dtype].size)

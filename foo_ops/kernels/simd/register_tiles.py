@@ -1,0 +1,287 @@
+"""Register tiles: vectors that stay in registers, from which products of matrices are made.
+
+    tile_zero(pointer, ROWS, COLUMNS, LANES)    ROWS x COLUMNS vectors of zeros
+    tile_load(pointer, stride, ROWS, COLUMNS, LANES)
+    tile_add(tile, pointer, stride)         tile[i, j] += what tile_load gives
+    tile_store(tile, pointer, stride)
+    tile_fma(tile, a, a_row, a_step, b, b_step, STEPS)  tile[i, j] += a[i * a_row + k * a_step] *
+                                            b[k * b_step, j-th vector], for each k of STEPS
+    tile_splat(pointer, stride, ROWS, LANES)    tile[i, 0] = pointer[i * stride] in every lane
+    tile_outer(tile, factors, b, b_stride)  tile[i, j] += factors[k * ROWS + i, 0] * b[k * b_stride,
+                                            j-th vector], for each k; of pairs, for 2k and 2k + 1;
+                                            b may be int8
+    tile_dot(tile, a, a_stride, b, b_stride)    tile[i, j] += a[i-th row] * b[j-th row], vectors;
+                                            either may be int8
+    tile_store_sums(tile, pointer, stride)  pointer[i * stride + j] = sum of the lanes of tile[i, j]
+
+ROWS, COLUMNS, LANES and STEPS are constants of a kernel, so that a tile unrolls into registers.
+Where a and b are of dtype bfloat16x2, tile_fma and tile_dot add both products of a pair: in one
+instruction if the processor has it (AVX512-BF16). tile_fma does so with int16x2, too.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from foo_ops.kernels.simd.memory import emit_load_elements, emit_load_vector
+from foo_ops.kernels.simd.narrow import INTEGER_PAIRS, PAIRS, emit_integer_pair_fma, emit_pair_fma
+from foo_ops.kernels.simd.types import (
+    ELEMENTS,
+    INT32,
+    INT64,
+    Tile,
+    Vector,
+    emit_fma,
+    emit_multiply_add,
+    emit_shuffle,
+    emit_splat,
+    narrow,
+    vector_ir,
+    widen,
+)
+
+
+@intrinsic(prefer_literal=True)
+def tile_zero(typing_context, pointer, rows, columns, lanes):
+    """Make a tile of zeros in the compute type that ``pointer`` points to; nothing is read."""
+    tile = _tile_type(pointer, rows, columns, lanes)
+
+    def generate(context, builder, signature, args):
+        return ir.Constant(context.get_value_type(tile), None)
+
+    return tile(pointer, rows, columns, lanes), generate
+
+
+def _tile_type(pointer, rows, columns, lanes) -> Tile:
+    vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
+    return Tile(rows.literal_value, columns.literal_value, vector)
+
+
+@intrinsic(prefer_literal=True)
+def tile_load(typing_context, pointer, stride, rows, columns, lanes):
+    tile = _tile_type(pointer, rows, columns, lanes)
+
+    def generate(context, builder, signature, args):
+        result = ir.Constant(context.get_value_type(tile), ir.Undefined)
+        for row, column, index in _places(builder, tile, args[1]):
+            value = emit_load_vector(builder, pointer.dtype, args[0], index, tile.vector.lanes)
+            result = builder.insert_value(result, value, row * tile.columns + column)
+        return result
+
+    return tile(pointer, types.intp, rows, columns, lanes), generate
+
+
+@intrinsic
+def tile_add(typing_context, tile, pointer, stride):
+    def generate(context, builder, signature, args):
+        result = args[0]
+        for row, column, index in _places(builder, tile, args[2]):
+            position = row * tile.columns + column
+            value = emit_load_vector(builder, pointer.dtype, args[1], index, tile.vector.lanes)
+            add = builder.add if isinstance(tile.vector.element, types.Integer) else builder.fadd
+            total = add(builder.extract_value(result, position), value)
+            result = builder.insert_value(result, total, position)
+        return result
+
+    return tile(tile, pointer, types.intp), generate
+
+
+@intrinsic
+def tile_store(typing_context, tile, pointer, stride):
+    def generate(context, builder, signature, args):
+        for row, column, index in _places(builder, tile, args[2]):
+            value = builder.extract_value(args[0], row * tile.columns + column)
+            stored = narrow(builder, pointer.dtype, value)
+            address = builder.bitcast(builder.gep(args[1], [index]), stored.type.as_pointer())
+            builder.store(stored, address, align=ELEMENTS[pointer.dtype].size)
+        return context.get_dummy_value()
+
+    return types.void(tile, pointer, types.intp), generate
+
+
+def _places(builder, tile, stride):
+    """Yield (row, column, index of its first element in memory) for each vector of a tile."""
+    for row in range(tile.rows):
+        start = builder.mul(stride, stride.type(row))
+        for column in range(tile.columns):
+            offset = stride.type(column * tile.vector.lanes)
+            yield row, column, builder.add(start, offset)
+
+
+_OF_PAIRS = {PAIRS: emit_pair_fma, INTEGER_PAIRS: emit_integer_pair_fma}
+
+
+@intrinsic(prefer_literal=True)
+def tile_fma(typing_context, tile, a, a_row, a_step, b, b_step, steps):
+    rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
+    is_integer = isinstance(tile.vector.element, types.Integer)
+    usual = emit_multiply_add if is_integer else emit_fma
+    multiply_add = _OF_PAIRS.get(a.dtype, usual)
+
+    def generate(context, builder, signature, args):
+        result, a_pointer, row_stride, a_stride, b_pointer, b_stride, _ = args
+        for step in range(steps.literal_value):
+            a_start, b_start = (builder.mul(it, INT64(step)) for it in (a_stride, b_stride))
+            places = (builder.add(b_start, INT64(column * lanes)) for column in range(columns))
+            vectors = [
+                emit_load_vector(builder, b.dtype, b_pointer, place, lanes) for place in places
+            ]
+            for row in range(rows):
+                place = builder.add(a_start, builder.mul(row_stride, INT64(row)))
+                address = builder.gep(a_pointer, [place])
+                element = builder.load(address, align=ELEMENTS[a.dtype].alignment)
+                scalar = emit_splat(builder, widen(builder, a.dtype, element), lanes)
+                for column in range(columns):
+                    position = row * columns + column
+                    total = builder.extract_value(result, position)
+                    value = multiply_add(builder, scalar, vectors[column], total)
+                    result = builder.insert_value(result, value, position)
+        return result
+
+    return tile(tile, a, types.intp, types.intp, b, types.intp, steps), generate
+
+
+@intrinsic(prefer_literal=True)
+def tile_splat(typing_context, pointer, stride, rows, lanes):
+    vector = Vector(ELEMENTS[pointer.dtype].compute, lanes.literal_value)
+    tile = Tile(rows.literal_value, 1, vector)
+
+    def generate(context, builder, signature, args):
+        result = ir.Constant(context.get_value_type(tile), ir.Undefined)
+        for row in range(tile.rows):
+            address = builder.gep(args[0], [builder.mul(args[1], INT64(row))])
+            scalar = widen(builder, pointer.dtype, builder.load(address))
+            result = builder.insert_value(result, emit_splat(builder, scalar, vector.lanes), row)
+        return result
+
+    return tile(pointer, types.intp, rows, lanes), generate
+
+
+@intrinsic
+def tile_outer(typing_context, tile, factors, b, stride):
+    """Add products of rows of ``b`` to a tile, with as many factors in a row as the tile has rows.
+
+    Factors that are pairs are those of two rows, which then have two vectors for each two of pairs.
+    """
+    rows, columns, lanes = tile.rows, tile.columns, tile.vector.lanes
+    of_pairs = factors.vector.element == types.int32
+    multiply_add = emit_pair_fma if of_pairs else emit_fma
+
+    def load_columns(builder, pointer, step, stride):
+        if not of_pairs:
+            start = builder.mul(stride, stride.type(step))
+            places = (builder.add(start, INT64(column * lanes)) for column in range(columns))
+            return [_load_numbers(builder, tile, b.dtype, pointer, place) for place in places]
+        size = columns * lanes
+        upper, lower = (
+            emit_load_elements(
+                builder, b.dtype, pointer, builder.mul(stride, stride.type(row)), size
+            )
+            for row in (2 * step, 2 * step + 1)
+        )
+        vectors = []
+        for start in range(0, size, lanes):
+            order = [half for lane in range(start, start + lanes) for half in (lane, size + lane)]
+            pairs = emit_shuffle(builder, upper, lower, order)
+            vectors.append(builder.bitcast(pairs, ir.VectorType(INT32, lanes)))
+        return vectors
+
+    def generate(context, builder, signature, args):
+        result, factor_tile, pointer, step_stride = args
+        for step in range(factors.rows // rows):
+            vectors = load_columns(builder, pointer, step, step_stride)
+            for row in range(rows):
+                factor = builder.extract_value(factor_tile, step * rows + row)
+                for column in range(columns):
+                    position = row * columns + column
+                    total = builder.extract_value(result, position)
+                    value = multiply_add(builder, factor, vectors[column], total)
+                    result = builder.insert_value(result, value, position)
+        return result
+
+    return tile(tile, factors, b, types.intp), generate
+
+
+def _load_numbers(builder, tile, dtype, pointer, index) -> ir.Value:
+    """Emit the load of a vector of a tile, to whose numbers integers of 8 bits are converted."""
+    vector = emit_load_vector(builder, dtype, pointer, index, tile.vector.lanes)
+    return builder.sitofp(vector, vector_ir(tile.vector)) if dtype == "int8" else vector
+
+
+@intrinsic
+def tile_dot(typing_context, tile, a, a_stride, b, b_stride):
+    rows, columns = tile.rows, tile.columns
+    multiply_add = emit_pair_fma if a.dtype == PAIRS else emit_fma
+
+    def generate(context, builder, signature, args):
+        result, a_pointer, a_step, b_pointer, b_step = args
+        vectors = []
+        for column in range(columns):
+            index = builder.mul(b_step, INT64(column))
+            vectors.append(_load_numbers(builder, tile, b.dtype, b_pointer, index))
+        for row in range(rows):
+            index = builder.mul(a_step, INT64(row))
+            factor = _load_numbers(builder, tile, a.dtype, a_pointer, index)
+            for column in range(columns):
+                position = row * columns + column
+                total = builder.extract_value(result, position)
+                value = multiply_add(builder, factor, vectors[column], total)
+                result = builder.insert_value(result, value, position)
+        return result
+
+    return tile(tile, a, types.intp, b, types.intp), generate
+
+
+@intrinsic
+def tile_store_sums(typing_context, tile, pointer, stride):
+    """Store the sum of each vector's lanes."""
+    lanes, columns = tile.vector.lanes, tile.columns
+
+    def generate(context, builder, signature, args):
+        count = tile.rows * columns
+        # As many are added up at a time as go into a vector, or the next power of two.
+        size = min(lanes, 1 << (count - 1).bit_length())
+        vectors = [builder.extract_value(args[0], position) for position in range(count)]
+        vectors += [vectors[-1]] * (-count % size)
+        parts = [
+            _sums_of_lanes(builder, vectors[first : first + size], lanes)
+            for first in range(0, count, size)
+        ]
+        for row in range(tile.rows):
+            part, first = divmod(row * columns, size)
+            places = [place * lanes // size for place in range(first, first + columns)]
+            following = parts[min(part + 1, len(parts) - 1)]
+            stored = emit_shuffle(builder, parts[part], following, places)
+            address = builder.gep(args[1], [builder.mul(args[2], INT64(row))])
+            address = builder.bitcast(address, stored.type.as_pointer())
+            builder.store(stored, address, align=ELEMENTS[pointer.dtype].size)
+        return context.get_dummy_value()
+
+    return types.void(tile, pointer, types.intp), generate
+
+
+def _sums_of_lanes(builder: ir.IRBuilder, vectors: list[ir.Value], lanes: int) -> ir.Value:
+    """Return the sum of each vector's lanes, in equal distances. Their number is a power of two."""
+    distance = lanes // 2
+    while distance > 0:
+        half = max(len(vectors) // 2, 1)
+        pairs = zip(vectors[:half], vectors[-half:], strict=True)
+        vectors = [_fold(builder, one, other, distance) for one, other in pairs]
+        distance //= 2
+    return vectors[0]
+
+
+def _fold(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, distance: int) -> ir.Value:
+    """Add lanes that are ``distance`` apart: a's go to the lower lane of each two, b's to the
+    upper.
+
+    Neighbouring lanes come last, since LLVM adds these by horizontal additions, of four operations
+    each: 8 vectors become one in 20 instructions, of which one is such.
+    """
+    count = a.type.count
+    upper = [lane & distance for lane in range(count)]
+    own = [lane + count if up else lane for lane, up in enumerate(upper)]
+    other = [lane + count - distance if up else lane + distance for lane, up in enumerate(upper)]
+    return builder.fadd(emit_shuffle(builder, a, b, own), emit_shuffle(builder, a, b, other))

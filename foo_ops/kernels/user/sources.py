@@ -1,0 +1,325 @@
+"""Turn Python functions of users, with all that they call and refer to, into sources of kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import importlib
+import linecache
+import os
+import re
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foo_ops.kernels.compiler.fingerprint import (
+    attribute_names,
+    fingerprint,
+    global_names,
+    is_known,
+)
+from foo_ops.kernels.compiler.kernel import (
+    CHECKED,
+    WRONG_INDEX,
+    Fingerprint,
+    KernelError,
+    KernelTypeError,
+    Maker,
+    Source,
+)
+from foo_ops.kernels.compiler.reasons import (
+    Named,
+    is_blamed,
+    is_of_library,
+    named_functions,
+    reworded,
+)
+from foo_ops.kernels.compiler.upgrades import PACKAGE
+
+# ------------------------------------------------------------------------------------------- copies
+
+# Copy functions with all that they refer to, as it is now: later changes do not reach the copies.
+#
+# A kernel is compiled for one dtype today and for another one tomorrow. Both see the same globals.
+# A copy may also be in another form, which the compiler or the interpreter of kernels takes.
+
+
+class Copies:
+    """Copies functions, and in the copies what they name: globals, closures, parts of modules.
+
+    A subclass says what becomes of a copy (`finished`), and of what is not copied (`other`).
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[types.FunctionType, Any] = {}
+        self._modules: dict[tuple[types.ModuleType, frozenset[str]], types.ModuleType] = {}
+
+    def finished(self, copy: types.FunctionType) -> Callable[..., Any]:
+        return copy
+
+    def other(self, value: Any) -> Any:
+        return value
+
+    def of(self, value: Any, attributes: frozenset[str] = frozenset()) -> Any:
+        """Return the copy of a value, of which a module's ``attributes`` are used."""
+        if isinstance(value, types.ModuleType):
+            return self._module(value, attributes)
+        if not _is_plain(value):
+            return self.other(value)
+        if value not in self._copies:
+            # Copied before what it calls is, which may be itself.
+            copy = types.FunctionType(
+                value.__code__,
+                dict(value.__globals__),
+                value.__name__,
+                value.__defaults__,
+                _copied_cells(value),
+            )
+            self._copies[value] = self.finished(copy)
+            attributes = attribute_names(value.__code__)
+            for name in global_names(value.__code__) & value.__globals__.keys():
+                copy.__globals__[name] = self.of(value.__globals__[name], attributes)
+            for cell in copy.__closure__ or ():
+                cell.cell_contents = self.of(cell.cell_contents, attributes)
+        return self._copies[value]
+
+    def _module(self, module: types.ModuleType, attributes: frozenset[str]) -> types.ModuleType:
+        """Copy a module, with what is used of it."""
+        used = {name: vars(module)[name] for name in attributes & vars(module).keys()}
+        if not used or is_known(module.__name__):
+            return module
+        if (module, attributes) not in self._modules:
+            # Copied before what is in it is, which may refer to it.
+            copy = self._modules[module, attributes] = types.ModuleType(module.__name__)
+            copies = {name: self.of(value, attributes) for name, value in used.items()}
+            vars(copy).update({**vars(module), **copies})
+            is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
+            if is_of_python and all(copies[name] is used[name] for name in used):
+                # Such values are those of the time of a call: sys.stdout may be another one by now.
+                self._modules[module, attributes] = module
+        return self._modules[module, attributes]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a function of a user, and not one that Numba knows or has made."""
+    return (
+        isinstance(value, types.FunctionType)
+        and not is_known(value.__module__)
+        # It stands for a function of Numba's own, such as an overload.
+        and not hasattr(value, "__wrapped__")
+    )
+
+
+def _copied_cells(function: types.FunctionType) -> tuple[types.CellType, ...] | None:
+    cells = function.__closure__
+    return None if cells is None else tuple(types.CellType(cell.cell_contents) for cell in cells)
+
+
+# ---------------------------------------------------------------------------------------- functions
+
+# Turn plain Python functions of users, with all that they call, into sources of kernels.
+
+
+if TYPE_CHECKING:
+    from foo_ops.kernels.compiler.kernel import Kernel
+
+# Not in full: no compiled kernel depends on that module (foo_ops/kernels/compiler/sources.py).
+_INTERPRETED = f"{PACKAGE}.interpret.kernels"
+
+
+@dataclasses.dataclass
+class UserKernel(Source):
+    """Functions of a user, and what makes a kernel of them.
+
+    Their globals are constants, with the values that they have when the kernel is first compiled
+    for some signature, or loaded. Where that fails, the next attempt looks at them again.
+
+    Attributes:
+        operator: the operator's name, for messages.
+        functions: the functions to compile.
+        maker: gets a signature, the options and the functions as Numba takes them.
+        options: whatever else decides the code; their repr is part of the key of the cache.
+    """
+
+    operator: str
+    functions: tuple[Callable[..., Any], ...]
+    maker: Maker
+    options: tuple[Any, ...]
+    _seen: tuple[Callable[..., Any], ...] = ()
+    _is_settled: bool = False
+
+    @property
+    def title(self) -> str:
+        """The name of the first function: one that serves several operators is compiled once."""
+        return re.sub(r"\W+", "", self.functions[0].__name__)
+
+    def fingerprint(self, signature: str) -> Fingerprint:
+        made = self.maker.fingerprint(self.options)
+        seen = fingerprint(*self._look(), has_places=signature.endswith(CHECKED))
+        content = made.content and seen.content and made.content + seen.content
+        return Fingerprint(content, made.modules | seen.modules | {__name__})
+
+    def build(self, signature: str) -> Kernel:
+        # The fingerprint is that of the same globals.
+        seen, compilable = self._seen or self._look(), _Compilable()
+        # Numba looks for what is registered before it begins, and foo_ops.language loads lazily.
+        for module in sorted(fingerprint(*seen).modules):
+            importlib.import_module(module)
+        return self.maker(signature, *self.options, *map(compilable.of, seen))
+
+    def interpret(self, signature: str) -> Kernel:
+        """Make it by the maker of the same name in plain.py."""
+        maker = dataclasses.replace(self.maker, module=_INTERPRETED)
+        return maker(signature, *self.options, *self._look())
+
+    def settle(self) -> None:
+        self._is_settled = True
+
+    def _look(self) -> tuple[Callable[..., Any], ...]:
+        """Look at the globals, unless a kernel has been made with what was seen before."""
+        if not self._is_settled:
+            self._seen = tuple(map(Copies().of, self.functions))
+        return self._seen
+
+    def explain(self, signature: str, error: Exception) -> KernelError:
+        """Say in one message the operator, the dtypes and the line of the user's file."""
+        file, line = _place_of(error) or (None, 0)
+        reason = _reason_of(error)
+        blamed = _blamed(reason, self._seen or self.functions, file, line)
+        if blamed is not None:
+            file, line = blamed.file, blamed.line
+            reason = blamed.refusal(sees_rows=self._sees_rows)
+        elif file is None:
+            code = self.functions[0].__code__
+            file, line = code.co_filename, code.co_firstlineno
+        kind = KernelTypeError if reason.startswith(WRONG_INDEX) else KernelError
+        return kind(
+            f"{self.operator}: its kernel cannot be compiled for {signature}: "
+            f"{reworded(reason, sees_rows=self._sees_rows)} ({_shown(file, line)})"
+        )
+
+    @property
+    def _sees_rows(self) -> bool:
+        return self.maker.function == "make_tile_kernel"
+
+
+class _Compilable(Copies):
+    """Wraps functions and those that they call in ``njit``, so that Numba compiles them too."""
+
+    def finished(self, copy: types.FunctionType) -> Any:
+        from numba import njit
+
+        _refuse_python(copy)
+        return njit(copy)
+
+
+_DEBUGGING = ("print", "breakpoint", "pdb")
+_NO_WITH = "a kernel has no with statement: what it enters belongs around the call of the operator"
+_NO_TRY = "a kernel has no try statement, as nothing in it raises: write if"
+# With these a block begins, each in some versions of Python.
+_ENTERING = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
+_CATCHING = ("PUSH_EXC_INFO", "SETUP_FINALLY")
+
+
+def _refuse_python(function: types.FunctionType) -> None:
+    """Refuse exceptions, which Numba compiles to a status that nobody would look at; generators,
+    whose state would outlive a call; and debugging.
+
+    The message for that names the way to do it.
+    """
+    code = function.__code__
+    line, is_handler = code.co_firstlineno, False
+    for instruction in dis.get_instructions(code):
+        has_line = getattr(instruction, "line_number", instruction.starts_line)
+        line = has_line or line
+        place, name = f"Raised from {code.co_filename} ({line})", instruction.argval
+        if instruction.opname in _ENTERING:
+            raise TypeError(f"{_NO_WITH} {place}")
+        if is_handler and has_line:
+            raise TypeError(f"{_NO_TRY} {place}")
+        # A handler begins without a line: that of its except follows.
+        is_handler = is_handler or instruction.opname in _CATCHING
+        if instruction.opname in ("RAISE_VARARGS", "RERAISE"):
+            raise TypeError(f"a kernel must not raise {place}")
+        if instruction.opname.startswith("YIELD"):
+            raise TypeError(f"a kernel must not yield, it has no generators {place}")
+        is_named = instruction.opname in ("LOAD_GLOBAL", "IMPORT_NAME") and name in _DEBUGGING
+        # A function of the user's own may have such a name.
+        if is_named and not isinstance(function.__globals__.get(name), types.FunctionType):
+            raise TypeError(
+                f"compiled code has no {name}; set FOO_INTERPRET=1 to run kernels as plain Python, "
+                f"with print, pdb and exceptions {place}"
+            )
+
+
+# --------------------------------------------------------------------------------------- errors
+
+_PACKAGE = str(Path(__file__).parents[2])
+
+
+def _is_the_compilers(file: str) -> bool:
+    """Whether the compiler, and no author, wrote a file."""
+    numba = sys.modules.get("numba")
+    folders = [_PACKAGE, *(numba.__path__ if numba is not None else ())]
+    return any(file.startswith(folder + os.sep) for folder in folders)
+
+
+def _place_of(error: BaseException) -> tuple[str, int] | None:
+    """Find file and line of what the compiler stumbled over, if it tells."""
+    # The innermost comes first.
+    for found, number in re.findall(
+        r"(?:\b(?:at|from) (?=\S)|File \")(\S[^\n]*?)(?: \(|\", line )(\d+)[):]", _plain_text(error)
+    ):
+        file = os.path.abspath(found)
+        if not _is_the_compilers(file):
+            return (found if os.path.isabs(found) else file), int(number)
+    return None
+
+
+def _shown(file: str, line: int) -> str:
+    text = linecache.getline(file, line).strip()
+    return f"{file}:{line}: {text}" if text else f"{file}:{line}"
+
+
+def _blamed(
+    reason: str, functions: tuple[Callable[..., Any], ...], file: str | None, line: int
+) -> Named | None:
+    """Find the function that a kernel cannot call, where that is the reason."""
+    is_told = file is not None and not is_of_library(file)
+    there = [
+        (named, is_blamed(named, reason))
+        for named in named_functions(functions)
+        if not is_told or (named.file, named.line) == (file, line)
+    ]
+    blamed = next((named for named, is_it in there if is_it), None)
+    if blamed is None and (is_told or file is not None):
+        # The reason is about another function, in what the compiler or a library has for this one.
+        blamed = next(
+            (it for it, is_it in there if not it.is_known and (is_it is False or not is_told)), None
+        )
+    return blamed
+
+
+def _reason_of(error: BaseException) -> str:
+    """Put the compiler's own words in one line, without its frame, its colours and its advice."""
+    text = _plain_text(error)
+    # The target knows nothing of what lies on the heap, but the names of the types.
+    if re.search(r"NRT required|\b(?:list|set|array|DictType)[(\[]", text):
+        return "a kernel must not allocate"
+    # One of our own intrinsics says this about its arguments.
+    specific = re.search(
+        rf"raised a specific error:\s*\w+: ([^\n]+)\s*raised from {re.escape(_PACKAGE)}", text
+    )
+    if specific:
+        return specific[1]
+    lines = [line.strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("Failed in ")]
+    if len(lines) > 1 and lines[1].startswith(">>> "):
+        return f"{lines[0]} {lines[1].removeprefix('>>> ')}"
+    return lines[0].partition(" Raised from ")[0] if lines else type(error).__name__
+
+
+def _plain_text(error: BaseException) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error))
