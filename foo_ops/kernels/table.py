@@ -13,11 +13,11 @@ TILE = Maker("foo_ops.kernels.user.tile", "make_tile_kernel")
 
 FORWARD = Maker("foo_ops.kernels.attention.forward", "make_forward_kernel")
 DECODE = Maker("foo_ops.kernels.attention.decode", "make_decode_kernel")
-MERGE = Maker("foo_ops.kernels.attention.merge", "make_merge_kernel")
+MERGE = Maker("foo_ops.kernels.attention.forward", "make_merge_kernel")
 BACKWARD = Maker("foo_ops.kernels.attention.backward", "make_backward_kernel")
 PRODUCT = Maker("foo_ops.kernels.linear.product", "make_product_kernel")
 FEW_ROWS = Maker("foo_ops.kernels.linear.few_rows", "make_few_rows_kernel")
-FINISH = Maker("foo_ops.kernels.linear.output", "make_finish_kernel")
+FINISH = Maker("foo_ops.kernels.linear.product", "make_finish_kernel")
 QUANTIZED = "foo_ops.kernels.linear.quantized"
 INT8_PRODUCT = Maker(QUANTIZED, "make_int8_product_kernel")
 INT8_FEW_ROWS = Maker(QUANTIZED, "make_int8_few_rows_kernel")
@@ -25,10 +25,10 @@ INT4_PRODUCT = Maker(QUANTIZED, "make_int4_product_kernel")
 INT4_FEW_ROWS = Maker(QUANTIZED, "make_int4_few_rows_kernel")
 STATISTICS = Maker("foo_ops.kernels.linear.cross_entropy", "make_statistics_kernel")
 LOSS = Maker("foo_ops.kernels.linear.cross_entropy", "make_loss_kernel")
-LOSS_GRADIENT = Maker("foo_ops.kernels.linear.cross_entropy_gradient", "make_gradient_kernel")
+LOSS_GRADIENT = Maker("foo_ops.kernels.linear.cross_entropy", "make_gradient_kernel")
 PROGRAM = Maker("foo_ops.kernels.attention.programs", "make_program_kernel")
-SUM_CHUNKS = Maker("foo_ops.kernels.attention.sum_chunks", "make_sum_chunks_kernel")
-DROPOUT_MASK = Maker("foo_ops.kernels.attention.dropout_mask", "make_dropout_mask_kernel")
+SUM_CHUNKS = Maker("foo_ops.kernels.attention.backward", "make_sum_chunks_kernel")
+DROPOUT_MASK = Maker("foo_ops.kernels.attention.forward", "make_dropout_mask_kernel")
 
 # A plain kernel leaves out the options that most calls do without: bias, soft cap, ALiBi and
 # dropout. It is compiled in half the time.

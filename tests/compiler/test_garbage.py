@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foo_ops import library
-from foo_ops.kernels.compiler.garbage import without_garbage_collection
+from foo_ops.kernels.compiler.emit import without_garbage_collection
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import foo_ops.ops
-from foo_ops.kernels.compiler import load, sources, upgrades
+from foo_ops.kernels.compiler import load, sources
 from foo_ops.kernels.compiler.kernel import KERNELS
 
 PROGRAM = Path(__file__).parents[1] / "support/kernel_codes.py"
@@ -48,7 +48,7 @@ def modules_of(name):
     """Return the modules that the key of a kernel has, without the package's name."""
     kernel, signature = KERNELS_OF[name]
     found = sources.closure(KERNELS[kernel].fingerprint(signature).modules)
-    return {it.removeprefix(f"{upgrades.PACKAGE}.") for it in found}
+    return {it.removeprefix(f"{sources.PACKAGE}.") for it in found}
 
 
 def kernels_with(module):
@@ -64,13 +64,11 @@ LINEAR = {"linear_finish", "linear", "int4", "int8", "cross_entropy"}
     [
         ("attention.scores", {"forward", "backward", "decode", "dropout_mask"}),
         ("attention.softmax", {"forward", "backward", "decode"}),
-        ("attention.forward", {"forward"}),
-        ("attention.int8_cache", {"decode"}),
-        ("attention.merge", {"merge"}),
+        ("attention.forward", {"forward", "merge", "dropout_mask"}),
+        ("attention.decode", {"decode"}),
         ("attention.programs", {"forward", "backward", "decode", "dropout_mask", "score_mod"}),
-        ("linear.finish", LINEAR),
-        ("linear.product", {"linear", "int8", "int4", "cross_entropy"}),
-        ("linear.cross_entropy_gradient", {"cross_entropy"}),
+        ("linear.product", LINEAR),
+        ("linear.cross_entropy", {"cross_entropy"}),
         ("user.elementwise", {"abs", "silu_mul"}),
         ("user.tile", {"rms_norm", "cache_append"}),
         ("user.sources", USERS),
@@ -100,7 +98,7 @@ def test_keys_change_with_the_sources(monkeypatch, module):
 
     before, source = keys(), sources.source
     assert len(set(before.values())) == len(before)
-    name = f"{upgrades.PACKAGE}.{module}"
+    name = f"{sources.PACKAGE}.{module}"
     monkeypatch.setattr(sources, "source", lambda it: source(it) + (b"\n" if it == name else b""))
     after = keys()
     monkeypatch.undo()
@@ -143,7 +141,7 @@ class Copy:
         )
         # The code does not see an edit of these, which are imported before; the keys do.
         imported = json.loads(self._process.stdout.readline())
-        self.imported = {it.removeprefix(f"{upgrades.PACKAGE}.") for it in imported}
+        self.imported = {it.removeprefix(f"{sources.PACKAGE}.") for it in imported}
         self._before = {}
 
     def text(self, module):
@@ -172,7 +170,7 @@ class Copy:
         """Return the modules that are imported to make a kernel, and its IR."""
         ((_, code),), modules = self._made(None, [name], emits=False)
         assert "Error" not in code
-        return {it.removeprefix(f"{upgrades.PACKAGE}.") for it in modules}
+        return {it.removeprefix(f"{sources.PACKAGE}.") for it in modules}
 
     def _made(self, edit, names, emits=True):
         request = json.dumps((edit, [KERNELS_OF[name] for name in names], emits))
@@ -234,11 +232,11 @@ def check_edit(copy, module, seed, names):
 # They find, keep, load and run kernels, and say what is wrong with them. The table of the kernels
 # says what makes each one, and with which options: that is in the key itself.
 AROUND = {
-    *("advice", "cache", "fingerprint", "interpret", "load", "program", "reasons", "resolve"),
-    *("sources", "upgrades"),
+    *("advice", "cache", "fingerprint", "interpret", "load", "reasons", "resolve"),
+    "sources",
 }
-AROUND = {*(f"compiler.{name}" for name in AROUND), "table"}
-OF_USERS = {"user", "user.copies", "user.user_kernel"}
+AROUND = {*(f"compiler.{name}" for name in AROUND), "flex", "flex.program", "table"}
+OF_USERS = {"user", "user.sources"}
 
 
 @pytest.mark.parametrize("name", KERNELS_OF)
@@ -258,13 +256,13 @@ def test_code_is_the_same_in_each_process(copy):
 EDITS = 10
 
 
-@pytest.mark.parametrize("module", ["attention.scores", "linear.finish", "user.tile"])
+@pytest.mark.parametrize("module", ["attention.scores", "linear.product", "user.tile"])
 def test_code_changes_only_with_its_key(copy, module):
     names = {"abs", "score_mod"} | (kernels_with(module) & QUICK.keys())
     assert any(check_edit(copy, module, seed, sorted(names)) for seed in range(EDITS))
 
 
-MODULES = sorted(it.removeprefix(f"{upgrades.PACKAGE}.") for it in upgrades.MODULES)
+MODULES = sorted(it.removeprefix(f"{sources.PACKAGE}.") for it in sources.MODULES)
 
 
 @pytest.mark.whole(apart=True)

@@ -12,8 +12,7 @@ import torch
 from foo_ops.kernels.lang import scratch
 scratch.FENCE = 1024
 from foo_ops.kernels.compiler.resolve import resolve
-from foo_ops.kernels.linear import logits
-from foo_ops.kernels.linear.cross_entropy_parameters import argument_types, gradient_dtype
+from foo_ops.kernels.linear.cross_entropy import argument_types, gradient_dtype, make_scratch
 from foo_ops.kernels.simd.types import compute_dtype
 
 dtype, compute = sys.argv[1], compute_dtype(sys.argv[1])
@@ -61,7 +60,7 @@ for rows, columns, depth in ((1, 70, 515), (5, 130, 33), (239, 65, 1030), (33, 2
         # Each region was written to, at least in part. What is left between them is the fences.
         untouched = np.concatenate(([0], memory == -12345.0, [0])).astype(np.int8)
         begins, ends = (np.flatnonzero(np.diff(untouched) == step) for step in (1, -1))
-        describe = logits.make_scratch(dtype).describe
+        describe = make_scratch(dtype).describe
         regions = describe(*[1] * describe.__code__.co_argcount)
         whole = np.count_nonzero(ends - begins >= scratch.FENCE)
         assert whole == len(regions) + 1, (kernel, rows, columns, depth, whole, len(regions))

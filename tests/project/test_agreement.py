@@ -7,20 +7,15 @@ import torch
 from numba.core import types
 
 from foo_ops import _C
-from foo_ops.kernels.attention import (
-    decode,
-    operands,
-    parameters,
-    programs,
-)
+from foo_ops.kernels.attention import decode, operands, programs
 from foo_ops.kernels.compiler import kernel, processor
 from foo_ops.kernels.compiler.kernel import KERNELS
 from foo_ops.kernels.flex import captured, emit
 from foo_ops.kernels.lang import arguments
 from foo_ops.kernels.lang import random as random_numbers
 from foo_ops.kernels.lang.scratch import Struct
-from foo_ops.kernels.linear import cross_entropy_parameters as cross_entropy
-from foo_ops.kernels.linear import parameters as linear
+from foo_ops.kernels.linear import cross_entropy as cross_entropy
+from foo_ops.kernels.linear import product as linear
 from foo_ops.kernels.products import on_amx, on_vectors
 from foo_ops.kernels.simd import memory
 from foo_ops.kernels.simd.types import ELEMENTS, Pointer
@@ -68,7 +63,7 @@ def named(type_):
 
 
 def described_by_python(struct):
-    """Return the fields as `foo_ops.kernels.lang.struct` reads them: each has eight bytes."""
+    """Return the fields as `foo_ops.kernels.lang.scratch` reads them: each has eight bytes."""
     return [
         Field(name, named(type_), 8 * position)
         for position, (name, type_) in enumerate(struct.fields.items())
@@ -92,7 +87,7 @@ def agree(of_cpp, of_python):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters(dtype):
-    struct, piece, *_ = parameters.argument_types(dtype)
+    struct, piece, *_ = operands.argument_types(dtype)
     assert differences(described_by_cpp("Parameters"), described_by_python(struct)) == []
     assert differences(described_by_cpp("Piece"), described_by_python(piece)) == []
 
@@ -108,8 +103,8 @@ def test_parameters_of_products(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_of_cross_entropy(dtype):
-    parameters, *_ = cross_entropy.argument_types(dtype)
-    assert differences(described_by_cpp("CrossEntropy"), described_by_python(parameters)) == []
+    operands, *_ = cross_entropy.argument_types(dtype)
+    assert differences(described_by_cpp("CrossEntropy"), described_by_python(operands)) == []
 
 
 def test_a_difference_would_be_noticed():
@@ -227,19 +222,19 @@ LIMITS = ("kKeyMultiple", "kWidestVector", "kWidestPanel")
 def test_constants():
     constants = _C.agreement()["constants"]
     assert {name: constants[name] for name in constants if name not in LIMITS} == {
-        "kQueryBlock": parameters.QUERY_BLOCK,
-        "kTileStride": parameters.TILE_STRIDE,
-        "kKeyBlock": parameters.KEY_BLOCK,
+        "kQueryBlock": operands.QUERY_BLOCK,
+        "kTileStride": operands.TILE_STRIDE,
+        "kKeyBlock": operands.KEY_BLOCK,
         "kFewQueries": decode.MOST_ROWS,
         "kRowMultiple": on_amx.TILE_MULTIPLE,
-        "kLog2E": 1.0 / parameters.LOG2,
-        "kNone": parameters.BIAS_NONE,
-        "kBool": parameters.BIAS_BOOL,
-        "kOfQueryDtype": parameters.BIAS_OF_QUERY_DTYPE,
-        "kFloat32": parameters.BIAS_FLOAT32,
-        "kNotWanted": parameters.GRADIENT_NONE,
-        "kStored": parameters.GRADIENT_STORED,
-        "kAdded": parameters.GRADIENT_ADDED,
+        "kLog2E": 1.0 / operands.LOG2,
+        "kNone": operands.BIAS_NONE,
+        "kBool": operands.BIAS_BOOL,
+        "kOfQueryDtype": operands.BIAS_OF_QUERY_DTYPE,
+        "kFloat32": operands.BIAS_FLOAT32,
+        "kNotWanted": operands.GRADIENT_NONE,
+        "kStored": operands.GRADIENT_STORED,
+        "kAdded": operands.GRADIENT_ADDED,
         "kCountTiles": tile.COUNT_TILES,
         "kRunTiles": tile.RUN_TILES,
         "kFinishTiles": tile.FINISH_TILES,

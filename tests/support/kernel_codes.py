@@ -16,7 +16,7 @@ from pathlib import Path
 
 import foo_ops.ops  # noqa: F401
 from foo_ops import kernels
-from foo_ops.kernels.compiler import emit, load, upgrades
+from foo_ops.kernels.compiler import emit, load, sources
 from foo_ops.kernels.compiler.kernel import KERNELS, Kernel
 
 FOLDER = Path(kernels.__file__).parent
@@ -45,7 +45,7 @@ def made(kernels, emits):
     """Return keys and codes of kernels, and their modules, as in a process that starts now."""
     if not emits:
         emit._emit = lambda module, vectorizes: str(module).encode()
-    upgrades._AT_IMPORT.update(upgrades._state())
+    sources._AT_IMPORT.update(sources._state())
     before = kernel_modules()
     return [key_and_code(*it) for it in kernels], sorted(kernel_modules() - before)
 

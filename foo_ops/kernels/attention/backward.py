@@ -1,56 +1,52 @@
-"""Compute the gradients for all inputs from a block of queries.
-
-With the weights P = exp(S - logsumexp), recomputed tile by tile (Dao et al. 2022, algorithm 4):
-
-    delta = rowsum(dO * O) - dLogsumexp       dV = P^T dO
-    dP = dO V^T,  dS = P * (dP - delta)       dQ = scale * dS' K,   dK = scale * dS'^T Q
-
-where dS' is dS times the derivative of the soft cap. The gradient of the bias is dS, the gradient
-of a slope the sum of -dS * |distance|, and the gradient of a sink the sum of -exp(sink - logsumexp)
-* delta: see foo_ops/kernels/attention/row_sums.py.
-"""
+"""The backward kernel of attention: the gradients for all inputs, from a block of queries."""
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from numba import njit
+from numba.core import types
 
-from foo_ops.kernels.attention.bias_gradient import make_bias_gradient_writer
-from foo_ops.kernels.attention.block_rows import make_block_rows, make_row_packer
-from foo_ops.kernels.attention.key_tiles import make_key_tile, make_transposed_tile
+from foo_ops.kernels.attention.forward import make_panel_writer
 from foo_ops.kernels.attention.operands import (
-    make_next_panel,
-    make_panel_packer,
-    make_product_smallness_check,
-)
-from foo_ops.kernels.attention.output import make_panel_writer
-from foo_ops.kernels.attention.parameters import (
     GRADIENT_NONE,
+    GRADIENT_STORED,
     KEY_BLOCK,
     QUERY_BLOCK,
     TILE,
     TILE_STRIDE,
     argument_types,
-)
-from foo_ops.kernels.attention.programs import make_program_steps, sees_window
-from foo_ops.kernels.attention.row_sums import (
-    SUM_ROWS,
-    make_row_sums,
-    make_row_sums_writer,
-    needs_row_sums,
-)
-from foo_ops.kernels.attention.rows import (
+    make_next_panel,
+    make_panel_packer,
+    make_product_smallness_check,
     make_sums_starter,
     make_tile_operation,
     queries_of,
+    second,
     seen_keys,
 )
-from foo_ops.kernels.attention.scores import ROW_FACTS, make_row_facts_filler
-from foo_ops.kernels.attention.tile_matrices import make_tile_matrices
-from foo_ops.kernels.attention.weights import make_statistics_loader, make_weights
+from foo_ops.kernels.attention.programs import make_program_steps, sees_window
+from foo_ops.kernels.attention.scores import (
+    ROW_FACTS,
+    make_block_rows,
+    make_key_tile,
+    make_row_facts_filler,
+    make_row_packer,
+    make_tile_matrices,
+    make_transposed_tile,
+)
+from foo_ops.kernels.attention.softmax import (
+    SUM_ROWS,
+    adds_row_sums,
+    make_row_sums,
+    make_row_sums_writer,
+    make_statistics_loader,
+    make_weights,
+    needs_row_sums,
+)
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.lang.scratch import Scratch, make_kernel_with_scratch, row_of
 from foo_ops.kernels.products.operands import (
@@ -60,9 +56,148 @@ from foo_ops.kernels.products.operands import (
     sizes_of,
     step_of,
 )
-from foo_ops.kernels.simd.memory import shift
-from foo_ops.kernels.simd.transpose import make_fill, round_up
-from foo_ops.kernels.simd.types import compute_dtype, lanes_of
+from foo_ops.kernels.simd.arithmetic import splat
+from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
+from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, round_up, transpose_square
+from foo_ops.kernels.simd.types import ELEMENTS, Pointer, compute_dtype, lanes_of
+
+# ----------------------------------------------------------------------------- gradient of the bias
+
+# Write the gradient of the bias, a score tile at a time.
+#
+# It is the gradient of the scores, summed over all that the bias was broadcast to. A block of
+# queries of one head writes its tiles itself if no other adds to them. Otherwise they are added to
+# sums in the compute dtype. Blocks that add to the same sums come one after the other, in an order
+# that does not depend on the threads; the launcher sees to that.
+
+
+@functools.cache
+def _make_tile_writers(dtype: str) -> tuple[Callable, Callable]:
+    """Make ``store_tile(target, row_stride, tile, scratch, rows, columns)``, and the one that adds.
+
+    target[row, column] becomes, or grows by, tile[column, row]. The target's columns are adjacent.
+    """
+    LANES = lanes_of(compute_dtype(dtype))
+
+    @njit
+    def store_square(target, row_stride, tile, scratch):
+        transpose_square(target, row_stride, tile, TILE_STRIDE, LANES)
+
+    @njit
+    def add_square(target, row_stride, tile, scratch):
+        transpose_square(scratch, LANES, tile, TILE_STRIDE, LANES)
+        for row in range(LANES):
+            sum_ = load_vector(target, row * row_stride, LANES)
+            store(target, row * row_stride, sum_ + load_vector(scratch, row * LANES, LANES))
+
+    def make_writer(write_square: Callable, combine: Callable) -> Callable:
+        @njit
+        def one_by_one(target, row_stride, tile, first_row, rows, first_column, columns):
+            for row in range(first_row, rows):
+                for column in range(first_column, columns):
+                    index = row * row_stride + column
+                    value = load(tile, column * TILE_STRIDE + row)
+                    store(target, index, combine(load(target, index), value))
+
+        @njit
+        def write_tile(target, row_stride, tile, scratch, rows, columns):
+            whole_rows, whole_columns = rows // LANES * LANES, columns // LANES * LANES
+            for row in range(0, whole_rows, LANES):
+                for column in range(0, whole_columns, LANES):
+                    place = shift(target, row * row_stride + column)
+                    source = shift(tile, column * TILE_STRIDE + row)
+                    write_square(place, row_stride, source, scratch)
+            one_by_one(target, row_stride, tile, 0, whole_rows, whole_columns, columns)
+            one_by_one(target, row_stride, tile, whole_rows, rows, 0, columns)
+
+        return write_tile
+
+    return make_writer(store_square, second), make_writer(add_square, operator.add)
+
+
+@functools.cache
+def _make_row_adder(dtype: str) -> Callable:
+    """Make ``add_rows(target, column_stride, tile, scratch, rows, columns)``.
+
+    target[column] grows by the sum over the rows of tile[column, row].
+    """
+    LANES = lanes_of(compute_dtype(dtype))
+    compute = ELEMENTS[dtype].compute
+
+    @njit
+    def add_lanes(target, stride, source, count):
+        for block_row in range(count):
+            store(
+                target,
+                block_row * stride,
+                load(target, block_row * stride) + load(source, block_row),
+            )
+
+    @njit
+    def add_rows(target, column_stride, tile, scratch, rows, columns):
+        whole = rows // LANES * LANES
+        for column in range(columns):
+            line = shift(tile, column * TILE_STRIDE)
+            sum_ = splat(compute(0.0), LANES)
+            for row in range(0, whole, LANES):
+                sum_ = sum_ + load_vector(line, row, LANES)
+            store(scratch, 0, sum_)
+            place = shift(target, column * column_stride)
+            add_lanes(place, 0, scratch, LANES)
+            add_lanes(place, 0, shift(line, whole), rows - whole)
+
+    return add_rows
+
+
+@functools.cache
+def make_bias_gradient_writer(dtype: str) -> Callable:
+    """Make ``write_bias(parameters, piece, grad_scores, scratch, key_start, count)``.
+
+    ``grad_scores`` is the gradient of a score tile of ``count`` keys. ``scratch`` has room for
+    another tile.
+    """
+    own_dtype, as_sums = pointer_to(dtype), pointer_to(compute_dtype(dtype))
+    store_tile, add_tile = _make_tile_writers(dtype)
+    add_rows = _make_row_adder(dtype)
+
+    @njit
+    def write_bias(parameters, piece, grad_scores, scratch, key_start, count):
+        rows = piece.query_count
+        row_stride = parameters.grad_attn_bias_row_stride
+        column_stride = parameters.grad_attn_bias_column_stride
+        address = address_of(parameters.grad_attn_bias)
+        for index in range(piece.heads):
+            tile = shift(grad_scores, index * rows)
+            offset = piece.bias + index * parameters.grad_attn_bias_head_stride
+            offset += key_start * column_stride
+            sums = shift(as_sums(address), offset)
+            if adds_row_sums(parameters):
+                # Once for a block: `make_row_sums_writer`.
+                continue
+            if parameters.bias_gradient == GRADIENT_STORED:
+                own = shift(own_dtype(address), offset)
+                store_tile(own, row_stride, tile, scratch, rows, count)
+            elif parameters.bias_rows == 1:
+                add_rows(sums, column_stride, tile, scratch, rows, count)
+            else:
+                add_tile(sums, row_stride, tile, scratch, rows, count)
+
+    return write_bias
+
+
+# ------------------------------------------------------------------------------ all other gradients
+
+# Compute the gradients for all inputs from a block of queries.
+#
+# With the weights P = exp(S - logsumexp), recomputed tile by tile (Dao et al. 2022, algorithm 4):
+#
+#     delta = rowsum(dO * O) - dLogsumexp       dV = P^T dO
+#     dP = dO V^T,  dS = P * (dP - delta)       dQ = scale * dS' K,   dK = scale * dS'^T Q
+#
+# where dS' is dS times the derivative of the soft cap. The gradient of the bias is dS, the gradient
+# of a slope the sum of -dS * |distance|, and the gradient of a sink the sum of -exp(sink -
+# logsumexp) * delta: see "exact sums of rows" in foo_ops/kernels/attention/softmax.py.
+
 
 # Keys whose sums over the queries are computed together, or as many as a product takes: the more,
 # the more products with weights of zero beside the diagonal, the fewer, the more calls.
@@ -74,7 +209,7 @@ PADDING = 16
 
 
 @functools.cache
-def make_scratch(dtype: str) -> Scratch:
+def make_backward_scratch(dtype: str) -> Scratch:
     sizes = sizes_of(dtype)
     ROOM, WIDTH = sizes.room, max(sizes.depth, lanes_of(compute_dtype(dtype)))
 
@@ -138,7 +273,7 @@ def make_backward_kernel(
         make_product_smallness_check(dtype),
     )
     COLUMNS, ROWS, DEPTH = sizes.columns, sizes.rows, sizes.depth
-    KEY_GROUP, layout = max(ROW_GROUP, ROWS), make_scratch(dtype)
+    KEY_GROUP, layout = max(ROW_GROUP, ROWS), make_backward_scratch(dtype)
     sizes_of_block = layout.sizes_of
     fill, write_grad_query = make_fill(compute), make_panel_writer(dtype, "grad_query")
     start_sums = make_sums_starter(compute)
@@ -314,3 +449,36 @@ def make_backward_kernel(
             write_row_sums(parameters, piece, row_sums, base, shares, delta)
 
     return make_kernel_with_scratch(backward, layout, argument_types(dtype))
+
+
+# ----------------------------------------------------------------------------------- sums of chunks
+
+# Add up the chunks of grad_key or grad_value, and round once.
+
+
+def make_sum_chunks_kernel(dtype: str) -> Kernel:
+    """Make the kernel for gradient[row, column] = factor * sum over chunks of sums[chunk, row,
+    column].
+
+    Its arguments are gradient with the stride of its rows, sums with the strides of chunks and rows
+    (the latter whole vectors), the number of rows, columns and chunks, and the factor. It
+    overwrites sums.
+    """
+    compute = ELEMENTS[dtype].compute
+    LANES = lanes_of(compute_dtype(dtype))
+    copy_row = make_copy_row(compute_dtype(dtype))
+
+    def sum_chunks(gradient, row_stride, sums, chunk_stride, width, rows, columns, chunks, factor):
+        factors = splat(compute(factor), LANES)
+        for row in range(rows):
+            source = shift(sums, row * width)
+            for column in range(0, columns, LANES):
+                total = load_vector(source, column, LANES)
+                for chunk in range(1, chunks):
+                    total = total + load_vector(source, chunk * chunk_stride + column, LANES)
+                store(source, column, total * factors)
+            copy_row(shift(gradient, row * row_stride), source, 1, columns, columns)
+
+    size = types.int64
+    pointers = (Pointer(dtype), size, Pointer(compute_dtype(dtype)))
+    return Kernel(sum_chunks, (*pointers, *(size,) * 5, types.float64))

@@ -1,30 +1,39 @@
-"""Attend to some of the keys with a block of queries: output and logsumexp."""
+"""The forward kernel of attention, the merge of key splits, and the mask of dropout."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from numba import njit
 
-from foo_ops.kernels.attention.key_tiles import make_key_tile, make_transposed_tile
-from foo_ops.kernels.attention.operands import make_next_panel, make_panel_packer
-from foo_ops.kernels.attention.output import make_finish, make_panel_writer
-from foo_ops.kernels.attention.parameters import (
+from foo_ops.kernels.attention.operands import (
     KEY_BLOCK,
+    LOG2,
     QUERY_BLOCK,
     TILE,
     TILE_STRIDE,
     argument_types,
+    dim_name_of,
+    make_next_panel,
+    make_operand_row,
+    make_panel_packer,
+    make_query_packer,
+    make_sums_starter,
+    queries_of,
+    seen_keys,
 )
 from foo_ops.kernels.attention.programs import sees_window
-from foo_ops.kernels.attention.queries import make_query_packer
-from foo_ops.kernels.attention.rows import make_sums_starter, queries_of, seen_keys
 from foo_ops.kernels.attention.scores import (
     ROW_FACTS,
     make_dropout_mask,
+    make_key_tile,
     make_row_facts_filler,
     make_scores,
+    make_transposed_tile,
 )
 from foo_ops.kernels.attention.softmax import (
     WEIGHTS_LIMB_STRIDE,
@@ -32,7 +41,8 @@ from foo_ops.kernels.attention.softmax import (
     make_softmax_start,
 )
 from foo_ops.kernels.compiler.kernel import Kernel
-from foo_ops.kernels.lang.scratch import Scratch, larger, make_kernel_with_scratch
+from foo_ops.kernels.lang.scratch import Scratch, field, larger, make_kernel_with_scratch, row_of
+from foo_ops.kernels.math.exponential import exp2, log
 from foo_ops.kernels.products.limbs import limbs_of
 from foo_ops.kernels.products.operands import (
     make_products,
@@ -40,13 +50,166 @@ from foo_ops.kernels.products.operands import (
     product_dtype,
     sizes_of,
 )
+from foo_ops.kernels.simd.arithmetic import absolute, fma, less, select, splat
 from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
-from foo_ops.kernels.simd.transpose import make_fill, round_up
-from foo_ops.kernels.simd.types import compute_dtype, lanes_of
+from foo_ops.kernels.simd.transpose import (
+    make_copy_row,
+    make_fill,
+    make_transpose,
+    round_up,
+    transpose_products,
+)
+from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
+
+# ------------------------------------------------------------------------------- results of a block
+
+# Write the results of a block: output and logsumexp, those of a key split, or grad_query.
 
 
 @functools.cache
-def make_scratch(dtype: str) -> Scratch:
+def make_finish(dtype: str) -> Callable:
+    """Make ``finish(parameters, piece, largest, total, factors, is_key_split)``, which writes
+    logsumexps.
+
+    For a key split it writes largest score and sum instead, from which the logsumexp is merged.
+    ``factors`` gets what each row's sums have to be multiplied by; ``total`` is overwritten.
+    """
+    compute, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))
+    copy_row, fill = make_copy_row(compute_dtype(dtype)), make_fill(compute_dtype(dtype))
+    SMALLEST, LARGEST = (
+        float(getattr(np.finfo(compute_dtype(dtype)), name)) for name in ("tiny", "max")
+    )
+
+    @njit
+    def finish_rows(largest, total, factors, block_row, dropout_scale):
+        zero, smallest = splat(compute(0.0), LANES), splat(compute(SMALLEST), LANES)
+        top, sum_ = load_vector(largest, block_row, LANES), load_vector(total, block_row, LANES)
+        # The sum is zero for a query that sees nothing, and its output is zero.
+        factor = select(less(sum_, smallest), zero, splat(compute(dropout_scale), LANES) / sum_)
+        store(factors, block_row, factor)
+        logsumexp = fma(top, splat(compute(LOG2), LANES), log(sum_))
+        # The sum is NaN for a score of +infinity, whose logsumexp is nevertheless +infinity.
+        is_infinite = less(splat(compute(LARGEST), LANES), top)
+        logsumexp = select(is_infinite, top, logsumexp)
+        # Finite scores end at 0.9955 of the largest number, in units of log 2: see lowest_score.
+        size, largest_number = absolute(top), splat(compute(LARGEST), LANES)
+        end = select(less(zero, top), largest_number, zero - largest_number)
+        end_or_nan = end + logsumexp * zero
+        is_end = less(splat(compute(0.9954 * LARGEST), LANES), size)
+        is_finite = less(size, splat(compute(math.inf), LANES))
+        logsumexp = select(is_finite, select(is_end, end_or_nan, logsumexp), logsumexp)
+        store(total, block_row, logsumexp)
+
+    @njit
+    def finish(parameters, piece, largest, total, factors, is_key_split):
+        count = piece.query_count
+        rows = piece.heads * count
+        if is_key_split:
+            largest_row = row_of(parameters, "partial_largest", piece.key_split, piece.slot, 0)
+            total_row = row_of(parameters, "partial_total", piece.key_split, piece.slot, 0)
+            copy_row(largest_row, largest, 1, rows, rows)
+            copy_row(total_row, total, 1, rows, rows)
+            fill(factors, rows, 1.0)
+            return
+        for block_row in range(0, rows, LANES):
+            finish_rows(largest, total, factors, block_row, parameters.dropout_scale)
+        query, stride = piece.query_offset + piece.query_start, parameters.logsumexp_row_stride
+        for index in range(piece.heads):
+            target = row_of(parameters, "logsumexp", piece.batch, piece.head + index, query)
+            for row in range(count):
+                store(target, row * stride, load(total, index * count + row))
+
+    return finish
+
+
+@functools.cache
+def make_row_writer(dtype: str, operand: str) -> Callable:
+    """Make ``write(parameters, piece, source, factor, block_row, column, count, is_key_split)``.
+
+    It writes ``count`` columns, from ``column`` on, of a row of the block, multiplied by the
+    factor. For a key split the output goes to partial_output.
+    """
+    LANES, operand_row = lanes_of(compute_dtype(dtype)), make_operand_row(operand)
+    may_be_key_split = operand == "output"
+
+    @njit
+    def write_row(target, source, factor, count):
+        factors, whole = splat(factor, LANES), count // LANES * LANES
+        for column in range(0, whole, LANES):
+            store(target, column, load_vector(source, column, LANES) * factors)
+        for column in range(whole, count):
+            store(target, column, load(source, column) * factor)
+
+    @njit
+    def write(parameters, piece, source, factor, block_row, column, count, is_key_split):
+        if may_be_key_split and is_key_split:
+            target = row_of(parameters, "partial_output", piece.key_split, piece.slot, block_row)
+            write_row(shift(target, column), source, factor, count)
+        else:
+            write_row(
+                shift(operand_row(parameters, piece, block_row), column), source, factor, count
+            )
+
+    return write
+
+
+@functools.cache
+def make_panel_writer(dtype: str, operand: str) -> Callable:
+    """Make ``write(parameters, piece, panels, factors, width, columns, scratch)`` for an operand's
+    rows.
+
+    The rows are the columns of the panels, each multiplied by its factor. A panel has ``width``
+    rows, and all together have ``columns`` columns. ``scratch`` has room for a square of vectors.
+    """
+    LANES = lanes_of(compute_dtype(dtype))
+    next_panel, transpose = make_next_panel(dtype), make_transpose(compute_dtype(dtype))
+    operand_row, write_row = make_operand_row(operand), make_row_writer(dtype, operand)
+    row_stride_name, may_be_key_split = f"{operand}_row_stride", operand == "output"
+    dim_name = dim_name_of(operand)
+
+    @njit
+    def write_square(parameters, piece, source, stride, factors, block_row, column, count, scratch):
+        """Write up to LANES rows from ``block_row`` on, of the ``count`` columns from ``column``
+        on.
+        """
+        rows_left = piece.heads * piece.query_count - block_row
+        is_key_split = may_be_key_split and piece.slot >= 0
+        if rows_left >= LANES and count >= LANES and piece.heads == 1 and not is_key_split:
+            target = shift(operand_row(parameters, piece, block_row), column)
+            row_stride = field(parameters, row_stride_name)
+            transpose_products(target, row_stride, source, stride, factors, LANES)
+            return
+        transpose(scratch, LANES, source, stride, LANES, LANES)
+        for index in range(min(rows_left, LANES)):
+            row, factor = shift(scratch, index * LANES), load(factors, index)
+            some = min(count, LANES)
+            write_row(parameters, piece, row, factor, block_row + index, column, some, is_key_split)
+
+    @njit
+    def write(parameters, piece, panels, factors, width, columns, scratch):
+        start, size = 0, field(parameters, dim_name)
+        while start < columns:
+            some, stride = next_panel(parameters, columns - start)
+            stop = min(start + some, piece.heads * piece.query_count)
+            for block_row in range(start, stop, LANES):
+                for column in range(0, size, LANES):
+                    source = shift(panels, start * width + column * stride + block_row - start)
+                    write_square(
+                        parameters, piece, source, stride, shift(factors, block_row), block_row,
+                        column, size - column, scratch,
+                    )  # fmt: skip
+            start += some
+
+    return write
+
+
+# --------------------------------------------------------------------------------------- the kernel
+
+# Attend to some of the keys with a block of queries: output and logsumexp.
+
+
+@functools.cache
+def make_forward_scratch(dtype: str) -> Scratch:
     sizes, has_limbs = sizes_of(dtype), limbs_of(dtype) > 1
     COLUMNS, ROOM = sizes.columns, sizes.room
     WIDTH = max(sizes.depth, lanes_of(compute_dtype(dtype)))
@@ -95,7 +258,7 @@ def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool
     )
     sizes, steps = sizes_of(dtype), make_step_counter(dtype)
     COLUMNS, ROWS = sizes.columns, sizes.rows
-    layout = make_scratch(dtype)
+    layout = make_forward_scratch(dtype)
     sizes_of_block = layout.sizes_of
     fill, (_, panel) = make_fill(compute), make_panel_packer(dtype)
     start_sums = make_sums_starter(compute)
@@ -201,3 +364,133 @@ def make_forward_kernel(dtype: str, has_options: bool = True, has_programs: bool
         write(parameters, piece, accumulator, correction, value_width, columns, memory.block)
 
     return make_kernel_with_scratch(forward, layout, argument_types(dtype))
+
+
+# ------------------------------------------------------------------------------ merge of key splits
+
+# Merge the results of key splits into the output and the logsumexp of a block of queries.
+#
+# Each split has the largest score of a query, the sum of 2^(score - largest) and the values summed
+# with these weights. The splits, in their order, are brought to the largest of all (Dao et al.
+# 2023, Flash-Decoding). A logsumexp of each would not do: beside a mask of -1e9 nothing is left of
+# the logarithm that tells how many keys it is of.
+
+
+@functools.cache
+def make_merge_scratch(dtype: str) -> Scratch:
+    LANES = lanes_of(compute_dtype(dtype))
+
+    @njit
+    def sizes_of_block(parameters, piece):
+        return round_up(parameters.value_dim, LANES), piece.heads * piece.query_count
+
+    def describe(width: Any, rows: Any) -> dict[str, Any]:
+        return {
+            "largest": QUERY_BLOCK,
+            "total": QUERY_BLOCK,
+            "factors": QUERY_BLOCK,
+            "sums": rows * width,
+        }
+
+    return Scratch(compute_dtype(dtype), sizes_of_block, describe)
+
+
+def make_merge_kernel(dtype: str) -> Kernel:
+    """Make the merging kernel. Its piece is that of the forward kernel, for all splits at once."""
+    compute = ELEMENTS[dtype].compute
+    LANES = lanes_of(compute_dtype(dtype))
+    fill, finish = make_fill(compute_dtype(dtype)), make_finish(dtype)
+    write, layout = make_row_writer(dtype, "output"), make_merge_scratch(dtype)
+    sizes_of_block = layout.sizes_of
+
+    @njit
+    def largest_of_key_splits(parameters, piece, block_row):
+        largest = compute(-math.inf)
+        for key_split in range(piece.key_splits):
+            value = load(row_of(parameters, "partial_largest", key_split, piece.slot, block_row), 0)
+            # NaN stays: no number is larger, and it is not equal to itself.
+            if value > largest or value != value:
+                largest = value
+        return largest
+
+    @njit
+    def scale_of(parameters, piece, key_split, block_row, largest):
+        value = load(row_of(parameters, "partial_largest", key_split, piece.slot, block_row), 0)
+        # Equal infinities, of a sink or where nothing is seen, have no difference.
+        exponent = value - largest if value != largest else compute(0.0)
+        return compute(exp2(exponent))
+
+    @njit
+    def add_key_splits(parameters, piece, block_row, largest, sums, width):
+        """Add up the weighted values of all splits in ``sums``, and return the sum of the
+        weights.
+        """
+        fill(sums, width, 0.0)
+        total = compute(0.0)
+        for key_split in range(piece.key_splits):
+            scale = scale_of(parameters, piece, key_split, block_row, largest)
+            total += scale * load(
+                row_of(parameters, "partial_total", key_split, piece.slot, block_row), 0
+            )
+            scales = splat(scale, LANES)
+            source = row_of(parameters, "partial_output", key_split, piece.slot, block_row)
+            for column in range(0, width, LANES):
+                sum_ = load_vector(sums, column, LANES)
+                store(sums, column, fma(scales, load_vector(source, column, LANES), sum_))
+        return total
+
+    def merge(parameters, piece, memory):
+        width, rows = sizes_of_block(parameters, piece)
+        largest, total, factors, sums = memory.largest, memory.total, memory.factors, memory.sums
+        for block_row in range(rows):
+            top = largest_of_key_splits(parameters, piece, block_row)
+            store(largest, block_row, top)
+            row = shift(sums, block_row * width)
+            store(total, block_row, add_key_splits(parameters, piece, block_row, top, row, width))
+        finish(parameters, piece, largest, total, factors, False)
+        for block_row in range(rows):
+            row = shift(sums, block_row * width)
+            factor = load(factors, block_row)
+            write(parameters, piece, row, factor, block_row, 0, parameters.value_dim, False)
+
+    return make_kernel_with_scratch(merge, layout, argument_types(dtype))
+
+
+# ---------------------------------------------------------------------------------- mask of dropout
+
+# Write the whole matrix of what dropout keeps, for formulas that work on all weights at once.
+
+
+@functools.cache
+def make_dropout_mask_scratch(dtype: str) -> Scratch:
+    @njit
+    def sizes_of_block(parameters, piece):
+        return ()
+
+    def describe() -> dict[str, Any]:
+        return {"dropout_mask": TILE, "row_facts": ROW_FACTS * QUERY_BLOCK}
+
+    return Scratch(compute_dtype(dtype), sizes_of_block, describe)
+
+
+def make_dropout_mask_kernel(dtype: str) -> Kernel:
+    """Make the kernel that writes rows of partial_output, (batch, heads, queries, keys)."""
+    LANES = lanes_of(compute_dtype(dtype))
+    fill_row_facts, load_dropout_mask = make_row_facts_filler(dtype), make_dropout_mask(dtype)
+
+    def dropout_mask_rows(parameters, piece, memory):
+        dropout_mask, row_facts = memory.dropout_mask, memory.row_facts
+        columns = round_up(piece.query_count, LANES)
+        fill_row_facts(parameters, piece, row_facts, columns)
+        for key_start in range(piece.key_start, piece.key_stop, KEY_BLOCK):
+            count = min(KEY_BLOCK, piece.key_stop - key_start)
+            load_dropout_mask(parameters, row_facts, dropout_mask, key_start, 0, columns, count)
+            for row in range(piece.query_count):
+                query = piece.query_start + row
+                target = row_of(parameters, "partial_output", piece.batch, piece.head, query)
+                for key in range(count):
+                    store(target, key_start + key, load(dropout_mask, key * TILE_STRIDE + row))
+
+    return make_kernel_with_scratch(
+        dropout_mask_rows, make_dropout_mask_scratch(dtype), argument_types(dtype)
+    )

@@ -1,18 +1,19 @@
-"""Bring query, key and value into the form that matrix products take.
-
-See foo_ops/kernels/products/operands.py for these forms.
-"""
+"""What attention's kernels are given, and query, key and value in the form that products take."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 from numba import njit
+from numba.core import types
 
-from foo_ops.kernels.attention.parameters import TILE_STRIDE, dim_name_of
-from foo_ops.kernels.lang.scratch import field
+from foo_ops.kernels.lang.scratch import Struct, field, row_of
 from foo_ops.kernels.products.limbs import (
+    GROUP_ELEMENTS,
     limbs_of,
     make_pair_storer,
     make_row_splitter,
@@ -24,7 +25,130 @@ from foo_ops.kernels.products.operands import make_step_counter, product_dtype, 
 from foo_ops.kernels.simd.memory import address_of, load_vector, pointer_to, shift, store
 from foo_ops.kernels.simd.narrow import PAIRS, pack_pairs
 from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, make_transpose
-from foo_ops.kernels.simd.types import compute_dtype, lanes_of
+from foo_ops.kernels.simd.types import Pointer, compute_dtype, lanes_of
+
+# -------------------------------------------------------------------------- parameters of launchers
+
+# What launchers hand to the kernels of attention: parameters, and a piece of the work.
+
+
+# foo_ops/csrc/ops/attention/parameters.h has these as well, and tests/project/test_agreement.py
+# compares them.
+QUERY_BLOCK = 1024
+
+KEY_BLOCK = 128
+
+# Elements from a row of a tile to the next. A power of two would put the rows of a panel on few
+# sets of the cache; this is an odd number of its lines.
+TILE_STRIDE = 176
+
+TILE = (KEY_BLOCK + 1) * TILE_STRIDE
+
+# Values of bias_kind.
+BIAS_NONE, BIAS_BOOL, BIAS_OF_QUERY_DTYPE, BIAS_FLOAT32 = range(4)
+
+# Values of bias_gradient: none, a tile is written by one block, blocks add to sums.
+GRADIENT_NONE, GRADIENT_STORED, GRADIENT_ADDED = range(3)
+
+NUMBERS = ("scale", "factor", "softcap", "dropout_scale")
+
+SIZES = (
+    *("head_dim", "value_dim", "query_heads", "group", "key_heads", "batch"),
+    *("modifies", "bias_kind", "bias_rows", "bias_columns", "bias_gradient"),
+    *("has_alibi_slopes", "has_sinks", "dropout_threshold", "seed"),
+    *("has_dropout_heads", "is_part"),
+    *("page_size", "block_table_stride", "query_length", "key_length", "chunks"),
+    "has_int8_cache",
+    *("score_function", "masked_score_function", "gradient_function"),
+    *("windows", "mask_batch_stride", "mask_head_stride", "mask_columns"),
+    *("mask_query_block", "mask_key_block"),
+)
+
+# What programs are given, and what a mask of blocks says of windows and blocks: see programs.py.
+PROGRAM_POINTERS = {"programs": "int64", "window_states": "int8", "block_states": "int8"}
+
+OPERANDS = (
+    *("query", "key", "value", "attn_bias", "alibi_slopes", "sinks", "output", "logsumexp"),
+    *("grad_output", "grad_logsumexp", "grad_query", "grad_key", "grad_value", "grad_attn_bias"),
+    *("grad_alibi_slopes", "grad_sinks", "partial_output", "partial_largest", "partial_total"),
+    *("key_scale", "value_scale", "dropout_heads"),
+)
+
+IN_COMPUTE_TYPE = (
+    *("alibi_slopes", "sinks", "logsumexp", "grad_logsumexp", "grad_key", "grad_value"),
+    *("grad_alibi_slopes", "grad_sinks", "partial_output", "partial_largest", "partial_total"),
+    *("key_scale", "value_scale"),
+)
+
+PIECE_FIELDS = (
+    *("batch", "head", "heads", "query_start", "query_count", "query_offset", "key_offset"),
+    *("key_start", "key_stop", "first_visible", "last_visible", "alignment"),
+    *("slot", "key_split", "key_splits", "block", "bias", "begins_sums", "statistics"),
+    "chunk",
+)
+
+PIECE = Struct("AttentionPiece", tuple((name, types.int64) for name in PIECE_FIELDS))
+
+# Scores and maxima are in units of this: exp(x) = 2^(x / LOG2).
+LOG2 = math.log(2.0)
+
+
+def lowest_score(dtype: str) -> float:
+    """The lowest score, which remains finite in units of log 2; the highest is as far from 0.
+
+    A mask of finfo.min, as some libraries have it, is lower than all other scores, and yet nothing
+    is hidden where all keys have it.
+    """
+    return 0.69 * float(np.finfo(compute_dtype(dtype)).min)
+
+
+def argument_types(dtype: str, cache_dtype: str | None = None) -> tuple[Any, ...]:
+    """Parameters, the piece of work, scratch memory, and where to write how much of it is
+    needed. Key and value are of ``cache_dtype``, if it is not ``dtype``.
+    """
+    return (
+        _parameters(dtype, cache_dtype or dtype),
+        PIECE,
+        Pointer(compute_dtype(dtype)),
+        Pointer("int64"),
+    )
+
+
+def _parameters(dtype: str, cache_dtype: str) -> Struct:
+    """The struct Parameters of foo_ops/csrc/ops/attention/parameters.h.
+
+    An operand is a pointer with its strides, in elements, for batch, head, row and column. grad_key
+    and grad_value are sums in the compute dtype, which a last kernel rounds.
+    """
+    dtypes = dict.fromkeys(OPERANDS, dtype) | dict.fromkeys(("key", "value"), cache_dtype)
+    dtypes |= dict.fromkeys(IN_COMPUTE_TYPE, compute_dtype(dtype))
+    dtypes["dropout_heads"] = "int64"
+    # The dtype of the bias is known at run time only, by bias_kind.
+    dtypes |= dict.fromkeys(("attn_bias", "grad_attn_bias"), "uint8")
+    fields: list[tuple[str, types.Type]] = [(number, types.float64) for number in NUMBERS]
+    fields += [(size, types.int64) for size in SIZES]
+    fields.append(("block_table", Pointer("int32")))
+    fields += [(name, Pointer(of)) for name, of in PROGRAM_POINTERS.items()]
+    for operand, operand_dtype in dtypes.items():
+        fields.append((operand, Pointer(operand_dtype)))
+        fields += [
+            (f"{operand}_{axis}_stride", types.int64) for axis in ("batch", "head", "row", "column")
+        ]
+    return Struct("AttentionParameters", tuple(fields))
+
+
+def dim_name_of(operand: str) -> str:
+    """The name of an operand's number of columns: head_dim or value_dim."""
+    has_head_dim = operand in ("query", "key", "grad_query", "grad_key")
+    return "head_dim" if has_head_dim else "value_dim"
+
+
+# ----------------------------------------------------------------------------------------- operands
+
+# Bring query, key and value into the form that matrix products take.
+#
+# See foo_ops/kernels/products/operands.py for these forms.
+
 
 # The queries of a panel for a matrix unit.
 PANEL_ON_TILES = 64
@@ -217,3 +341,207 @@ def make_stored_row_splitter(dtype: str, operand: str) -> Callable:
         return split_row(target, group, limb_stride, line, width)
 
     return split
+
+
+# ---------------------------------------------------------------------------------- rows of a block
+
+# Find and load the rows of a block, and work on those of score tiles.
+
+
+@functools.cache
+def make_sums_starter(dtype: str) -> Callable:
+    """Make ``start_sums(sums, stride, first_row, rows)``: zeros for a panel's rows from first_row
+    on.
+    """
+    fill = make_fill(dtype)
+
+    @njit
+    def start_sums(sums, stride, first_row, rows):
+        fill(shift(sums, first_row * stride), (rows - first_row) * stride, 0.0)
+
+    return start_sums
+
+
+@functools.cache
+def make_tile_operation(dtype: str, operation: Callable) -> Callable:
+    """Make ``apply(target, source, columns, count)`` for score tiles of the compute dtype
+    ``dtype``.
+
+    Each element of the target becomes operation(its own value, the source's).
+    """
+    LANES = lanes_of(dtype)
+
+    @njit
+    def apply(target, source, columns, count):
+        for key in range(count):
+            for column in range(0, columns, LANES):
+                index = key * TILE_STRIDE + column
+                result = operation(
+                    load_vector(target, index, LANES), load_vector(source, index, LANES)
+                )
+                store(target, index, result)
+
+    return apply
+
+
+@njit
+def second(first, second):
+    """The operation that copies."""
+    return second
+
+
+@functools.cache
+def make_operand_row(operand: str) -> Callable:
+    """Make ``operand_row(parameters, piece, block_row)``: the address of a row of a block.
+
+    The operand is query, output, or the gradient of one of them. A block's rows are its queries,
+    head after head.
+    """
+
+    @njit
+    def operand_row(parameters, piece, block_row):
+        head, row = piece.head + block_row // piece.query_count, block_row % piece.query_count
+        query = piece.query_offset + piece.query_start + row
+        return row_of(parameters, operand, piece.batch, head, query)
+
+    return operand_row
+
+
+@functools.cache
+def make_block_loader(dtype: str, operand: str) -> Callable:
+    """Make ``load_block(parameters, piece, target, columns, rows, width)``, which copies a block's
+    rows.
+
+    The operand is query, output, or the gradient of one of them. The copy has ``rows`` rows of
+    ``width`` elements of the compute dtype, with zeros where the block has fewer.
+    """
+    copy_row, fill = make_copy_row(compute_dtype(dtype)), make_fill(compute_dtype(dtype))
+    column_stride_name = f"{operand}_column_stride"
+
+    @njit
+    def load_block(parameters, piece, target, columns, rows, width):
+        count = piece.query_count
+        column_stride = field(parameters, column_stride_name)
+        for head in range(piece.heads):
+            for row in range(count):
+                query = piece.query_offset + piece.query_start + row
+                source = row_of(parameters, operand, piece.batch, piece.head + head, query)
+                line = shift(target, (head * count + row) * width)
+                copy_row(line, source, column_stride, columns, width)
+        used = piece.heads * count
+        fill(shift(target, used * width), (rows - used) * width, 0.0)
+
+    return load_block
+
+
+@njit
+def queries_of(piece, start, columns):
+    """The first query of a panel, and how many there are."""
+    if piece.heads > 1:
+        return piece.query_start, piece.query_count
+    return piece.query_start + start, min(columns, piece.query_count - start)
+
+
+@njit
+def seen_keys(piece, first_query, query_count, key_start, count):
+    """The number of a tile's keys, from its first on, that a panel has to visit."""
+    if first_query + piece.first_visible >= key_start + count:
+        return 0
+    stop = first_query + query_count + piece.last_visible - key_start
+    return max(0, min(count, stop))
+
+
+# ------------------------------------------------------------------------------------------ queries
+
+# Pack the queries of a forward kernel's block as right matrices of the products with the keys.
+
+
+@functools.cache
+def make_query_packer(dtype: str) -> Callable:
+    """Make ``pack_queries(parameters, piece, target, small_panels, block, scratch, width,
+    columns)``.
+
+    The ``columns`` queries become the panels of `make_panel_packer`. Where a panel begins,
+    ``small_panels`` gets 1 if its numbers are small and 0 if not. The block as a whole would not
+    do: which queries are in it depends on the threads. ``block`` has room for all queries in the
+    compute dtype.
+    """
+    if limbs_of(dtype):
+        return _make_packer_for_matrix_unit(dtype)
+    load_block, fill = make_block_loader(dtype, "query"), make_fill(compute_dtype(dtype))
+    query_row = make_operand_row("query")
+    (pack, _), is_compute_type = make_panel_packer(dtype), dtype == compute_dtype(dtype)
+
+    @njit
+    def pack_queries(parameters, piece, target, small_panels, block, scratch, width, columns):
+        fill(small_panels, columns, 1.0)
+        dim = parameters.head_dim
+        has_whole_rows = dim == width and parameters.query_column_stride == 1
+        if is_compute_type and has_whole_rows and piece.query_count == columns:
+            rows = query_row(parameters, piece, 0)
+            stride = parameters.query_row_stride
+            pack(parameters, target, scratch, rows, stride, dim, width, columns)
+        else:
+            load_block(parameters, piece, block, dim, columns, width)
+            pack(parameters, target, scratch, block, width, dim, width, columns)
+
+    return pack_queries
+
+
+def _make_packer_for_matrix_unit(dtype: str) -> Callable:
+    """Pack from memory to limbs without the block in between; bfloat16 goes to the panel itself."""
+    next_panel, transpose, transpose_limbs = (
+        make_next_panel(dtype),
+        make_transpose("float32"),
+        make_limb_transpose(dtype),
+    )
+    split_row, steps = make_stored_row_splitter(dtype, "query"), make_step_counter(dtype)
+    DEPTH, ROOM = sizes_of(dtype).depth, sizes_of(dtype).room
+    as_elements, as_pairs = pointer_to("bfloat16"), pointer_to(PAIRS)
+    fill, LIMBS, is_stored_in_pairs = make_fill("float32"), limbs_of(dtype), dtype == "bfloat16"
+    query_row, group = make_operand_row("query"), GROUP_ELEMENTS
+
+    @njit
+    def has_pairs(parameters, piece, stop):
+        """Whether the rows up to ``stop`` are of one head and can be read as pairs with one
+        stride.
+        """
+        is_whole = parameters.head_dim % DEPTH == 0 and parameters.query_column_stride == 1
+        is_even = parameters.query_row_stride % 2 == 0
+        return is_whole and is_even and stop <= piece.query_count
+
+    @njit
+    def pack_panel(parameters, piece, target, stride, line, scratch, width, start, columns):
+        if is_stored_in_pairs and has_pairs(parameters, piece, start + columns):
+            source = as_pairs(address_of(query_row(parameters, piece, start)))
+            row_stride = parameters.query_row_stride // 2
+            packed = as_pairs(address_of(target))
+            transpose(packed, stride, source, row_stride, columns, steps(parameters.head_dim))
+            return True
+        small, limb_stride = True, columns * width // 2
+        elements, rows = as_elements(address_of(scratch)), piece.heads * piece.query_count - start
+        for row in range(min(columns, rows)):
+            source, place = (
+                query_row(parameters, piece, start + row),
+                shift(elements, row * width),
+            )
+            small = (
+                split_row(parameters, place, group, 2 * limb_stride, line, source, width) and small
+            )
+        for row in range(rows, columns):
+            for number in range(LIMBS):
+                fill(shift(scratch, number * limb_stride + row * width // 2), width // 2, 0.0)
+        transpose_limbs(target, stride, scratch, parameters.head_dim, width, columns)
+        return small
+
+    @njit
+    def pack_queries(parameters, piece, target, small_panels, block, scratch, width, columns):
+        start = 0
+        while start < columns:
+            some, stride = next_panel(parameters, columns - start)
+            place = shift(target, start * (width + 1) * ROOM)
+            small = pack_panel(parameters, piece, place, stride, block, scratch, width, start, some)
+            store(small_panels, start, 1.0 if small else 0.0)
+            start += some
+
+    return pack_queries

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from numba import njit
 
-from foo_ops.kernels.attention.parameters import KEY_BLOCK, TILE_STRIDE, lowest_score
+from foo_ops.kernels.attention.operands import KEY_BLOCK, TILE_STRIDE, lowest_score
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.flex.emit import (
     TilePrograms,
@@ -36,7 +36,7 @@ def make_program_kernel(signature: str, text: str, counts: bool = False) -> Kern
     the program of score_mod, that of mask_mod and that of the gradients, with an empty line before
     each, and nothing more where there is none.
 
-    It works on a tile, as `foo_ops.kernels.lang.emit_program.emit_tile_programs` says, or if it
+    It works on a tile, as `foo_ops.kernels.flex.emit.emit_tile_programs` says, or if it
     ``counts``, counts how many of the scores mask_mod lets through. The
     signature is the compute type and dtype and dimensions of each captured tensor:
     "float32,int64-1d,float32". A text that does not fit is refused with a ValueError.

@@ -1,9 +1,4 @@
-"""The online softmax.
-
-With the maximum m and the sum l of 2^(score - m) so far, a tile with maximum m' turns l into l *
-2^(m - max(m, m')) plus its own share, and the unnormalised output alike (Milakov and Gimelshein
-2018; Dao et al. 2022, algorithm 1). Scores and maxima are in units of log 2 here.
-"""
+"""The online softmax forward, and backward a tile's weights and the sums over a row's keys."""
 
 from __future__ import annotations
 
@@ -13,17 +8,37 @@ from collections.abc import Callable
 
 from numba import njit
 
-from foo_ops.kernels.attention.operands import make_pairs_storer
-from foo_ops.kernels.attention.parameters import KEY_BLOCK, LOG2, TILE_STRIDE, lowest_score
+from foo_ops.kernels.attention.operands import (
+    GRADIENT_ADDED,
+    KEY_BLOCK,
+    LOG2,
+    TILE_STRIDE,
+    lowest_score,
+    make_pairs_storer,
+    make_tile_operation,
+    queries_of,
+    second,
+)
+from foo_ops.kernels.attention.scores import POSITIONS, make_dropout_mask, make_scores
 from foo_ops.kernels.lang.scratch import row_of
 from foo_ops.kernels.math.exponential import exp2
 from foo_ops.kernels.products.limbs import limbs_of
-from foo_ops.kernels.products.operands import make_step_counter
-from foo_ops.kernels.simd.arithmetic import any_lane, less, maximum, select, splat
+from foo_ops.kernels.products.operands import make_products, make_step_counter, sizes_of
+from foo_ops.kernels.simd.arithmetic import absolute, any_lane, fma, less, maximum, select, splat
 from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
 from foo_ops.kernels.simd.narrow import PAIRS
-from foo_ops.kernels.simd.transpose import make_fill
+from foo_ops.kernels.simd.register_tiles import tile_dot, tile_store_sums, tile_zero
+from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, round_up
 from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
+
+# ----------------------------------------------------------------------------------- online softmax
+
+# The online softmax.
+#
+# With the maximum m and the sum l of 2^(score - m) so far, a tile with maximum m' turns l into l *
+# 2^(m - max(m, m')) plus its own share, and the unnormalised output alike (Milakov and Gimelshein
+# 2018; Dao et al. 2022, algorithm 1). Scores and maxima are in units of log 2 here.
+
 
 WEIGHTS_LIMB_STRIDE = KEY_BLOCK // 2 * TILE_STRIDE
 
@@ -200,3 +215,360 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
         return grew
 
     return online_softmax
+
+
+# ------------------------------------------------------------------------------- exact sums of rows
+
+# Attention: the gradients that are sums over a row's keys, freed of what rounded its delta.
+#
+# The gradient of a row's scores is dS = P * (dP - delta), and delta comes from the output as it was
+# stored. What that rounding left out, e, is in each dS as P * e, which a sum over the keys gathers:
+# a bias for the whole row gets e where it should get nothing, and a slope e times the distance of
+# the keys, which may be thousands, where their distances differ by few. With the sums R of dS and S
+# of P and the weight w of the sink
+#
+#     D = sum(P dP) = R + delta S,    delta' = D - dLogsumexp
+#
+# is what delta would be of an output that was not rounded, and so
+#
+#     sum(dS)            = w D + S dLogsumexp
+#     sum(dS distance)   = sum(dS far) + (delta - delta') sum(P far) + nearest sum(dS)
+#     gradient of a sink = -w delta'
+#
+# where far = distance - nearest, for the nearest key that a block of queries sees. S + w is 1, but
+# for the roundings of the logsumexp, by which all of P and dS are divided once more. Of a part of
+# the keys S and R are not known, and all sums are those of dS as it is.
+
+
+# Rows of sums, one number for each query: dS, P, and both times ``far``.
+GRADS, WEIGHTS, FAR_GRADS, FAR_WEIGHTS = (row * TILE_STRIDE for row in range(4))
+SUM_ROWS = 4
+
+
+@njit
+def adds_row_sums(parameters):
+    """Whether a bias that is the same for all keys wants its gradient."""
+    return parameters.bias_gradient == GRADIENT_ADDED and parameters.bias_columns == 1
+
+
+@njit
+def needs_row_sums(parameters):
+    has_sums = parameters.has_sinks != 0 or parameters.has_alibi_slopes != 0
+    return has_sums or adds_row_sums(parameters)
+
+
+@njit
+def nearest_distance(piece):
+    """The distance of the nearest key that the queries of a block see, or less."""
+    first = piece.query_start + piece.alignment
+    last = first + piece.query_count - 1
+    most_behind = min(last - piece.key_start, piece.alignment - piece.first_visible)
+    least_behind = max(first - piece.key_stop + 1, piece.alignment - piece.last_visible)
+    return max(0, least_behind, -most_behind)
+
+
+@functools.cache
+def make_row_sums(dtype: str) -> tuple[Callable, Callable]:
+    """Make the functions that begin the row sums and add a panel of a tile to them.
+
+    They are ``start_row_sums(sums)``, and ``add_row_sums(parameters, piece, row_facts, weights,
+    grad_scores, sums, key_start, columns, count)``.
+    """
+    compute = ELEMENTS[dtype].compute
+    LANES, fill = lanes_of(compute_dtype(dtype)), make_fill(compute_dtype(dtype))
+
+    @njit
+    def start_row_sums(sums):
+        fill(sums, SUM_ROWS * TILE_STRIDE, 0.0)
+
+    @njit
+    def add(sums, index, vector):
+        store(sums, index, load_vector(sums, index, LANES) + vector)
+
+    @njit
+    def add_near(weights, grad_scores, sums, columns, count):
+        zero = splat(compute(0.0), LANES)
+        for column in range(0, columns, LANES):
+            grads, total = zero, zero
+            for key in range(count):
+                index = key * TILE_STRIDE + column
+                grads = grads + load_vector(grad_scores, index, LANES)
+                total = total + load_vector(weights, index, LANES)
+            add(sums, GRADS + column, grads)
+            add(sums, WEIGHTS + column, total)
+
+    @njit
+    def add_far(row_facts, weights, grad_scores, sums, first_distance, nearest, columns, count):
+        """Add the far distances; first_distance is that of the block's first query from the first
+        key.
+        """
+        zero, shortest = splat(compute(0.0), LANES), splat(compute(nearest), LANES)
+        for column in range(0, columns, LANES):
+            position = load_vector(row_facts, POSITIONS + column, LANES)
+            grads, total = zero, zero
+            for key in range(count):
+                offset = splat(compute(first_distance - key), LANES)
+                far = absolute(position + offset) - shortest
+                index = key * TILE_STRIDE + column
+                grads = fma(load_vector(grad_scores, index, LANES), far, grads)
+                total = fma(load_vector(weights, index, LANES), far, total)
+            add(sums, FAR_GRADS + column, grads)
+            add(sums, FAR_WEIGHTS + column, total)
+
+    @njit
+    def add_row_sums(
+        parameters, piece, row_facts, weights, grad_scores, sums, key_start, columns, count
+    ):
+        add_near(weights, grad_scores, sums, columns, count)
+        if parameters.has_alibi_slopes:
+            first_distance = piece.query_start + piece.alignment - key_start
+            nearest = nearest_distance(piece)
+            add_far(row_facts, weights, grad_scores, sums, first_distance, nearest, columns, count)
+
+    return start_row_sums, add_row_sums
+
+
+@functools.cache
+def make_row_sums_writer(dtype: str) -> Callable:
+    """Make ``write_row_sums(parameters, piece, sums, base, shares, delta)``.
+
+    It adds what a block contributes to the gradients of slopes and sinks, and of a bias that is the
+    same for all keys. See `make_statistics_loader` for the rest.
+    """
+    compute, sink_score = ELEMENTS[dtype].compute, make_sink_score(dtype)
+    as_sums = pointer_to(compute_dtype(dtype))
+
+    @njit
+    def write_row_sums(parameters, piece, sums, base, shares, delta):
+        nearest = compute(nearest_distance(piece))
+        adds_rows = adds_row_sums(parameters)
+        bias = shift(as_sums(address_of(parameters.grad_attn_bias)), piece.bias)
+        for index in range(piece.heads):
+            head = piece.head + index
+            slope_total, sink_total = compute(0.0), compute(0.0)
+            for row in range(piece.query_count):
+                block_row, query = index * piece.query_count + row, piece.query_start + row
+                grad = row_of(
+                    parameters, "grad_logsumexp", piece.batch, head, piece.query_offset + query
+                )
+                grad_logsumexp = load(grad, 0)
+                grads, weights = load(sums, GRADS + block_row), load(sums, WEIGHTS + block_row)
+                of_sink = compute(0.0)
+                if parameters.has_sinks:
+                    sink = sink_score(parameters, piece.batch, head)
+                    of_sink = exp2(sink - load(base, block_row)) * load(shares, block_row)
+                if weights + of_sink == compute(0.0):
+                    # A query that sees nothing.
+                    continue
+                share = compute(1.0)
+                if not parameters.is_part:
+                    share /= weights + of_sink
+                of_sink *= share
+                product = (grads + load(delta, block_row) * weights) * share
+                exact = product - grad_logsumexp
+                row_sum = of_sink * product + weights * share * grad_logsumexp
+                if parameters.is_part:
+                    exact, row_sum = load(delta, block_row), grads
+                far = load(sums, FAR_GRADS + block_row)
+                far += (load(delta, block_row) - exact) * load(sums, FAR_WEIGHTS + block_row)
+                slope_total -= far * share + nearest * row_sum
+                sink_total -= of_sink * exact
+                if adds_rows:
+                    place = index * parameters.grad_attn_bias_head_stride
+                    place += row * parameters.grad_attn_bias_row_stride
+                    store(bias, place, load(bias, place) + row_sum)
+            if parameters.has_alibi_slopes:
+                target = row_of(parameters, "grad_alibi_slopes", piece.batch, head, piece.block)
+                store(target, 0, slope_total)
+            if parameters.has_sinks:
+                target = row_of(parameters, "grad_sinks", piece.batch, head, piece.block)
+                store(target, 0, sink_total)
+
+    return write_row_sums
+
+
+# ------------------------------------------------------------------ weights and gradients of scores
+
+# Recompute a tile's weights in the backward pass, and the gradient of its scores.
+
+
+@functools.cache
+def make_statistics_loader(dtype: str) -> Callable:
+    """Make the function that loads what a block's weights are computed from.
+
+    ``load_statistics(parameters, piece, grad_outputs, stride, width, scratch, base, shares, delta,
+    columns)``. For each query delta = sum(grad_output * output) - grad_logsumexp, and a weight is
+    shares * 2^(score - base), in units of log 2. The base is the logsumexp and the shares are 1,
+    but for its rounding in these units. Where the logarithm of the sum would be lost beside large
+    scores, the base is the largest score and the shares are 1 / sum(2^(score - base)).
+    ``grad_outputs`` are rows of ``width``, a multiple of the vector's lanes; ``scratch`` has room
+    for one more.
+    """
+    compute, scalar = compute_dtype(dtype), ELEMENTS[dtype].compute
+    LANES = lanes_of(compute)
+    copy_row, fill = make_copy_row(compute), make_fill(compute)
+    may_stay = dtype == compute
+
+    @njit
+    def output_row(parameters, piece, scratch, head, query, width):
+        """Return a row of ``width``: itself, if it is that long, or a copy with zeros behind it."""
+        row = row_of(parameters, "output", piece.batch, head, query)
+        columns, column_stride = parameters.value_dim, parameters.output_column_stride
+        if may_stay and column_stride == 1 and columns == width:
+            return row
+        copy_row(scratch, row, column_stride, columns, width)
+        return scratch
+
+    @njit
+    def store_product(target, first, second, width):
+        """Store the sum of the products of two rows."""
+        sum_ = tile_zero(target, 1, 1, LANES)
+        for column in range(0, width, LANES):
+            sum_ = tile_dot(sum_, shift(first, column), 0, shift(second, column), 0)
+        tile_store_sums(sum_, target, 0)
+
+    @njit
+    def store_base(parameters, piece, logsumexp, base, shares, block_row):
+        slot = piece.statistics
+        if slot < 0:
+            in_float64 = logsumexp / LOG2
+            rounded = scalar(in_float64)
+            store(base, block_row, rounded)
+            store(shares, block_row, exp2(scalar(rounded - in_float64)))
+            return
+        store(base, block_row, load(row_of(parameters, "partial_largest", 0, slot, block_row), 0))
+        total = load(row_of(parameters, "partial_total", 0, slot, block_row), 0)
+        store(shares, block_row, scalar(1.0) / total)
+
+    @njit
+    def load_statistics(
+        parameters, piece, grad_outputs, stride, width, scratch, base, shares, delta, columns
+    ):
+        # Columns without a query keep a base of infinity, and so weights of zero.
+        fill(base, columns, math.inf)
+        fill(shares, columns, 1.0)
+        fill(delta, columns, 0.0)
+        for head in range(piece.heads):
+            for row in range(piece.query_count):
+                query = piece.query_offset + piece.query_start + row
+                block_row = head * piece.query_count + row
+                index = piece.head + head
+                saved = load(row_of(parameters, "logsumexp", piece.batch, index, query), 0)
+                grad = load(row_of(parameters, "grad_logsumexp", piece.batch, index, query), 0)
+                # A query that sees nothing has a logsumexp of -infinity and no weights, too.
+                if saved != -math.inf:
+                    store_base(parameters, piece, saved, base, shares, block_row)
+                output = output_row(parameters, piece, scratch, index, query, width)
+                store_product(
+                    shift(delta, block_row), output, shift(grad_outputs, block_row * stride), width
+                )
+                store(delta, block_row, load(delta, block_row) - grad)
+
+    return load_statistics
+
+
+@functools.cache
+def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
+    """Make the function that recomputes a panel of a tile, from ``first_column`` on.
+
+    ``weights_tile(parameters, piece, row_facts, weights, grad_scores, dropout_mask, slopes, keys,
+    values, queries, grad_outputs, are_small, base, shares, delta, row_sums, key_start,
+    first_column, columns, count)`` computes the weights P = exp(S - logsumexp) and the gradient of
+    the scores dS = P * (V dO - delta), where S is the score with bias and mask; both are zero for
+    columns without a query. With dropout the weights and V dO are multiplied by its mask.
+    ``dropout_mask`` and ``slopes`` have room for a tile. See `make_statistics_loader` for base,
+    shares and delta, `make_score_mod` for slopes, and foo_ops/kernels/attention/softmax.py for
+    row_sums, which a tile adds to.
+    """
+    scalar = ELEMENTS[dtype].compute
+    LANES = lanes_of(compute_dtype(dtype))
+    (matmul, _, _) = make_products(dtype)
+    scores_tile = make_scores(dtype, has_options, has_programs, differentiates=True)
+    load_dropout_mask, (_, add_row_sums) = make_dropout_mask(dtype), make_row_sums(dtype)
+    steps, ROWS = make_step_counter(dtype), sizes_of(dtype).rows
+    copy = make_tile_operation(compute_dtype(dtype), second)
+
+    @njit
+    def drop(parameters, weights, grad_scores, dropout_mask, columns, count):
+        scale = splat(scalar(parameters.dropout_scale), LANES)
+        for key in range(count):
+            for column in range(0, columns, LANES):
+                index = key * TILE_STRIDE + column
+                factor = load_vector(dropout_mask, index, LANES) * scale
+                store(dropout_mask, index, load_vector(weights, index, LANES) * factor)
+                store(grad_scores, index, load_vector(grad_scores, index, LANES) * factor)
+
+    @njit
+    def limited(exponent):
+        """Limit a weight to 1, which roundings of scores near 1e10 exceed by hundreds."""
+        zero = splat(scalar(0.0), LANES)
+        return exp2(select(less(zero, exponent), zero, exponent))
+
+    @njit
+    def exponentials(parameters, weights, base, shares, columns, count):
+        factor, zero = splat(scalar(parameters.factor), LANES), splat(scalar(0.0), LANES)
+        for column in range(0, columns, LANES):
+            offset = zero - load_vector(base, column, LANES)
+            share = load_vector(shares, column, LANES)
+            for key in range(count):
+                index = key * TILE_STRIDE + column
+                exponent = fma(load_vector(weights, index, LANES), factor, offset)
+                store(weights, index, limited(exponent) * share)
+
+    @njit
+    def shares_of_sums(parameters, weights, base, shares, columns, count):
+        factor = splat(scalar(parameters.factor), LANES)
+        for column in range(0, columns, LANES):
+            largest, share = load_vector(base, column, LANES), load_vector(shares, column, LANES)
+            for key in range(count):
+                index = key * TILE_STRIDE + column
+                # The product is rounded as that of the largest score is, which fma would not do.
+                exponent = load_vector(weights, index, LANES) * factor - largest
+                store(weights, index, limited(exponent) * share)
+
+    @njit
+    def multiply_weights(weights, grad_scores, delta, columns, count):
+        for column in range(0, columns, LANES):
+            deltas = load_vector(delta, column, LANES)
+            for key in range(count):
+                index = key * TILE_STRIDE + column
+                grad = load_vector(grad_scores, index, LANES) - deltas
+                store(grad_scores, index, load_vector(weights, index, LANES) * grad)
+
+    @njit
+    def weights_tile(
+        parameters, piece, row_facts, weights, grad_scores, dropout_mask, slopes, keys, values,
+        queries, grad_outputs, are_small, base, shares, delta, row_sums, key_start, first_column,
+        columns, count,
+    ):  # fmt: skip
+        first_query, query_count = queries_of(piece, first_column, columns)
+        weights, grad_scores = shift(weights, first_column), shift(grad_scores, first_column)
+        dropout_mask, slopes = shift(dropout_mask, first_column), shift(slopes, first_column)
+        scores_tile(
+            parameters, piece, shift(row_facts, first_column), weights, dropout_mask, slopes,
+            keys, queries, are_small, first_query, query_count, key_start, columns, count,
+        )  # fmt: skip
+        matmul(
+            grad_scores, TILE_STRIDE, values, grad_outputs, round_up(count, ROWS), columns,
+            steps(parameters.value_dim), False, are_small,
+        )  # fmt: skip
+        base, shares = shift(base, first_column), shift(shares, first_column)
+        if piece.statistics < 0:
+            exponentials(parameters, weights, base, shares, columns, count)
+        else:
+            shares_of_sums(parameters, weights, base, shares, columns, count)
+        if has_options and parameters.dropout_threshold > 0:
+            load_dropout_mask(
+                parameters, row_facts, dropout_mask, key_start, first_column, columns, count
+            )
+            drop(parameters, weights, grad_scores, dropout_mask, columns, count)
+        multiply_weights(weights, grad_scores, shift(delta, first_column), columns, count)
+        if needs_row_sums(parameters):
+            add_row_sums(
+                parameters, piece, shift(row_facts, first_column), weights, grad_scores,
+                shift(row_sums, first_column), key_start, columns, count,
+            )  # fmt: skip
+        if has_options and parameters.dropout_threshold > 0:
+            copy(weights, dropout_mask, columns, count)
+
+    return weights_tile

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from foo_ops.kernels.compiler.kernel import Fingerprint
-from foo_ops.kernels.compiler.upgrades import MODULES
+from foo_ops.kernels.compiler.sources import MODULES
 
 # Kernels refer to twenty functions, classes and objects. With a plugin of pytest, as an assert in a
 # test's file has, it is all that pytest knows: a minute, and gigabytes.

@@ -23,10 +23,10 @@ from typing import Any
 import numpy
 
 from foo_ops.kernels.compiler import cache, emit, sources
+from foo_ops.kernels.compiler.emit import without_garbage_collection
 from foo_ops.kernels.compiler.fingerprint import MOST
-from foo_ops.kernels.compiler.garbage import without_garbage_collection
 from foo_ops.kernels.compiler.kernel import Source
-from foo_ops.kernels.compiler.upgrades import UpgradeError, is_upgraded
+from foo_ops.kernels.compiler.sources import UpgradeError, is_upgraded
 
 with without_garbage_collection():
     import llvmlite

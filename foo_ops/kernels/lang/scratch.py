@@ -96,7 +96,7 @@ class Regions(types.Type):
     def __init__(self, scratch: Pointer, names: tuple[str, ...]) -> None:
         self.scratch = scratch
         self.names = names
-        # As `foo_ops.kernels.lang.struct.Struct` has it.
+        # As `Struct` has it.
         digest = hashlib.sha256(repr(names).encode()).hexdigest()[:8]
         super().__init__(f"Regions({scratch})_{digest}")
 

@@ -1,10 +1,4 @@
-"""Compute the cross-entropy of rows whose logits exist a block at a time, in scratch memory.
-
-A thread goes through blocks of a split, which is some of the classes, and keeps for each row the
-maximum m of the logits so far and the sum of exp(x - m): a block with a larger maximum m' turns it
-into sum * exp(m - m') plus its own share (Milakov and Gimelshein 2018, algorithm 3). Another kernel
-merges the splits of each row.
-"""
+"""The cross-entropy of rows whose logits exist a block at a time, and its gradient."""
 
 from __future__ import annotations
 
@@ -14,18 +8,118 @@ from collections.abc import Callable
 from typing import Any
 
 from numba import njit
+from numba.core import types
 
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.lang.reduction import accumulate, reduce_add, reduce_maximum
-from foo_ops.kernels.lang.scratch import Scratch, make_kernel_with_scratch
-from foo_ops.kernels.linear.cross_entropy_parameters import argument_types
-from foo_ops.kernels.linear.logits import make_logits, make_scratch
-from foo_ops.kernels.linear.product import make_block_sums
-from foo_ops.kernels.math.exponential import exp, exp2, log, tanh
+from foo_ops.kernels.lang.scratch import Scratch, Struct, make_kernel_with_scratch
+from foo_ops.kernels.linear.product import BLOCK, make_block_sums
+from foo_ops.kernels.math.exponential import exp, exp2, log, tanh, tanh_derivative
 from foo_ops.kernels.simd.arithmetic import maximum, splat
 from foo_ops.kernels.simd.memory import load, load_vector, shift, store
 from foo_ops.kernels.simd.transpose import make_copy_row, round_up
-from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
+from foo_ops.kernels.simd.types import ELEMENTS, Pointer, compute_dtype, lanes_of
+
+# -------------------------------------------------------------------------- parameters of launchers
+
+# What launchers hand to the kernels of foo::linear_cross_entropy.
+
+
+COUNTS = (
+    *("rows", "columns", "depth", "has_bias", "ignore_index", "split_columns", "first_column"),
+    *("has_grad_loss", "has_grad_logsumexp", "kept_rows", "block_columns"),
+)
+NUMBERS = ("softcap", "softcap_inverse", "label_smoothing", "grad_mean_share")
+
+
+def gradient_dtype(dtype: str) -> str:
+    """The dtype in which gradients of logits enter products.
+
+    They may be smaller than the numbers of float16 are, whose products are of float32 anyway.
+    """
+    return dtype if dtype == "bfloat16" else compute_dtype(dtype)
+
+
+def argument_types(dtype: str) -> tuple[Any, ...]:
+    """Parameters, a block, scratch memory, and where to write how much of it is needed."""
+    return (_parameters(dtype), BLOCK, Pointer(compute_dtype(dtype)), Pointer("int64"))
+
+
+def _parameters(dtype: str) -> Struct:
+    """The struct CrossEntropy of foo_ops/csrc/ops/linear/cross_entropy.h. Strides are in
+    elements.
+    """
+    number, pointer, sums = types.int64, Pointer(dtype), Pointer(compute_dtype(dtype))
+    fields: list[tuple[str, types.Type]] = [(name, number) for name in COUNTS]
+    fields += [(name, types.float64) for name in NUMBERS]
+    fields += [("left", pointer), ("left_row_stride", number), ("left_step_stride", number)]
+    fields += [("right", pointer), ("right_column_stride", number), ("right_step_stride", number)]
+    fields += [("bias", pointer), ("bias_column_stride", number), ("target", Pointer("int64"))]
+    fields += [(name, sums) for name in ("largest", "total", "plain", "loss", "logsumexp")]
+    fields += [(name, sums) for name in ("grad_loss", "grad_logsumexp")]
+    factors = Pointer(gradient_dtype(dtype))
+    fields += [("grad_logits", factors), ("grad_logits_row_stride", number)]
+    fields += [("exponentials", factors), ("bases", sums)]
+    return Struct("CrossEntropy", tuple(fields))
+
+
+# ------------------------------------------------------------------------------------------- logits
+
+# Compute a block of logits, which are the sums of a product and a bias.
+
+
+@functools.cache
+def make_scratch(dtype: str) -> Scratch:
+    sums = make_block_sums(dtype)
+    return Scratch(compute_dtype(dtype), sums.sizes_of_block, sums.describe)
+
+
+@functools.cache
+def make_logits(dtype: str) -> Callable:
+    """Make ``compute_logits(parameters, block, memory)``.
+
+    It leaves the logits, without a soft cap, in ``memory.sums``: see
+    `foo_ops.kernels.linear.product.BlockSums`. They fill whole vectors.
+    """
+    sums, compute = make_block_sums(dtype), compute_dtype(dtype)
+    compute_sums, panel_of_block, WIDTH = sums.compute, sums.panel_of_block, sums.width
+    LANES, copy_row = lanes_of(compute), make_copy_row(compute)
+
+    @njit
+    def add_bias(parameters, block, memory):
+        rows, columns = block.row_stop - block.row_start, block.column_stop - block.column_start
+        panel = panel_of_block(parameters, block)
+        stride = parameters.bias_column_stride
+        copy_row(
+            memory.bias, shift(parameters.bias, block.column_start * stride), stride, columns,
+            round_up(columns, LANES),
+        )  # fmt: skip
+        for start in range(0, columns, WIDTH):
+            bias = shift(memory.bias, start)
+            for row in range(rows):
+                line = shift(memory.sums, start // WIDTH * panel + row * WIDTH)
+                for column in range(0, min(WIDTH, columns - start), LANES):
+                    value = load_vector(line, column, LANES) + load_vector(bias, column, LANES)
+                    store(line, column, value)
+
+    @njit
+    def compute_logits(parameters, block, memory):
+        compute_sums(parameters, block, memory)
+        if parameters.has_bias:
+            add_bias(parameters, block, memory)
+
+    return compute_logits
+
+
+# ------------------------------------------------------------------------------ statistics and loss
+
+# Compute the cross-entropy of rows whose logits exist a block at a time, in scratch memory.
+#
+# A thread goes through blocks of a split, which is some of the classes, and keeps for each row the
+# maximum m of the logits so far and the sum of exp(x - m): a block with a larger maximum m' turns
+# it into sum * exp(m - m') plus its own share (Milakov and Gimelshein 2018, algorithm 3). Another
+# kernel merges the splits of each row.
+
 
 LOG2E = 1.0 / math.log(2.0)
 
@@ -232,3 +326,128 @@ def make_loss_kernel(dtype: str) -> Kernel:
 
     layout = Scratch(compute_dtype(dtype), no_sizes, describe)
     return make_kernel_with_scratch(compute_losses, layout, argument_types(dtype))
+
+
+# --------------------------------------------------------------------------- gradient of the logits
+
+# Compute a block of the gradients of logits, from the logsumexp of each row.
+#
+# The logits are computed anew, or their exponentials were kept.
+
+
+def make_gradient_kernel(dtype: str) -> Kernel:
+    """Make the kernel for softmax(x) (grad_loss + grad_logsumexp) - grad_loss (the target,
+    smoothed), times the derivative of a soft cap.
+
+    A loss that is not ignored has its share of the gradient of the mean, too.
+    """
+    compute, LANES = ELEMENTS[dtype].compute, lanes_of(compute_dtype(dtype))
+    sums, compute_logits, layout = make_block_sums(dtype), make_logits(dtype), make_scratch(dtype)
+    panel_of_block, WIDTH = sums.panel_of_block, sums.width
+    copy_row = make_copy_row(compute_dtype(dtype))
+
+    @njit
+    def differentiate(line, count, base, scale, each):
+        bases, scales, all_ = splat(base, LANES), splat(scale, LANES), splat(each, LANES)
+        factor = splat(compute(LOG2E), LANES)
+        for column in range(0, count, LANES):
+            power = exp2((load_vector(line, column, LANES) - bases) * factor)
+            store(line, column, power * scales - all_)
+
+    @njit
+    def differentiate_capped(parameters, line, count, base, scale, each):
+        bases, scales, all_ = splat(base, LANES), splat(scale, LANES), splat(each, LANES)
+        factor = splat(compute(LOG2E), LANES)
+        caps = splat(compute(parameters.softcap), LANES)
+        inverse = splat(compute(parameters.softcap_inverse), LANES)
+        for column in range(0, count, LANES):
+            share = load_vector(line, column, LANES) * inverse
+            power = exp2((caps * tanh(share) - bases) * factor)
+            store(line, column, (power * scales - all_) * tanh_derivative(share))
+
+    @njit
+    def scale_exponentials(line, count, scale, each):
+        scales, all_ = splat(scale, LANES), splat(each, LANES)
+        for column in range(0, count, LANES):
+            store(line, column, load_vector(line, column, LANES) * scales - all_)
+
+    @njit
+    def load_exponentials(parameters, block, memory):
+        """Bring what was kept of a block to where its logits would be."""
+        panel, columns = panel_of_block(parameters, block), block.column_stop - block.column_start
+        for row in range(block.row_start, block.row_stop):
+            place = shift(parameters.exponentials, row * parameters.columns + block.column_start)
+            for start in range(0, columns, WIDTH):
+                line = start // WIDTH * panel + (row - block.row_start) * WIDTH
+                count = min(WIDTH, columns - start)
+                copy_row(
+                    shift(memory.sums, line), shift(place, start), 1, count, round_up(count, LANES)
+                )
+
+    @njit
+    def share_of_kept(parameters, block, row, logsumexp):
+        """Return what turns the exponentials of a row into probabilities."""
+        index = block.column_start // parameters.block_columns * parameters.kept_rows + row
+        base = load(parameters.bases, index)
+        return exp(base - logsumexp)
+
+    @njit
+    def base_of(parameters, row):
+        """Return the logsumexp of a row, or NaN where infinite logits have no probabilities."""
+        result = load(parameters.logsumexp, row)
+        return compute(math.nan) if result == compute(math.inf) else result
+
+    @njit
+    def slopes(parameters, row, label):
+        """Return the gradients of a row's loss and of its logsumexp through all ways."""
+        of_loss, of_logsumexp = compute(0.0), compute(0.0)
+        if label != parameters.ignore_index:
+            of_loss = compute(parameters.grad_mean_share)
+            if parameters.has_grad_loss:
+                of_loss += load(parameters.grad_loss, row)
+        if parameters.has_grad_logsumexp:
+            of_logsumexp = load(parameters.grad_logsumexp, row)
+        return of_loss, of_loss + of_logsumexp
+
+    @njit
+    def gradient_of_target(parameters, logit, slope):
+        result = compute(1.0 - parameters.label_smoothing) * slope
+        if parameters.softcap > 0.0:
+            result *= tanh_derivative(logit * compute(parameters.softcap_inverse))
+        return result
+
+    def gradient(parameters, block, memory):
+        is_kept = block.row_stop <= parameters.kept_rows
+        if is_kept:
+            load_exponentials(parameters, block, memory)
+        else:
+            compute_logits(parameters, block, memory)
+        panel = panel_of_block(parameters, block)
+        columns = block.column_stop - block.column_start
+        for row in range(block.row_start, block.row_stop):
+            target = load(parameters.target, row)
+            slope, scale = slopes(parameters, row, target)
+            each = compute(parameters.label_smoothing) * slope / compute(parameters.columns)
+            base, label = base_of(parameters, row), target - block.column_start
+            if is_kept:
+                scale *= share_of_kept(parameters, block, row, base)
+            place = row * parameters.grad_logits_row_stride
+            place += block.column_start - parameters.first_column
+            for start in range(0, columns, WIDTH):
+                count = min(WIDTH, columns - start)
+                line = shift(memory.sums, start // WIDTH * panel + (row - block.row_start) * WIDTH)
+                has_target = start <= label < start + count and target != parameters.ignore_index
+                of_target = compute(0.0)
+                if has_target:
+                    of_target = gradient_of_target(parameters, load(line, label - start), slope)
+                if is_kept:
+                    scale_exponentials(line, count, scale, each)
+                elif parameters.softcap > 0.0:
+                    differentiate_capped(parameters, line, count, base, scale, each)
+                else:
+                    differentiate(line, count, base, scale, each)
+                if has_target:
+                    store(line, label - start, load(line, label - start) - of_target)
+                copy_row(shift(parameters.grad_logits, place + start), line, 1, count, 0)
+
+    return make_kernel_with_scratch(gradient, layout, argument_types(dtype))

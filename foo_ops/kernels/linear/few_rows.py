@@ -16,9 +16,14 @@ from numba import njit
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.compiler.processor import bytes_ahead, fetches_to_first, vector_registers
 from foo_ops.kernels.lang.scratch import Scratch, larger, make_kernel_with_scratch
-from foo_ops.kernels.linear.finish import NOTHING, parts_of
-from foo_ops.kernels.linear.output import describe_lines, leave_sums, make_writer
-from foo_ops.kernels.linear.parameters import argument_types
+from foo_ops.kernels.linear.product import (
+    NOTHING,
+    argument_types,
+    describe_lines,
+    leave_sums,
+    make_writer,
+    parts_of,
+)
 from foo_ops.kernels.products.operands import step_of, vector_product_dtype
 from foo_ops.kernels.simd.memory import address_of, pointer_to, prefetch_vectors, shift
 from foo_ops.kernels.simd.narrow import PAIRS

@@ -1,19 +1,19 @@
-"""Compute a block of a product, of any number of rows."""
+"""Products of any number of rows: parameters, sums, and what becomes of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 from numba import njit
+from numba.core import types
 
 from foo_ops.kernels.compiler.kernel import Kernel
 from foo_ops.kernels.compiler.processor import vector_registers
-from foo_ops.kernels.lang.scratch import Scratch, larger, make_kernel_with_scratch
-from foo_ops.kernels.linear.finish import GATE, NOTHING, parts_of
-from foo_ops.kernels.linear.output import describe_lines, leave_sums, make_writer
+from foo_ops.kernels.lang.scratch import Scratch, Struct, larger, make_kernel_with_scratch
 from foo_ops.kernels.linear.packing import (
     behind_bands,
     in_pairs,
@@ -22,14 +22,309 @@ from foo_ops.kernels.linear.packing import (
     make_share_prefetcher,
     on_matrix_unit,
 )
-from foo_ops.kernels.linear.parameters import argument_types
+from foo_ops.kernels.math.exponential import exp, tanh
+from foo_ops.kernels.math.special import erf
 from foo_ops.kernels.products.on_amx import GROUP, TILE_MULTIPLE, make_amx_products
 from foo_ops.kernels.products.on_vectors import make_tall_matmul, tall_shape
 from foo_ops.kernels.products.operands import make_vector_products, step_of
-from foo_ops.kernels.simd.memory import address_of, pointer_to, shift
+from foo_ops.kernels.simd.arithmetic import maximum, splat
+from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
 from foo_ops.kernels.simd.narrow import PAIRS
-from foo_ops.kernels.simd.transpose import make_fill, round_up
-from foo_ops.kernels.simd.types import compute_dtype, lanes_of
+from foo_ops.kernels.simd.transpose import make_copy_row, make_fill, round_up, transpose_square
+from foo_ops.kernels.simd.types import ELEMENTS, Pointer, compute_dtype, lanes_of
+
+# ---------------------------------------------------------------------------- activations and gates
+
+# What becomes of the sums of a linear layer before they are rounded: activations and gates.
+
+
+NOTHING = "nothing"
+GATE = "silu_mul"
+"""The silu of one product, times another one of the same input."""
+
+
+def parts_of(finish: str) -> int:
+    """Return how many products a result is made of."""
+    return 2 if finish == GATE else 1
+
+
+@functools.cache
+def make_finish(compute: str, finish: str) -> Callable:
+    """Make ``finish(value, other)`` for vectors; ``other`` counts for a gate only.
+
+    gelu is Hendrycks and Gimpel 2016, in its exact form and in that with tanh; silu is x / (1 +
+    exp(-x)).
+    """
+    return {
+        NOTHING: _nothing,
+        "relu": _make_relu,
+        "silu": _make_silu,
+        "gelu": _make_gelu,
+        "gelu_tanh": _make_gelu_tanh,
+        GATE: _make_gate,
+    }[finish](compute)
+
+
+def _make_constant(compute: str) -> Callable:
+    """Make ``constant(number)``, a vector of it."""
+    LANES, type_ = lanes_of(compute), ELEMENTS[compute].compute
+
+    @njit
+    def constant(number):
+        return splat(type_(number), LANES)
+
+    return constant
+
+
+def _nothing(compute: str) -> Callable:
+    @njit
+    def nothing(value, other):
+        return value
+
+    return nothing
+
+
+def _make_relu(compute: str) -> Callable:
+    constant = _make_constant(compute)
+
+    @njit
+    def relu(value, other):
+        return maximum(constant(0.0), value)
+
+    return relu
+
+
+def _make_silu(compute: str) -> Callable:
+    constant = _make_constant(compute)
+
+    @njit
+    def silu(value, other):
+        return value / (constant(1.0) + exp(constant(0.0) - value))
+
+    return silu
+
+
+def _make_gate(compute: str) -> Callable:
+    silu = _make_silu(compute)
+
+    @njit
+    def gate(value, other):
+        return silu(value, other) * other
+
+    return gate
+
+
+def _make_gelu(compute: str) -> Callable:
+    constant, FACTOR = _make_constant(compute), math.sqrt(0.5)
+
+    @njit
+    def gelu(value, other):
+        return constant(0.5) * value * (constant(1.0) + erf(value * constant(FACTOR)))
+
+    return gelu
+
+
+def _make_gelu_tanh(compute: str) -> Callable:
+    constant, FACTOR = _make_constant(compute), math.sqrt(2 / math.pi)
+
+    @njit
+    def gelu_tanh(value, other):
+        cubed = constant(0.044715) * value * value * value
+        return constant(0.5) * value * (constant(1.0) + tanh(constant(FACTOR) * (value + cubed)))
+
+    return gelu_tanh
+
+
+# -------------------------------------------------------------------------- parameters of launchers
+
+# What launchers hand to the kernels of linear layers: a product, and a block of its output.
+
+
+BLOCK_FIELDS = ("row_start", "row_stop", "column_start", "column_stop")
+
+BLOCK = Struct("ProductBlock", tuple((name, types.int64) for name in BLOCK_FIELDS))
+
+
+def argument_types(dtype: str, output_dtype: str | None = None) -> tuple[Any, ...]:
+    """A product, a block, scratch memory, and where to write how much of it is needed."""
+    fields = _product_fields(dtype, dtype, output_dtype or dtype)
+    return _arguments(dtype, Struct("Product", fields))
+
+
+def quantized_argument_types(dtype: str, stored: str) -> tuple[Any, ...]:
+    """The same, with a right matrix of integers.
+
+    The struct is QuantizedProduct of foo_ops/csrc/ops/linear/quantized.h.
+    """
+    number, pointer = types.int64, Pointer(dtype)
+    fields = (
+        *_product_fields(dtype, stored, dtype),
+        *(("scale", pointer), ("scale_column_stride", number)),
+        *(("zero", pointer), ("zero_column_stride", number)),
+        ("group_size", number),
+    )
+    return _arguments(dtype, Struct("QuantizedProduct", fields))
+
+
+def _arguments(dtype: str, product: Struct) -> tuple[Any, ...]:
+    return (product, BLOCK, Pointer(compute_dtype(dtype)), Pointer("int64"))
+
+
+def _product_fields(
+    dtype: str, right_dtype: str, output_dtype: str
+) -> tuple[tuple[str, types.Type], ...]:
+    """The struct Product of foo_ops/csrc/ops/linear/product.h. Strides are in elements."""
+    number, pointer = types.int64, Pointer(dtype)
+    right, result = Pointer(right_dtype), Pointer(output_dtype)
+    return (
+        *((name, number) for name in ("rows", "columns", "depth", "is_transposed")),
+        *(("left", pointer), ("left_row_stride", number), ("left_step_stride", number)),
+        *(("right", right), ("right_column_stride", number), ("right_step_stride", number)),
+        ("second", right),
+        *(("has_bias", number), ("bias", result), ("bias_stride", number)),
+        *(("output", result), ("output_stride", number)),
+    )
+
+
+# ------------------------------------------------------------------------------- results of a block
+
+# Add the bias, or what the output held, to the sums of a block, finish them, and round once.
+
+
+@njit
+def leave_sums(product, block, memory, width, panel):
+    """Stand for the scaling of sums that need none."""
+
+
+def describe_lines(compute: str, finish: str) -> dict[str, int]:
+    """Describe the scratch memory in which a writer transposes sums, and that of a line's end."""
+    LANES = lanes_of(compute)
+    return {"square": parts_of(finish) * LANES * LANES, "rest": LANES}
+
+
+@functools.cache
+def make_writer(dtype: str, finish: str = NOTHING, adds: bool = False) -> Callable:
+    """Make ``write(product, block, memory, sums, width, panel, part)``.
+
+    ``sums`` are panels of ``width`` columns, which are ``panel`` elements after one another; those
+    of a second product are ``part`` elements behind. If it ``adds``, what the output held, in the
+    compute type, is added to them.
+    """
+    compute = compute_dtype(dtype)
+    LANES, PARTS, finished = lanes_of(compute), parts_of(finish), make_finish(compute, finish)
+    fill, copy_row = make_fill(compute), make_copy_row(compute)
+
+    @njit
+    def load_bias(product, memory, start, count):
+        if product.has_bias:
+            source = shift(product.bias, start * product.bias_stride)
+            copy_row(memory.bias, source, product.bias_stride, count, count)
+        else:
+            fill(memory.bias, count, 0.0)
+
+    @njit
+    def finished_sums(sums, part, bias, start):
+        value = load_vector(sums, start, LANES) + load_vector(bias, start, LANES)
+        return finished(value, load_vector(sums, start + part, LANES))
+
+    @njit
+    def write_line(memory, target, sums, part, bias, count):
+        whole = count // LANES * LANES
+        for start in range(0, whole, LANES):
+            value = finished_sums(sums, part, bias, start)
+            if adds:
+                value = value + load_vector(target, start, LANES)
+            store(target, start, value)
+        if whole < count:
+            store(memory.rest, 0, finished_sums(sums, part, bias, whole))
+            for index in range(whole, count):
+                single = load(memory.rest, index - whole)
+                if adds:
+                    single += load(target, index)
+                store(target, index, single)
+
+    @njit
+    def write_rows(product, block, memory, sums, width, panel, part):
+        columns = block.column_stop - block.column_start
+        load_bias(product, memory, block.column_start, columns)
+        for row in range(block.row_stop - block.row_start):
+            place = (block.row_start + row) * product.output_stride + block.column_start
+            line = shift(product.output, place)
+            for start in range(0, columns, width):
+                place = start // width * panel + row * width
+                write_line(
+                    memory, shift(line, start), shift(sums, place), part,
+                    shift(memory.bias, start), min(width, columns - start),
+                )  # fmt: skip
+
+    @njit
+    def transpose(square, sums, width, rows, columns):
+        if rows == LANES:
+            transpose_square(square, LANES, sums, width, LANES)
+            return
+        for column in range(columns):
+            for row in range(rows):
+                store(square, column * LANES + row, load(sums, row * width + column))
+
+    @njit
+    def write_columns(product, block, memory, sums, width, panel, part):
+        rows, columns = block.row_stop - block.row_start, block.column_stop - block.column_start
+        load_bias(product, memory, block.row_start, rows)
+        for start in range(0, columns, LANES):
+            some_columns = min(LANES, columns - start)
+            place = (block.column_start + start) * product.output_stride + block.row_start
+            line = shift(product.output, place)
+            first = shift(sums, start // width * panel + start % width)
+            for row in range(0, rows, LANES):
+                some_rows, corner = min(LANES, rows - row), shift(first, row * width)
+                for number in range(PARTS):
+                    square = shift(memory.square, number * LANES * LANES)
+                    transpose(square, shift(corner, number * part), width, some_rows, some_columns)
+                for column in range(some_columns):
+                    write_line(
+                        memory, shift(line, column * product.output_stride + row),
+                        shift(memory.square, column * LANES), (PARTS - 1) * LANES * LANES,
+                        shift(memory.bias, row), some_rows,
+                    )  # fmt: skip
+
+    @njit
+    def write(product, block, memory, sums, width, panel, part):
+        if product.is_transposed:
+            write_columns(product, block, memory, sums, width, panel, part)
+        else:
+            write_rows(product, block, memory, sums, width, panel, part)
+
+    return write
+
+
+def make_finish_kernel(dtype: str, *, finish: str = NOTHING) -> Kernel:
+    """Make the kernel that writes a block of an output from the sums of another kernel.
+
+    The product's left matrix are those sums, of this block alone, and behind them the sums of the
+    second product of a gate. They have the output's dtype.
+    """
+    write = make_writer(dtype, finish)
+    LANES = lanes_of(dtype)
+
+    @njit
+    def sizes_of_block(product, block):
+        return (round_up(block.column_stop - block.column_start, LANES),)
+
+    def describe(columns: Any) -> dict[str, Any]:
+        return {"bias": columns + LANES, **describe_lines(dtype, finish)}
+
+    def finish_block(product, block, memory):
+        rows, width = block.row_stop - block.row_start, product.left_row_stride
+        write(product, block, memory, product.left, width, 0, rows * width)
+
+    layout = Scratch(dtype, sizes_of_block, describe)
+    return make_kernel_with_scratch(finish_block, layout, argument_types(dtype))
+
+
+# --------------------------------------------------------------------------------------- the kernel
+
+# Compute a block of a product, of any number of rows.
+
 
 # Steps that are summed over at a time: so many that a panel of columns stays in the nearest cache.
 STEPS_ON_UNIT = 256
@@ -120,7 +415,7 @@ class BlockSums:
     Attributes:
         compute: ``compute(product, block, memory)`` leaves them in ``memory.sums``, in the compute
             type, in panels of ``width`` columns. A product is a struct with the fields that the
-            factors have in `foo_ops.kernels.linear.parameters`.
+            factors have in `foo_ops.kernels.linear.product`.
         may_store: ``may_store(product, block)``: whether these may be the output itself, where
             it is of the compute type and they are neither scaled nor finished.
         store: ``store(product, block, memory)`` then computes them there.
@@ -312,7 +607,7 @@ def make_product_kernel(
     """Make the kernel for output[row, column] = bias[column] + sum over step of left[row, step] *
     right[column, step].
 
-    See `foo_ops.kernels.linear.finish` for what becomes of that sum. A gate has a second product,
+    See `foo_ops.kernels.linear.product` for what becomes of that sum. A gate has a second product,
     with other weights. If the kernel ``adds``, the output is of the compute type, and added to.
     Sections of the depth are multiples of ``multiple`` steps.
     """

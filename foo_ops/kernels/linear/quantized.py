@@ -1,44 +1,330 @@
-"""Multiply by integers of 8 and of 4 bits, which are weights.
-
-Integers of 8 bits enter products as they are, and the sums of a column are multiplied by its scale.
-Integers of 4 bits, whose scales and zeros belong to groups of a column, are multiplied as integers
-where rows are few (`foo_ops.kernels.linear.int4_tiles`); else they become numbers on the way to a
-panel, for all rows of a block.
-"""
+"""Products with weights that are integers of 8 and of 4 bits."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 from numba import njit
 
 from foo_ops.kernels.compiler.kernel import Kernel
+from foo_ops.kernels.lang.reduction import reduce_add
 from foo_ops.kernels.linear.few_rows import (
+    COLUMNS_OF_ROW,
+    MOST_OF_GROUP,
     Tiles,
+    columns_of_sums,
     make_element_tiles,
     make_few_rows_kernel,
+    make_tiles_ahead,
 )
-from foo_ops.kernels.linear.int4_tiles import make_int4_tiles
-from foo_ops.kernels.linear.output import leave_sums
 from foo_ops.kernels.linear.packing import (
     in_pairs,
     make_right_packer,
     make_share_prefetcher,
     on_matrix_unit,
 )
-from foo_ops.kernels.linear.parameters import quantized_argument_types
-from foo_ops.kernels.linear.product import Panels, make_product_kernel
+from foo_ops.kernels.linear.product import (
+    Panels,
+    leave_sums,
+    make_product_kernel,
+    quantized_argument_types,
+)
 from foo_ops.kernels.products.on_amx import GROUP
-from foo_ops.kernels.simd.memory import address_of, load, load_vector, pointer_to, shift, store
-from foo_ops.kernels.simd.narrow import unpack_int4, unpack_int8
+from foo_ops.kernels.simd.arithmetic import splat
+from foo_ops.kernels.simd.memory import (
+    address_of,
+    load,
+    load_first,
+    load_vector,
+    pointer_to,
+    prefetch,
+    prefetch_vectors,
+    shift,
+    store,
+)
+from foo_ops.kernels.simd.narrow import (
+    LANE_BYTES,
+    Digits,
+    bits_of_float,
+    digits_of,
+    largest_magnitude,
+    scale_of_integers,
+    store_digits,
+    tile_dot_int4,
+    unpack_int4,
+    unpack_int8,
+)
 from foo_ops.kernels.simd.register_tiles import tile_dot, tile_store_sums, tile_zero
-from foo_ops.kernels.simd.transpose import make_copy_row
+from foo_ops.kernels.simd.transpose import make_copy_row, round_up
 from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 
+# ---------------------------------------------------------------------------------- tiles of 4 bits
+
+# Multiply few rows by integers of 4 bits, as they are stored, in registers.
+#
+# A weight is (integer - zero) * scale. A row of the output is, summed over the groups g of a
+# column,
+#
+#     scale[g] * sum(integer * left)  -  scale[g] * zero[g] * sum(left),
+#
+# of which only the first sum is over all steps: sums of the left row's groups are made once. The
+# steps of a group of the left row are integers times a scale of their own, so that products are of
+# integers (`foo_ops.kernels.simd.narrow`): a vector takes as many bytes of weights as it has. Rows
+# of float64, for which these integers are too short, take weights that have become numbers.
+
+
+COMPUTE = "float32"
+# Of a step of the left row, which its group's largest magnitude fills. Numbers of bfloat16, which
+# have 8 bits, are exact where they are at least a 64th of it.
+NUMBER_BITS = {"bfloat16": 16, "float16": 24, "float32": 24}
+# A group whose largest magnitude is beyond takes part by numbers, as infinities do, since its scale
+# times that of a weight may have no place in float32.
+SMALLEST_GROUP, LARGEST_GROUP = 2.0**-64, 2.0**64
+
+
+def make_int4_tiles(dtype: str, GROUP_SIZE: int) -> Tiles:
+    """Make tiles of rows that have been copied as digits, with their groups' scales and sums.
+
+    They bring the next columns, their scales and zeros to the caches: a column of 4096 integers is
+    half a page of memory, and what brings lines to the caches on its own stops at pages.
+    """
+    LANES, HALF = lanes_of(COMPUTE), GROUP_SIZE // 2
+    of_numbers = digits_of(NUMBER_BITS[dtype], LANES)
+    BITS, BYTES, PER_BYTE = of_numbers.bits, of_numbers.vector_size, of_numbers.per_byte
+    # Groups that share a vector of integers; where a group has several vectors, they share a scale.
+    GROUPS = max(1, BYTES // HALF)
+    COLUMNS_OF_GROUP = columns_of_sums(LANES)
+    as_bytes, make_factors = pointer_to("int8"), _make_factors_maker(GROUP_SIZE)
+    row_size, digits_size = _make_row_sizes(GROUP_SIZE, of_numbers)
+    tiles_ahead = make_tiles_ahead()
+
+    def make_tile(ROWS: int, COLUMNS: int) -> Callable:
+        factors_of_columns, SUMS = make_factors(ROWS, COLUMNS), ROWS * COLUMNS
+
+        @njit
+        def place_of_group(group):
+            return group // LANES * LANES * SUMS + group % LANES
+
+        @njit
+        def tile(product, right, memory, sums, width, left, depth, column):
+            groups, stride = product.depth // GROUP_SIZE, product.right_column_stride
+            padded, factors = round_up(groups, LANES), memory.factors
+            offsets = shift(factors, SUMS * padded)
+            scales = shift(left, digits_size(product.depth))
+            ahead = COLUMNS * tiles_ahead(COLUMNS * stride)
+            factors_of_columns(product, column, groups, factors, offsets, scales, depth, ahead)
+            total = tile_zero(sums, ROWS, COLUMNS, LANES)
+            for group in range(0, padded, LANES):
+                of_groups = shift(scales, padded + group)
+                total = tile_dot(total, of_groups, depth, shift(offsets, group), padded)
+            digits, size = as_bytes(address_of(left)), LANE_BYTES * depth
+            right, count = shift(right, column * stride), product.depth // 2
+            whole = count // BYTES * BYTES
+            for byte in range(0, whole, BYTES):
+                prefetch_vectors(right, ahead * stride + COLUMNS * byte, BYTES, COLUMNS)
+                total = tile_dot_int4(
+                    total, shift(digits, byte * PER_BYTE), size, shift(right, byte), stride,
+                    None, shift(factors, place_of_group(byte // HALF)), GROUPS, BITS,
+                )  # fmt: skip
+            if whole < count:
+                total = tile_dot_int4(
+                    total, shift(digits, whole * PER_BYTE), size, shift(right, whole), stride,
+                    count - whole, shift(factors, place_of_group(whole // HALF)), GROUPS, BITS,
+                )  # fmt: skip
+            tile_store_sums(total, sums, width)
+
+        return tile
+
+    def regions(depth: Any) -> dict[str, Any]:
+        # For each group of 32 steps or more, which take 16 elements of a row, of a tile's columns
+        # an offset and of its sums a factor.
+        of_row = 2 * min(COLUMNS_OF_ROW, LANES)
+        of_group = (min(MOST_OF_GROUP, LANES) + 1) * COLUMNS_OF_GROUP
+        most = max(of_row, of_group)
+        return {"factors": (most + 15) // 16 * depth + most * LANES}
+
+    arguments = quantized_argument_types(dtype, "uint8")
+    copy_row = _make_row_copy(dtype, GROUP_SIZE)
+    return Tiles(
+        COMPUTE, row_size, copy_row, arguments, make_tile, COLUMNS_OF_ROW, COLUMNS_OF_GROUP,
+        regions, _make_mender(GROUP_SIZE),
+    )  # fmt: skip
+
+
+def _make_row_sizes(GROUP_SIZE: int, of_numbers: Digits) -> tuple[Callable, Callable]:
+    """Make ``row_size(depth)`` and ``digits_size(depth)``, in elements of the compute dtype.
+
+    Behind the digits of a row, for whole vectors of integers, are the scales of its groups and
+    their sums, both with zeros up to whole vectors.
+    """
+    LANES, BYTES, PER_BYTE = of_numbers.lanes, of_numbers.vector_size, of_numbers.per_byte
+
+    @njit
+    def digits_size(depth):
+        return round_up(depth // 2, BYTES) // LANE_BYTES * PER_BYTE
+
+    @njit
+    def row_size(depth):
+        return digits_size(depth) + 2 * round_up(depth // GROUP_SIZE, LANES)
+
+    return row_size, digits_size
+
+
+def _make_row_copy(dtype: str, GROUP_SIZE: int) -> Callable:
+    """Make ``copy_row(target, source, stride, depth, row_size)``, of adjacent steps.
+
+    The scale of a group that does not take part is 0 and its sum NaN, so that `_make_mender` finds
+    it.
+    """
+    LANES, HALF, number = lanes_of(COMPUTE), GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute
+    of_numbers = digits_of(NUMBER_BITS[dtype], LANES)
+    BITS, BYTES, PER_BYTE = of_numbers.bits, of_numbers.vector_size, of_numbers.per_byte
+    SMALLEST, LARGEST = bits_of_float(SMALLEST_GROUP), bits_of_float(LARGEST_GROUP)
+    as_bytes, none, not_a_number = pointer_to("int8"), number(0), number(math.nan)
+    _, digits_size = _make_row_sizes(GROUP_SIZE, of_numbers)
+
+    @njit
+    def copy_row(target, source, stride, depth, row_size):
+        groups, digits = depth // GROUP_SIZE, as_bytes(address_of(target))
+        scales, padded = shift(target, digits_size(depth)), round_up(groups, LANES)
+        sums = shift(scales, padded)
+        for group in range(groups // LANES * LANES, padded):
+            store(scales, group, none)
+            store(sums, group, none)
+        for group in range(groups):
+            line, byte = shift(source, group * GROUP_SIZE), group * HALF
+            largest = largest_magnitude(line, GROUP_SIZE, LANES)
+            if SMALLEST <= largest <= LARGEST:
+                scale, inverse = scale_of_integers(largest, BITS)
+                place = shift(digits, byte // BYTES * BYTES * PER_BYTE + byte % BYTES)
+                total = store_digits(place, line, GROUP_SIZE, inverse, BITS, LANES)
+                store(scales, group, scale)
+                store(sums, group, number(total) * scale)
+            else:
+                store(scales, group, none)
+                store(sums, group, none if largest == 0 else not_a_number)
+
+    return copy_row
+
+
+def _make_factors_maker(GROUP_SIZE: int) -> Callable[[int, int], Callable]:
+    """Make what makes ``factors_of_columns(product, column, groups, factors, offsets, scales,
+    stride, ahead)`` of the groups of adjacent columns, with zeros behind them.
+
+    The factors are the scales of weights times those of each row of the left matrix, which are a
+    stride apart: a vector for each sum, and then those of the next groups. The offsets are -scale *
+    zero of weights. Those of columns ``ahead`` are brought to the second cache.
+    """
+    LANES, none = lanes_of(COMPUTE), ELEMENTS[COMPUTE].compute(0)
+
+    @njit
+    def load_groups(line, group, groups):
+        if group + LANES <= groups:
+            return load_vector(line, group, LANES)
+        return load_first(line, group, groups - group, LANES)
+
+    def make(ROWS: int, COLUMNS: int) -> Callable:
+        @njit
+        def factors_of_columns(product, column, groups, factors, offsets, scales, stride, ahead):
+            padded = round_up(groups, LANES)
+            scale_stride, zero_stride = product.scale_column_stride, product.zero_column_stride
+            for other in range(COLUMNS):
+                scales_of_column = shift(product.scale, (column + other) * scale_stride)
+                zeros_of_column = shift(product.zero, (column + other) * zero_stride)
+                for group in range(0, padded, LANES):
+                    prefetch(scales_of_column, ahead * scale_stride + group)
+                    prefetch(zeros_of_column, ahead * zero_stride + group)
+                    scale = load_groups(scales_of_column, group, groups)
+                    zero = load_groups(zeros_of_column, group, groups)
+                    store(offsets, other * padded + group, (splat(none, LANES) - scale) * zero)
+                    for row in range(ROWS):
+                        place = group * ROWS * COLUMNS + (row * COLUMNS + other) * LANES
+                        of_row = load_vector(scales, row * stride + group, LANES)
+                        store(factors, place, scale * of_row)
+
+        return factors_of_columns
+
+    return make
+
+
+def _make_mender(GROUP_SIZE: int) -> Callable:
+    """Make ``mend(product, block, memory, width, panel)``: sums that are not finite, once more.
+
+    In the two sums that a row of the output is taken from, infinities and numbers near the largest
+    may come to inf - inf, where the weights themselves give a number or an infinity.
+    """
+    HALF, NUMBER, LANES = GROUP_SIZE // 2, ELEMENTS[COMPUTE].compute, lanes_of(COMPUTE)
+    none = NUMBER(0)
+
+    @njit
+    def has_nan(left, stride, depth):
+        for step in range(depth):
+            value = load(left, step * stride)
+            if value != value:
+                return True
+        return False
+
+    @njit
+    def multiply(product, left, column):
+        right = shift(product.right, column * product.right_column_stride)
+        scales = shift(product.scale, column * product.scale_column_stride)
+        zeros = shift(product.zero, column * product.zero_column_stride)
+        total = none
+        for group in range(product.depth // GROUP_SIZE):
+            scale = load(scales, group)
+            zero = load(zeros, group)
+            for index in range(HALF):
+                byte = load(right, group * HALF + index)
+                step = (group * GROUP_SIZE + index) * product.left_step_stride
+                total += load(left, step) * ((NUMBER(byte & 15) - zero) * scale)
+                step += HALF * product.left_step_stride
+                total += load(left, step) * ((NUMBER(byte >> 4) - zero) * scale)
+        return total
+
+    @njit
+    def is_finite(sums, count):
+        differences, whole = splat(none, LANES), count // LANES * LANES
+        for column in range(0, whole, LANES):
+            vector = load_vector(sums, column, LANES)
+            differences = differences + (vector - vector)
+        total = reduce_add(differences)
+        for column in range(whole, count):
+            total += load(sums, column) - load(sums, column)
+        return total == 0
+
+    @njit
+    def mend(product, block, memory, width, panel):
+        columns = block.column_stop - block.column_start
+        for row in range(block.row_stop - block.row_start):
+            sums = shift(memory.sums, row * width)
+            if is_finite(sums, columns):
+                continue
+            left = shift(product.left, (block.row_start + row) * product.left_row_stride)
+            for column in range(columns):
+                value = load(sums, column)
+                if value - value != 0:
+                    if has_nan(left, product.left_step_stride, product.depth):
+                        break
+                    store(sums, column, multiply(product, left, block.column_start + column))
+
+    return mend
+
+
+# --------------------------------------------------------------------------- products with integers
+
+# Multiply by integers of 8 and of 4 bits, which are weights.
+#
+# Integers of 8 bits enter products as they are, and the sums of a column are multiplied by its
+# scale. Integers of 4 bits, whose scales and zeros belong to groups of a column, are multiplied as
+# integers where rows are few (`make_int4_tiles`); else they become numbers on the
+# way to a panel, for all rows of a block.
+
+
 # Sections of the depth are whole groups, of any size.
-LARGEST_GROUP = 128
+LARGEST_GROUP_SIZE = 128
 
 
 def make_int8_few_rows_kernel(dtype: str) -> Kernel:
@@ -70,7 +356,7 @@ def make_int4_product_kernel(dtype: str) -> Kernel:
         unpack = _make_int4_unpacker(dtype)
         return _make_unpacked_panels(dtype, WIDTH, SECTION, 2, unpack, leave_sums)
 
-    return make_product_kernel(dtype, make_panels, multiple=LARGEST_GROUP)
+    return make_product_kernel(dtype, make_panels, multiple=LARGEST_GROUP_SIZE)
 
 
 # --------------------------------------------------------------------------------------- few rows
@@ -191,7 +477,7 @@ def _make_int4_unpacker(dtype: str) -> Callable:
 
 def _make_sums_scaler(dtype: str) -> Callable:
     """Make ``scale_sums(product, block, memory, width, panel)``, which multiplies by the scales of
-    columns. The sums lie as `foo_ops.kernels.linear.output.make_writer` has them.
+    columns. The sums lie as `foo_ops.kernels.linear.product.make_writer` has them.
     """
     compute = compute_dtype(dtype)
     LANES, copy_row = lanes_of(compute), make_copy_row(compute)

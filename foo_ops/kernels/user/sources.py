@@ -36,7 +36,7 @@ from foo_ops.kernels.compiler.reasons import (
     named_functions,
     reworded,
 )
-from foo_ops.kernels.compiler.upgrades import PACKAGE
+from foo_ops.kernels.compiler.sources import PACKAGE
 
 # ------------------------------------------------------------------------------------------- copies
 

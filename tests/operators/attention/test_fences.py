@@ -22,7 +22,7 @@ import random
 import sys
 import numpy as np
 import torch
-from foo_ops.kernels.attention import parameters as attention
+from foo_ops.kernels.attention import operands as attention
 from foo_ops.kernels.lang import scratch
 from foo_ops.kernels.compiler import resolve as resolving
 from foo_ops.kernels.compiler.kernel import KERNELS
@@ -76,9 +76,10 @@ def fences_of(layout, sizes, memory):
 
 
 def checked(kernel, signature):
-    module = importlib.import_module(KERNELS[kernel].maker.module)
+    maker = KERNELS[kernel].maker
+    make_scratch = maker.function.replace("_kernel", "_scratch")
     function = FUNCTION(resolve(kernel, signature))
-    layout = module.make_scratch(signature)
+    layout = getattr(importlib.import_module(maker.module), make_scratch)(signature)
     parameters_type, piece_type = map(structure, attention.argument_types(signature)[:2])
 
     def call(parameters, piece, memory, bytes):
@@ -221,7 +222,7 @@ def test_no_part_of_scratch_memory_is_too_small(dtype, environment):
 
 
 def test_a_part_that_is_too_small_would_be_noticed(tmp_path):
-    *broken, _ = lines(tmp_path, "float32", "merge,QUERY_BLOCK,1")
+    *broken, _ = lines(tmp_path, "float32", "forward,QUERY_BLOCK,1")
     assert any(line.startswith("attention_merge behind largest") for line in broken)
 
 

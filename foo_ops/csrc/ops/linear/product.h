@@ -91,7 +91,7 @@ Product make_product(const at::Tensor& output, const Matrix& left, const Matrix&
 // A new tensor with the leading dimensions of another.
 at::Tensor make_rows(const at::Tensor& like, int64_t width);
 
-// What becomes of the sums before they are rounded: foo_ops/kernels/linear/finish.py.
+// What becomes of the sums before they are rounded: foo_ops/kernels/linear/product.py.
 enum class Finish { kNothing, kRelu, kSilu, kGelu, kGeluTanh, kSiluMul };
 
 // Writes left right^T + bias to a contiguous output, finished. All are of one dtype, and bias has a
