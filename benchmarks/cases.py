@@ -28,7 +28,7 @@ from benchmarks import (
 from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, Reference, calls_per_turn
 from benchmarks.targets import DECODING_LENGTH, FLOAT32, SHORT_LENGTH
 from benchmarks.workload import Workload
-from foo_ops.library.dtypes import dtype_name
+from foo_ops.library.operators import dtype_name
 
 FEW_DTYPES = ("float32", "bfloat16")
 DIRECTIONS = ("forward", "backward")

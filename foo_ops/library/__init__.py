@@ -31,24 +31,26 @@ Example:
 
 from torch.library import fallthrough_kernel, get_ctx, infer_schema, wrap_triton
 
+from foo_ops._after_import import after_import
 from foo_ops.library.autocast import register_autocast
 from foo_ops.library.autograd import register_autograd, register_variant_autograd
-from foo_ops.library.bounds import check_bounds
 from foo_ops.library.checks import OPCHECKS, opcheck
-from foo_ops.library.elementwise import ElementwiseKernel, elementwise_kernel
-from foo_ops.library.flops import register_flops
-from foo_ops.library.implementations import (
+from foo_ops.library.define import (
     Library,
+    custom_op,
     define,
+    get_kernel,
     impl,
+    impl_abstract,
     register_fake,
     register_torch_dispatch,
+    triton_op,
 )
-from foo_ops.library.kernels import register_kernel
-from foo_ops.library.names_of_torch import custom_op, get_kernel, impl_abstract, triton_op
+from foo_ops.library.elementwise import ElementwiseKernel, elementwise_kernel
+from foo_ops.library.flops import register_flops
+from foo_ops.library.kernels import Scratch, check_bounds, register_kernel, scratch
 from foo_ops.library.nested import register_nested_rows
-from foo_ops.library.numba_operator import numba_op
-from foo_ops.library.scratch import Scratch, scratch
+from foo_ops.library.numba_op import numba_op
 from foo_ops.library.sharding import register_sharding
 from foo_ops.library.symbols import have_sizes, holds
 from foo_ops.library.tiles import TileKernel, tile_kernel
@@ -58,6 +60,14 @@ from foo_ops.library.vmap import (
     register_vmap_rows,
     vmap_by_loop,
 )
+
+
+def _let_dtensor_know() -> None:
+    import foo_ops.library.dtensor  # noqa: F401
+
+
+# torch takes a second to import it.
+after_import("torch.distributed.tensor", _let_dtensor_know)
 
 __all__ = [
     "OPCHECKS",

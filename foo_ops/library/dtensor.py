@@ -23,7 +23,7 @@ from torch.distributed.tensor._ops.utils import (
     is_tensor_evenly_shardable_on_dim,
 )
 
-from foo_ops.library.sharding import REST, RULES, named_dimensions, parse
+from foo_ops.library.sharding import REST, RULES, for_each_rule, named_dimensions, parse
 
 
 class Dimensions(NamedTuple):
@@ -175,3 +175,6 @@ def _is_even(strategy: OpSpec, inputs: Sequence[Dimensions], names: Iterable[str
         for name in names
         if name in named and shape[named[name]] != 1
     )
+
+
+for_each_rule(register_strategy)

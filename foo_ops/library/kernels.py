@@ -1,37 +1,101 @@
-"""Register kernels of Numba for operators: what `elementwise_kernel` and `tile_kernel` make."""
+"""Register kernels of Numba: their functions, their scratch memory, and checks of their bounds."""
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
+import dis
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import torch
 
 from foo_ops import _C
+from foo_ops._switches import switch
 from foo_ops.kernels.compiler.interpret import INTERPRETS
 from foo_ops.kernels.compiler.kernel import KERNELS, Maker
 from foo_ops.kernels.user.sources import UserKernel
-from foo_ops.library.functions import by_position
 from foo_ops.library.operators import (
     DISPATCH_KEYS,
     Parameter,
+    counted,
+    describe,
     find,
     functionalize_out,
     keep,
     own_library,
     parameters_of,
+    refuse_derivatives,
 )
-from foo_ops.library.python_results import counted
-from foo_ops.library.random_vmap import register_random_vmap
-from foo_ops.library.refusals import refuse_derivatives
 from foo_ops.library.sharding import Rule as ShardingRule
 from foo_ops.library.sharding import register_default_sharding
 from foo_ops.library.tensor_numbers import let_numbers_vary
-from foo_ops.library.vmap import Rule, register_default_vmap
+from foo_ops.library.vmap import Rule, register_default_vmap, register_random_vmap
+
+# ---------------------------------------------------------------------------------------- functions
+
+# What kernels are made of: functions written in Python.
+
+
+def is_function(value: object) -> bool:
+    """Return whether a value is a function written in Python, or what Numba made of one."""
+    return isinstance(getattr(value, "py_func", value), types.FunctionType)
+
+
+def require_function(what: str, value: Any) -> None:
+    """Refuse what has no code that could be compiled, and a generator.
+
+    Args:
+        what: the beginning of the message, such as "tile_kernel: tiles must be".
+        value: the argument.
+    """
+    if not is_function(value):
+        raise TypeError(f"{what} a function written in Python, got {value!r}")
+    function = getattr(value, "py_func", value)
+    if inspect.isgeneratorfunction(function):
+        raise TypeError(
+            f"{what} a function that returns, since kernels cannot have generators, and "
+            f"{describe(function)} yields in line {_line_of_yield(function)}"
+        )
+
+
+def _line_of_yield(function: Callable[..., Any]) -> int:
+    line = function.__code__.co_firstlineno
+    for step in dis.get_instructions(function):
+        line = getattr(step, "line_number", step.starts_line) or line
+        if step.opname.startswith("YIELD"):
+            break
+    return line
+
+
+def by_position(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes its keyword-only arguments by their places, as kernels get all.
+
+    They stand behind the others. No argument has a default, since all are given.
+    """
+    if not isinstance(function, types.FunctionType) or not function.__code__.co_kwonlyargcount:
+        return function
+    code = function.__code__
+    count = code.co_argcount + code.co_kwonlyargcount
+    copy = types.FunctionType(
+        code.replace(co_argcount=count, co_kwonlyargcount=0),
+        function.__globals__,
+        function.__name__,
+        None,
+        function.__closure__,
+    )
+    copy.__module__ = function.__module__
+    return copy
+
+
+# ------------------------------------------------------------------------------------- registration
+
+# Register kernels of Numba for operators: what `elementwise_kernel` and `tile_kernel` make.
+
 
 _DEVICE_KEYS = {device_type: DISPATCH_KEYS[device_type] for device_type in ("cpu", "foo")}
 
@@ -236,3 +300,147 @@ def kinds_of(parameters: Sequence[Parameter]) -> tuple[str, ...]:
     return tuple(
         p.kind + f"[{p.length}]" * (p.length >= 0) + "?" * p.is_optional for p in parameters
     )
+
+
+# ----------------------------------------------------------------------------------- scratch memory
+
+# Describe the memory that a tile kernel works in.
+
+
+Size = int | Callable[..., int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Memory that `scratch` describes."""
+
+    sizes: tuple[Size, ...]
+    like: str
+    per_call: bool
+
+    @property
+    def dimensions(self) -> int:
+        return len(self.sizes)
+
+    def functions(self) -> list[Callable[..., int]]:
+        """Return what gives each size."""
+        return [_constant(size) if isinstance(size, int) else size for size in self.sizes]
+
+
+def _constant(size: int) -> Callable[[], int]:
+    def constant() -> int:
+        return size
+
+    return constant
+
+
+def scratch(*sizes: Size, like: str, per_call: bool = False) -> Scratch:
+    """Describe memory for a tile kernel to work in, for its option ``scratch``.
+
+    The function gets it as a view, like a tensor's, of adjacent elements. What is in it at first is
+    undefined; under `check_bounds` it is NaN, and -1 where elements are integers.
+
+    Args:
+        sizes: for each dimension a number, or a function that is compiled and gets those of the
+            kernel's arguments and results that it names, as ``lambda input: input.shape[-1]``.
+        like: the argument or result in whose compute type elements are: float32 where that is
+            bfloat16 or float16.
+        per_call: all threads of a call have the same memory, and ``finish`` may take it. Without it
+            each thread has memory of its own, which one tile leaves to the next.
+
+    Raises:
+        TypeError: for sizes that are neither, or none.
+
+    Example:
+        >>> from foo_ops import language
+        >>> foo_ops.library.define("mylib::column_sum", "(Tensor input) -> Tensor")
+        >>> @foo_ops.library.register_fake("mylib::column_sum")
+        ... def column_sum_fake(input):
+        ...     return input.new_empty(input.shape[-1:])
+        >>> def add_up(output, sums):
+        ...     for part in range(1, sums.rows):
+        ...         total, other = sums.row(0), sums.row(part)
+        ...         for i in range(output.size):
+        ...             total[i] += other[i]
+        ...     for i in range(output.size):
+        ...         output[i] = sums[0, i]
+        >>> @foo_ops.library.register_kernel("mylib::column_sum", ("cpu", "foo"))
+        ... @foo_ops.library.tile_kernel(
+        ...     tiles=lambda: 16,
+        ...     scratch={
+        ...         "sums": foo_ops.library.kernels(
+        ...             16, lambda input: input.shape[-1], like="input", per_call=True
+        ...         )
+        ...     },
+        ...     finish=add_up,
+        ... )
+        ... def column_sum(input, output, sums, parts):
+        ...     for part in parts:
+        ...         for i in range(input.shape[-1]):
+        ...             sums[part, i] = 0.0
+        ...         for row in range(part, input.rows, 16):
+        ...             x = input.row(row)
+        ...             for i in range(input.shape[-1]):
+        ...                 sums[part, i] += x[i]
+        >>> torch.ops.mylib.column_sum(torch.ones(5, 3))
+        tensor([5., 5., 5.])
+    """
+    _require(sizes)
+    return Scratch(tuple(sizes), like, per_call)
+
+
+def _require(sizes: Sequence[object]) -> None:
+    is_right = all(is_function(size) or type(size) is int for size in sizes)
+    if not sizes or not is_right:
+        raise TypeError(
+            f"scratch: sizes must be ints or functions, one for each dimension, got {sizes}"
+        )
+
+
+# ------------------------------------------------------------------------------------------- bounds
+
+# Let tile kernels check that each access is inside of its tensor.
+
+
+if switch("FOO_CHECK_BOUNDS"):
+    _C.ask_for_bounds_checks()
+
+
+@contextlib.contextmanager
+def check_bounds() -> Iterator[None]:
+    """Check every access of tile kernels that are called meanwhile, on all threads.
+
+    An access outside of its tensor is not performed: what is read is 0, and nothing is written.
+    When the kernel is done, the operator raises an IndexError, which names the operator, the first
+    such access with its indices, the shape, and the line of the kernel. A kernel that checks is
+    compiled by itself, and is slower; calls outside of the context are as fast as ever.
+
+    An offset into ``x.data`` must lie between the first element and the last one, but may fall
+    between two. An address that a kernel takes with `foo_ops.language.address_of` is not checked.
+
+    ``FOO_CHECK_BOUNDS=1`` in the environment does the same for the whole process, and
+    `foo_ops.testing` for every operator that it checks.
+
+    Example:
+        >>> foo_ops.library.define("mylib::ones", "(Tensor input) -> Tensor")
+        >>> @foo_ops.library.register_fake("mylib::ones")
+        ... def ones_fake(input):
+        ...     return torch.empty_like(input)
+        >>> @foo_ops.library.register_kernel("mylib::ones", "cpu")
+        ... @foo_ops.library.tile_kernel
+        ... def ones(input, output, rows):
+        ...     for row in rows:
+        ...         for i in range(6):
+        ...             output[row, i] = 1.0
+        >>> with foo_ops.library.check_bounds():
+        ...     try:
+        ...         torch.ops.mylib.ones(torch.empty(2, 5))
+        ...     except IndexError as error:
+        ...         print(str(error).partition(" (")[0])
+        ones: output[0, 5] is outside of output, which has shape [2, 5]
+    """
+    _C.ask_for_bounds_checks()
+    try:
+        yield
+    finally:
+        _C.end_bounds_checks()

@@ -1,17 +1,29 @@
-"""Find operators by their names, and read their schemas."""
+"""Operators as their schemas describe them: names, dtypes, keywords, texts and results."""
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
+import functools
+import inspect
+import math
 import re
-from collections.abc import Callable
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foo_ops import _C
 from foo_ops._operators import Definition, take_declared
 from foo_ops.library.symbols import have_sizes
+
+# ---------------------------------------------------------------------------- operators and schemas
+
+# Find operators by their names, and read their schemas.
+
 
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "foo": "PrivateUse1"}
 
@@ -273,3 +285,270 @@ def functionalize_out(operator: torch._ops.OpOverload) -> None:
                     out.resize_(result.shape)
                 out.copy_(result)
         return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+# ------------------------------------------------------------------------------------------- dtypes
+
+# Name dtypes, and sort them by their kinds.
+
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATING_8 = (
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+)
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+# In the words of messages. A category is named where all its dtypes are taken.
+_CATEGORIES = {"integer": SIGNED + UNSIGNED, "floating-point": FLOATING, "complex": COMPLEX}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name without the module: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def require_dtypes(what: str, dtypes: object) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that an argument has, or refuse it."""
+    given = tuple(dtypes) if isinstance(dtypes, Iterable) else (None,)
+    if not all(isinstance(dtype, torch.dtype) for dtype in given):
+        raise TypeError(
+            f"{what} must be a sequence of torch.dtype, such as (torch.float32,), got {dtypes!r}"
+        )
+    return given
+
+
+def in_words(dtypes: Iterable[torch.dtype]) -> str:
+    """Say in a message which dtypes are taken."""
+    left, words = dict.fromkeys(dtypes), []
+    for word, category in _CATEGORIES.items():
+        if all(dtype in left for dtype in category):
+            words.append(word)
+            for dtype in (*category, *(FLOATING_8 if word == "floating-point" else ())):
+                left.pop(dtype, None)
+    if words:
+        article = "an" if words[0] == "integer" else "a"
+        named = [f"{article} {_joined(words)} dtype"]
+    else:
+        named = []
+    return _joined(named + list(map(dtype_name, left)))
+
+
+def _joined(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+# -------------------------------------------------------------------------------------------- texts
+
+# Read in a kernel what its texts may be: ``mode: typing.Literal["same", "valid"]``.
+
+
+def with_choices(
+    operator: torch._ops.OpOverload,
+    parameters: Sequence[Parameter],
+    function: Callable[..., Any],
+    inherited: Mapping[str, tuple[str, ...]] | None = None,
+) -> tuple[Parameter, ...]:
+    """Return the parameters of an operator, with the choices that its kernel is annotated with.
+
+    Args:
+        operator: the operator.
+        parameters: all of its arguments.
+        function: takes them in this order.
+        inherited: the choices of arguments that are not annotated, by their names.
+
+    Raises:
+        TypeError: for a text without choices.
+    """
+    names = list(inspect.signature(function).parameters)
+    found = []
+    for parameter, name in zip(parameters, names):
+        if parameter.kind == "text":
+            choices = choices_in(_annotation(function, name))
+            choices = choices or (inherited or {}).get(parameter.name, ())
+            if not choices:
+                raise TypeError(
+                    f"{operator.name()}: {parameter.name} is str, and its kernel must say which "
+                    f"texts there are: annotate {name} in {describe(function)} with "
+                    'typing.Literal["a", "b"]'
+                )
+            parameter = dataclasses.replace(parameter, choices=choices)
+        found.append(parameter)
+    return (*found, *parameters[len(found) :])
+
+
+def choices_in(hint: Any) -> tuple[str, ...]:
+    """Return the texts of a Literal, or of one that may be None; nothing for anything else.
+
+    Raises:
+        ValueError: for a text that no signature of a kernel can have.
+    """
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next((it for it in typing.get_args(hint) if it is not type(None)), None)
+    texts = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+    if not all(isinstance(text, str) for text in texts):
+        return ()
+    for text in texts:
+        if not text.isprintable() or any(sign in text for sign in ",'\"\\"):
+            raise ValueError(f"a choice must have no comma, quote or backslash, got {text!r}")
+    return texts
+
+
+def _annotation(function: Callable[..., Any], name: str) -> Any:
+    hint = getattr(function, "__annotations__", {}).get(name)
+    if not isinstance(hint, str):
+        return hint
+    # Others may be names that only a type checker knows.
+    alone = types.SimpleNamespace(__annotations__={name: hint}, __globals__=function.__globals__)
+    return typing.get_type_hints(alone, globalns=function.__globals__)[name]
+
+
+# ----------------------------------------------------------------------------------------- keywords
+
+# Say in the words of schemas what the annotations of keywords are.
+
+
+# For messages.
+KEYWORDS = (
+    'float, int, bool, typing.Literal["a", "b"], int | float, list[float], list[int] or a tuple'
+)
+
+_NUMBERS = {bool: "bool", int: "SymInt", float: "float"}
+_LISTS = (list, collections.abc.Sequence)
+
+
+def schema_type(hint: Any) -> str | None:
+    """Return the type of an argument with this annotation, or None where there is none."""
+    parts = set(typing.get_args(hint)) if _is_union(hint) else {hint}
+    mark = "?" if type(None) in parts else ""
+    plain = parts - {type(None)}
+    if {int, float} <= plain <= {bool, int, float, complex}:
+        return f"Scalar{mark}"
+    type_ = _type_of_one(plain.pop()) if len(plain) == 1 else None
+    return None if type_ is None else type_ + mark
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _type_of_one(hint: Any) -> str | None:
+    if choices_in(hint):
+        return "str"
+    if hint in _NUMBERS:
+        return _NUMBERS[hint]
+    origin, items = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _LISTS or (origin is tuple and items[1:] == (...,)):
+        size = ""
+    elif origin is tuple and len(set(items)) == 1:
+        size = str(len(items))
+    else:
+        return None
+    return f"{_NUMBERS[items[0]]}[{size}]" if items[0] in (int, float) else None
+
+
+def is_finite(default: Any) -> bool:
+    """Return whether a schema can have a default."""
+    numbers = default if isinstance(default, (list, tuple)) else [default]
+    return all(math.isfinite(number) for number in numbers if isinstance(number, float))
+
+
+def schema_default(default: Any) -> str:
+    if isinstance(default, str):
+        return f'"{default}"'
+    return str(list(default) if isinstance(default, tuple) else default)
+
+
+# -------------------------------------------------------------------- operators without derivatives
+
+# Let operators without derivatives say so, instead of losing gradients and tangents in silence.
+
+
+_AUTOGRAD_KEYS = ("Autograd", "AutogradCPU", "CompositeImplicitAutograd")
+_refusals: dict[str, Any] = {}
+
+
+def refuse_derivatives(name: str, message: str, lib: torch.library.Library | None) -> None:
+    """Let an operator throw the message as a NotImplementedError, unless it has derivatives."""
+    end_refusal(name)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if not any(has_kernel(name, key) for key in _AUTOGRAD_KEYS):
+        _refusals[name] = _C.refuse_to_differentiate(name, message)
+        keep(_refusals[name], lib)
+
+
+def end_refusal(name: str) -> None:
+    """Let an operator get its derivatives."""
+    if name in _refusals:
+        _refusals.pop(name).destroy()
+
+
+# -------------------------------------------------------------------------------- results of Python
+
+# Check what functions in Python return for an operator: PyTorch takes their number on trust.
+#
+# Beyond the returns of a schema it reads memory that belongs to others, and results that are
+# missing are whatever lies on its stack.
+
+
+def counted(
+    op: str | torch._ops.OpOverload | torch.library.CustomOpDef, what: str, function: Any
+) -> Any:
+    """Return a function that raises TypeError where its results are not those of the schema.
+
+    Args:
+        op: the operator. One of torch.library.custom_op counts for itself.
+        what: the function's part, such as "fake kernel".
+        function: as it is registered for the operator. An operator, or torch's fallthrough, is
+            returned as it is.
+    """
+    is_operator = isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    is_ours = callable(function) and function is not torch.library.fallthrough_kernel
+    if isinstance(op, torch.library.CustomOpDef) or is_operator or not is_ours:
+        return function
+
+    @functools.wraps(function)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        # A kernel may be registered before its operator is defined.
+        operator = find(op)
+        wanted = _wanted(operator._schema.returns, result)
+        if wanted is None:
+            return result
+        raise TypeError(f"{operator.name()}: its {what} must return {wanted}, got {_words(result)}")
+
+    return counting
+
+
+def _wanted(declared: Sequence[torch._C.Argument], result: Any) -> str | None:
+    """Say what the result should be, or None where it is so."""
+    if len(declared) == 1:
+        # There are no others for which the error of PyTorch would not do.
+        is_right = str(declared[0].type) != "Tensor" or _may_be_tensor(result)
+        return None if is_right else "a Tensor"
+    if not declared:
+        return None if result is None else "None"
+    is_right = (
+        isinstance(result, (tuple, list))
+        and len(result) == len(declared)
+        and all(
+            str(it.type) != "Tensor" or _may_be_tensor(part) for it, part in zip(declared, result)
+        )
+    )
+    of_tensors = all(str(it.type) == "Tensor" for it in declared)
+    return None if is_right else f"{len(declared)} {'Tensors' if of_tensors else 'results'}"
+
+
+def _may_be_tensor(value: Any) -> bool:
+    # None stands for a tensor that is not defined.
+    return value is None or isinstance(value, Tensor)
+
+
+def _words(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        return f"{len(result)} ({', '.join(map(_word, result))})" if result else "0"
+    return _word(result)
+
+
+def _word(value: Any) -> str:
+    return "None" if value is None else type(value).__name__

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 
-from foo_ops._after_import import after_import
 from foo_ops.library.operators import find, keep, own_library
+from foo_ops.library.vmap import RowReader
+
+# ------------------------------------------------------------------------------------- declarations
 
 # Gets the operator's arguments, with a TensorMeta in place of each tensor.
 Rule = Callable[..., str]
 
 RULES: dict[torch._ops.OpOverload, Rule] = {}
+_functions: list[Callable[[torch._ops.OpOverload], None]] = []
 
 REST = "..."
 WHOLE = "."
@@ -85,6 +88,13 @@ def register_default_sharding(
         _register(operator, rule, lib)
 
 
+def for_each_rule(function: Callable[[torch._ops.OpOverload], None]) -> None:
+    """Call a function with each operator that has a rule, and that gets one later."""
+    for operator in RULES:
+        function(operator)
+    _functions.append(function)
+
+
 def make_constant_rule(sharding: str) -> Rule:
     return lambda *arguments, **keywords: sharding
 
@@ -107,14 +117,8 @@ def _register(
 ) -> None:
     RULES[operator] = rule
     keep(_Registration(operator, rule), lib)
-
-    def add() -> None:
-        from foo_ops.library.dtensor import register_strategy
-
-        register_strategy(operator)
-
-    # torch takes a second to import it.
-    after_import("torch.distributed.tensor", add)
+    for function in _functions:
+        function(operator)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,3 +189,34 @@ def named_dimensions(names: Iterable[str], count: int) -> dict[str, int]:
     if REST in names:
         found |= {f"{REST}{rest - dimension}": dimension for dimension in range(rest)}
     return found
+
+
+# ----------------------------------------------------------------------------- rows of tile kernels
+
+# Cut the rows of tile kernels among processes, where each is computed on its own.
+
+
+def make_tile_sharding(operator: torch._ops.OpOverload, read: RowReader) -> Rule:
+    """Make the rule of a tile kernel: by its rows, or else on whole tensors."""
+    whole = make_uniform_rule(operator, WHOLE)
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def rule(*inputs: Any, **keywords: Any) -> str:
+        rows = read()
+        if rows is None:
+            return whole()
+        shapes = []
+        for argument, tensor in (dict(zip(names, inputs)) | keywords).items():
+            count = rows.arguments.get(argument)
+            if count is not None and tensor is not None:
+                shapes.append(tensor.shape[: len(tensor.shape) - count])
+        if any(shape != shapes[0] for shape in shapes):
+            return whole()
+        before = ", ".join(map(_all_but_inner, rows.arguments.values()))
+        return f"{before} -> {', '.join(map(_all_but_inner, rows.results))}"
+
+    return rule
+
+
+def _all_but_inner(inner: int | None) -> str:
+    return WHOLE if inner is None else " ".join([REST, *[WHOLE] * inner])

@@ -1,31 +1,40 @@
-"""Make kernels over views of whole tensors, tile by tile."""
+"""Make kernels over views of whole tensors, tile by tile, and their fake kernels."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
+from torch import Tensor
 
 from foo_ops import _C
 from foo_ops.kernels.compiler.kernel import size_name
 from foo_ops.kernels.table import TILE
-from foo_ops.library.choices import with_choices
-from foo_ops.library.functions import by_position, require_function
 from foo_ops.library.kernels import (
     Launcher,
     NumbaKernel,
+    Scratch,
     add_source,
+    by_position,
     count_parameters,
     cpp_parameter,
     kinds_of,
+    require_function,
 )
-from foo_ops.library.operators import Parameter, describe, parameters_of
-from foo_ops.library.scratch import Scratch
-from foo_ops.library.tile_fakes import make_fake
-from foo_ops.library.tile_refusals import (
+from foo_ops.library.operators import (
+    Parameter,
+    describe,
+    find,
+    parameters_of,
+    short_name,
+    tensors_in,
+    with_choices,
+)
+from foo_ops.library.refusals_of_kernels import (
     check_late_refusal,
     check_lists,
     refuse_scalars_alone,
@@ -33,10 +42,220 @@ from foo_ops.library.tile_refusals import (
     require_scratch,
     require_verdict,
 )
-from foo_ops.library.tile_rows import make_row_reader
-from foo_ops.library.tile_sharding import make_tile_sharding
-from foo_ops.library.tile_values import remember_values
-from foo_ops.library.tile_vmap import make_tile_rule
+from foo_ops.library.sharding import make_tile_sharding
+from foo_ops.library.symbols import have_sizes
+from foo_ops.library.vmap import make_row_reader, make_tile_rule
+
+# ------------------------------------------------------------------------------------- fake kernels
+
+# Make the fake kernels of ``f.out`` and ``f_``, which that of ``f`` tells.
+
+
+Fake = Callable[..., Any]
+
+
+def make_fake(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> Fake | None:
+    """Make the fake kernel of ``f.out`` or ``f_``; None where the operator's author brings it."""
+    if any(p.role == "out" for p in parameters):
+        return _fake_of_out(operator, parameters)
+    if short_name(operator).endswith("_") and not _has_fake(operator):
+        return _fake_in_place(operator, parameters)
+    return None
+
+
+def _has_fake(operator: torch._ops.OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "Meta")
+
+
+def _fake_of_out(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> Fake:
+    outs = [p.name for p in parameters if p.role == "out"]
+    functional = _functional(operator, parameters)
+    name, taken = short_name(operator), [cpp_parameter(parameter) for parameter in parameters]
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        given = {p.name: argument for p, argument in zip(parameters, args)} | kwargs
+        tensors = [given.get(p.name) if p.is_tensor else None for p in parameters]
+        _C.check_devices(name, taken, tensors)
+        targets: list[Tensor] = [kwargs.pop(out) for out in outs]
+        results = functional(*args, **kwargs)
+        results = (results,) if len(targets) == 1 else results
+        for out, target, result in zip(outs, targets, results):
+            others = [x for p, x in zip(parameters, tensors) if x is not None and p.name != out]
+            _C.check_out(name, out, target, result, others)
+        for out, target, result in zip(outs, targets, results):
+            if not have_sizes(target.shape, result.shape):
+                # It is resized, and then alone in its memory.
+                given[out] = None
+        _C.check_written_memory(name, taken, [given.get(p.name) for p in parameters])
+        for target, result in zip(targets, results):
+            if not have_sizes(target.shape, result.shape):
+                target.resize_(result.shape)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    return fake
+
+
+def _functional(
+    operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
+) -> torch._ops.OpOverload:
+    """Return the operator ``f`` of ``f.out``, which tells what the results are."""
+    functional = find(operator.name().partition(".")[0])
+    inputs = [p for p in parameters if p.role != "out"]
+    if (
+        list(parameters_of(functional)) != inputs
+        or [p.role for p in parameters[len(inputs) :]] != ["out"] * len(functional._schema.returns)
+    ):  # fmt: skip
+        raise TypeError(
+            f"{operator.name()}: it must take the arguments of {functional.name()}, and then an "
+            f"out for each result: {functional._schema}, got {operator._schema}"
+        )
+    return functional
+
+
+def _fake_in_place(operator: torch._ops.OpOverload, parameters: Sequence[Parameter]) -> Fake:
+    name, names = short_name(operator), [p.name for p in parameters]
+    taken = [cpp_parameter(parameter) for parameter in parameters]
+    written = [p.name for p in parameters if p.role == "in place"]
+    count = len(operator._schema.returns)
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        twin = _twin(operator, parameters)
+        if twin is None or not _has_fake(twin):
+            raise RuntimeError(
+                f"{operator.name()}: the results of a tile kernel are allocated as the operator's "
+                "fake kernel says, and it has none: register one with "
+                "foo_ops.library.register_fake"
+            )
+        given = dict(zip(names, args)) | kwargs
+        renamed = dict(zip(names, (it.name for it in twin._schema.arguments)))
+        results = twin(**{renamed[argument]: value for argument, value in given.items()})
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        for argument, result in zip(written, results):
+            target = given.get(argument)
+            if target is None:
+                continue
+            if not have_sizes(target.shape, result.shape):
+                raise ValueError(
+                    f"{name}: {argument} must have shape {list(result.shape)} as the result has, "
+                    f"got {list(target.shape)}"
+                )
+            _C.check_out(name, argument, target, result, [])
+        _C.check_written_memory(name, taken, [given.get(argument) for argument in names])
+        targets = [given[argument] for argument in written[:count]]
+        return targets[0] if count == 1 else tuple(targets) or None
+
+    return fake
+
+
+def _twin(
+    operator: torch._ops.OpOverload, parameters: Sequence[Parameter]
+) -> torch._ops.OpOverload | None:
+    """Return the operator ``f`` beside ``f_``, whose results are what ``f_`` writes."""
+    name = operator.name().partition(".")[0].removesuffix("_")
+    if not torch._C._dispatch_has_kernel(name):
+        return None
+    twin = find(name)
+    arguments, schema = operator._schema.arguments, twin._schema
+    is_twin = (
+        not schema.is_mutable
+        and [str(it.real_type) for it in schema.arguments]
+        == [str(it.real_type) for it in arguments]
+        and len(schema.returns) == sum(p.role == "in place" for p in parameters)
+    )
+    return twin if is_twin else None
+
+
+# --------------------------------------------------------------------------- checks of fake kernels
+
+# Let the fake kernels of tile kernels refuse what the launcher refuses.
+#
+# That is texts, numbers and lists, and tensors that are written where others are, too. Fake tensors
+# tell only of those that lie in one storage: of two storages that share memory, such as two arrays
+# of NumPy, nothing but the addresses would tell, and fake tensors have none.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """The parameters of an operator that has a tile kernel."""
+
+    name: str
+    parameters: Sequence[Parameter]
+    cpp_parameters: Sequence[Any]
+
+    def calling(
+        self, fake: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what the fake kernel does, and check in the order in which the launcher does."""
+        given = {p.name: value for p, value in zip(self.parameters, args)} | kwargs
+        values = [given.get(p.name) for p in self.parameters]
+        _C.check_tile_values(self.name, self.cpp_parameters, values)
+        results = fake(*args, **kwargs)
+        if any(p.role != "read" for p in self.parameters):
+            _C.check_written_memory(self.name, self.cpp_parameters, values)
+        return results
+
+
+# By the operator, and the dispatch key of the kernel.
+_values: dict[str, dict[str, _Values]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembered:
+    """A registration: it ends with that of the kernel."""
+
+    name: str
+    key: str
+    values: _Values
+
+    def destroy(self) -> None:
+        if _values[self.name].get(self.key) is self.values:
+            del _values[self.name][self.key]
+
+
+def remember_values(
+    operator: torch._ops.OpOverload,
+    key: str,
+    parameters: Sequence[Parameter],
+    cpp_parameters: Sequence[Any],
+) -> Remembered:
+    """Remember what the kernel of an operator takes, for its fake kernel."""
+    values = _Values(short_name(operator), parameters, cpp_parameters)
+    _values.setdefault(operator.name(), {})[key] = values
+    return Remembered(operator.name(), key, values)
+
+
+def _values_of(name: str, arguments: Any) -> _Values | None:
+    """Return what the tile kernel takes that would be called; of no device, any of them."""
+    kernels = _values.get(name)
+    if not kernels:
+        return None
+    types = (tensor.device.type for tensor in tensors_in(arguments))
+    key = torch._C._dispatch_key_for_device(next(types, "meta"))
+    return next(iter(kernels.values()), None) if key == "Meta" else kernels.get(key)
+
+
+def has_values(schema: torch._C.FunctionSchema) -> bool:
+    """Return whether there may be something to check."""
+    types = [str(argument.real_type) for argument in schema.arguments]
+    return schema.is_mutable or any(
+        word in type_ for type_ in types for word in ("str", "number", "List[")
+    )
+
+
+def checking(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the fake kernel, with checks of its arguments where the kernel is a tile kernel."""
+
+    @functools.wraps(fake)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        values = _values_of(name, (args, kwargs))
+        return fake(*args, **kwargs) if values is None else values.calling(fake, args, kwargs)
+
+    return checked
+
+
+# ------------------------------------------------------------------------------------------ kernels
+
+# Make kernels over views of whole tensors, tile by tile.
 
 
 @dataclasses.dataclass(frozen=True)

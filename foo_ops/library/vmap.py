@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 from torch.utils import _pytree as pytree
 
 from foo_ops.library.operators import Parameter, find, keep, own_library, tensors_in
+
+# ------------------------------------------------------------------------------------- registration
+
+# Map operators under torch.vmap: in one call where that is possible, else by a loop.
+
 
 Rule = Callable[..., tuple[Any, Any]]
 KEY = "FuncTorchBatched"
@@ -300,3 +311,363 @@ def _mapped_over_nothing(
 
     results = pytree.tree_map(none_of, operator(*map(meta_element, inputs, in_dims), **keywords))
     return results, in_first_place(results)
+
+
+# --------------------------------------------------------------------------------- random operators
+
+# Map operators that draw random numbers, as the argument ``randomness`` of torch.vmap says.
+
+
+# Of all calls under torch.vmap, also of those whose tensors are not mapped.
+_MODE = DispatchKey.FuncTorchVmapMode
+# In the words of torch's own random operators.
+_REFUSAL = (
+    "vmap: called random operation while in randomness error mode. Please either use the 'same' or "
+    "'different' randomness flags on vmap or perform the randomness operation out of vmap"
+)
+
+
+def register_random_vmap(
+    operator: torch._ops.OpOverload, lib: torch.library.Library | None
+) -> None:
+    """Refuse a call under ``randomness="error"``; let "different" map a call that maps nothing."""
+
+    def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+        interpreter: Any = retrieve_current_functorch_interpreter()
+        if interpreter.randomness() == "error":
+            raise RuntimeError(_REFUSAL)
+        if interpreter.randomness() == "different":
+            args = _mapped(args, interpreter.batch_size(), interpreter.level())
+            keys = keys | DispatchKeySet(DispatchKey.FuncTorchBatched)
+        rest = torch._C._dispatch_keyset_full_after(_MODE)
+        return operator.redispatch(keys & rest, *args, **kwargs)
+
+    name = operator.name()
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, _MODE.name):
+        own = torch.library.Library(name.partition("::")[0], "FRAGMENT")
+        own.impl(name, kernel, _MODE.name, with_keyset=True)
+        keep(_Registration(own), lib)
+
+
+class _Registration:
+    """Ends with the library of the operator."""
+
+    def __init__(self, library: torch.library.Library) -> None:
+        self._library = library
+
+    def destroy(self) -> None:
+        self._library._destroy()
+
+
+def _mapped(args: tuple[Any, ...], size: int, level: int) -> tuple[Any, ...]:
+    """Map the first tensor, if no tensor is mapped at this level."""
+    from torch._C._functorch import _add_batch_dim, is_batchedtensor, maybe_get_level
+
+    tensors = tensors_in(args)
+    is_mapped = any(is_batchedtensor(x) and maybe_get_level(x) == level for x in tensors)
+    if is_mapped or not tensors:
+        return args
+    first = next(place for place, it in enumerate(args) if isinstance(it, Tensor))
+    repeated = args[first].expand(size, *args[first].shape)
+    return (*args[:first], _add_batch_dim(repeated, 0, level), *args[first + 1 :])
+
+
+def make_random_loop(name: str, parameters: tuple[Parameter, ...]) -> Rule:
+    """Make the rule of an operator with a generator: a call for each element.
+
+    For the same numbers in all of them the generator is put back before each but the first.
+    """
+    generators = [parameter.name for parameter in parameters if parameter.kind == "generator"]
+
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any, **keywords: Any) -> Any:
+        operator: Any = find(name)
+        device = tensors_in(inputs)[0].device
+        given = dict(zip((p.name for p in parameters), inputs)) | keywords
+        drawn_from = [given.get(generator) or _default(device) for generator in generators]
+        states = [generator.get_state() for generator in drawn_from]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if info.randomness == "same":
+                for generator, state in zip(drawn_from, states):
+                    generator.set_state(state)
+            return operator(*args, **kwargs)
+
+        with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(_MODE)):
+            return vmap_by_loop(call, info, in_dims, *inputs, **keywords)
+
+    return vmap
+
+
+def _default(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    generators: tuple[torch.Generator, ...] = torch.get_device_module(device).default_generators
+    return generators[device.index or 0]
+
+
+# ----------------------------------------------------------------- kernels of rows, in their source
+
+# Read in a tile kernel's source whether it computes each row on its own.
+
+
+# These look at a tensor's dtype alone.
+_OF_DTYPE = ("cast", "lanes", "zero")
+_KNOWN_EVERYWHERE = ("ndim", "dtype")
+
+
+def row_dimensions(
+    function: Callable[..., Any], tensors: Collection[str], written: Collection[str]
+) -> dict[str, int | None] | None:
+    """Return how many dimensions of each tensor lie within a row; None for one that is read whole.
+
+    A kernel works by rows if its tiles are used in ``for row in rows`` alone and ``row`` in
+    ``x.row(row)``, ``x.flat[row]`` or ``x[row, ...]``, if what is written is accessed in no other
+    way, and if it asks for no size that depends on the number of rows. Else the result is None.
+
+    Args:
+        function: the kernel, whose last argument is the range of tiles.
+        tensors: the names of its tensors.
+        written: those of them that it writes.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):
+        return None
+    (definition,) = tree.body
+    if not isinstance(definition, ast.FunctionDef):
+        return None
+    *_, tiles = inspect.signature(function).parameters
+    return _Reader(definition, tiles, set(tensors)).read(set(written))
+
+
+class _Reader:
+    def __init__(self, definition: ast.FunctionDef, tiles: str, tensors: set[str]) -> None:
+        nodes = [node for statement in definition.body for node in ast.walk(statement)]
+        self._parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+        self._names = [node for node in nodes if isinstance(node, ast.Name)]
+        self._loops = [node for node in nodes if isinstance(node, ast.For)]
+        self._tiles, self._tensors = tiles, tensors
+
+    def read(self, written: set[str]) -> dict[str, int | None] | None:
+        loops = [it for it in self._loops if _is_name(it.iter, self._tiles)]
+        targets = [loop.target for loop in loops]
+        rows = {it.id for it in targets if isinstance(it, ast.Name)}
+        if len(list(self._uses({self._tiles}))) != len(loops) or len(rows) != 1:
+            return None
+        found: dict[str, int | None] = dict.fromkeys(self._tensors)
+        row_uses: set[ast.AST] = set(targets)
+        for name in self._uses(self._tensors):
+            access = self._access(name, *rows)
+            if access is not None:
+                within, index = access
+                if found[name.id] not in (None, within):
+                    return None
+                found[name.id] = within
+                row_uses.add(index)
+        for name in self._uses(self._tensors):
+            inner = found[name.id]
+            if inner is None or self._access(name, *rows) or self._tells_dtype(name):
+                continue
+            if not self._tells_size_within(name, inner):
+                return None
+        if any(name not in row_uses for name in self._uses(rows)):
+            return None
+        return None if any(found[name] is None for name in written) else found
+
+    def _uses(self, names: set[str]) -> Iterator[ast.Name]:
+        return (name for name in self._names if name.id in names)
+
+    def _access(self, name: ast.Name, row: str) -> tuple[int, ast.AST] | None:
+        """Return how many dimensions an access to one row leaves, and its index."""
+        node = self._parents[name]
+        if isinstance(node, ast.Attribute) and node.attr in ("row", "flat"):
+            outer = self._parents[node]
+            if node.attr == "row" and isinstance(outer, ast.Call) and len(outer.args) == 1:
+                return (1, outer.args[0]) if _is_name(outer.args[0], row) else None
+            if node.attr == "flat" and isinstance(outer, ast.Subscript):
+                return (0, outer.slice) if _is_name(outer.slice, row) else None
+        if isinstance(node, ast.Subscript) and node.value is name:
+            index = node.slice
+            indices = index.elts if isinstance(index, ast.Tuple) else [index]
+            if _is_name(indices[0], row):
+                return len(indices) - 1, indices[0]
+        return None
+
+    def _tells_dtype(self, name: ast.Name) -> bool:
+        """Whether this is ``x.ndim``, ``x is None`` or ``language.zero(x)``."""
+        node = self._parents[name]
+        if isinstance(node, ast.Attribute):
+            return node.attr in _KNOWN_EVERYWHERE
+        if isinstance(node, ast.Compare):
+            return all(isinstance(it, (ast.Is, ast.IsNot)) for it in node.ops)
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
+        return _is_name(node.func.value, "language") and node.func.attr in _OF_DTYPE
+
+    def _tells_size_within(self, name: ast.Name, inner: int) -> bool:
+        """Whether this is ``x.shape[-1]``, a size within rows."""
+        shape = self._parents[name]
+        item = self._parents[shape]
+        if not isinstance(shape, ast.Attribute) or shape.attr not in ("shape", "strides"):
+            return False
+        if not isinstance(item, ast.Subscript):
+            return False
+        try:
+            index = ast.literal_eval(item.slice)
+        except ValueError:
+            return False
+        return isinstance(index, int) and -inner <= index < 0
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+# ----------------------------------------------------------------------------- rows of tile kernels
+
+# What an operator does with the rows of its tensors, as its tile kernel says.
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How many dimensions of each tensor lie within a row; None for one that is read whole.
+
+    Attributes:
+        arguments: of those that are tensors, by their names in the schema.
+        results: in their order.
+    """
+
+    arguments: dict[str, int | None]
+    results: Sequence[int | None]
+
+
+RowReader = Callable[[], Rows | None]
+"""Looks into a kernel's source; None for an operator that does not compute each row on its own."""
+
+
+def make_row_reader(
+    operator: torch._ops.OpOverload, function: Callable[..., Any] | None, names: Sequence[str]
+) -> RowReader:
+    """Make what looks into a kernel's source when it is needed: it takes too long for an import.
+
+    Args:
+        function: the kernel; None for one whose tiles are no rows.
+        names: its arguments, those of the operator and then the results.
+    """
+    arguments, returns = operator._schema.arguments, operator._schema.returns
+    own = {it.name: name for it, name in zip(arguments, names) if "Tensor" in str(it.type)}
+    results = list(names[len(arguments) :])
+    # A result that is an argument, where the function has no name for it of its own.
+    results = results or [_alias(it, arguments, names) for it in returns]
+    written = [*(own[it.name] for it in arguments if it.is_write), *results]
+
+    @functools.cache
+    def read() -> Rows | None:
+        found = function and row_dimensions(function, [*own.values(), *results], written)
+        # The first tensor has the rows that are counted.
+        if not found or found[next(iter(own.values()))] != 1:
+            return None
+        of_arguments = {argument: found[name] for argument, name in own.items()}
+        return Rows(of_arguments, [found[name] for name in results])
+
+    return read
+
+
+def _alias(result: Any, arguments: Sequence[Any], names: Sequence[str]) -> str:
+    aliases = result.alias_info.before_set
+    return next(
+        name
+        for argument, name in zip(arguments, names)
+        if argument.alias_info is not None and argument.alias_info.before_set == aliases
+    )
+
+
+# ------------------------------------------------------------------------------------- tile kernels
+
+# Map tile kernels under torch.vmap: by their rows in one call, or else by a loop.
+
+
+def make_tile_rule(
+    operator: torch._ops.OpOverload, parameters: Sequence[Parameter], read: RowReader
+) -> Rule | None:
+    """Make the rule of a tile kernel; ``f.out`` has none, as PyTorch's have none."""
+    name, is_mutable = operator.name(), operator._schema.is_mutable
+    if any(parameter.kind == "generator" for parameter in parameters):
+        return None if is_mutable else make_random_loop(name, tuple(parameters))
+    if any(parameter.role == "out" for parameter in parameters):
+        return None
+    return make_loop_in_place(name) if is_mutable else _make_rule_of_rows(name, read)
+
+
+def _make_rule_of_rows(name: str, read: RowReader) -> Rule:
+    loop = make_loop(name)
+
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any, **keywords: Any) -> Any:
+        operator, size = find(name), info.batch_size
+        rows = read() if size > 0 and not tensors_in(keywords) else None
+        more = None if rows is None else _more_rows(operator, rows, size, in_dims, inputs)
+        if more is None:
+            return loop(info, in_dims, *inputs, **keywords)
+        arguments, first = more
+        one = operator(*map(meta_element, inputs, in_dims), **keywords)
+        shapes = [_shape_of_more(result, size, first) for result in tensors_in(one)]
+        if shapes != _shapes_of(operator, arguments, keywords):
+            return loop(info, in_dims, *inputs, **keywords)
+        results = operator(*arguments, **keywords)
+        if first is not None:
+            results = pytree.tree_map_only(
+                Tensor, lambda result: result.unflatten(0, (size, first)), results
+            )
+        return results, in_first_place(results)
+
+    return vmap
+
+
+def _more_rows(
+    operator: torch._ops.OpOverload,
+    rows: Rows,
+    size: int,
+    in_dims: Sequence[Any],
+    inputs: Sequence[Any],
+) -> tuple[list[Any], int | None] | None:
+    """Make the mapped dimension a part of the first one of rows, whose size comes with the inputs.
+
+    So tensors keep the number of dimensions that kernels and fake kernels may ask for; those of one
+    row get one more. None where something else is mapped, or rows would be broadcast.
+    """
+    names = [argument.name for argument in operator._schema.arguments]
+    more, before = list(inputs), set()
+    for place, (name, tensor, in_dim) in enumerate(zip(names, inputs, in_dims)):
+        inner = rows.arguments.get(name)
+        if inner is not None and isinstance(tensor, Tensor):
+            moved = in_front(tensor, in_dim, size)
+            before.add(moved.shape[1 : moved.dim() - inner])
+            more[place] = moved.flatten(0, 1) if moved.dim() - inner > 1 else moved
+        elif in_dim is not None:
+            return None
+    if len(before) != 1:
+        return None
+    (shape,) = before
+    return more, shape[0] if len(shape) > 0 else None
+
+
+def _shape_of_more(result: Tensor, size: int, first: int | None) -> list[int] | None:
+    """Return what shape a result must have with more rows; None if it has no dimension of rows."""
+    if first is None:
+        return [size, *result.shape]
+    if result.dim() == 0 or result.shape[0] != first:
+        return None
+    return [size * first, *result.shape[1:]]
+
+
+def _shapes_of(
+    operator: torch._ops.OpOverload, arguments: Sequence[Any], keywords: dict[str, Any]
+) -> list[list[int]] | None:
+    """Return the shapes of the results; None where the fake kernel refuses so many rows."""
+    arguments = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), arguments)
+    try:
+        return [list(result.shape) for result in tensors_in(operator(*arguments, **keywords))]
+    except (ValueError, TypeError, RuntimeError):
+        return None

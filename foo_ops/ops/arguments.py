@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foo_ops.library.dtypes import FLOATING, dtype_name
+from foo_ops.library.operators import FLOATING, dtype_name
 from foo_ops.library.symbols import Sizes, have_sizes
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foo_ops import language, library
-from foo_ops.library.dtypes import FLOATING, dtype_name
+from foo_ops.library.operators import FLOATING, dtype_name
 from foo_ops.ops.arguments import require_device, require_shape
 
 NAME = "cache_append"

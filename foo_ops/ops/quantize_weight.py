@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from foo_ops.library.dtypes import FLOATING, dtype_name
+from foo_ops.library.operators import FLOATING, dtype_name
 from foo_ops.library.symbols import Condition, either, holds
 from foo_ops.ops.arguments import require_device, require_like
 

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from foo_ops import library, testing
-from foo_ops.library.dtypes import FLOATING, SIGNED, UNSIGNED
+from foo_ops.library.operators import FLOATING, SIGNED, UNSIGNED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -64,7 +64,7 @@ variable_list to_tensors(const py::handle& objects, const std::string& name, con
   return tensors;
 }
 
-// The methods of a Formula of foo_ops/library/formula.py.
+// The methods of a Formula of foo_ops/library/autograd.py.
 struct Methods {
   explicit Methods(const py::object& formula)
       : keep(hold(formula.attr("keep"))),

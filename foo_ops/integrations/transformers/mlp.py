@@ -19,7 +19,7 @@ from foo_ops.integrations.transformers.replacement import (
     is_taken,
     stand_in,
 )
-from foo_ops.library.dtypes import FLOATING
+from foo_ops.library.operators import FLOATING
 from foo_ops.ops.linear_silu_mul import linear_silu_mul
 from foo_ops.ops.silu_mul import silu_mul
 

@@ -18,7 +18,7 @@ from foo_ops.integrations.transformers.replacement import (
     permuted_back,
     stand_in,
 )
-from foo_ops.library.dtypes import FLOATING
+from foo_ops.library.operators import FLOATING
 from foo_ops.ops.rms_norm import composite
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from foo_ops.library.dtypes import FLOATING
+from foo_ops.library.operators import FLOATING
 
 
 class Replacement:

@@ -16,7 +16,7 @@ from foo_ops.integrations.transformers.replacement import (
     is_near,
     stand_in,
 )
-from foo_ops.library.dtypes import FLOATING
+from foo_ops.library.operators import FLOATING
 
 WIDTH = 8
 

@@ -20,7 +20,7 @@ from foo_ops.integrations.transformers.replacement import (
     memory_order,
     permuted_back,
 )
-from foo_ops.library.dtypes import FLOATING
+from foo_ops.library.operators import FLOATING
 from foo_ops.ops.rotary_embedding import composite
 
 FUNCTION = "apply_rotary_pos_emb"

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foo_ops.library.dtypes import dtype_name
-from foo_ops.library.operators import DISPATCH_KEYS
+from foo_ops.library.operators import DISPATCH_KEYS, dtype_name
 from foo_ops.testing.checks.contexts import failing_as
 from foo_ops.testing.checks.matrix import Case
 from foo_ops.testing.schema import named_tensors, out_names, unwritten

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from foo_ops.library.bounds import check_bounds
-from foo_ops.library.dtypes import dtype_name
+from foo_ops.library.kernels import check_bounds
+from foo_ops.library.operators import dtype_name
 from foo_ops.testing.checks.contexts import seeded, threads
 from foo_ops.testing.layouts import LAYOUTS, Layout, expanded
 from foo_ops.testing.spec import OpSpec, Sample

@@ -11,19 +11,27 @@ from typing import Any, overload
 import torch
 
 from foo_ops.library.autograd import register_variant_autograd
-from foo_ops.library.choices import choices_in
-from foo_ops.library.dtypes import COMPLEX, FLOATING, SIGNED, UNSIGNED, require_dtypes
 from foo_ops.library.elementwise import (
     Backward,
     ElementwiseKernel,
     elementwise_kernel,
     refuse_other_backward,
 )
-from foo_ops.library.functions import require_function
-from foo_ops.library.kernels import register_kernel
-from foo_ops.library.keywords import KEYWORDS, is_finite, schema_default, schema_type
-from foo_ops.library.operators import describe
-from foo_ops.library.returned_kinds import returned_kinds
+from foo_ops.library.kernels import register_kernel, require_function
+from foo_ops.library.operators import (
+    COMPLEX,
+    FLOATING,
+    KEYWORDS,
+    SIGNED,
+    UNSIGNED,
+    choices_in,
+    describe,
+    is_finite,
+    require_dtypes,
+    schema_default,
+    schema_type,
+)
+from foo_ops.library.refusals_of_kernels import returned_kinds
 
 # The meaning of the annotation of an element, from the narrowest.
 _DTYPES = {
