@@ -18,8 +18,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from benchmarks.measure import OURS, THREADS, Contenders, Local, torch_threads
 from benchmarks.workload import Workload
 from benchmarks.zentorch_process import Zentorch
-from foo_ops.ops.attention import attention
-from foo_ops.ops.attention_varlen import attention_varlen
+from foo_ops.ops.attention.dense import attention
+from foo_ops.ops.attention.varlen import attention_varlen
 
 LARGEST_SCORES = 1 << 30
 """Bytes of the matrix of scores for which the math backend, which keeps several, takes part."""

@@ -21,7 +21,7 @@ import torch
 import foo_ops
 from benchmarks.measure import Result
 from foo_ops.ops.abs import abs
-from foo_ops.ops.attention import attention
+from foo_ops.ops.attention.dense import attention
 
 REPOSITORY = Path(__file__).parents[1]
 

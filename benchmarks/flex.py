@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
 import foo_ops
 from benchmarks.measure import OURS, THREADS, Case, Contenders, Local, torch_threads
-from foo_ops.ops.attention import attention
+from foo_ops.ops.attention.dense import attention
 
 SECTION = "flex attention"
 HEAD_DIM = 64

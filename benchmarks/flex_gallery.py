@@ -12,7 +12,7 @@ from torch import Tensor
 import foo_ops
 from benchmarks import flex, gallery
 from benchmarks.measure import OURS, Case, Contenders
-from foo_ops.ops.attention import attention
+from foo_ops.ops.attention.dense import attention
 
 SECTION = "flex gallery"
 HEADS = 4

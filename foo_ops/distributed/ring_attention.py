@@ -24,7 +24,7 @@ from foo_ops.distributed.ring import Ring
 from foo_ops.distributed.ring_checks import exchange_lengths
 from foo_ops.distributed.sequence import Layout, Part
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.attention_options import given_options
+from foo_ops.ops.attention.options import given_options
 
 KEYS, GRADIENTS = 0, 2
 """Tags of what goes round at the same time, keys with values and their gradients."""

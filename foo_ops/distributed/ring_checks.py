@@ -10,7 +10,7 @@ from torch import Tensor
 from foo_ops import _C
 from foo_ops.distributed.ring import LENGTH, Ring, gather_objects
 from foo_ops.library.operators import dtype_name
-from foo_ops.ops.attention_options import AttentionOptions
+from foo_ops.ops.attention.options import AttentionOptions
 
 NAMES = ("query", "key", "value", "alibi_slopes", "sinks")
 

@@ -4,20 +4,17 @@ Imported at the first use of an operator: see foo_ops/_operators.py.
 """
 
 from foo_ops import _operators
-from foo_ops.ops import (  # noqa: F401
-    attention_part,
-    linear_cross_entropy_training,
-    softmax_cross_entropy_part,
-)
 from foo_ops.ops.abs import abs
-from foo_ops.ops.attention import attention
-from foo_ops.ops.attention_int8_cache import attention_int8_cache, quantize_cache
-from foo_ops.ops.attention_varlen import attention_varlen
+from foo_ops.ops.attention import part  # noqa: F401
+from foo_ops.ops.attention.dense import attention
+from foo_ops.ops.attention.int8_cache import attention_int8_cache, quantize_cache
+from foo_ops.ops.attention.varlen import attention_varlen
 from foo_ops.ops.cache_append import cache_append
-from foo_ops.ops.flex_attention import flex_attention
-from foo_ops.ops.flex_attention_varlen import flex_attention_varlen
+from foo_ops.ops.cross_entropy.linear import linear_cross_entropy
+from foo_ops.ops.cross_entropy.softmax import softmax_cross_entropy
+from foo_ops.ops.flex_attention.dense import flex_attention
+from foo_ops.ops.flex_attention.varlen import flex_attention_varlen
 from foo_ops.ops.linear import linear
-from foo_ops.ops.linear_cross_entropy import linear_cross_entropy
 from foo_ops.ops.linear_int4 import linear_int4
 from foo_ops.ops.linear_int8 import linear_int8
 from foo_ops.ops.linear_silu_mul import linear_silu_mul
@@ -25,7 +22,6 @@ from foo_ops.ops.quantize_weight import dequantize_weight, quantize_weight
 from foo_ops.ops.rms_norm import add_rms_norm, rms_norm
 from foo_ops.ops.rotary_embedding import rotary_embedding
 from foo_ops.ops.silu_mul import silu_mul
-from foo_ops.ops.softmax_cross_entropy import softmax_cross_entropy
 
 __all__ = [
     "abs",

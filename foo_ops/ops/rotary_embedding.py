@@ -1,7 +1,4 @@
-"""foo::rotary_embedding turns positions into rotations (Su et al. 2021, equation 34).
-
-A pair of elements (a, b) of a row turns by an angle: (a cos - b sin, a sin + b cos).
-"""
+"""foo::rotary_embedding turns positions into rotations (Su et al. 2021, equation 34)."""
 
 from __future__ import annotations
 
@@ -21,7 +18,36 @@ from foo_ops.ops.arguments import (
     require_rows,
     require_shape,
 )
-from foo_ops.ops.indexing import offset_of
+
+# ------------------------------------------------------------------------------------------ indices
+
+# Find elements, in kernels whose arrays have any number of dimensions and any strides.
+
+
+def offset_of(view: Any, of: Any, number: Any, trailing: Any) -> Any:
+    """Return the offset of an element of a view, by its number in the order of rows.
+
+    Args:
+        view: is broadcast over the leading dimensions of another.
+        of: the other, whose elements are counted; it may be the view itself.
+        number: counts over all dimensions of ``of`` but the trailing ones.
+        trailing: how many these are.
+    """
+    offset = 0
+    for back in range(trailing + 1, of.ndim + 1):
+        index = number % of.shape[-back]
+        number = number // of.shape[-back]
+        if back <= view.ndim and view.shape[-back] > 1:
+            offset += index * view.strides[-back]
+    return offset
+
+
+# ------------------------------------------------------------------------------------- the operator
+
+# foo::rotary_embedding turns positions into rotations (Su et al. 2021, equation 34).
+#
+# A pair of elements (a, b) of a row turns by an angle: (a cos - b sin, a sin + b cos).
+
 
 # inverse: by the angles' negatives, which is what the gradient needs.
 ARGUMENTS = "Tensor cosine, Tensor sine, *, bool interleaved=False, bool inverse=False"

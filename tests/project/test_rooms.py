@@ -127,17 +127,8 @@ def allowed(room):
     return found
 
 
-def nodes(tree, *, inside_functions):
-    """Return the nodes of a module, in its functions too or only those that run on import."""
-    for child in ast.iter_child_nodes(tree):
-        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        yield child
-        if inside_functions or not is_function:
-            yield from nodes(child, inside_functions=inside_functions)
-
-
-def imported_modules(path, *, inside_functions=True):
-    for node in nodes(ast.parse(path.read_text()), inside_functions=inside_functions):
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -189,9 +180,9 @@ def test_kernels_do_not_know_the_companion():
 
 
 def test_modules_do_not_import_each_other_in_a_circle():
-    """Annotations count, and imports inside of functions do not."""
+    """Annotations count, and imports inside of functions."""
     imports = {
-        module: {name for name in imported_modules(path, inside_functions=False) if name in MODULES}
+        module: {name for name in imported_modules(path) if name in MODULES}
         for module, path in MODULES.items()
     }
     graphlib.TopologicalSorter(imports).prepare()

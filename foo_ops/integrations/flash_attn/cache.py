@@ -10,7 +10,7 @@ from torch import Tensor
 from foo_ops.integrations.flash_attn.cache_lengths import checked_lengths
 from foo_ops.integrations.flash_attn.options import EVERYTHING, Options, Window, require_four
 from foo_ops.library.operators import dtype_name
-from foo_ops.ops.attention_varlen import check_inputs
+from foo_ops.ops.attention.varlen import check_inputs
 from foo_ops.ops.cache_append import INDICES
 
 NAME = "flash_attn_with_kvcache"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from foo_ops.ops.attention_options import given_options
+from foo_ops.ops.attention.options import given_options
 
 Window = tuple[int, int]
 EVERYTHING = (-1, -1)

@@ -25,7 +25,7 @@ from foo_ops.integrations.transformers.sparse import (
     chosen_keys,
     shows_few,
 )
-from foo_ops.ops.attention_options import given_options
+from foo_ops.ops.attention.options import given_options
 
 NAME = "foo"
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from foo_ops.integrations.transformers.integers import Integers, numbers
 from foo_ops.integrations.transformers.replacement import holds
-from foo_ops.ops.attention_int8_cache import quantize_cache
+from foo_ops.ops.attention.int8_cache import quantize_cache
 
 LEAST_ROOM = 64
 """For keys, in the first memory of a cache."""

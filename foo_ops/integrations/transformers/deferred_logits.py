@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from foo_ops.ops.cross_entropy.linear import linear_cross_entropy
 from foo_ops.ops.linear import linear
-from foo_ops.ops.linear_cross_entropy import linear_cross_entropy
 
 # By its own name it would be the method of logits.
 Number = float

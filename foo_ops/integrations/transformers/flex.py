@@ -28,7 +28,7 @@ from foo_ops.integrations.transformers.attention import (
     refuse_unsupported,
     shows_all,
 )
-from foo_ops.ops.flex_attention import flex_attention
+from foo_ops.ops.flex_attention.dense import flex_attention
 
 FLEX_NAME = "foo_flex"
 ANY_LENGTH = 1 << 30

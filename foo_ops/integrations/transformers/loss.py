@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from foo_ops.integrations.transformers.deferred_logits import DeferredLogits, computed
 from foo_ops.integrations.transformers.linear import FooLinear, deferred, is_lone
 from foo_ops.integrations.transformers.replacement import Replacement, has_own_forward, replace
-from foo_ops.ops.softmax_cross_entropy import softmax_cross_entropy
+from foo_ops.ops.cross_entropy.softmax import softmax_cross_entropy
 
 
 def token_loss(

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks
 
-from foo_ops.ops.score_mods import cache
-from foo_ops.ops.score_mods.trace import trace
+from foo_ops.ops.flex_attention import cache
+from foo_ops.ops.flex_attention.trace import trace
 
 QUERY = torch.empty(0)
 FACTOR = 2.0

@@ -11,7 +11,7 @@ from support.parts import whole
 
 import foo_ops
 from foo_ops.kernels.flex.program import DTYPES, INTEGERS
-from foo_ops.ops.score_mods.trace import trace
+from foo_ops.ops.flex_attention.trace import trace
 
 SIZES = BATCH, HEADS, QUERIES, KEYS = 2, 3, 37, 41
 

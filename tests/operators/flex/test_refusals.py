@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.versions import TORCH
 
-from foo_ops.ops.score_mods.trace import trace
+from foo_ops.ops.flex_attention.trace import trace
 
 TABLE = torch.ones(4, 8)
 WRITES_ITEMS = "torch.fill_" if TORCH >= (2, 15) else "torch.Tensor.copy_"

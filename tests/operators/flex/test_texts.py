@@ -5,7 +5,7 @@ import torch
 from support.score_mods import MAKERS
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
-from foo_ops.ops.score_mods.trace import Traced, trace
+from foo_ops.ops.flex_attention.trace import Traced, trace
 
 
 def texts(score_mod=None, mask_mod=None, dtype=torch.float32):

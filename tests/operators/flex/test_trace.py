@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.score_mods import MAKERS, SIZES, mask_mods
 
-from foo_ops.ops.score_mods.evaluate import evaluate
-from foo_ops.ops.score_mods.trace import trace
+from foo_ops.ops.flex_attention.derivatives import evaluate
+from foo_ops.ops.flex_attention.trace import trace
 
 
 class Maker:

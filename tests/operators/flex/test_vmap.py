@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import foo_ops
-from foo_ops.ops.score_mods.trace import trace
+from foo_ops.ops.flex_attention.trace import trace
 
 DTYPE = torch.float64
 STARTS = torch.tensor([0, 2, 5], dtype=torch.int32)

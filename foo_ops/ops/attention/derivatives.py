@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.attention_options import AttentionOptions
+from foo_ops.ops.attention.options import AttentionOptions
 
 
 def make_dropout_mask(

@@ -25,12 +25,12 @@ from torch import Tensor
 from foo_ops import _C, library
 from foo_ops._after_import import after_import
 from foo_ops.library.operators import find
-from foo_ops.ops.attention import backward_flops, fake_backward, fake_seeded, flops
-from foo_ops.ops.attention_varlen import backward_flops as packed_backward_flops
-from foo_ops.ops.attention_varlen import fake_backward as fake_packed_backward
-from foo_ops.ops.attention_varlen import fake_seeded as fake_packed_seeded
-from foo_ops.ops.attention_varlen import flops as packed_flops
-from foo_ops.ops.attention_vmap import padded
+from foo_ops.ops.attention.dense import backward_flops, fake_backward, fake_seeded, flops
+from foo_ops.ops.attention.varlen import backward_flops as packed_backward_flops
+from foo_ops.ops.attention.varlen import fake_backward as fake_packed_backward
+from foo_ops.ops.attention.varlen import fake_seeded as fake_packed_seeded
+from foo_ops.ops.attention.varlen import flops as packed_flops
+from foo_ops.ops.attention.vmap import padded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

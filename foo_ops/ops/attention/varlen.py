@@ -12,15 +12,10 @@ from torch import Tensor
 from foo_ops import _C, library
 from foo_ops.library.tensor_numbers import SEEDED
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.attention import OUTPUTS, RANDOM_TAGS, TAGS, empty_gradient
-from foo_ops.ops.attention_derivatives import composite, composite_gradients, make_dropout_mask
-from foo_ops.ops.attention_options import (
-    PACKED,
-    AttentionOptions,
-    given_options,
-    schema,
-)
-from foo_ops.ops.attention_varlen_vmap import make_packed_forward_rule, vmap_packed_backward
+from foo_ops.ops.attention.dense import OUTPUTS, RANDOM_TAGS, TAGS, empty_gradient
+from foo_ops.ops.attention.derivatives import composite, composite_gradients, make_dropout_mask
+from foo_ops.ops.attention.options import PACKED, AttentionOptions, given_options, schema
+from foo_ops.ops.attention.vmap import make_packed_forward_rule, vmap_packed_backward
 
 OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {schema(*PACKED)}"
 INPUTS = (

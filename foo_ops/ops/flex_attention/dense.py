@@ -10,10 +10,10 @@ from torch import Tensor
 
 from foo_ops import _C, library
 from foo_ops.library.symbols import is_known
-from foo_ops.ops.attention import empty_results, product_flops
-from foo_ops.ops.flex_attention_derivatives import composite, register_gradients
-from foo_ops.ops.flex_attention_vmap import vmap, vmap_backward
-from foo_ops.ops.score_mods.cache import traced
+from foo_ops.ops.attention.dense import empty_results, product_flops
+from foo_ops.ops.flex_attention.cache import traced
+from foo_ops.ops.flex_attention.derivatives import composite, register_gradients
+from foo_ops.ops.flex_attention.vmap import vmap, vmap_backward
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -118,7 +118,7 @@ def flex_attention(
         )
     mask_mod, lists, blocks = _parts(block_mask, query, key)
     if torch.compiler.is_dynamo_compiling():
-        from foo_ops.ops.flex_attention_compile import compiled
+        from foo_ops.ops.flex_attention.compile import compiled
 
         inputs = (query, key, value)
         output, logsumexp = compiled(
@@ -269,6 +269,6 @@ def backward_flops(
     *others: Any,
     **_: Any,
 ) -> int:
-    """Count five products, as `foo_ops.ops.attention.backward_flops` does."""
+    """Count five products, as `foo_ops.ops.attention.dense.backward_flops` does."""
     scores, values = product_flops(query_shape, key_shape, value_shape)
     return 3 * scores + 2 * values

@@ -1,12 +1,4 @@
-"""foo::softmax_cross_entropy computes the loss of a classifier or a language model.
-
-    logsumexp = log(sum_v exp(x_v))
-    loss = (1 - smoothing) (logsumexp - x_target) + smoothing (logsumexp - mean_v x_v)
-
-Of a row of V logits: V steps through a running maximum and sum (Milakov and Gimelshein 2018,
-algorithm 3), in chunks that stay in the first cache. What is kept for the gradient beside the
-logits is one number a row; neither probabilities nor their logarithms are stored.
-"""
+"""foo::softmax_cross_entropy computes the loss of a classifier or a language model."""
 
 from __future__ import annotations
 
@@ -20,7 +12,7 @@ from torch import Tensor
 
 from foo_ops import language, library
 from foo_ops._after_import import after_import
-from foo_ops.ops import softmax_cross_entropy_sharding
+from foo_ops.library.operators import find
 from foo_ops.ops.arguments import (
     compute_type,
     has_elements,
@@ -32,6 +24,19 @@ from foo_ops.ops.arguments import (
     require_shape,
     require_sums,
 )
+from foo_ops.ops.cross_entropy import sharding
+
+# ----------------------------------------------------------------------- foo::softmax_cross_entropy
+
+# foo::softmax_cross_entropy computes the loss of a classifier or a language model.
+#
+#     logsumexp = log(sum_v exp(x_v))
+#     loss = (1 - smoothing) (logsumexp - x_target) + smoothing (logsumexp - mean_v x_v)
+#
+# Of a row of V logits: V steps through a running maximum and sum (Milakov and Gimelshein 2018,
+# algorithm 3), in chunks that stay in the first cache. What is kept for the gradient beside the
+# logits is one number a row; neither probabilities nor their logarithms are stored.
+
 
 ARGUMENTS = "float label_smoothing=0.0, SymInt ignore_index=-100"
 library.define(
@@ -378,7 +383,7 @@ library.register_vmap_rows(
     "logsumexp",
 )
 
-after_import("torch.distributed.tensor", softmax_cross_entropy_sharding.register)
+after_import("torch.distributed.tensor", sharding.register_softmax)
 
 
 @library.register_flops("foo::softmax_cross_entropy", takes_tensors=True)
@@ -398,3 +403,20 @@ def backward_flops(
 ) -> int:
     """Count an exponential, a product and two differences for each logit."""
     return 4 * logits.numel()
+
+
+# ---------------------------------------------------------------------------- a part of the classes
+
+# foo::softmax_cross_entropy_part_backward, for a part of the classes.
+#
+# It takes what foo::softmax_cross_entropy_backward takes, the logsumexp of all classes among it.
+# That one divides probabilities by their sum where the logsumexp is large, which a part does not
+# know. It has no derivatives: DTensor calls it below autograd.
+
+
+NAME = "foo::softmax_cross_entropy_part_backward"
+schema = str(find("foo::softmax_cross_entropy_backward")._schema)
+library.define(NAME, schema[schema.index("(") :], tags=torch.Tag.pt2_compliant_tag)
+library.register_fake(NAME, fake_backward)
+library.register_flops(NAME, takes_tensors=True)(backward_flops)
+library.register_kernel(NAME, ("cpu", "foo"), make_backward_kernel(is_part=True))

@@ -16,7 +16,7 @@ from torch._dynamo.variables import higher_order_ops as dynamo
 from torch._ops import HigherOrderOperator
 from torch.nn.attention.flex_attention import noop_mask
 
-from foo_ops.ops.score_mods.trace import trace
+from foo_ops.ops.flex_attention.trace import trace
 
 
 def compiled(

@@ -12,9 +12,9 @@ from foo_ops.library.operators import dtype_name
 from foo_ops.library.symbols import is_known
 from foo_ops.library.tensor_numbers import SEEDED
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.attention_derivatives import composite, composite_gradients, make_dropout_mask
-from foo_ops.ops.attention_options import DEFAULTS, AttentionOptions, given_options, schema
-from foo_ops.ops.attention_vmap import (
+from foo_ops.ops.attention.derivatives import composite, composite_gradients, make_dropout_mask
+from foo_ops.ops.attention.options import DEFAULTS, AttentionOptions, given_options, schema
+from foo_ops.ops.attention.vmap import (
     FUSED,
     make_forward_rule,
     vmap_backward,
@@ -323,10 +323,6 @@ def product_flops(
     sizes |= {"d": head_dim, "e": value_shape[3]}
     scores = flop_count("bhijd", True, 2, sizes)
     return scores, flop_count("bhije", True, 2, sizes)
-
-
-# F.scaled_dot_product_attention calls this on foo.
-FUSED = "aten::_scaled_dot_product_fused_attention_overrideable"
 
 
 @library.register_flops("foo::attention", "foo::attention_seeded", FUSED)

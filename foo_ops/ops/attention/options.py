@@ -16,7 +16,7 @@ class AttentionOptions:
     """The keyword arguments of attention, and their defaults.
 
     csrc/ops/attention has the same as a struct; `foo_ops.attention` says what each means, and
-    foo_ops/ops/attention_part.py what part_offset does, which is not public.
+    foo_ops/ops/attention/part.py what part_offset does, which is not public.
     """
 
     is_causal: bool = False

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from foo_ops.kernels.compiler.fingerprint import global_names
-from foo_ops.ops.score_mods.recorder import Place, Recorder, Step
-from foo_ops.ops.score_mods.trace import Traced, record
+from foo_ops.ops.flex_attention.programs import Place, Recorder, Step
+from foo_ops.ops.flex_attention.trace import Traced, record
 
 CAPACITY = 512
 # What these modules compute depends on nothing but arguments, and on what the key has besides.

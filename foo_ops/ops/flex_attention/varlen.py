@@ -9,11 +9,11 @@ from torch import Tensor
 
 from foo_ops import _C, library
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.attention_varlen import backward_flops as packed_backward_flops
-from foo_ops.ops.attention_varlen import flops as packed_flops
-from foo_ops.ops.flex_attention import PROGRAMS, TAGS, Function, cast, register_fake_backward
-from foo_ops.ops.flex_attention_derivatives import composite_varlen, register_gradients
-from foo_ops.ops.score_mods.cache import traced
+from foo_ops.ops.attention.varlen import backward_flops as packed_backward_flops
+from foo_ops.ops.attention.varlen import flops as packed_flops
+from foo_ops.ops.flex_attention.cache import traced
+from foo_ops.ops.flex_attention.dense import PROGRAMS, TAGS, Function, cast, register_fake_backward
+from foo_ops.ops.flex_attention.derivatives import composite_varlen, register_gradients
 
 SEQUENCES = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k=None, Tensor? block_table=None"
@@ -89,7 +89,7 @@ def flex_attention_varlen(
     """
     query, key, value = cast(query, key, value)
     if torch.compiler.is_dynamo_compiling():
-        from foo_ops.ops.flex_attention_compile import compiled
+        from foo_ops.ops.flex_attention.compile import compiled
 
         inputs = (query, key, value)
         sequences = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foo_ops import _C, library
 from foo_ops.ops.arguments import compute_type
-from foo_ops.ops.attention import product_flops
+from foo_ops.ops.attention.dense import product_flops
 
 NAME = "attention_int8_cache"
 library.define(
