@@ -58,7 +58,12 @@ def test_wheel_that_lacks_a_file(check_wheel, names, missing, named):
 
 @pytest.mark.parametrize(
     "foreign",
-    ["tests/conftest.py", "release/copy_tree.py", "foo_ops/csrc/module.cpp", "foo_ops/_C.so.orig"],
+    [
+        "tests/conftest.py",
+        "release/copy_tree.py",
+        "foo_ops/csrc/bindings/module.cpp",
+        "foo_ops/_C.so.orig",
+    ],
 )
 def test_wheel_that_has_more(check_wheel, names, foreign):
     message = f"^the wheel has what is not to be installed: {re.escape(foreign)}$"
@@ -81,7 +86,9 @@ def test_source_distribution(check_sdist, tree):
     check_sdist.check_without_torch(tree)
 
 
-@pytest.mark.parametrize("name", ["py.typed", "csrc/module.cpp", "csrc/agreement.h", "ops/abs.py"])
+@pytest.mark.parametrize(
+    "name", ["py.typed", "csrc/bindings/module.cpp", "csrc/bindings/agreement.h", "ops/abs.py"]
+)
 def test_source_distribution_that_lacks_a_file(check_sdist, tree, name):
     (tree / "foo_ops" / name).unlink()
     message = f"^the source distribution differs from the tree in {re.escape(name)}$"

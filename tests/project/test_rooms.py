@@ -1,6 +1,6 @@
 """Each folder is a room that may import the rooms below it, and no file has more than 1,000 lines.
 
-A room is a folder or a file. It may import the rooms that its row names, and all that these may.
+A room is a folder or a file: see docs/architecture.md.
 """
 
 import ast
@@ -15,71 +15,22 @@ PACKAGE = REPOSITORY / "foo_ops"
 LINES = 1000
 CPP = (".cpp", ".h")
 
-PYTHON_ROOMS = {
-    "_forks.py": (),
-    "_switches.py": (),
-    "kernels/compiler": ("_forks.py", "_switches.py"),
-    "kernels/simd": ("kernels/compiler",),
-    "kernels/math": ("kernels/simd",),
-    "kernels/products": ("kernels/simd",),
-    "kernels/lang": ("kernels/math", "kernels/products"),
-    "kernels/flex": ("kernels/math",),
-    "kernels/user": ("kernels/lang",),
-    "kernels/attention": ("kernels/lang", "kernels/flex"),
-    "kernels/linear": ("kernels/lang",),
-    "kernels/interpret": ("kernels/user",),
-    "kernels/table.py": ("kernels/compiler",),
-    "kernels/__init__.py": ("kernels/table.py",),
-    "_after_import.py": (),
-    "_schemas.py": (),
-    "_operators.py": ("_schemas.py",),
-    "flash_attention_of_cpu.py": (),
-    "language.py": ("kernels/interpret",),
-    "library": ("kernels/user", "kernels/table.py", "_after_import.py", "_operators.py"),
-    "ops": ("library", "language.py", "kernels/flex"),
-    "distributed": ("ops",),
-    "device": ("_after_import.py",),
-    "sanitizer": ("device",),
-    "_autoload.py": (
-        *("_operators.py", "device", "distributed", "sanitizer", "flash_attention_of_cpu.py"),
-        *("_after_import.py", "_forks.py", "_switches.py", "__init__.py"),
-    ),
-    "__init__.py": ("_autoload.py", "ops", "kernels/__init__.py"),
-    "_entry_point": ("__init__.py",),
-    "custom_ops": ("library",),
-    "testing": ("library", "sanitizer"),
-    "integrations": ("ops",),
-    "demo": ("__init__.py",),
-    "compile.py": ("__init__.py", "testing", "kernels/compiler"),
-    "info.py": ("__init__.py", "kernels/compiler"),
-}
-CPP_ROOMS = {
-    "csrc/launch": (),
-    "csrc/python": ("csrc/launch",),
-    "csrc/ops": ("csrc/launch",),
-    "csrc/ops/attention": ("csrc/ops",),
-    "csrc/ops/linear": ("csrc/ops",),
-    "csrc/device": ("csrc/launch",),
-    "csrc/aten": ("csrc/device",),
-    "csrc/sanitizer": ("csrc/aten", "csrc/python"),
-    "csrc/graphs": ("csrc/aten", "csrc/python"),
-    "csrc/profiling": ("csrc/aten",),
-    "csrc/memory_bindings.h": (),
-    "csrc/memory_bindings.cpp": ("csrc/memory_bindings.h", "csrc/device"),
-    "csrc/agreement.h": (),
-    "csrc/agreement.cpp": ("csrc/agreement.h", "csrc/ops/attention", "csrc/ops/linear"),
-    "csrc/shared_checks.h": (),
-    "csrc/shared_checks.cpp": ("csrc/shared_checks.h", "csrc/ops/attention", "csrc/ops/linear"),
-    "csrc/module.cpp": (
-        *("csrc/agreement.h", "csrc/shared_checks.h", "csrc/ops", "csrc/ops/linear"),
-        *("csrc/aten", "csrc/python", "csrc/sanitizer", "csrc/graphs", "csrc/memory_bindings.h"),
-    ),
-}
-ROOMS = PYTHON_ROOMS | CPP_ROOMS
+
+def rooms():
+    """Return the rooms of docs/architecture.md, and those that each may import."""
+    text = (REPOSITORY / "docs/architecture.md").read_text()
+    table = re.findall(r"^\| `(\S+)` \|.*\|(.*)\|$", text, re.MULTILINE)
+    return {
+        room.rstrip("/"): [it.rstrip("/") for it in re.findall(r"`(\S+)`", others)]
+        for room, others in table
+    }
+
+
+ROOMS = rooms()
 COMPANION = "foo_ops._C"
 # Every room may know these, but kernels not the companion, which calls them.
 IN_NO_ROOM = (COMPANION, "foo_ops.__version__", "foo_ops._built_for")
-OUTSIDE_OF_KERNELS = [f"foo_ops/{it}" for it in PYTHON_ROOMS if not it.startswith("kernels")]
+OUTSIDE_OF_KERNELS = [f"foo_ops/{it}" for it in ROOMS if not it.startswith(("kernels", "csrc"))]
 LIBRARIES = {
     "torch": [*OUTSIDE_OF_KERNELS, "benchmarks"],
     "numba": ["foo_ops/kernels", "benchmarks"],

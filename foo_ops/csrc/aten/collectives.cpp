@@ -9,10 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "aten/boxed_tensors.h"
 #include "aten/host_call.h"
+#include "aten/operator_kinds.h"
 #include "device/device.h"
-#include "launch/no_warnings.h"
 #include "launch/registration.h"
 
 namespace foo::aten {

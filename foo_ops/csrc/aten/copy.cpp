@@ -10,7 +10,7 @@
 #include "aten/observers.h"
 #include "device/backend_meta.h"
 #include "device/device.h"
-#include "device/synchronization.h"
+#include "device/stream.h"
 #include "launch/operator_counts.h"
 
 namespace foo::aten {

@@ -8,16 +8,14 @@
 #include <optional>
 #include <vector>
 
-#include "aten/boxed_tensors.h"
 #include "aten/host_call.h"
-#include "aten/implicit_synchronization.h"
 #include "aten/observers.h"
 #include "aten/operator_kinds.h"
 #include "aten/refused_operators.h"
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/process.h"
-#include "device/synchronization.h"
+#include "device/stream.h"
 #include "launch/operator_counts.h"
 #include "launch/registration.h"
 

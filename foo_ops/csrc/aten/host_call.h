@@ -1,21 +1,138 @@
+// The CPU side of one operator call on device foo: its host aliases, and their storages.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "aten/layouts.h"
+#include "device/guard.h"
+#include "device/host_allocator.h"
+#include "device/protection.h"
+
+namespace foo::aten {
+
+// The storage of a host alias: storage of the CPU in the memory of one of foo.
+
+// Shares the memory, so that the foo storage may move while a kernel, a collective or a cache still
+// uses the alias. It grows in memory of the same device.
+class HostStorage final : public c10::StorageImpl {
+ public:
+  explicit HostStorage(c10::Storage foo);
+
+  const c10::Storage& foo() const { return foo_; }
+
+  // Whether a kernel gave it other memory, or another size, than it began with.
+  bool has_moved() const { return data() != first_data_ || nbytes() != first_bytes_; }
+
+  // c10 calls this when only weak references are left.
+  void release_resources() override;
+
+ private:
+  c10::Storage foo_;
+  const void* first_data_;
+  // Collectives and caches of the CPU use it outside of kernels.
+  device::HeldOpen held_open_;
+  size_t first_bytes_;
+};
+
+// Null for any other storage.
+const HostStorage* as_host_storage(const c10::Storage& storage);
+
+// Makes memory for a storage of foo with the result of a kernel. Whatever the kernel keeps of it, a
+// table or a workspace, stays its own: the two share the memory.
+c10::DataPtr memory_for_foo(const c10::Storage& host, c10::Device device);
+
+// Gives the foo storage the memory that its alias has now.
+void move_to_memory_of(const c10::Storage& host, const c10::Storage& foo);
+
+// The storage of foo for that of an alias: the one that the alias was made for, or a new one over
+// the same memory if the first lies elsewhere by now.
+c10::Storage foo_storage_of(const c10::Storage& host, const HostStorage& alias);
+
+// The participants of one call on the CPU: storages or tensors of foo, each with its host alias.
+
+inline bool is_same(const c10::Storage& one, const c10::Storage& other) {
+  return one.is_alias_of(other);
+}
+
+inline bool is_same(const at::Tensor& one, const at::Tensor& other) {
+  return one.is_same(other);
+}
+
+inline const void* identity(const c10::Storage& storage) {
+  return storage.unsafeGetStorageImpl();
+}
+
+inline const void* identity(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl();
+}
+
+template <class Value>
+class HostAliases {
+ public:
+  // The other side of a pair, or null. It stays where it is until the next add.
+  const Value* host_of(const Value& foo) { return find(foo, &Pair::foo, &Pair::host, foo_index_); }
+  const Value* foo_of(const Value& host) {
+    return find(host, &Pair::host, &Pair::foo, host_index_);
+  }
+
+  void add(const Value& foo, const Value& host) { pairs_.push_back({foo, host}); }
+
+  auto begin() const { return pairs_.begin(); }
+  auto end() const { return pairs_.end(); }
+
+ private:
+  struct Pair {
+    Value foo;
+    Value host;
+  };
+
+  // Where the first pairs are, by one of their sides.
+  struct Index {
+    ska::flat_hash_map<const void*, size_t> positions;
+    size_t size = 0;
+  };
+
+  // Most calls have few tensors, and a walk costs less than a hash. Lists of thousands exist, too.
+  static constexpr size_t kMany = 16;
+
+  const Value* find(const Value& key, Value Pair::* side, Value Pair::* other,
+                    std::unique_ptr<Index>& index) {
+    if (pairs_.size() >= kMany) return find_by_index(key, side, other, index);
+    for (const Pair& pair : pairs_) {
+      if (is_same(pair.*side, key)) return &(pair.*other);
+    }
+    return nullptr;
+  }
+
+  const Value* find_by_index(const Value& key, Value Pair::* side, Value Pair::* other,
+                             std::unique_ptr<Index>& index) {
+    if (index == nullptr) index = std::make_unique<Index>();
+    for (; index->size < pairs_.size(); ++index->size) {
+      index->positions.emplace(identity(pairs_[index->size].*side), index->size);
+    }
+    const auto position = index->positions.find(identity(key));
+    return position == index->positions.end() ? nullptr : &(pairs_[position->second].*other);
+  }
+
+  c10::SmallVector<Pair, 4> pairs_;
+  std::unique_ptr<Index> foo_index_;
+  std::unique_ptr<Index> host_index_;
+};
+
 // The CPU side of one operator call on device foo.
 //
 // Foo memory is host memory, so a CPU kernel can work on it where it lies: each foo argument
 // becomes a CPU tensor over the same bytes (a host alias), and what the kernel did to sizes and
 // storages is written back afterwards. No byte is copied either way.
-#pragma once
-
-#include <ATen/core/Tensor.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
-#include <optional>
-
-#include "aten/host_aliases.h"
-#include "aten/layouts.h"
-#include "device/guard.h"
-#include "device/host_allocator.h"
-
-namespace foo::aten {
 
 class HostCall {
  public:

@@ -1,16 +1,22 @@
-// Who is called around what runs on foo. Nobody is as a rule, and each place costs a load.
+// Who is called around what runs on foo, and on which streams that is. Nobody is as a rule.
+
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
+#include <c10/core/Stream.h>
 #include <c10/util/FunctionRef.h>
 
 #include <array>
 #include <atomic>
+#include <set>
 #include <vector>
 
 namespace foo::aten {
+
+// Who is called around what runs on foo. Nobody is as a rule, and each place costs a load.
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -78,5 +84,21 @@ inline Tensors observe_graph(const Tensors& inputs, c10::function_ref<Tensors()>
   }
   return run();
 }
+
+// Where an operator runs.
+
+// The current stream of the first tensor's device, else that of the device that an argument names,
+// else that of the current one.
+c10::Stream stream_of_call(c10::ArrayRef<c10::IValue> arguments);
+
+// The devices of all tensors, or else those that arguments name, or else the current one.
+std::set<c10::DeviceIndex> devices_of_call(c10::ArrayRef<c10::IValue> arguments);
+
+// Puts observers around every operator on foo: what stands in front of kernels for that is gone
+// when the last one leaves.
+
+// Nobody of its kind may be there.
+void add_call_observer(Observing kind, CallObserver& observer);
+void remove_call_observer(Observing kind);
 
 }  // namespace foo::aten

@@ -1,19 +1,303 @@
-// The cells of LSTM and GRU. torch computes them from smaller operators on the CPU only; a device
-// like foo has operators for the whole cell.
+#include "aten/recurrent.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/dropout.h>
 #include <ATen/ops/sigmoid_backward.h>
 #include <ATen/ops/tanh_backward.h>
 #include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "aten/host_call.h"
+#include "aten/operator_kinds.h"
+#include "device/device.h"
+#include "launch/below_autograd.h"
 #include "launch/operator_counts.h"
+#include "launch/registration.h"
 
 namespace foo::aten {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// The host aliases of tensors, and their way back, for autograd: the gradients of ones are the
+// others. One node stands for all tensors of a call, since each costs as much as a small operator.
+struct ToHost : torch::autograd::Function<ToHost> {
+  static variable_list forward(AutogradContext* context, at::TensorList foo, c10::Device device);
+  static variable_list backward(AutogradContext* context, const variable_list& gradients);
+};
+
+struct ToFoo : torch::autograd::Function<ToFoo> {
+  static variable_list forward(AutogradContext* context, at::TensorList host, c10::Device device);
+  static variable_list backward(AutogradContext* context, const variable_list& gradients);
+};
+
+// What a call makes of tensors. Where no gradient is needed, the other side's operators compute
+// none either.
+variable_list cross(AutogradContext* context, at::TensorList from, c10::Device device,
+                    Tensor (HostCall::*to)(const Tensor&)) {
+  context->saved_data["device"] = device;
+  HostCall call(device);
+  variable_list made, without;
+  for (const Tensor& tensor : from) {
+    made.push_back((call.*to)(tensor.detach()));
+    if (!tensor.requires_grad()) without.push_back(made.back());
+  }
+  context->mark_non_differentiable(without);
+  context->set_materialize_grads(false);
+  return made;
+}
+
+// For each gradient that is there what the other side makes of it; and nothing for the device.
+template <typename Other>
+variable_list gradients_by(AutogradContext* context, const variable_list& gradients) {
+  const auto device = context->saved_data["device"].toDevice();
+  variable_list given;
+  for (const Tensor& gradient : gradients) {
+    if (gradient.defined()) given.push_back(gradient);
+  }
+  variable_list made = Other::apply(at::TensorList(given), device);
+  variable_list results(gradients.size() + 1);
+  auto next = made.begin();
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (gradients[i].defined()) results[i] = std::move(*next++);
+  }
+  return results;
+}
+
+variable_list ToHost::forward(AutogradContext* context, at::TensorList foo, c10::Device device) {
+  return cross(context, foo, device, &HostCall::to_host);
+}
+
+variable_list ToHost::backward(AutogradContext* context, const variable_list& gradients) {
+  return gradients_by<ToFoo>(context, gradients);
+}
+
+variable_list ToFoo::forward(AutogradContext* context, at::TensorList host, c10::Device device) {
+  return cross(context, host, device, &HostCall::to_foo);
+}
+
+variable_list ToFoo::backward(AutogradContext* context, const variable_list& gradients) {
+  return gradients_by<ToHost>(context, gradients);
+}
+
+// Replaces the tensors of foo on a stack from some position on, by aliases for the CPU.
+void to_host(torch::jit::Stack& stack, size_t first, c10::Device device) {
+  variable_list foo;
+  for (size_t i = first; i < stack.size(); ++i) {
+    for_each_tensor(stack[i], [&](const Tensor& tensor) {
+      if (!tensor.is_cpu()) foo.push_back(tensor);
+    });
+  }
+  const variable_list host = ToHost::apply(at::TensorList(foo), device);
+  auto next = host.begin();
+  const auto host_of = [&](const Tensor& tensor) {
+    if (tensor.is_cpu()) return tensor;
+    const Tensor& alias = *next++;
+    // It counts as written when the tensor is: autograd then refuses what it has saved.
+    if (!tensor.is_inference() && !alias.is_inference()) {
+      alias.unsafeGetTensorImpl()->set_version_counter(
+          tensor.unsafeGetTensorImpl()->version_counter());
+    }
+    return alias;
+  };
+  for (size_t i = first; i < stack.size(); ++i) replace_tensors(stack[i], host_of);
+}
+
+// Replaces all tensors, which are results of the CPU.
+void to_foo(torch::jit::Stack& stack, size_t first, c10::Device device) {
+  variable_list host;
+  for (size_t i = first; i < stack.size(); ++i) {
+    for_each_tensor(stack[i], [&](const Tensor& tensor) { host.push_back(tensor); });
+  }
+  const variable_list foo = ToFoo::apply(at::TensorList(host), device);
+  auto next = foo.begin();
+  for (size_t i = first; i < stack.size(); ++i) {
+    replace_tensors(stack[i], [&](const Tensor&) { return *next++; });
+  }
+}
+
+// Wrappers, such as fake tensors, and modes see the operators that the composite is made of.
+bool is_plain(const Tensor& tensor) {
+  constexpr c10::DispatchKeySet kWrappers(
+      {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchGradWrapper,
+       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Functionalize});
+  return tensor.has_storage() && !tensor.key_set().has_any(kWrappers);
+}
+
+bool is_mode_active() {
+  return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Python);
+}
+
+// The arguments of a call, by their names.
+class Arguments {
+ public:
+  Arguments(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> values)
+      : values_(values.vec()) {
+    const auto& parameters = op.schema().arguments();
+    for (size_t i = 0; i < values_.size(); ++i) places_[parameters[i].name()] = i;
+  }
+
+  c10::IValue& operator[](const std::string& name) { return values_[places_.at(name)]; }
+  c10::IValue& first() { return values_.front(); }
+
+  torch::jit::Stack stack() const { return values_; }
+
+ private:
+  std::vector<c10::IValue> values_;
+  std::map<std::string, size_t> places_;
+};
+
+// Layers with dropout between them. That of the CPU's operator would draw from the generator of the
+// CPU; on tensors of foo it draws the same numbers from foo's.
+class DroppingLayers {
+ public:
+  DroppingLayers(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments)
+      : op_(op), arguments_(op, arguments) {
+    count_ = arguments_["num_layers"].toInt();
+    dropout_ = arguments_["dropout"].toDouble();
+    parameters_ = arguments_["params"].toTensorVector();
+    const c10::IValue& states = arguments_["hx"];
+    states_ = states.isTensor() ? variable_list{states.toTensor()} : states.toTensorVector();
+  }
+
+  // Whether there is such dropout, and all layers have their share, so that there is no mistake.
+  bool are_there() {
+    const bool drops = arguments_["train"].toBool() && dropout_ > 0.0 && count_ > 1;
+    const auto has_share = [&](const Tensor& state) {
+      return state.dim() == 3 && state.size(0) % count_ == 0;
+    };
+    return drops && parameters_.size() % count_ == 0 &&
+           std::all_of(states_.begin(), states_.end(), has_share);
+  }
+
+  // Calls the operator for one layer after the other.
+  torch::jit::Stack operator()() {
+    arguments_["num_layers"] = int64_t{1};
+    arguments_["dropout"] = 0.0;
+    c10::IValue& sequence = arguments_.first();
+    std::vector<variable_list> states(states_.size());
+    for (int64_t layer = 0; layer < count_; ++layer) {
+      torch::jit::Stack results = run(layer);
+      for (size_t i = 0; i < states.size(); ++i) states[i].push_back(results[1 + i].toTensor());
+      const Tensor output = results[0].toTensor();
+      sequence = layer + 1 < count_ ? at::dropout(output, dropout_, /*train=*/true) : output;
+    }
+    torch::jit::Stack results = {sequence};
+    for (const variable_list& state : states) results.emplace_back(at::cat(state));
+    return results;
+  }
+
+ private:
+  torch::jit::Stack run(int64_t layer) {
+    const auto share = int64_t(parameters_.size()) / count_;
+    const auto first = parameters_.begin() + layer * share;
+    arguments_["params"] = variable_list(first, first + share);
+    variable_list states;
+    for (const Tensor& state : states_) {
+      const int64_t directions = state.size(0) / count_;
+      states.push_back(state.narrow(0, layer * directions, directions));
+    }
+    c10::IValue& given = arguments_["hx"];
+    given = given.isTensor() ? c10::IValue(states[0]) : c10::IValue(states);
+    torch::jit::Stack stack = arguments_.stack();
+    op_.callBoxed(stack);
+    return stack;
+  }
+
+  const c10::OperatorHandle& op_;
+  Arguments arguments_;
+  int64_t count_;
+  double dropout_;
+  variable_list parameters_;
+  variable_list states_;
+};
+
+// The one device of foo of all tensors; packed sequences have their lengths on the CPU.
+std::optional<c10::Device> common_device(const c10::OperatorHandle& op,
+                                         at::ArrayRef<c10::IValue> arguments) {
+  std::optional<c10::Device> device;
+  bool is_common = true;
+  for (size_t position = 0; position < arguments.size(); ++position) {
+    if (op.schema().arguments()[position].name() == "batch_sizes") continue;
+    for_each_tensor(arguments[position], [&](const Tensor& tensor) {
+      if (!device) device = tensor.device();
+      is_common = is_common && is_plain(tensor) && tensor.device() == *device;
+    });
+  }
+  return is_common && device && device->type() == device::kFoo ? device : std::nullopt;
+}
+
+class Layer final : public c10::OperatorKernel {
+ public:
+  explicit Layer(c10::SafeKernelFunction composite) : composite_(std::move(composite)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    const size_t count = op.schema().arguments().size();
+    const auto arguments = torch::jit::last(*stack, count);
+    const auto device = common_device(op, arguments);
+    if (!device || is_mode_active() || has_tangent(op, *stack) ||
+        at::autocast::is_autocast_enabled(device::kFoo)) {
+      composite_.callBoxed(op, keys, stack);
+      return;
+    }
+    DroppingLayers dropping(op, arguments);
+    if (dropping.are_there()) {
+      torch::jit::drop(*stack, count);
+      for (c10::IValue& result : dropping()) stack->push_back(std::move(result));
+      return;
+    }
+    count_fallback(op);
+    const size_t first = stack->size() - count;
+    to_host(*stack, first, *device);
+    {
+      const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+      const device::HostTensorsInDeviceMemory in_device_memory(device->index());
+      op.callBoxed(stack);
+    }
+    to_foo(*stack, first, *device);
+  }
+
+ private:
+  c10::SafeKernelFunction composite_;
+};
+
+}  // namespace
+
+void register_recurrent_layers() {
+  for (const char* name : {"aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"}) {
+    for (const char* overload : {".input", ".data"}) {
+      const std::string full_name = std::string(name) + overload;
+      const auto composite = find_operator(full_name).getComputedKernelForDispatchKey(
+          c10::DispatchKey::AutogradPrivateUse1);
+      // The second is for inference mode, which skips autograd.
+      for (const auto key :
+           {c10::DispatchKey::AutogradPrivateUse1, c10::DispatchKey::PrivateUse1}) {
+        register_kernel(
+            full_name, key,
+            c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Layer>(composite)));
+      }
+    }
+  }
+}
+
+// The cells of LSTM and GRU. torch computes them from smaller operators on the CPU only; a device
+// like foo has operators for the whole cell.
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;

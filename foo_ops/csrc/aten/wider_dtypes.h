@@ -1,4 +1,5 @@
 // Dtypes that an operator has on CUDA, and not on the CPU.
+
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -7,7 +7,7 @@
 
 #include <optional>
 
-#include "device/storage.h"
+#include "device/allocator.h"
 
 namespace foo::device {
 

@@ -1,9 +1,10 @@
-// The memory of one device: blocks for tensors, in segments from the system, with the figures that
-// torch shows of them.
+// The memory of one device: blocks for tensors, in segments from the system, with their figures.
+
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <cstddef>
 #include <map>
 #include <memory>
 #include <string>
@@ -13,8 +14,67 @@
 #include "device/heap.h"
 #include "device/memory_pools.h"
 #include "launch/fork_mutex.h"
+#include "launch/huge_pages.h"
 
 namespace foo::device {
+
+// The figures of a device's memory, as torch counts them.
+
+using c10::CachingAllocator::Stat;
+using c10::CachingAllocator::StatArray;
+using c10::CachingAllocator::StatType;
+using c10::CachingDeviceAllocator::DeviceStats;
+
+// The figures of one pool and of all, changed together.
+class PoolStat {
+ public:
+  PoolStat(StatArray& stat, StatType pool) : stat_(stat), pool_(static_cast<size_t>(pool)) {}
+  void increase(size_t amount) {
+    stat_[kAll].increase(amount);
+    stat_[pool_].increase(amount);
+  }
+  void decrease(size_t amount) {
+    stat_[kAll].decrease(amount);
+    stat_[pool_].decrease(amount);
+  }
+  void change(int64_t amount) { amount >= 0 ? increase(amount) : decrease(-amount); }
+
+ private:
+  static constexpr auto kAll = static_cast<size_t>(StatType::AGGREGATE);
+  StatArray& stat_;
+  size_t pool_;
+};
+
+template <typename Function>
+void for_each_figure(DeviceStats& statistics, Function function) {
+  for (StatArray* statistic :
+       {&statistics.allocation, &statistics.segment, &statistics.active, &statistics.inactive_split,
+        &statistics.allocated_bytes, &statistics.reserved_bytes, &statistics.active_bytes,
+        &statistics.inactive_split_bytes, &statistics.requested_bytes}) {
+    for (Stat& figure : *statistic) function(figure);
+  }
+}
+
+inline int64_t current_of(const StatArray& statistic) {
+  return statistic[static_cast<size_t>(StatType::AGGREGATE)].current;
+}
+
+// The memory of the machine, of which the device takes its own.
+
+// The smallest piece of memory that can be protected.
+size_t page_bytes();
+
+size_t physical_memory();
+
+// The bytes that a program can have without swapping. Most of them may hold copies of files, which
+// the system gives up when memory is needed, so that the free pages alone can be a hundredth.
+size_t available_memory();
+
+// Memory from the system, aligned to huge pages, or null.
+char* map_memory(size_t bytes);
+
+// The memory of one device: blocks for tensors, in segments from the system, with the figures that
+// torch shows of them.
 
 class DeviceMemory {
   using DeviceStats = c10::CachingDeviceAllocator::DeviceStats;

@@ -9,6 +9,16 @@
 #endif
 
 namespace foo::device {
+
+SegmentMap& segment_map() {
+  static auto* map = new SegmentMap();
+  return *map;
+}
+
+std::optional<c10::DeviceIndex> device_of_address(const void* address) {
+  return segment_map().find(address);
+}
+
 namespace {
 
 // How many blocks of a request's own class are tried, of which some are large enough, before one

@@ -1,6 +1,9 @@
 #include "device/hooks.h"
 
 #include <ATen/native/Resize.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 
@@ -8,10 +11,10 @@
 #include "device/device.h"
 #include "device/generator.h"
 #include "device/guard.h"
+#include "device/heap.h"
 #include "device/observer.h"
 #include "device/pinned_memory.h"
 #include "device/process.h"
-#include "device/segment_map.h"
 #include "launch/device_access.h"
 
 namespace foo::device {
@@ -97,5 +100,17 @@ const bool hooks_registered = [] {
 }();
 
 }  // namespace
+
+// The engine tells its caller that a backward pass is over before its threads have dropped the last
+// reference to the pass, and with it to the caller's Python context. A thread takes its next task
+// only after that; a pass that comes from C++ has no Python context of its own.
+void wait_for_autograd_threads() {
+  if (!is_initialized()) return;
+  const c10::InferenceMode mode(false);
+  for (c10::DeviceIndex index = 0; index < device_count(); ++index) {
+    const auto nothing = at::zeros({0}, at::device({kFoo, index})).set_requires_grad(true);
+    torch::autograd::backward({nothing}, {at::zeros_like(nothing)});
+  }
+}
 
 }  // namespace foo::device

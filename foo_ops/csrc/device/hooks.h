@@ -1,9 +1,12 @@
-// The hooks by which ATen reaches an accelerator: devices, generators, storage growth.
+// The hooks by which ATen reaches an accelerator, and the threads of its autograd engine.
+
 #pragma once
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 
 namespace foo::device {
+
+// The hooks by which ATen reaches an accelerator: devices, generators, storage growth.
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   void init() const override;
@@ -26,5 +29,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override;
 };
+
+// The threads in which torch's autograd engine runs what belongs to a device.
+
+// Returns once no thread of the engine holds anything of a backward pass that is over. The GIL must
+// not be held.
+void wait_for_autograd_threads();
 
 }  // namespace foo::device

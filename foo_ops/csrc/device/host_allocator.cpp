@@ -2,15 +2,106 @@
 
 #include <c10/core/CPUAllocator.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <unordered_map>
 #include <utility>
 
 #include "device/device.h"
-#include "device/guarded_memory.h"
+#include "device/heap.h"
 #include "device/ownership.h"
-#include "device/segment_map.h"
 #include "launch/device_access.h"
 
 namespace foo::device {
+namespace {
+
+// On each side; as much as memory of the CPU is aligned to.
+constexpr size_t kGuardBytes = 64;
+// Neither zero nor a part of a number that is often written.
+constexpr unsigned char kGuard = 0xa7;
+
+struct Guarded {
+  c10::DataPtr whole;
+  size_t bytes;
+};
+
+std::atomic<bool> is_guarding = false;
+std::atomic<size_t> guarded_count = 0;
+
+std::mutex mutex;
+std::vector<Damage> damages;
+
+std::unordered_map<void*, Guarded>& guarded() {
+  // Never destroyed: tensors outlive static objects.
+  static auto* allocations = new std::unordered_map<void*, Guarded>();
+  return *allocations;
+}
+
+void write_guards(void* memory, size_t bytes) {
+  auto* const begin = static_cast<unsigned char*>(memory);
+  std::memset(begin - kGuardBytes, kGuard, kGuardBytes);
+  std::memset(begin + bytes, kGuard, kGuardBytes);
+}
+
+void inspect(void* memory, size_t bytes) {
+  const auto* const begin = static_cast<const unsigned char*>(memory);
+  const auto is_written = [](unsigned char byte) { return byte != kGuard; };
+  const auto* before = std::find_if(begin - kGuardBytes, begin, is_written);
+  const auto* end = begin + bytes;
+  const auto* after = std::find_if(end, end + kGuardBytes, is_written);
+  const bool is_before = before != begin;
+  if (!is_before && after == end + kGuardBytes) return;
+  damages.emplace_back(reinterpret_cast<uintptr_t>(memory), bytes,
+                       (is_before ? before : after) - begin);
+}
+
+void free_pointer(void* memory) {
+  free_guarded(memory);
+}
+
+}  // namespace
+
+void guard_memory() {
+  const std::lock_guard lock(mutex);
+  // A result that was written beside may live on; it is to be reported once.
+  for (const auto& [memory, allocation] : guarded()) write_guards(memory, allocation.bytes);
+  is_guarding = true;
+}
+
+std::vector<Damage> end_guarded_memory() {
+  is_guarding = false;
+  const std::lock_guard lock(mutex);
+  for (const auto& [memory, allocation] : guarded()) inspect(memory, allocation.bytes);
+  return std::exchange(damages, {});
+}
+
+bool guards_memory() {
+  return is_guarding.load(std::memory_order_relaxed);
+}
+
+c10::DataPtr allocate_guarded(c10::Allocator& allocator, size_t bytes) {
+  c10::DataPtr whole = allocator.allocate(bytes + 2 * kGuardBytes);
+  void* const memory = static_cast<unsigned char*>(whole.get()) + kGuardBytes;
+  write_guards(memory, bytes);
+  const std::lock_guard lock(mutex);
+  guarded().emplace(memory, Guarded{std::move(whole), bytes});
+  ++guarded_count;
+  return {memory, memory, &free_pointer, c10::Device(c10::kCPU)};
+}
+
+bool free_guarded(void* memory) {
+  if (guarded_count.load(std::memory_order_relaxed) == 0) return false;
+  const std::lock_guard lock(mutex);
+  const auto allocation = guarded().find(memory);
+  if (allocation == guarded().end()) return false;
+  if (guards_memory()) inspect(memory, allocation->second.bytes);
+  guarded().erase(allocation);
+  --guarded_count;
+  return true;
+}
+
 namespace {
 
 // Where the results of CPU kernels that this thread runs for foo are to lie.

@@ -1,5 +1,7 @@
 #include "device/stream.h"
 
+#include <c10/util/Exception.h>
+
 #include <array>
 #include <atomic>
 #include <utility>
@@ -47,6 +49,15 @@ c10::Stream exchange_current_stream(c10::Stream stream) {
 
 double elapsed_milliseconds(const Event& start, const Event& end) {
   return std::chrono::duration<double, std::milli>(end.recorded_at - start.recorded_at).count();
+}
+
+void report_synchronization(const std::string& operator_name) {
+  const auto mode = sync_debug_mode.load(std::memory_order_relaxed);
+  TORCH_CHECK(mode != SyncDebugMode::kError, operator_name,
+              ": called a synchronizing operation: the host waits for the device");
+  if (mode == SyncDebugMode::kWarn) {
+    TORCH_WARN(operator_name, ": called a synchronizing operation: the host waits for the device");
+  }
 }
 
 }  // namespace foo::device

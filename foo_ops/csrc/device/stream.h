@@ -1,12 +1,17 @@
-// Streams and events. Every operator is done when it returns, so each stream is always idle and
-// each recorded event has already happened; what is left to them is identity, order and time.
+// Streams and events, which are always idle, and where the host waits for them all the same.
+
 #pragma once
 
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <chrono>
+#include <string>
 
 namespace foo::device {
+
+// Streams and events. Every operator is done when it returns, so each stream is always idle and
+// each recorded event has already happened; what is left to them is identity, order and time.
 
 struct Event {
   std::chrono::steady_clock::time_point recorded_at;
@@ -20,5 +25,19 @@ c10::Stream current_stream(c10::DeviceIndex index);
 c10::Stream exchange_current_stream(c10::Stream stream);
 
 double elapsed_milliseconds(const Event& start, const Event& end);
+
+// Says where the host waits for the device without being told to, as torch.cuda's
+// set_sync_debug_mode does.
+
+enum class SyncDebugMode { kDefault, kWarn, kError };
+
+inline std::atomic<SyncDebugMode> sync_debug_mode = SyncDebugMode::kDefault;
+
+// Warns or raises, as the mode says, before the operator runs.
+void report_synchronization(const std::string& operator_name);
+
+inline bool reports_synchronization() {
+  return sync_debug_mode.load(std::memory_order_relaxed) != SyncDebugMode::kDefault;
+}
 
 }  // namespace foo::device

@@ -1,8 +1,5 @@
 // A capture that is under way: what its streams are given becomes a list of operators.
-//
-// Operators run while they are captured, since the shapes of results are known no sooner. What they
-// write into memory from before the capture, and the random numbers that they draw, are put back in
-// the end, so that a capture leaves things as it found them, as it does on a GPU.
+
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -17,12 +14,34 @@
 #include <vector>
 
 #include "device/memory_pools.h"
-#include "graphs/borrowed.h"
-#include "graphs/kept_memory.h"
 #include "graphs/step.h"
 #include "launch/fork_mutex.h"
 
 namespace foo::graphs {
+
+// Blocks of memory that graphs write to each time they are replayed, and so keep.
+
+class KeptMemory {
+ public:
+  // Takes over one owner of the block.
+  explicit KeptMemory(void* memory);
+  KeptMemory(KeptMemory&& other) noexcept;
+  KeptMemory& operator=(KeptMemory&&) = delete;
+  ~KeptMemory();
+
+  // What another graph keeps, such as the results of a forward pass that a backward pass reads, is
+  // kept by this one, too.
+  static std::optional<KeptMemory> of_other_graph(void* memory);
+
+ private:
+  void* memory_;
+};
+
+// A capture that is under way: what its streams are given becomes a list of operators.
+//
+// Operators run while they are captured, since the shapes of results are known no sooner. What they
+// write into memory from before the capture, and the random numbers that they draw, are put back in
+// the end, so that a capture leaves things as it found them, as it does on a GPU.
 
 // Memory that a graph finds where it is: who owned it, and where its bytes were.
 struct Input {

@@ -3,8 +3,7 @@
 #include <mutex>
 #include <utility>
 
-#include "aten/observed_operators.h"
-#include "aten/streams_of_call.h"
+#include "aten/observers.h"
 #include "device/device.h"
 #include "device/stream.h"
 

@@ -1,15 +1,38 @@
 // What a graph consists of, each with all that it needs to run again.
+
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "device/allocation_script.h"
+#include "device/ownership.h"
 
 namespace foo::graphs {
+
+// Tensors over memory that they do not own: an operator of a graph finds by its address what it
+// reads and writes, as a kernel on a GPU does.
+
+// A tensor like a dense one of foo, and over the same bytes.
+at::Tensor borrow(const at::Tensor& tensor, const c10::Storage& storage);
+c10::Storage borrow_storage(const c10::Storage& storage);
+
+// Borrows tensors so that those over one memory have one storage: kernels find out by it whether
+// tensors overlap.
+class Borrower {
+ public:
+  at::Tensor borrow(const at::Tensor& tensor);
+
+ private:
+  std::map<std::pair<const void*, size_t>, c10::Storage> storages_;
+};
+
+// What a graph consists of, each with all that it needs to run again.
 
 class Step {
  public:

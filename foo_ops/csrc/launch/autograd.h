@@ -3,33 +3,15 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
 
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "launch/formula.h"
+#include "launch/gradients.h"
+#include "launch/registration.h"
 
 namespace foo {
-
-using Registrations = std::vector<c10::RegistrationHandleRAII>;
-
-// Whether gradients are recorded and one of the operator's arguments, on top of the stack, requires
-// one.
-bool needs_gradient(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
-
-// Whether one of the operator's arguments, on top of the stack, has a tangent of forward-mode
-// differentiation.
-bool has_tangent(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
-
-// The tensors that an operator writes among its arguments, on top of the stack.
-std::vector<at::Tensor> written_tensors(const c10::OperatorHandle& op,
-                                        const torch::jit::Stack& stack);
-
-// Calls an operator's kernel for the first of these keys that stands below autograd.
-void redispatch_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                               torch::jit::Stack* stack);
 
 // How the tangents of an operator with a backward operator are found.
 enum class Tangents {

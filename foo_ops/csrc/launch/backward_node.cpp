@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "launch/autograd.h"
+#include "launch/below_autograd.h"
 #include "launch/registration.h"
 
 namespace foo {

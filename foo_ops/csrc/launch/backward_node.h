@@ -8,8 +8,7 @@
 #include <memory>
 #include <string>
 
-#include "launch/backward_operator.h"
-#include "launch/formula.h"
+#include "launch/gradients.h"
 
 namespace foo {
 

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "launch/autograd.h"
 #include "launch/backward_node.h"
+#include "launch/below_autograd.h"
 
 namespace foo {
 

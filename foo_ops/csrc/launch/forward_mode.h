@@ -7,7 +7,7 @@
 
 #include <memory>
 
-#include "launch/backward_operator.h"
+#include "launch/gradients.h"
 
 namespace foo {
 

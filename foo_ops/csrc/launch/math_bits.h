@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "launch/autograd.h"
+#include "launch/registration.h"
 
 namespace foo {
 

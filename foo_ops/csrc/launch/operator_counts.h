@@ -1,19 +1,70 @@
-// How often each operator ran on foo, and on what: a kernel of foo's own, or the CPU's through the
-// fallback. Who brings up a backend reads from it which kernel to write next.
+// What stands in front of every launcher of foo: checks of devices and layouts, and counts.
+
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
 #include <map>
+#include <optional>
 #include <string>
-
-#include "launch/device_check.h"
-#include "launch/nested_tensors.h"
+#include <type_traits>
+#include <vector>
 
 namespace foo {
+
+// Whether the tensors of a call are on one device. torch writes this check in front of the kernels
+// of its own devices.
+
+// Where the tensors of a call may be.
+enum class Devices {
+  kOne,
+  kAny,
+};
+
+template <typename Argument>
+constexpr bool is_tensor = std::is_same_v<std::decay_t<Argument>, at::Tensor> ||
+                           std::is_same_v<std::decay_t<Argument>, std::optional<at::Tensor>>;
+
+inline const at::Tensor* tensor_in(const at::Tensor& argument) {
+  return argument.defined() ? &argument : nullptr;
+}
+
+inline const at::Tensor* tensor_in(const std::optional<at::Tensor>& argument) {
+  return argument.has_value() ? tensor_in(*argument) : nullptr;
+}
+
+template <typename Argument>
+const at::Tensor* tensor_in(const Argument&) {
+  return nullptr;
+}
+
+// Raises unless all tensors are on the device of the first one on foo. They come in the order of
+// the operator's arguments, with null for a missing one.
+void check_one_device(const char* operator_name, at::ArrayRef<const at::Tensor*> tensors);
+
+template <typename... Arguments>
+void check_devices(const char* operator_name, const Arguments&... arguments) {
+  constexpr int kTensors = (0 + ... + (is_tensor<Arguments> ? 1 : 0));
+  if constexpr (kTensors > 1) check_one_device(operator_name, {tensor_in(arguments)...});
+}
+
+// Nested tensors, which no kernel takes: their rows differ in length, and they have no sizes.
+// Kernels of operators of rows get what is in them, by a kernel on the key AutogradNestedTensor.
+
+// Lets an operator refuse them on every device, with gradients and without, unless its author has
+// registered something for them.
+std::vector<c10::RegistrationHandleRAII> refuse_nested_tensors(const std::string& operator_name);
+
+// The same for an operator of this package, which may be defined later: what is registered for its
+// autograd is not for them.
+void refuse_nested_tensors(torch::Library& library, const char* operator_name);
+
+// How often each operator ran on foo, and on what: a kernel of foo's own, or the CPU's through the
+// fallback. Who brings up a backend reads from it which kernel to write next.
 
 struct OperatorCount {
   std::atomic<int64_t> own = 0;

@@ -4,10 +4,30 @@
 
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
 
 #include <string>
+#include <vector>
 
 namespace foo {
+
+// Kernels that are meant to give way to ours, so that there is no reason to warn.
+
+// Keeps warnings of this thread back as long as it lives.
+class NoWarnings {
+  class Handler final : public c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  };
+
+  Handler silent_;
+  const c10::WarningUtils::WarningHandlerGuard handler_{&silent_};
+  // A warning that is given only once must not be used up here.
+  const c10::WarningUtils::WarnAlways always_;
+};
+
+// Kernels that work on every operator of a kind, given to operators by name.
+
+using Registrations = std::vector<c10::RegistrationHandleRAII>;
 
 // The operator with a name such as "foo::abs.out"; raises if there is none.
 c10::OperatorHandle find_operator(const std::string& name);
@@ -30,5 +50,10 @@ c10::RegistrationHandleRAII hold_kernel(const std::string& operator_name, c10::D
 // Registers a kernel for the rest of the process.
 void register_kernel(const std::string& operator_name, c10::DispatchKey key,
                      c10::KernelFunction kernel);
+
+// The operators of the dispatcher, for rules that give many of them a kernel.
+
+// All operators that are defined now.
+std::vector<c10::OperatorHandle> all_operators();
 
 }  // namespace foo

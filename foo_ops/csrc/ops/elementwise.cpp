@@ -16,8 +16,8 @@
 #include "launch/operator_counts.h"
 #include "launch/overlap.h"
 #include "launch/symbols.h"
-#include "ops/bounds.h"
 #include "ops/values.h"
+#include "ops/view.h"
 
 namespace foo {
 

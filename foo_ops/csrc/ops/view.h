@@ -1,12 +1,15 @@
-// A tensor as a tile kernel sees it, and an access outside of one.
+// A tensor as a tile kernel sees it, and accesses that are outside of one.
 
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "launch/layout.h"
 
 namespace foo {
+
+// A tensor as a tile kernel sees it, and an access outside of one.
 
 struct Outside;
 
@@ -77,5 +80,17 @@ struct Layout<Outside> {
   static constexpr Field fields[] = FOO_FIELDS(is_found, view, kind, row, count, place, indices);
 };
 static_assert(is_whole<Outside>());
+
+// Kernels that check every access to a tensor: whether they are wanted, and what they have found.
+
+// Whether kernels check their accesses now, on every thread: someone has asked for it and not yet
+// taken it back.
+bool checks_bounds();
+void ask_for_bounds_checks();
+void end_bounds_checks();
+
+// Throws an IndexError for an operator: the access, the tensor's shape and the place.
+[[noreturn]] void refuse_outside(const std::string& operator_name, const std::string& argument,
+                                 const Outside& outside);
 
 }  // namespace foo

@@ -17,9 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "aten/observed_operators.h"
+#include "aten/observers.h"
 #include "aten/operator_kinds.h"
-#include "aten/streams_of_call.h"
 #include "device/device.h"
 #include "launch/fork_mutex.h"
 

@@ -7,11 +7,12 @@
 #include <memory>
 #include <string>
 
-#include "launch/formula.h"
+#include "launch/gradients.h"
 
 namespace foo {
 
-// Makes a formula of a Formula of foo_ops/library/autograd.py; the operator's name without overload.
+// Makes a formula of a Formula of foo_ops/library/autograd.py; the operator's name without
+// overload.
 std::shared_ptr<const Formula> make_python_formula(const std::string& operator_name,
                                                    const pybind11::object& formula);
 

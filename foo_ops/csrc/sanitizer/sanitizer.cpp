@@ -5,19 +5,16 @@
 #include <algorithm>
 #include <utility>
 
-#include "aten/boxed_tensors.h"
 #include "aten/observers.h"
-#include "aten/streams_of_call.h"
+#include "aten/operator_kinds.h"
 #include "device/device.h"
 #include "device/device_memory.h"
-#include "device/host_protection.h"
-#include "device/memory_protection.h"
+#include "device/heap.h"
 #include "device/ownership.h"
-#include "device/segment_map.h"
+#include "device/protection.h"
 #include "device/stream.h"
 #include "launch/device_access.h"
-#include "sanitizer/operator_scope.h"
-#include "sanitizer/special_operators.h"
+#include "sanitizer/operator_uses.h"
 
 namespace foo::sanitizer {
 namespace {

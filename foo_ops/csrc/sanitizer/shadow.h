@@ -1,19 +1,106 @@
-// What the sanitizer knows of each byte of an allocation: who wrote it last, and who has read it
-// since.
+// What the sanitizer knows of each byte of an allocation, in the order of vector clocks.
+
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
-#include "sanitizer/byte_ranges.h"
-#include "sanitizer/clocks.h"
-
 namespace foo::sanitizer {
+
+// The order of what streams and the host do, known from vector clocks.
+//
+// Each launch has a tick that no other has. A clock holds for each stream the last tick that is
+// known to be done: that of a stream says what its next launch comes after, that of the host what
+// the host has waited for. Source: L. Lamport, "Time, clocks, and the ordering of events in a
+// distributed system", CACM 1978; F. Mattern, "Virtual time and global states", 1989.
+
+using Tick = uint64_t;
+
+class Clock {
+ public:
+  Tick operator[](uint32_t stream) const { return stream < ticks_.size() ? ticks_[stream] : 0; }
+  void advance(uint32_t stream, Tick tick);
+  void join(const Clock& other);
+
+ private:
+  std::vector<Tick> ticks_;
+};
+
+// When a launch is done by, as far as the order is concerned.
+struct Moment {
+  uint32_t stream;
+  Tick tick;
+};
+
+class Clocks {
+ public:
+  // The number of a stream. It stays the same while anything of the stream may be under way.
+  uint32_t number_of(c10::Stream stream);
+
+  // A launch comes after all that the host has waited for: what the host knows, all streams know.
+  Moment launch(uint32_t stream);
+
+  bool host_knows(Moment moment) const { return host_[moment.stream] >= moment.tick; }
+  // Whether what the stream launches next comes after.
+  bool is_before(Moment moment, uint32_t stream) const {
+    return moment.stream == stream || host_knows(moment) ||
+           streams_[stream].clock[moment.stream] >= moment.tick;
+  }
+  // Takes an order as given that was not there, so that what follows from it is not found again.
+  void assume_before(Moment moment, uint32_t stream) {
+    streams_[stream].clock.advance(moment.stream, moment.tick);
+  }
+
+  void record(const void* event, uint32_t stream) { events_[event] = current(stream); }
+  void forget(const void* event) { events_.erase(event); }
+  void stream_waits(uint32_t stream, const void* event);
+  void stream_waits_for_stream(uint32_t stream, uint32_t other);
+  void host_waits_for_event(const void* event);
+  void host_waits_for_stream(uint32_t stream);
+  void host_waits_for_device(c10::DeviceIndex index);
+
+ private:
+  struct Stream {
+    c10::DeviceIndex device;
+    c10::StreamId id;
+    Tick last = 0;
+    Clock clock;
+  };
+
+  // What comes before the next launch, and with it the stream itself up to now.
+  Clock current(uint32_t stream) const;
+  // A stream that the host knows to be idle, whose number may have another bearer; else a new one.
+  uint32_t free_number();
+
+  Tick tick_ = 0;
+  Clock host_;
+  std::vector<Stream> streams_;
+  std::unordered_map<uint64_t, uint32_t> numbers_;
+  std::unordered_map<const void*, Clock> events_;
+};
+
+// Which bytes of a storage belong to a tensor.
+
+struct ByteRange {
+  size_t begin;
+  size_t end;
+};
+
+// In ascending order and apart from each other. None for a tensor without elements.
+std::vector<ByteRange> byte_ranges(const at::Tensor& tensor);
+
+// What the sanitizer knows of each byte of an allocation: who wrote it last, and who has read it
+// since.
 
 using Stack = std::shared_ptr<torch::CapturedTraceback>;
 
@@ -108,5 +195,45 @@ inline void Shadow::forget_launches() {
   for (const Range& range : ranges_) append(result, range.end, {range.cell.is_written});
   ranges_ = std::move(result);
 }
+
+// What is wrong: an access, and what it collides with.
+
+// A tensor as a finding shows it, also when it is gone.
+struct Description {
+  std::vector<int64_t> shape;
+  std::optional<at::ScalarType> dtype;
+  c10::Device device{c10::kCPU};
+  // Of all bytes between its first and its last.
+  uintptr_t address = 0;
+  size_t bytes = 0;
+};
+
+enum class Deed { kRead, kWrite, kAllocation, kFree };
+
+// One side of a finding. The host has no stream.
+struct Party {
+  Deed deed;
+  std::string operator_name;
+  std::optional<c10::Stream> stream;
+  Stack stack;
+};
+
+struct Finding {
+  const char* kind;
+  Description tensor;
+  Party now;
+  std::optional<Party> before;
+  // Of memory that was freed: who may still be using it.
+  std::optional<Party> user;
+};
+
+using Findings = std::vector<Finding>;
+
+inline constexpr const char* kRace = "race";
+inline constexpr const char* kUseAfterFree = "use after free";
+inline constexpr const char* kUnsynchronizedHostRead = "unsynchronized host read";
+inline constexpr const char* kHostWriteDuringCopy = "host write during copy";
+inline constexpr const char* kUninitializedRead = "uninitialized read";
+inline constexpr const char* kHostAccess = "host access";
 
 }  // namespace foo::sanitizer

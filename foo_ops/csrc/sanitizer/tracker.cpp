@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "device/device.h"
+#include "device/heap.h"
 #include "device/pinned_memory.h"
-#include "device/segment_map.h"
 
 namespace foo::sanitizer {
 namespace {

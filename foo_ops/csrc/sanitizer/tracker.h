@@ -4,8 +4,8 @@
 #include <map>
 #include <unordered_map>
 
-#include "device/host_protection.h"
-#include "sanitizer/finding.h"
+#include "device/protection.h"
+#include "sanitizer/shadow.h"
 
 namespace foo::sanitizer {
 

@@ -1,15 +1,13 @@
 // The seed of dropout, which is drawn where foo::attention and foo::attention_varlen are
 // differentiated or mapped: the operators that take it are differentiated, see foo_ops/ops/.
 
-#include "launch/autograd.h"
-
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
+#include "launch/below_autograd.h"
 #include "launch/registration.h"
-#include "ops/attention/arguments.h"
 #include "ops/attention/checks.h"
 #include "ops/attention/parameters.h"
 

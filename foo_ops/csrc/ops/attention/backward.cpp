@@ -9,11 +9,149 @@
 
 #include "launch/huge_pages.h"
 #include "launch/kernel_table.h"
-#include "ops/attention/bias_gradient.h"
-#include "ops/attention/chunks.h"
 #include "ops/attention/run.h"
 
 namespace foo {
+
+namespace {
+
+// Cuts the blocks of a key head along their queries, into chunks of the same work: with a window
+// or documents, each of them visits few keys.
+void number_chunks(std::vector<Piece>::iterator begin, std::vector<Piece>::iterator end,
+                   int64_t chunks) {
+  std::stable_sort(begin, end, [](const Piece& a, const Piece& b) { return a.block < b.block; });
+  const auto work = [](const Piece& block) { return std::max<int64_t>(1, work_of(block)); };
+  int64_t total = 0, done = 0;
+  for (auto block = begin; block != end; ++block) total += work(*block);
+  for (auto block = begin; block != end; ++block) {
+    // The chunk in which the middle of the block's work is.
+    block->chunk = (2 * done + work(*block)) * chunks / (2 * total);
+    done += work(*block);
+  }
+}
+
+}  // namespace
+
+Rows Chunk::keys() const {
+  Rows keys{blocks[0].key_start, blocks[0].key_stop};
+  for (const Piece& block : blocks) {
+    keys = {std::min(keys.begin, block.key_start), std::max(keys.end, block.key_stop)};
+  }
+  return keys;
+}
+
+std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
+                                              std::vector<Piece> blocks,
+                                              const std::optional<BiasGradient>& bias,
+                                              const SharedSums& shared) {
+  std::vector<std::vector<Chunk>> jobs(parameters.batch * parameters.key_heads * parameters.chunks);
+  const auto key_head_of = [&](const Piece& block) {
+    return block.batch * parameters.key_heads + block.head / parameters.group;
+  };
+  for (auto begin = blocks.begin(); begin != blocks.end();) {
+    const int64_t key_head = key_head_of(*begin);
+    const auto end = std::find_if(
+        begin, blocks.end(), [&](const Piece& block) { return key_head_of(block) != key_head; });
+    number_chunks(begin, end, parameters.chunks);
+    for (auto block = begin; block != end; ++block) {
+      // What the key heads of a family share, they add to at the same blocks.
+      if (shared.any()) block->chunk = block->block % parameters.chunks;
+      block->slot = key_head * parameters.chunks + block->chunk;
+      block->bias = bias.has_value() ? bias->place_of(*block) : 0;
+      const int64_t family = shared.family(parameters, *block);
+      auto& job = jobs[family * parameters.chunks + block->chunk];
+      if (job.empty() || job.back().key_head != key_head) {
+        job.push_back({key_head, {}});
+      }
+      job.back().blocks.push_back(*block);
+    }
+    begin = end;
+  }
+  return jobs;
+}
+
+std::vector<Rows> rows_of_slots(const std::vector<std::vector<Chunk>>& jobs, int64_t slots) {
+  std::vector<Rows> rows(slots, Rows{0, 0});
+  for (const std::vector<Chunk>& job : jobs) {
+    for (const Chunk& chunk : job) {
+      rows[chunk.blocks[0].slot] = chunk.keys();
+    }
+  }
+  return rows;
+}
+
+at::Tensor sum_in_order(const at::Tensor& tensor, int64_t dim) {
+  std::vector<int64_t> sizes = tensor.sizes().vec();
+  sizes[dim] = 1;
+  const at::Tensor total = at::zeros(sizes, tensor.options().dtype(at::kDouble));
+  for (int64_t index = 0; index < tensor.size(dim); ++index) {
+    total.add_(tensor.narrow(dim, index, 1));
+  }
+  return total;
+}
+
+BiasGradient::BiasGradient(Parameters& parameters, const at::Tensor& bias,
+                           at::ScalarType compute_type)
+    : parameters_(parameters), bias_(bias), compute_type_(compute_type), sizes_(4 - bias.dim(), 1) {
+  sizes_.insert(sizes_.end(), bias.sizes().begin(), bias.sizes().end());
+  const bool has_all_heads = sizes_[0] == parameters.batch && sizes_[1] == parameters.query_heads;
+  const bool has_tiles = sizes_[2] == parameters.query_length && sizes_[3] == parameters.key_length;
+  const bool is_stored = has_all_heads && has_tiles && parameters.bias_kind == kOfQueryDtype;
+  parameters.bias_gradient = is_stored ? kStored : kAdded;
+  is_shared_ = !has_all_heads && sizes_[2] != 1 && sizes_[3] != 1;
+}
+
+SharedSums BiasGradient::sharing() const {
+  return {.batch = is_shared_ && sizes_[0] == 1, .heads = is_shared_ && sizes_[1] == 1};
+}
+
+void BiasGradient::allocate(int64_t slots, bool all_keys_are_seen) {
+  const auto own = bias_.options(), sums = own.dtype(compute_type_);
+  const auto lengths = at::IntArrayRef(sizes_).slice(2);
+  if (parameters_.bias_gradient == kStored) {
+    sums_ = new_tensor(sizes_, own);
+    if (!all_keys_are_seen) sums_.zero_();
+  } else if (has_row_sums()) {
+    sums_ = at::zeros(
+        {parameters_.batch * parameters_.key_heads * slots, parameters_.group, 1, lengths[1]},
+        sums.device(at::kCPU));
+  } else if (lengths[1] == 1) {
+    sums_ = at::zeros({parameters_.batch, parameters_.query_heads, lengths[0], 1},
+                      sums.device(at::kCPU));
+  } else {
+    sums_ = at::zeros(sizes_, sums);
+  }
+  parameters_.grad_attn_bias = Operand(sums_);
+  for (int64_t axis = 0; axis < 4; ++axis) {
+    if (sums_.size(axis) == 1) {
+      parameters_.grad_attn_bias.strides[axis] = 0;
+    }
+  }
+}
+
+int64_t BiasGradient::place_of(const Piece& block) const {
+  const auto& strides = parameters_.grad_attn_bias.strides;
+  if (has_row_sums()) {
+    return block.slot * strides[0] + block.head % parameters_.group * strides[1];
+  }
+  return block.batch * strides[0] + block.head * strides[1] + block.query_start * strides[2];
+}
+
+at::Tensor BiasGradient::total() const {
+  at::Tensor result = sums_;
+  if (has_row_sums()) {
+    const int64_t heads = parameters_.batch * parameters_.key_heads;
+    const int64_t slots = heads == 0 ? 0 : sums_.size(0) / heads;
+    result = sum_in_order(sums_.view({heads, slots, parameters_.group, sizes_[3]}), 1)
+                 .view({parameters_.batch, parameters_.query_heads, 1, sizes_[3]});
+  }
+  for (int64_t dim = 0; dim < 2; ++dim) {
+    if (sizes_[dim] == 1 && result.size(dim) != 1) {
+      result = sum_in_order(result, dim);
+    }
+  }
+  return result.view(bias_.sizes()).to(bias_.options());
+}
 
 namespace {
 

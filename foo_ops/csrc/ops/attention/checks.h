@@ -1,14 +1,165 @@
-// foo::attention and foo::attention_varlen: the checks, which fake kernels share.
+// The arguments of attention's operators, and their checks, which fake kernels share.
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/function_schema.h>
+#include <ATen/core/stack.h>
 
+#include <array>
 #include <optional>
+#include <tuple>
+#include <utility>
 
-#include "ops/attention/arguments.h"
+#include "launch/operator_counts.h"
 
 namespace foo {
+
+// The tensors and options of attention's operators, dense and packed, and how boxed calls hold
+// them.
+
+// Dense calls have no longest lengths, and packed ones no is_causal.
+struct AttentionOptions {
+  bool is_causal = false;
+  std::optional<double> scale;
+  double dropout_p = 0.0;
+  c10::SymInt window_left = -1;
+  c10::SymInt window_right = -1;
+  double softcap = 0.0;
+  c10::SymInt max_seqlen_q = 0;
+  c10::SymInt max_seqlen_k = 0;
+  // The keys are a part of all: query i stands at the key i + part_offset, and in the backward pass
+  // the logsumexp is that of all keys.
+  std::optional<c10::SymInt> part_offset;
+};
+
+inline const at::Tensor kNoTensor;
+inline const std::optional<at::Tensor> kNotGiven;
+
+struct AttentionInputs {
+  const at::Tensor& query;
+  const at::Tensor& key;
+  const at::Tensor& value;
+  const std::optional<at::Tensor>& alibi_slopes;
+  const std::optional<at::Tensor>& sinks;
+  // Dense calls only.
+  const std::optional<at::Tensor>& attn_bias = kNotGiven;
+  // Packed calls only.
+  const at::Tensor& cu_seqlens_q = kNoTensor;
+  const at::Tensor& cu_seqlens_k = kNoTensor;
+  const std::optional<at::Tensor>& seqused_k = kNotGiven;
+  const std::optional<at::Tensor>& block_table = kNotGiven;
+  // The numbers of heads, (B, Hq), where they are a part of all: dropout draws by them.
+  const std::optional<at::Tensor>& dropout_heads = kNotGiven;
+};
+
+// The outputs of a call, and their gradients.
+struct AttentionResults {
+  const at::Tensor& grad_output;
+  const at::Tensor& grad_logsumexp;
+  const at::Tensor& output;
+  const at::Tensor& logsumexp;
+};
+
+// Where an operator's schema has each argument.
+class ArgumentPlaces {
+ public:
+  enum Name {
+    kQuery,
+    kKey,
+    kValue,
+    kCuSeqlensQ,
+    kCuSeqlensK,
+    kGradOutput,
+    kGradLogsumexp,
+    kOutput,
+    kLogsumexp,
+    kBiasRequiresGrad,
+    kIsCausal,
+    kScale,
+    kDropoutP,
+    kWindowLeft,
+    kWindowRight,
+    kSoftcap,
+    kMaxSeqlenQ,
+    kMaxSeqlenK,
+    kPartOffset,
+    // The optional tensors.
+    kAttnBias,
+    kAlibiSlopes,
+    kSinks,
+    kSequsedK,
+    kBlockTable,
+    kSeed,
+    kDropoutHeads,
+    kNames,
+  };
+
+  explicit ArgumentPlaces(const c10::FunctionSchema& schema);
+
+  // The argument's index, or -1 if the operator has no such argument.
+  int64_t operator[](Name name) const { return places_[name]; }
+
+ private:
+  std::array<int64_t, kNames> places_;
+};
+
+// The arguments of a boxed call. The values must outlive this, and this all that it returns.
+class AttentionArguments {
+ public:
+  AttentionArguments(const ArgumentPlaces& places, c10::ArrayRef<c10::IValue> values);
+
+  AttentionInputs inputs() const;
+  AttentionResults results() const;
+  AttentionOptions options() const;
+  const std::optional<at::Tensor>& seed() const { return optional(ArgumentPlaces::kSeed); }
+  bool attn_bias_requires_grad() const;
+
+ private:
+  static constexpr auto kFirstOptional = ArgumentPlaces::kAttnBias;
+
+  const at::Tensor& tensor(ArgumentPlaces::Name name) const;
+  const std::optional<at::Tensor>& optional(ArgumentPlaces::Name name) const {
+    return optionals_[name - kFirstOptional];
+  }
+
+  const ArgumentPlaces& places_;
+  c10::ArrayRef<c10::IValue> values_;
+  std::array<std::optional<at::Tensor>, ArgumentPlaces::kNames - kFirstOptional> optionals_;
+};
+
+// Makes a boxed kernel of a function of AttentionArguments that returns a tuple of tensors.
+template <Name name, auto function>
+struct BoxedAttention {
+  static void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    static const ArgumentPlaces places(op.schema());
+    const auto values = torch::jit::last(*stack, op.schema().arguments().size());
+    auto results = function(AttentionArguments(places, values));
+    torch::jit::drop(*stack, values.size());
+    std::apply([&](auto&... tensors) { (stack->emplace_back(std::move(tensors)), ...); }, results);
+  }
+
+  static void count_and_call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    static OperatorCount& count = operator_count(name.text);
+    count.own.fetch_add(1, std::memory_order_relaxed);
+    call(op, stack);
+  }
+};
+
+// Registers as register_shared_kernel does, for calls that are rare enough to go through the stack.
+template <Name name, auto function>
+void register_boxed_kernel(torch::Library& library) {
+  using Boxed = BoxedAttention<name, function>;
+  library.impl(name.text,
+               torch::dispatch(c10::DispatchKey::CPU,
+                               torch::CppFunction::makeFromBoxedFunction<&Boxed::call>()));
+  library.impl(name.text, torch::dispatch(
+                              c10::DispatchKey::PrivateUse1,
+                              torch::CppFunction::makeFromBoxedFunction<&Boxed::count_and_call>()));
+  refuse_nested_tensors(library, name.text);
+}
+
+// foo::attention and foo::attention_varlen: the checks, which fake kernels share.
 
 // The checks raise for arguments that the operators do not take. ``name`` is the operator's, where
 // several have a check in common. They read only metadata, so that they serve eager tensors and

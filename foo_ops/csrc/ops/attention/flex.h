@@ -1,5 +1,4 @@
-// foo::flex_attention, foo::flex_attention_varlen and their gradients: the checks, which fake
-// kernels share.
+// foo::flex_attention, foo::flex_attention_varlen and their gradients.
 
 #pragma once
 
@@ -10,6 +9,9 @@
 #include <vector>
 
 namespace foo {
+
+// foo::flex_attention, foo::flex_attention_varlen and their gradients: the checks, which fake
+// kernels share.
 
 void check_flex_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const std::vector<at::Tensor>& captured,

@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "launch/layout.h"
-#include "ops/attention/arguments.h"
+#include "ops/attention/checks.h"
 
 namespace foo {
 

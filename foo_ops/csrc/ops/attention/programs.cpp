@@ -13,7 +13,7 @@
 #include "launch/fork_mutex.h"
 #include "launch/kernel_table.h"
 #include "launch/read_once.h"
-#include "ops/attention/bias_gradient.h"
+#include "ops/attention/backward.h"
 #include "ops/attention/plan.h"
 
 namespace foo {

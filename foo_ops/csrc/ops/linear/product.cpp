@@ -11,7 +11,6 @@
 #include "launch/huge_pages.h"
 #include "launch/jobs.h"
 #include "launch/kernel_table.h"
-#include "ops/linear/cut.h"
 #include "ops/linear/torch_product.h"
 
 namespace foo {

@@ -8,8 +8,8 @@
 #include "launch/kernel_table.h"
 #include "launch/operator_counts.h"
 #include "launch/symbols.h"
-#include "ops/linear/checks.h"
-#include "ops/linear/cut.h"
+#include "ops/linear/linear.h"
+#include "ops/linear/product.h"
 
 namespace foo {
 

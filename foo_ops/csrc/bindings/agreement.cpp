@@ -1,0 +1,67 @@
+#include "bindings/agreement.h"
+
+#include "launch/kernel_table.h"
+#include "launch/layout.h"
+#include "ops/attention/parameters.h"
+#include "ops/attention/programs.h"
+#include "ops/elementwise.h"
+#include "ops/linear/cross_entropy.h"
+#include "ops/linear/product.h"
+#include "ops/linear/quantized.h"
+#include "ops/tile.h"
+
+namespace foo {
+
+namespace {
+
+template <class Struct>
+void add_struct(Agreement& agreement) {
+  auto& fields = agreement.structs[Layout<Struct>::name];
+  for (const Field& field : Layout<Struct>::fields) {
+    fields.emplace_back(field.name, field.type(), field.offset);
+  }
+}
+
+}  // namespace
+
+Agreement agreement() {
+  Agreement result;
+  add_struct<Operand>(result);
+  add_struct<Parameters>(result);
+  add_struct<Piece>(result);
+  add_struct<CapturedTensor>(result);
+  add_struct<ProgramArguments>(result);
+  add_struct<Product>(result);
+  add_struct<ProductBlock>(result);
+  add_struct<QuantizedProduct>(result);
+  add_struct<CrossEntropy>(result);
+  add_struct<View>(result);
+  add_struct<ViewList>(result);
+  add_struct<Outside>(result);
+  result.functions = {{"AttentionFunction", Arguments<AttentionFunction>::names()},
+                      {"ProgramFunction", Arguments<ProgramFunction>::names()},
+                      {"SumFunction", Arguments<SumFunction>::names()},
+                      {"ProductFunction", Arguments<ProductFunction>::names()},
+                      {"QuantizedFunction", Arguments<QuantizedFunction>::names()},
+                      {"CrossEntropyFunction", Arguments<CrossEntropyFunction>::names()},
+                      {"ElementwiseFunction", Arguments<ElementwiseFunction>::names()},
+                      {"TileFunction", Arguments<TileFunction>::names()}};
+#define FOO_CONSTANT(name) {#name, name}
+  result.constants = {
+      FOO_CONSTANT(kQueryBlock),  FOO_CONSTANT(kTileStride),   FOO_CONSTANT(kKeyBlock),
+      FOO_CONSTANT(kKeyMultiple), FOO_CONSTANT(kWidestVector), FOO_CONSTANT(kWidestPanel),
+      FOO_CONSTANT(kFewQueries),  FOO_CONSTANT(kRowMultiple),  FOO_CONSTANT(kLog2E),
+      FOO_CONSTANT(kNone),        FOO_CONSTANT(kBool),         FOO_CONSTANT(kOfQueryDtype),
+      FOO_CONSTANT(kFloat32),     FOO_CONSTANT(kNotWanted),    FOO_CONSTANT(kStored),
+      FOO_CONSTANT(kAdded),       FOO_CONSTANT(kCountTiles),   FOO_CONSTANT(kRunTiles),
+      FOO_CONSTANT(kFinishTiles), FOO_CONSTANT(kRefused),      FOO_CONSTANT(kAbsentCode),
+      FOO_CONSTANT(kGivenCode),   FOO_CONSTANT(kCheckedCode),  FOO_CONSTANT(kElement),
+      FOO_CONSTANT(kRow),         FOO_CONSTANT(kFlat),         FOO_CONSTANT(kInRow),
+      FOO_CONSTANT(kShape),       FOO_CONSTANT(kProduct),      FOO_CONSTANT(kList),
+      FOO_CONSTANT(kMostIndices), FOO_CONSTANT(kHidden),       FOO_CONSTANT(kMasked),
+      FOO_CONSTANT(kSeen),        FOO_CONSTANT(kMixed)};
+#undef FOO_CONSTANT
+  return result;
+}
+
+}  // namespace foo

@@ -1,0 +1,105 @@
+#include "bindings/checks.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "launch/overlap.h"
+#include "launch/parameter.h"
+#include "launch/registration.h"
+#include "launch/symbols.h"
+#include "ops/attention/checks.h"
+#include "ops/attention/flex.h"
+#include "ops/attention/int8_cache.h"
+#include "ops/linear/cross_entropy.h"
+#include "ops/linear/linear.h"
+#include "ops/linear/quantized.h"
+
+namespace py = pybind11;
+
+namespace foo {
+namespace {
+
+void bind_linear_checks(py::module_& module) {
+  module.def("check_linear", torch::wrap_pybind_function(check_linear));
+  module.def("check_linear_activation", torch::wrap_pybind_function(check_linear_activation));
+  module.def("check_linear_silu_mul", torch::wrap_pybind_function(check_linear_silu_mul));
+  module.def("check_linear_backward", torch::wrap_pybind_function(check_linear_backward));
+  module.def("check_linear_int8", torch::wrap_pybind_function(check_linear_int8));
+  module.def("check_linear_int4", torch::wrap_pybind_function(check_linear_int4));
+  module.def("check_linear_cross_entropy", torch::wrap_pybind_function(check_linear_cross_entropy));
+  module.def("check_linear_cross_entropy_backward",
+             torch::wrap_pybind_function(check_linear_cross_entropy_backward));
+  module.def("check_linear_cross_entropy_kept", torch::wrap_pybind_function(check_kept));
+  module.def("linear_cross_entropy_kept_sizes", &kept_sizes);
+}
+
+void bind_attention_checks(py::module_& module) {
+  using Optional = const std::optional<at::Tensor>&;
+  using Tensor = const at::Tensor&;
+  module.def(
+      "check_attention",
+      torch::wrap_pybind_function([](Tensor query, Tensor key, Tensor value, Optional attn_bias,
+                                     Optional alibi_slopes, Optional sinks, double dropout_p,
+                                     const c10::SymInt& window_left,
+                                     const c10::SymInt& window_right, double softcap) {
+        check_attention({query, key, value, alibi_slopes, sinks, attn_bias},
+                        {false, {}, dropout_p, window_left, window_right, softcap});
+      }));
+  module.def(
+      "check_attention_varlen",
+      torch::wrap_pybind_function([](Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,
+                                     Tensor cu_seqlens_k, Optional seqused_k, Optional block_table,
+                                     Optional alibi_slopes, Optional sinks, double dropout_p,
+                                     const c10::SymInt& window_left,
+                                     const c10::SymInt& window_right, double softcap) {
+        check_attention_varlen({query, key, value, alibi_slopes, sinks, kNotGiven, cu_seqlens_q,
+                                cu_seqlens_k, seqused_k, block_table},
+                               {false, {}, dropout_p, window_left, window_right, softcap});
+      }));
+  module.def("check_attention_results", torch::wrap_pybind_function(check_attention_results));
+  module.def("check_attention_int8_cache", torch::wrap_pybind_function(check_attention_int8_cache));
+  module.def("check_flex_attention", torch::wrap_pybind_function(check_flex_attention));
+  module.def("check_flex_attention_varlen",
+             torch::wrap_pybind_function(check_flex_attention_varlen));
+  module.def("check_captured_requirements",
+             torch::wrap_pybind_function([](const std::string& name,
+                                            const std::vector<at::Tensor>& captured,
+                                            const std::vector<bool>& requires_grad) {
+               check_captured_requirements(name.c_str(), captured, requires_grad);
+             }));
+  module.def("check_attention_bias", torch::wrap_pybind_function(check_attention_bias));
+  module.def("check_attention_seed", torch::wrap_pybind_function(check_attention_seed));
+  module.def("check_attention_dropout_heads",
+             torch::wrap_pybind_function(check_attention_dropout_heads));
+}
+
+// For operators with arguments `out`.
+void bind_checks_of_out(py::module_& module) {
+  using Tensor = const at::Tensor&;
+  module.def("check_devices",
+             torch::wrap_pybind_function(
+                 [](const std::string& name, const std::vector<Parameter>& parameters,
+                    const std::vector<std::optional<at::Tensor>>& arguments) {
+                   const std::vector<c10::IValue> values(arguments.begin(), arguments.end());
+                   common_device(name, parameters, values);
+                 }));
+  module.def("check_out", torch::wrap_pybind_function(
+                              [](const std::string& name, const std::string& parameter, Tensor out,
+                                 Tensor result, const std::vector<at::Tensor>& others) {
+                                check_can_cast(name, parameter, result.scalar_type(), out);
+                                const auto sizes = result.sym_sizes();
+                                if (!have_sizes(out.sym_sizes(), sizes)) {
+                                  check_resizable(name, parameter, out, sizes, others);
+                                }
+                              }));
+}
+
+}  // namespace
+
+void bind_shared_checks(py::module_& module) {
+  bind_linear_checks(module);
+  bind_attention_checks(module);
+  bind_checks_of_out(module);
+}
+
+}  // namespace foo

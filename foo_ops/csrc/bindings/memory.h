@@ -1,0 +1,11 @@
+// Gives Python the device's memory: figures, blocks and pools.
+
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace foo {
+
+void bind_memory(pybind11::module_& module);
+
+}  // namespace foo

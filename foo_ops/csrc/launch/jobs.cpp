@@ -1,0 +1,123 @@
+#include "launch/jobs.h"
+
+#include <c10/util/Exception.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <new>
+#include <thread>
+
+namespace foo {
+
+namespace {
+
+// The most bytes of a block that is kept: the sums of 16000 keys with one head of 64, in float32.
+constexpr int64_t kMostBytes = int64_t{1} << 26;
+// The most bytes of all blocks that are kept: the scratch memory of kernels on each processor, and
+// one block of sums.
+int64_t most_bytes_in_all() {
+  static const int64_t most =
+      kMostBytes + (int64_t{1} << 22) * std::max(1u, std::thread::hardware_concurrency());
+  return most;
+}
+// A block is given up when so many calls in a row have needed less than a fourth of it. Fewer
+// calls are a model's forward pass, after which the backward pass needs it again.
+constexpr int64_t kPatience = 64;
+constexpr int64_t kLittle = 4;
+
+std::atomic<int64_t> kept_bytes{0};
+
+// Returns whether so many bytes more may be kept, and counts them if so.
+bool reserve(int64_t bytes) {
+  if (kept_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes <= most_bytes_in_all()) {
+    return true;
+  }
+  kept_bytes.fetch_sub(bytes, std::memory_order_relaxed);
+  return false;
+}
+
+}  // namespace
+
+ScratchPool::Block* ScratchPool::take(int64_t place, int64_t bytes) {
+  Block* block = places_[place].block.exchange(nullptr, std::memory_order_acq_rel);
+  if (block == nullptr) {
+    block = take_waiting(place, bytes);
+  }
+  if (block != nullptr && block->bytes >= bytes) {
+    const bool needs_little = bytes < block->bytes / kLittle;
+    block->calls_with_little = needs_little ? block->calls_with_little + 1 : 0;
+    if (block->calls_with_little < kPatience) {
+      return block;
+    }
+    release_larger_than(kLittle * bytes);
+  }
+  if (block != nullptr) {
+    release(block);
+  }
+  return allocate(place, bytes);
+}
+
+// Another call has the block of this place, or there was none yet. A block of another place
+// remains its own.
+ScratchPool::Block* ScratchPool::take_waiting(int64_t place, int64_t bytes) {
+  for (int64_t offset = 1; offset < kPlaces; ++offset) {
+    Place& other = places_[(place + offset) % kPlaces];
+    if (other.block.load(std::memory_order_relaxed) != nullptr) {
+      Block* const block = other.block.exchange(nullptr, std::memory_order_acq_rel);
+      if (block != nullptr) {
+        if (block->bytes >= bytes) {
+          return block;
+        }
+        give_back(block);
+      }
+    }
+  }
+  return nullptr;
+}
+
+void ScratchPool::give_back(Block* block) {
+  const int64_t first = block->place;
+  for (int64_t offset = 0; offset < kPlaces && block->is_kept; ++offset) {
+    block->place = (first + offset) % kPlaces;
+    Block* nothing = nullptr;
+    // Another call may have put its block there.
+    if (places_[block->place].block.compare_exchange_strong(nothing, block,
+                                                            std::memory_order_acq_rel)) {
+      return;
+    }
+  }
+  release(block);
+}
+
+void ScratchPool::release_larger_than(int64_t bytes) {
+  for (Place& place : places_) {
+    Block* const block = place.block.exchange(nullptr, std::memory_order_acq_rel);
+    if (block != nullptr) {
+      block->bytes > bytes ? release(block) : give_back(block);
+    }
+  }
+}
+
+// The memory comes neither from torch's allocator, which counts it as a tensor's where the call is
+// one of foo's, nor from the C library's, which keeps for a thread what it has been given back: 100
+// MB of 24 threads.
+ScratchPool::Block* ScratchPool::allocate(int64_t place, int64_t bytes) {
+  void* const memory = mmap(nullptr, sizeof(Block) + bytes, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(memory != MAP_FAILED, "there is no memory to work in: ", bytes, " bytes");
+  bool is_kept = bytes <= kMostBytes && reserve(bytes);
+  if (!is_kept && bytes <= kMostBytes) {
+    release_larger_than(0);
+    is_kept = reserve(bytes);
+  }
+  return new (memory) Block{bytes, place, 0, is_kept};
+}
+
+void ScratchPool::release(Block* block) {
+  if (block->is_kept) {
+    kept_bytes.fetch_sub(block->bytes, std::memory_order_relaxed);
+  }
+  munmap(block, sizeof(Block) + block->bytes);
+}
+
+}  // namespace foo
