@@ -40,16 +40,18 @@ from foo_ops.device.devices import (
     set_device,
     synchronize,
 )
-from foo_ops.device.graphed_callables import make_graphed_callables
 from foo_ops.device.graphs import (
     FooGraph,
     graph,
     graph_pool_handle,
     is_current_stream_capturing,
+    make_graphed_callables,
 )
 from foo_ops.device.memory import (
+    MemPool,
     caching_allocator_alloc,
     caching_allocator_delete,
+    change_current_allocator,
     device_memory_used,
     empty_cache,
     get_allocator_backend,
@@ -74,8 +76,8 @@ from foo_ops.device.memory import (
     reset_peak_host_memory_stats,
     reset_peak_memory_stats,
     set_per_process_memory_fraction,
+    use_mem_pool,
 )
-from foo_ops.device.memory_pools import MemPool, change_current_allocator, use_mem_pool
 from foo_ops.device.operators import (
     OperatorCount,
     get_matmul_kernels,

@@ -1,7 +1,4 @@
-"""Compile graphs on foo by torch.compile's own backend: its C++ kernels, on memory of foo.
-
-Foo memory is host memory, so that they run where the tensors lie. Imported together with inductor.
-"""
+"""Compile graphs on foo by torch.compile's own backend: its C++ kernels, on memory of foo."""
 
 import ast
 import re
@@ -10,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._inductor import codecache
 from torch._inductor.codegen.common import register_backend_for_device, register_device_op_overrides
 from torch._inductor.codegen.cpp import CppScheduling
@@ -17,11 +15,141 @@ from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.codegen.cpu_device_op_overrides import CpuDeviceOpOverrides
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
 from torch._inductor.custom_graph_pass import CustomGraphModulePass, get_hash_for_files
+from torch._inductor.decomposition import decompositions, register_decomposition
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 
 from foo_ops import _C
-from foo_ops.device import _inductor_attention, _inductor_products
+
+# ---------------------------------------------------------------------------------------- attention
+
+# Write torch's attention on foo as the operators of foo_ops in graphs that Inductor compiles.
+#
+# Kernels that a device has under torch's own name return numbers beside tensors, which the C++
+# around a graph cannot take from an operator of which it knows no more than the schema.
+
+
+aten = torch.ops.aten
+
+
+def _in_order_of(query: Tensor, result: Tensor) -> Tensor:
+    """Let the dimensions lie in memory as those of the query, which torch promises."""
+    order = sorted(range(4), key=query.stride, reverse=True)
+    inverse = sorted(range(4), key=order.__getitem__)
+    return result.permute(order).contiguous().permute(inverse)
+
+
+def _seed_argument(seed: Tensor, dropout_p: float) -> Tensor | None:
+    return seed.view(1) if dropout_p > 0 else None
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    if query.device.type != "foo":
+        return NotImplemented
+    seed = query.new_empty((), dtype=torch.int64)
+    if dropout_p > 0:
+        seed = torch.randint(torch.iinfo(torch.int64).max, (), device=query.device)
+    output, logsumexp = torch.ops.foo.attention_seeded(
+        query, key, value, attn_bias, seed=_seed_argument(seed, dropout_p),
+        is_causal=is_causal, scale=scale, dropout_p=dropout_p,
+    )  # fmt: skip
+    lengths = query.shape[2], key.shape[2]
+    offset = torch.empty_like(seed)
+    return _in_order_of(query, output), logsumexp, None, None, *lengths, seed, offset, None
+
+
+def _attention_backward(
+    grad_output: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    grad_input_mask: list[bool],
+    output: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> Any:
+    if query.device.type != "foo":
+        return NotImplemented
+    if grad_output is None:
+        return None, None, None, None
+    grad_query, grad_key, grad_value, grad_bias, _, _ = torch.ops.foo.attention_backward(
+        grad_output, torch.zeros_like(logsumexp), query, key, value, attn_bias, None, None,
+        output, logsumexp, _seed_argument(philox_seed, dropout_p),
+        attn_bias_requires_grad=grad_input_mask[3],
+        is_causal=is_causal, scale=scale, dropout_p=dropout_p,
+    )  # fmt: skip
+    return (
+        _in_order_of(query, grad_query),
+        _in_order_of(key, grad_key),
+        _in_order_of(value, grad_value),
+        grad_bias if grad_input_mask[3] else None,
+    )
+
+
+def register_attention() -> None:
+    for name, formula in (
+        ("_scaled_dot_product_fused_attention_overrideable", _attention),
+        ("_scaled_dot_product_fused_attention_overrideable_backward", _attention_backward),
+    ):
+        register_decomposition(getattr(aten, name).default)(formula)
+
+
+# ----------------------------------------------------------------------------------------- products
+
+# Write products with another dtype of the result, ``torch.mm(..., out_dtype=torch.float32)``, as
+# products of wider matrices in graphs that Inductor compiles: it has the former for CUDA alone.
+
+
+# The fake kernel of baddbmm.dtype fails in PyTorch 2.13, on every device.
+NAMES = ("mm", "bmm", "addmm")
+
+
+def _widened(name: str, of_torch: Callable[..., Any] | None) -> Callable[..., Any]:
+    function: Callable[..., Tensor] = getattr(torch, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        if tensors[0].device.type != "foo":
+            return of_torch(*args, **kwargs) if of_torch else NotImplemented
+        dtype, *factors = args[len(tensors) :]
+        factors_by_name = dict(zip(("beta", "alpha"), factors))
+        return function(*(each.to(dtype) for each in tensors), **factors_by_name, **kwargs)
+
+    return call
+
+
+def register_products() -> None:
+    for name in NAMES:
+        operator = getattr(torch.ops.aten, name).dtype
+        decompositions[operator] = _widened(name, decompositions.get(operator))
+
+
+# ------------------------------------------------------------------------------------------ backend
+
+# Compile graphs on foo by torch.compile's own backend: its C++ kernels, on memory of foo.
+#
+# Foo memory is host memory, so that they run where the tensors lie. Imported together with
+# inductor.
 
 
 def _on_cpu() -> AbstractContextManager[None]:
@@ -203,14 +331,12 @@ class _Version(CustomGraphModulePass):
         pass
 
     def uuid(self) -> Any:
-        return get_hash_for_files(
-            (__file__, _inductor_attention.__file__, _inductor_products.__file__)
-        )
+        return get_hash_for_files((__file__, __file__, __file__))
 
 
 def register() -> None:
-    _inductor_attention.register()
-    _inductor_products.register()
+    register_attention()
+    register_products()
     codecache._get_cpp_wrapper_header = _header_of_kernels
     register_backend_for_device("foo", FooScheduling, FooWrapper, FooCppWrapper, None, _Version())
     register_device_op_overrides("foo", CpuDeviceOpOverrides())

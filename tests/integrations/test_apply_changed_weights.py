@@ -17,8 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 import foo_ops
 from foo_ops.integrations.transformers import apply, restore
-from foo_ops.integrations.transformers.quantized import MANY_ROWS
-from foo_ops.integrations.transformers.source import SMALL
+from foo_ops.integrations.transformers.quantized import MANY_ROWS, SMALL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

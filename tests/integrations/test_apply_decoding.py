@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from foo_ops.integrations.transformers import apply, decoding, in_place_cache, restore
-from foo_ops.integrations.transformers.integers import Integers
+from foo_ops.integrations.transformers.cache import Integers
 from foo_ops.integrations.transformers.joined import JOINED
 from foo_ops.integrations.transformers.rotary import FooRotaryAttention
 

@@ -9,7 +9,7 @@ from support.transformer_models import GROUPED
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from foo_ops.integrations.transformers import apply
-from foo_ops.integrations.transformers.residual import FooDecoderLayer
+from foo_ops.integrations.transformers.norms import FooDecoderLayer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

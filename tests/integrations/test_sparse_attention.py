@@ -12,14 +12,14 @@ from support.model_zoo.classes import classes_of
 from support.model_zoo.models import inputs_of, make
 from torch import nn
 
-from foo_ops.integrations.transformers import foo_attention_forward, sparse
+from foo_ops.integrations.transformers import attention, foo_attention_forward
 from foo_ops.integrations.transformers.attention_layers import in_place_of_sdpa
 from foo_ops.testing import reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-KEYS = sparse.FEWEST_KEYS
-FEW = KEYS // (4 * sparse.SHARE)
+KEYS = attention.FEWEST_KEYS
+FEW = KEYS // (4 * attention.SHARE)
 BATCH, HEADS = 2, 4
 
 
@@ -176,8 +176,8 @@ def test_blocks_are_chosen_for_groups_of_heads():
 @pytest.mark.parametrize("change", ["by name", "applied"])
 def test_models(name, change, monkeypatch):
     """Also with sinks, and with blocks of keys; single keys are gathered in each call."""
-    monkeypatch.setattr(sparse, "FEWEST_KEYS", 1)
-    monkeypatch.setattr(sparse, "SHARE", 0)
+    monkeypatch.setattr(attention, "FEWEST_KEYS", 1)
+    monkeypatch.setattr(attention, "SHARE", 0)
     made = make(name, classes_of(name)[-1])
     trio, inputs = trio_of(made), inputs_of(made, "left")
     if change == "by name":

@@ -41,8 +41,7 @@ from foo_ops.integrations.transformers.flex import (
     foo_flex_mask,
     register_flex,
 )
-from foo_ops.integrations.transformers.left_alone import left_alone
-from foo_ops.integrations.transformers.models import apply, replaced, restore
+from foo_ops.integrations.transformers.models import apply, left_alone, replaced, restore
 
 __all__ = [
     "BOUNDS",

@@ -1,37 +1,46 @@
-"""`apply` gives a model foo's operators, and `restore` takes them back."""
+"""`apply` gives a model foo's operators, `restore` takes them back; `left_alone` lists the rest."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from foo_ops.integrations.transformers import cache as foo_cache
-from foo_ops.integrations.transformers.attention_layers import FooAttention, FooRotaryFooAttention
+from foo_ops.integrations.transformers.attention_layers import (
+    EAGER,
+    FooAttention,
+    FooRotaryFooAttention,
+    looks_up,
+    own_function,
+)
 from foo_ops.integrations.transformers.decoding import ATTENTION_LAYERS
 from foo_ops.integrations.transformers.joined import FooJoined
 from foo_ops.integrations.transformers.linear import FooConv1D, FooLinear
 from foo_ops.integrations.transformers.loss import LOSSES, FooLanguageModel, use_fused_loss
 from foo_ops.integrations.transformers.mlp import FooGatedMLP, FooPackedMLP
-from foo_ops.integrations.transformers.norms import NORMS
-from foo_ops.integrations.transformers.quantized import (
-    FooQuantizedLinear,
-    check_bits,
-)
-from foo_ops.integrations.transformers.quantized import (
-    quantize as quantize_layer,
-)
+from foo_ops.integrations.transformers.norms import LAYERS, NORMS
+from foo_ops.integrations.transformers.quantized import FooQuantizedLinear, check_bits
+from foo_ops.integrations.transformers.quantized import quantize as quantize_layer
 from foo_ops.integrations.transformers.replacement import (
+    PLAIN,
     Replacement,
+    has_own_forward,
+    holds,
     is_replaced,
     put_back,
     replace,
 )
-from foo_ops.integrations.transformers.residual import LAYERS
 from foo_ops.integrations.transformers.rotary import FooRotaryAttention
+
+# -------------------------------------------------------------------------------- apply and restore
+
+# `apply` gives a model foo's operators, and `restore` takes them back.
+
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -219,3 +228,86 @@ def use_foo_loss(model: PreTrainedModel) -> None:
     # A model without a head has a loss function too, and never calls it.
     if model.get_output_embeddings() is not None and model.loss_function in LOSSES:
         model.loss_function = LOSSES[model.loss_function]
+
+
+# --------------------------------------------------------------------------------------- left alone
+
+# Which modules of a model `apply` does not change, and why.
+
+
+OTHER_FORWARD = "another forward was put in its place"
+NOT_ASKED = "apply was not asked for it"
+
+
+def left_alone(model: nn.Module) -> dict[str, str]:
+    """Return why modules are not changed by `apply`, by their names.
+
+    It tells of attention layers, linear layers, norms, gated MLPs and experts. Modules whose work
+    foo_ops has no operator for, such as embeddings and convolutions, are not listed.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+        >>> left_alone(foo_ops.integrations.transformers.apply(model))
+        {'1': 'foo_ops has no operator for LayerNorm'}
+    """
+    reasons = {name: reason_of(module) for name, module in model.named_modules()}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def reason_of(module: nn.Module) -> str | None:
+    name = type(module).__name__
+    if isinstance(module, (nn.Linear, Conv1D)):
+        return None if is_replaced(module) else reason_of_linear(module)
+    if "Attention" in name and has_parameters(module) and not holds(module, "Attention"):
+        return None if isinstance(module, FooAttention) else reason_of_attention(module)
+    if "Norm" in name and isinstance(getattr(module, "weight", None), nn.Parameter):
+        return None if is_replaced(module) else reason_of_norm(module)
+    if is_replaced(module):
+        return None
+    if any(it.dim() == 3 for it in module._parameters.values() if it is not None):
+        return "experts that are one tensor have no operator yet" if "Experts" in name else None
+    if "MLP" in name and not holds(module, "MLP"):
+        known = (FooGatedMLP, FooPackedMLP)
+        return asked_or(module, known, "it does not compute down(silu(gate(x)) * up(x))")
+    return None
+
+
+def has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def asked_or(module: nn.Module, known: tuple[type[Replacement], ...], reason: str) -> str:
+    """Return the reason, unless the module would be taken if `apply` were asked."""
+    if has_own_forward(module):
+        return OTHER_FORWARD
+    return NOT_ASKED if any(it.recognises(module) for it in known) else reason
+
+
+def reason_of_linear(module: Any) -> str:
+    weight = module.weight
+    reason = f"{type(module).__name__} has a forward of its own"
+    if type(weight) not in PLAIN:
+        reason = f"its weight is a {type(weight).__name__}"
+    elif not weight.is_floating_point():
+        reason = f"its weight is {weight.dtype}"
+    return asked_or(module, (FooLinear, FooConv1D), reason)
+
+
+def reason_of_norm(module: nn.Module) -> str:
+    name = type(module).__name__
+    if type(module).__module__.startswith("torch."):
+        return f"foo_ops has no operator for {name}"
+    return asked_or(module, NORMS, f"{name} does not compute what foo::rms_norm does")
+
+
+def reason_of_attention(module: Any) -> str:
+    if has_own_forward(module):
+        return OTHER_FORWARD
+    if not looks_up(module):
+        return "its forward does not look attention up in transformers' table"
+    if FooAttention.recognises(module):
+        return NOT_ASKED
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if own_function(module) is None or name not in (None, "eager"):
+        return f"its implementation {name!r} is not one that foo::attention stands for"
+    return f"its {EAGER} does not compute what foo::attention does"

@@ -18,7 +18,7 @@ from foo_ops.testing.checks import (  # noqa: F401
 )
 
 # isort: on
+from foo_ops.testing.checks.calls import OperatorCheckError, check_operator
 from foo_ops.testing.checks.matrix import CHECKS, Case, cases
-from foo_ops.testing.checks.verdict import OperatorCheckError, check_operator
 
 __all__ = ["CHECKS", "Case", "OperatorCheckError", "cases", "check_operator"]
