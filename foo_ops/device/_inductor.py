@@ -146,8 +146,6 @@ def register_products() -> None:
 
 # ------------------------------------------------------------------------------------------ backend
 
-# Compile graphs on foo by torch.compile's own backend: its C++ kernels, on memory of foo.
-#
 # Foo memory is host memory, so that they run where the tensors lie. Imported together with
 # inductor.
 

@@ -137,8 +137,6 @@ def require_bias(rank: int, its: dict[str, Any], keys: int) -> None:
 
 # ---------------------------------------------------------------------------------------- attention
 
-# Attention of a sequence that is cut among processes: keys and values go round.
-#
 # Each process has some of the queries, keys and values. In n steps it sees the keys and values of
 # all (Liu et al. 2023, Ring Attention, algorithm 1), and merges what it computes with each by their
 # logsumexp, so that no process ever has the whole sequence:

@@ -383,8 +383,6 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------- registration
 
-# Register gradients: operators that compute them, composites, and formulas in Python.
-
 
 def register_autograd(
     op: str | torch._ops.OpOverload | torch.library.CustomOpDef,

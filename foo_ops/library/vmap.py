@@ -19,8 +19,6 @@ from foo_ops.library.operators import Parameter, find, keep, own_library, tensor
 
 # ------------------------------------------------------------------------------------- registration
 
-# Map operators under torch.vmap: in one call where that is possible, else by a loop.
-
 
 Rule = Callable[..., tuple[Any, Any]]
 KEY = "FuncTorchBatched"

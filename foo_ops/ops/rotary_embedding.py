@@ -44,8 +44,6 @@ def offset_of(view: Any, of: Any, number: Any, trailing: Any) -> Any:
 
 # ------------------------------------------------------------------------------------- the operator
 
-# foo::rotary_embedding turns positions into rotations (Su et al. 2021, equation 34).
-#
 # A pair of elements (a, b) of a row turns by an angle: (a cos - b sin, a sin + b cos).
 
 

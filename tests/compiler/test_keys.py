@@ -56,17 +56,18 @@ def kernels_with(module):
 
 
 USERS = {"abs", "silu_mul", "rms_norm", "cache_append"}
+ATTENTION = {"forward", "backward", "decode", "dropout_mask", "merge", "sum_chunks"}
 LINEAR = {"linear_finish", "linear", "int4", "int8", "cross_entropy"}
 
 
 @pytest.mark.parametrize(
     ("module", "kernels"),
     [
-        ("attention.scores", {"forward", "backward", "decode", "dropout_mask"}),
-        ("attention.softmax", {"forward", "backward", "decode"}),
+        ("attention.scores", ATTENTION),
+        ("attention.softmax", ATTENTION),
         ("attention.forward", {"forward", "merge", "dropout_mask"}),
         ("attention.decode", {"decode"}),
-        ("attention.programs", {"forward", "backward", "decode", "dropout_mask", "score_mod"}),
+        ("attention.programs", {*ATTENTION, "score_mod"}),
         ("linear.product", LINEAR),
         ("linear.cross_entropy", {"cross_entropy"}),
         ("user.elementwise", {"abs", "silu_mul"}),
@@ -79,7 +80,7 @@ LINEAR = {"linear_finish", "linear", "int4", "int8", "cross_entropy"}
         ("math.special", set(KERNELS_OF)),
         ("compiler.numba_target.passes", set(KERNELS_OF)),
         ("compiler.processor", set(KERNELS_OF)),
-        ("flex.program", {"score_mod", "forward", "backward", "decode", "dropout_mask"}),
+        ("flex.program", {*ATTENTION, "score_mod"}),
         # They word its messages.
         ("compiler.reasons", USERS),
         ("compiler.cache", set()),

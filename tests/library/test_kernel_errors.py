@@ -223,16 +223,16 @@ def test_dtype_that_an_elementwise_kernel_does_not_take(device):
     [
         ((torch.float32,), "float32"),
         ((torch.float32, torch.int8, torch.bool), "float32, int8 or bool"),
-        (library.dtypes.FLOATING, "a floating-point dtype"),
+        (library.operators.FLOATING, "a floating-point dtype"),
         (
-            (*library.dtypes.SIGNED, *library.dtypes.UNSIGNED, torch.float32),
+            (*library.operators.SIGNED, *library.operators.UNSIGNED, torch.float32),
             "an integer dtype or float32",
         ),
     ],
     ids=str,
 )
 def test_dtypes_in_words(dtypes, words):
-    assert library.dtypes.in_words(dtypes) == words
+    assert library.operators.in_words(dtypes) == words
 
 
 def two(a, b):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foo_ops import language, library
-from foo_ops.kernels.interpret import language as interpreted
+from foo_ops.kernels.interpret import language as interpreted_language
 
 
 def philox(counter, key):
@@ -44,7 +44,7 @@ def test_numbers(seed, device):
     for dtype in (torch.float32, torch.float64):
         x = torch.zeros(len(offsets), dtype=dtype, device=device)
         assert drawn(torch.tensor(offsets, device=device), x, seed=seed).tolist() == expected
-    interpreted = [interpreted.random(np.int64(seed), np.int64(o)) for o in offsets]
+    interpreted = [interpreted_language.random(np.int64(seed), np.int64(o)) for o in offsets]
     assert interpreted == expected
     assert interpreted[0].dtype == np.float32
 

@@ -183,8 +183,6 @@ def flops(*shapes: Any, **options: Any) -> int:
 
 # ------------------------------------------------------------------------------------------- caches
 
-# Attention with a cache of keys and values, which is written in place.
-
 
 NAME = "flash_attn_with_kvcache"
 Tables = tuple[Tensor, Tensor]

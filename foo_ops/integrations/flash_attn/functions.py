@@ -73,8 +73,6 @@ def require_four(function: str, **tensors: Tensor) -> None:
 
 # ---------------------------------------------------------------------------------------- functions
 
-# Attention of dense and of packed sequences, as the flash_attn package calls it.
-
 
 Results = Tensor | tuple[Tensor, Tensor, Tensor]
 

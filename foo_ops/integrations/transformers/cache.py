@@ -66,8 +66,6 @@ class Integers(Base):
 
 # ------------------------------------------------------------------------------------------- caches
 
-# Caches of transformers that are written in place, by foo::cache_append, also in 8 bits.
-
 
 LEAST_ROOM = 64
 """For keys, in the first memory of a cache."""

@@ -184,8 +184,6 @@ class Source:
 
 # ------------------------------------------------------------------------------------------- layers
 
-# foo::linear_int8 and foo::linear_int4 in the layers of a model that decodes.
-
 
 BITS = (8, 4)
 GROUP_SIZES = (64, 32)

@@ -10,7 +10,6 @@ from typing import Any
 from numba import njit
 from numba.core import types
 
-from foo_ops.kernels.attention.forward import make_panel_writer
 from foo_ops.kernels.attention.operands import (
     GRADIENT_NONE,
     GRADIENT_STORED,
@@ -21,6 +20,7 @@ from foo_ops.kernels.attention.operands import (
     argument_types,
     make_next_panel,
     make_panel_packer,
+    make_panel_writer,
     make_product_smallness_check,
     make_sums_starter,
     make_tile_operation,

@@ -9,7 +9,6 @@ from typing import Any
 
 from numba import njit
 
-from foo_ops.kernels.attention.forward import make_finish, make_row_writer
 from foo_ops.kernels.attention.operands import (
     KEY_BLOCK,
     QUERY_BLOCK,
@@ -18,6 +17,8 @@ from foo_ops.kernels.attention.operands import (
     argument_types,
     dim_name_of,
     make_block_loader,
+    make_finish,
+    make_row_writer,
 )
 from foo_ops.kernels.attention.scores import (
     ROW_FACTS,

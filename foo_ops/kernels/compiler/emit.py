@@ -78,8 +78,6 @@ def _count_as_old() -> None:
 
 # -------------------------------------------------------------------------------------- object code
 
-# Emit the object code of a kernel: Numba makes LLVM's language of it, and LLVM machine code.
-
 
 with without_garbage_collection():
     import llvmlite.binding as llvm

@@ -318,8 +318,6 @@ def _make_pack_adjacent(form: Form, b: str, WIDTH: int) -> Callable:
 
 # ---------------------------------------------------------------------------------- dot and add_dot
 
-# Multiply matrices in users' kernels: `dot` and `add_dot`, on tiles of views.
-#
 # A tile of the result, of at most ROWS x COLUMNS elements, is summed in the compute type, block by
 # block of DEPTH elements of the factors, which are copied so that register tiles, or the registers
 # of a matrix unit, can take them:

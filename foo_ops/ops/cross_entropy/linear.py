@@ -19,8 +19,6 @@ from foo_ops.ops.linear import any_requires_grad, product_flops
 
 # ------------------------------------------------------------------------ foo::linear_cross_entropy
 
-# foo::linear_cross_entropy computes the loss of a language model from its last layer's input.
-#
 #     logits = softcap tanh((hidden weight^T + bias) / softcap)
 #     logsumexp = log(sum_v exp(logits_v))
 #     loss = (1 - smoothing) (logsumexp - logits_target) + smoothing (logsumexp - mean_v logits_v)

@@ -28,8 +28,6 @@ from foo_ops.ops.cross_entropy import sharding
 
 # ----------------------------------------------------------------------- foo::softmax_cross_entropy
 
-# foo::softmax_cross_entropy computes the loss of a classifier or a language model.
-#
 #     logsumexp = log(sum_v exp(x_v))
 #     loss = (1 - smoothing) (logsumexp - x_target) + smoothing (logsumexp - mean_v x_v)
 #

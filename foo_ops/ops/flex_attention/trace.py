@@ -101,8 +101,6 @@ def _indices(items: list[Any], device: torch.device) -> Iterator[Tensor | None]:
 
 # ------------------------------------------------------------------------------------------ tracing
 
-# Trace the functions that a user gives flex_attention: from Python to the texts of programs.
-
 
 Function = Callable[..., Any]
 Output = tuple[int, list[Gradient]]

@@ -244,8 +244,6 @@ def check_compiled(op: Any, there: Any, sample: Any, what: str, *, values: bool)
 
 # -------------------------------------------------------------------------------------------- cases
 
-# Run each operator, module and optimizer of torch's own tests on a device against the CPU.
-#
 # A case is a suite, a name and a dtype. Running it raises at the first difference.
 
 
