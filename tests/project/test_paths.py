@@ -18,6 +18,9 @@ SOURCES = sorted(
 )
 # A path has a slash and ends as files of the repository do. It is not part of an address.
 PATH = re.compile(r"(?<![\w/.:<~-])(?:\.\./)*(?:[\w.-]+/)+[\w-]+\.(?:py|cpp|h|md)\b")
+# A name alone is that of some file of the repository.
+NAME = re.compile(r"(?<![\w/.-])[a-z_]\w*\.(?:py|cpp|h)\b")
+NAMES = {"llama.cpp", "script.py", *(Path(source).name for source in SOURCES)}
 # Folders of PyTorch's, and of what programs write.
 OTHERS = ("ATen/", "c10/", "torch/", "test/", "build/", "benchmarks/results/")
 
@@ -40,8 +43,10 @@ def prose(name, source):
 def missing(name, source):
     """Return the paths that a file names, from the root or beside itself, and that do not exist."""
     places = (REPOSITORY, REPOSITORY / "foo_ops", (REPOSITORY / name).parent)
-    paths = [path for path in PATH.findall(prose(name, source)) if not path.startswith(OTHERS)]
-    return [path for path in paths if not any((place / path).exists() for place in places)]
+    text = prose(name, source)
+    paths = [path for path in PATH.findall(text) if not path.startswith(OTHERS)]
+    missing_paths = [it for it in paths if not any((place / it).exists() for place in places)]
+    return [*missing_paths, *(it for it in NAME.findall(text) if it not in NAMES)]
 
 
 @pytest.mark.parametrize("name", [*SOURCES, "README.md", "CONTRIBUTING.md", "setup.py"])
@@ -60,3 +65,7 @@ def test_paths_exist(name):
 )
 def test_a_missing_file_would_be_noticed(name, source):
     assert missing(name, source) == ["foo_ops/ops/no.py"]
+
+
+def test_a_missing_name_would_be_noticed():
+    assert missing("foo_ops/a.py", "# As in abs.py, kernel_table.h and no.py.\n") == ["no.py"]
