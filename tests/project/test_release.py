@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import foo_ops
+
 REPOSITORY = Path(__file__).parents[2]
 COMPANION = "foo_ops/_C.cpython-311-x86_64-linux-gnu.so"
 
@@ -31,7 +33,7 @@ def check_sdist(check_wheel):
 @pytest.fixture
 def names(check_wheel):
     """Return what a wheel has to have."""
-    metadata = "foo_ops-0.2.0+torch2.13.dist-info/METADATA"
+    metadata = f"foo_ops-{foo_ops.__version__}+torch2.13.dist-info/METADATA"
     return {*check_wheel.modules(), "foo_ops/py.typed", COMPANION, metadata}
 
 
