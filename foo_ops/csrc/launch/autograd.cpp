@@ -30,7 +30,7 @@ constexpr auto kAutogradKeys = {c10::DispatchKey::AutogradCPU,
                                 c10::DispatchKey::AutogradPrivateUse1,
                                 c10::DispatchKey::AutogradMeta};
 
-// PyTorch takes None for any tensor.
+// PyTorch accepts None for any tensor argument.
 void require_tensors(const OperatorHandle& op, const Stack& stack) {
   const auto& declared = op.schema().arguments();
   const auto given = arguments_of(op, stack);
@@ -44,7 +44,7 @@ void require_tensors(const OperatorHandle& op, const Stack& stack) {
 
 using Action = std::function<void(const OperatorHandle&, DispatchKeySet, Stack*)>;
 
-// Calls without gradients and tangents go straight on below autograd.
+// Calls without gradients and tangents are redispatched below autograd at once.
 class AutogradKernel final : public c10::OperatorKernel {
  public:
   AutogradKernel(Action with_gradient, Action with_tangent)
@@ -66,14 +66,14 @@ class AutogradKernel final : public c10::OperatorKernel {
   Action with_tangent_;
 };
 
-// Without this the tangents would be lost in silence, as those of torch.library's operators are.
+// Without this, tangents would be dropped silently, as torch.library does for its operators.
 void refuse_tangents(const OperatorHandle& op, DispatchKeySet, Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(),
                               ": forward-mode differentiation is not implemented; to get it, give "
                               "foo_ops.library.register_autograd a composite");
 }
 
-// What stands on an operator's Autograd key now.
+// Captures the kernel that the Autograd key has now.
 Action registered_composite(const OperatorHandle& op, c10::DispatchKey key) {
   auto kernel = std::make_shared<c10::SafeKernelFunction>(op.getComputedKernelForDispatchKey(key));
   return [kernel](const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
@@ -97,9 +97,9 @@ void write_copy(const OperatorHandle& functional, const OperatorHandle& op, Stac
               "one of the arguments requires grad.");
 }
 
-// Lets what others register for all devices, as torch.library.register_autograd does, go before a
-// refusal. That stands on the keys of devices, since on the key of all of them the dispatcher would
-// warn that it is replaced.
+// Prefers a kernel that others register for all devices, as torch.library.register_autograd does,
+// to a refusal. The refusal is registered on the keys of devices, since the dispatcher would warn
+// if one on the key of all devices were replaced.
 Action unless_registered(const Action& refuse) {
   return [refuse](const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     if (!op.hasKernelForDispatchKey(c10::DispatchKey::Autograd)) {

@@ -1,4 +1,4 @@
-// Kernels on the autograd keys of operators, given to operators by name.
+// Registers kernels on the autograd keys of operators, by the operators' names.
 
 #pragma once
 
@@ -13,34 +13,33 @@
 
 namespace foo {
 
-// How the tangents of an operator with a backward operator are found.
+// Source of an operator's forward-mode tangents.
 enum class Tangents {
-  // The backward operator gives the partial derivatives, as an elementwise operator's does.
+  // The backward operator gives the partial derivatives: for elementwise operators.
   kPartialDerivatives,
-  // A Python function on the Autograd key computes the same with PyTorch's own operators.
+  // A Python function on the Autograd key computes the result with PyTorch's own operators.
   kComposite,
   kNotImplemented,
 };
 
-// Lets an operator's gradients be computed by another operator, see BackwardOperator.
+// Computes an operator's gradients with another operator, see BackwardOperator.
 Registrations register_backward_operator(const std::string& operator_name,
                                          const std::string& backward_name, Tangents tangents);
 
-// Lets an operator's gradients be computed by a formula. Tangents are kComposite or not
-// implemented.
+// Computes an operator's gradients with a formula. Tangents are kComposite or kNotImplemented.
 Registrations register_formula(const std::string& operator_name,
                                const std::shared_ptr<const Formula>& formula, Tangents tangents);
 
-// Lets an operator be called where gradients are recorded, and throws the message as a
-// NotImplementedError where a gradient or a tangent goes through it, unless there is a kernel on
-// the Autograd key by then.
+// Allows calls while gradients are recorded, but throws `message` as a NotImplementedError when a
+// gradient or a tangent passes through the operator, unless there is a kernel on the Autograd key
+// by then.
 Registrations refuse_to_differentiate(const std::string& operator_name, const std::string& message);
 
-// Differentiates `f_` as `self.copy_(f(self.clone()))`, which handles views and versions, and lets
-// `f.out` refuse arguments that need a gradient, as PyTorch's own do.
+// Differentiates `f_` as `self.copy_(f(self.clone()))`, which handles views and versions, and makes
+// `f.out` refuse arguments that require a gradient, as PyTorch's own do.
 Registrations register_variant_autograd(const std::string& operator_name);
 
-// Makes an operator that writes to its arguments count their versions, so that autograd notices.
+// Bumps the versions of the arguments that an operator writes, so that autograd notices.
 c10::RegistrationHandleRAII count_versions(const std::string& operator_name);
 
 }  // namespace foo

@@ -27,7 +27,7 @@ using torch::autograd::variable_list;
 using torch::autograd::VariableInfo;
 namespace compiled = torch::dynamo::autograd;
 
-// What is compiled for one key is no good for another, although the node's name is the same.
+// Code compiled for one key is wrong for another, although the node has the same name.
 constexpr bool kGetsNewName = true;
 
 // "SiluMulBackward" for mylib::silu_mul_backward.
@@ -45,7 +45,7 @@ std::string node_name(const std::string& operator_name) {
   return name;
 }
 
-// Without a gradient of any result there is none of an argument, and nothing is computed.
+// Without a gradient of any result the arguments have none: nothing is computed.
 variable_list compute(const Gradients& gradients, const variable_list& of_results,
                       const SavedForBackward& saved, const std::vector<bool>& needed) {
   const bool has_any = std::any_of(of_results.begin(), of_results.end(),
@@ -58,10 +58,10 @@ class BackwardNode final : public torch::autograd::Node {
   explicit BackwardNode(std::shared_ptr<const Gradients> gradients)
       : gradients_(std::move(gradients)) {}
 
-  // Results are saved with their history.
+  // Called after the results have their history, so that is_result can be determined.
   void save(SavedForBackward saved) {
     for (const at::Tensor& tensor : saved.tensors) {
-      // A result would hold its own node, which holds the result.
+      // A saved result must not hold its own node, which holds the result.
       const bool is_result = tensor.defined() && tensor.grad_fn().get() == this;
       tensors_.emplace_back(tensor, is_result);
       is_result_.push_back(is_result);
@@ -174,7 +174,8 @@ class RefusingNode final : public torch::autograd::Node {
   std::string message_;
 };
 
-// The tensors among arguments or results, those of lists one by one; undefined for None in a list.
+// Returns the tensors among arguments or results, list elements one by one; undefined for a None in
+// a list.
 variable_list tensors_in(c10::ArrayRef<c10::IValue> values) {
   variable_list tensors;
   for (const c10::IValue& value : values) {
@@ -191,7 +192,7 @@ variable_list tensors_in(c10::ArrayRef<c10::IValue> values) {
   return tensors;
 }
 
-// The edges to the nodes of tensors, or to none.
+// Returns an edge for each tensor, an invalid one for undefined tensors.
 torch::autograd::edge_list edges_to(const variable_list& tensors) {
   torch::autograd::edge_list edges;
   edges.reserve(tensors.size());
@@ -202,7 +203,7 @@ torch::autograd::edge_list edges_to(const variable_list& tensors) {
   return edges;
 }
 
-// The tensors that have an edge each, undefined for those that are None.
+// Returns the arguments at these places, undefined for None.
 variable_list tensors_at(c10::ArrayRef<c10::IValue> arguments, c10::ArrayRef<size_t> places) {
   variable_list tensors;
   tensors.reserve(places.size());
@@ -272,7 +273,7 @@ void call_and_record_formula(const std::shared_ptr<const Formula>& formula,
   std::erase_if(tensors, [](const at::Tensor& tensor) { return !tensor.defined(); });
   record_results(tensors, node, kept.non_differentiable);
   SavedForBackward saved{std::move(kept.saved_tensors)};
-  // Where the gradient of the only result is missing, nothing is to be done.
+  // If the gradient of the only result is missing, there is nothing to compute.
   if (kept.materializes_gradients && tensors.size() > 1)
     for (const at::Tensor& tensor : tensors) saved.results.push_back(zeros_like_result(tensor));
   node->save(std::move(saved));

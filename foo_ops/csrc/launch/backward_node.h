@@ -1,4 +1,4 @@
-// A node of autograd's graph whose gradients a backward operator or a formula computes.
+// Nodes of autograd's graph whose gradients a backward operator or a formula computes.
 
 #pragma once
 
@@ -12,19 +12,18 @@
 
 namespace foo {
 
-// Calls an operator below autograd and records the call in autograd's graph, as the code does that
-// PyTorch generates for its own operators. torch::autograd::Function would be refused by
-// torch.func.
+// Calls an operator below autograd and records the call in autograd's graph, like the code that
+// PyTorch generates for its own operators. torch.func would refuse a torch::autograd::Function.
 void call_and_record(const std::shared_ptr<const BackwardOperator>& backward,
                      const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                      torch::jit::Stack* stack);
 
-// Does the same where a formula has the gradients.
+// Same, with the gradients of a formula.
 void call_and_record_formula(const std::shared_ptr<const Formula>& formula,
                              const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                              torch::jit::Stack* stack);
 
-// Does the same for an operator without derivatives: the node throws a NotImplementedError.
+// Same, for an operator without derivatives: the node throws a NotImplementedError.
 void call_and_record_refusal(const std::string& message, const c10::OperatorHandle& op,
                              c10::DispatchKeySet keys, torch::jit::Stack* stack);
 

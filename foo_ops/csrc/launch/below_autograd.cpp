@@ -23,7 +23,7 @@ bool is_dual(const at::Tensor& tensor) {
   return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
 }
 
-// Whether a tensor is one, or one in a list.
+// Whether the predicate holds for a tensor, or for any tensor of a list.
 template <class Predicate>
 bool any_tensor(const IValue& argument, const Predicate& predicate) {
   if (argument.isTensor()) return predicate(argument.toTensor());

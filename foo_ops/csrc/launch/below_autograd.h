@@ -1,4 +1,4 @@
-// What kernels on autograd's keys ask of a call, and how they pass it on.
+// Helpers of kernels on autograd's keys: inspect a call and pass it on.
 
 #pragma once
 
@@ -21,11 +21,11 @@ bool needs_gradient(const c10::OperatorHandle& op, const torch::jit::Stack& stac
 // Whether one of the operator's arguments has a tangent of forward-mode differentiation.
 bool has_tangent(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
-// The tensors that an operator writes among its arguments.
+// Returns the arguments that an operator writes, without inference tensors.
 std::vector<at::Tensor> written_tensors(const c10::OperatorHandle& op,
                                         const torch::jit::Stack& stack);
 
-// Calls an operator's kernel for the first of these keys that stands below autograd.
+// Calls the operator's kernel for the first of these keys below autograd.
 void redispatch_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                                torch::jit::Stack* stack);
 

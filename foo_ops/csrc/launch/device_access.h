@@ -1,5 +1,5 @@
-// Who may use memory of the device. For the sanitizer, which closes it to all others; nobody
-// listens otherwise, and each place costs one load.
+// Tracks who may use memory of the device. For the sanitizer, which protects the memory from all
+// others; without a listener each place costs one load.
 #pragma once
 
 #include <atomic>
@@ -12,13 +12,13 @@ class AccessListener {
 
   virtual void begin_access() = 0;
   virtual void end_access() = 0;
-  // Whether memory is open, which it becomes where an access is under way.
+  // Returns whether memory is open. It is opened if an access is under way.
   virtual bool open_for_access(const void* address) = 0;
 };
 
 inline std::atomic<AccessListener*> access_listener = nullptr;
 
-// While one lives, memory of the device may be used, by all threads. Operators on foo have one
+// While an instance lives, all threads may use memory of the device. Operators on foo have one
 // around their kernels.
 class DeviceAccess {
  public:
@@ -26,7 +26,7 @@ class DeviceAccess {
     if (listener_ != nullptr) [[unlikely]]
       listener_->begin_access();
   }
-  // Opens what is used for certain, as a fault takes longer.
+  // Opens memory that is certain to be used, since a fault takes longer.
   explicit DeviceAccess(const void* address) : DeviceAccess() {
     if (listener_ != nullptr) [[unlikely]]
       listener_->open_for_access(address);

@@ -15,7 +15,7 @@ struct Mutexes {
 
 Mutexes& mutexes();
 
-// The youngest first, as what it guards may lock older ones.
+// Lock the youngest first: the code that it guards may lock older ones.
 void before_fork() {
   mutexes().mutex.lock();
   auto& members = mutexes().members;
@@ -27,7 +27,7 @@ void after_fork() {
   mutexes().mutex.unlock();
 }
 
-// Never destroyed, as other static objects have such mutexes.
+// Never destroyed: other static objects contain such mutexes.
 Mutexes& mutexes() {
   static auto* instance = [] {
     pthread_atfork(&before_fork, &after_fork, &after_fork);

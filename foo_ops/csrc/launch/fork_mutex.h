@@ -1,13 +1,13 @@
-// Locks that a forked child finds free.
+// Mutexes that are free in a forked child.
 #pragma once
 
 #include <mutex>
 
 namespace foo {
 
-// A mutex that no thread holds during a fork. Otherwise a child could wait for ever, as the thread
-// that held it is not there to release it. The code that it guards may lock only mutexes that were
-// made before it, and make none.
+// A mutex that no thread holds during a fork. Otherwise a child could wait forever, since the
+// thread that held it does not exist there. The guarded code may lock only mutexes that are older,
+// and must not create any.
 class ForkMutex {
  public:
   ForkMutex();

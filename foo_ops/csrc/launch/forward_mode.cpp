@@ -22,7 +22,7 @@ namespace {
 using torch::autograd::variable_list;
 using torch::jit::Stack;
 
-// The arguments of a call without their tangents, and these.
+// A call's primals and tangents, kept apart.
 struct Duals {
   Stack primals;
   // For each tensor among the arguments.
@@ -41,9 +41,9 @@ Duals split(const BackwardOperator& backward, Stack arguments) {
   return duals;
 }
 
-// With the derivative J of a result by an argument, which is a number for each element, or a 2 x 2
-// matrix where they are complex, backward gives J^T g for a gradient g: the rows of J for g = 1 and
-// g = i. So it is not taken for granted that a complex function is holomorphic.
+// Let J be the derivative of a result by an argument: a number per element, or a 2 x 2 matrix if
+// they are complex. For a gradient g, backward returns J^T g, which gives the rows of J for g = 1
+// and g = i. So complex functions need not be holomorphic.
 class PartialDerivatives {
  public:
   PartialDerivatives(const BackwardOperator& backward, const Duals& duals,

@@ -1,4 +1,4 @@
-// Forward-mode differentiation of elementwise operators, by their backward operators.
+// Forward-mode differentiation of elementwise operators with their backward operators.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace foo {
 
-// Calls an elementwise operator below autograd, recorded if an argument requires a gradient, and
-// gives its results their tangents.
+// Calls an elementwise operator below autograd, records the call if an argument requires a
+// gradient, and sets the tangents of the results.
 void call_with_tangents(const std::shared_ptr<const BackwardOperator>& backward,
                         const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                         torch::jit::Stack* stack);

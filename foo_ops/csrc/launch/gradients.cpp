@@ -27,7 +27,7 @@ bool is_tensor_argument(const c10::Argument& argument) {
   return type->kind() == c10::TypeKind::TensorType;
 }
 
-// Where a name stands among others, or -1.
+// Returns the index of the argument with this name, or -1.
 int64_t find_name(const std::vector<c10::Argument>& among, const std::string& name) {
   const auto found = std::find_if(among.begin(), among.end(), [&](const c10::Argument& argument) {
     return argument.name() == name;
@@ -44,7 +44,7 @@ bool has_names(const std::vector<c10::Argument>& results) {
                      [](const c10::Argument& result) { return !result.name().empty(); });
 }
 
-// None for a tensor that is not there.
+// Converts an undefined tensor to None.
 c10::IValue optional(const at::Tensor& tensor) {
   return tensor.defined() ? c10::IValue(tensor) : c10::IValue();
 }

@@ -1,4 +1,4 @@
-// What computes the gradients of recorded calls: backward operators, and formulas.
+// Gradients of recorded calls, computed by backward operators or formulas.
 
 #pragma once
 
@@ -14,26 +14,24 @@
 
 namespace foo {
 
-// What computes the gradients of recorded calls: backward operators and formulas.
-
-// What a call of an operator leaves for its backward pass.
+// Data that a call saves for its backward pass.
 struct SavedForBackward {
   // Undefined where an argument was None or is not needed.
   torch::autograd::variable_list tensors;
   torch::jit::Stack numbers;
-  // For each tensor among the arguments whether it is of complex numbers.
+  // For each tensor argument, whether it is complex.
   std::vector<bool> is_complex;
-  // What zeros stand for a gradient that is missing; empty where none do.
+  // Describes the zeros that replace a missing gradient; empty if none do.
   std::vector<torch::autograd::VariableInfo> results;
 };
 
-// Says what zeros stand for a result's gradient. Beside a tensor of Python's, such as a DTensor,
-// they must be one of these, too.
+// Describes the zeros that replace a result's missing gradient. Beside a Python tensor subclass,
+// such as a DTensor, they must be of that class, too.
 inline torch::autograd::VariableInfo zeros_like_result(const at::Tensor& result) {
   return torch::autograd::VariableInfo(result, result.key_set().has(c10::DispatchKey::Python));
 }
 
-// The tensors that results are, undefined for those that are not there.
+// Returns the results as tensors, undefined for missing ones.
 inline torch::autograd::variable_list tensors_of(c10::ArrayRef<c10::IValue> results) {
   torch::autograd::variable_list tensors;
   tensors.reserve(results.size());
@@ -50,24 +48,22 @@ class Gradients {
   // Ends with "_backward".
   virtual const std::string& name() const = 0;
 
-  // Is the same for calls that differ only in what they saved.
+  // Equal for calls that differ only in what they saved.
   virtual std::string key() const = 0;
 
-  // The gradients of the tensors among the arguments, undefined for those that are not needed. Of
-  // the results at least one has a gradient.
+  // Returns the gradients of the tensor arguments, undefined if not needed. At least one result has
+  // a gradient.
   virtual torch::autograd::variable_list gradients(const torch::autograd::variable_list& of_results,
                                                    const SavedForBackward& saved,
                                                    const std::vector<bool>& needed) const = 0;
 };
 
-// Gradients that a function computes which is no operator.
-
-// What a call leaves for its backward pass.
+// Data that a call with a formula saves for its backward pass.
 struct KeptByFormula {
   std::shared_ptr<const Gradients> gradients;
   torch::autograd::variable_list saved_tensors;
   torch::autograd::variable_list non_differentiable;
-  // Whether zeros stand for gradients that are missing.
+  // Whether zeros replace missing gradients.
   bool materializes_gradients;
 };
 
@@ -75,51 +71,49 @@ class Formula {
  public:
   virtual ~Formula() = default;
 
-  // Called where no gradients are recorded. `gradients` counts the tensors of lists one by one.
+  // Called while no gradients are recorded. `gradients` counts the tensors of lists one by one.
   virtual KeptByFormula keep(c10::ArrayRef<c10::IValue> arguments,
                              c10::ArrayRef<c10::IValue> results) const = 0;
 };
 
-// An operator that computes the gradients of another one: how the two belong together.
-
-// An operator `f_backward` beside `f`. The names in the schemas say what its arguments are:
+// An operator `f_backward` that computes the gradients of `f`. The argument names in its schema say
+// what it takes:
 //
 //   query                  an argument of f
 //   output                 a result of f
-//   grad_output            the gradient of a result of f; where results have no names, any other
-//   name
-//                          is that of the next one's
+//   grad_output            the gradient of a result of f; if results have no names, every other
+//                          name takes the next result's gradient
 //   query_requires_grad    whether an argument of f needs a gradient, a bool
 //
 // A result that may be missing is Tensor?, and so is its gradient: None where the result is. A
-// result whose gradient f_backward does not take, such as statistics that are kept for it, has
-// none.
+// result whose gradient f_backward does not take has none: statistics that are kept for f_backward,
+// for example.
 //
-// Its results are grad_query and so on, grad_key_and_value for two that are the same, and others
-// that are not looked at; where they have no names, there is one for each tensor. A gradient that
-// is optional is None where nothing depends on that result, else it is zeros. A tensor that is
-// optional here and not in f is a factor of the others' gradients: it is saved where one of those
-// is needed.
+// The results of f_backward are grad_query and so on, or grad_key_and_value for two equal ones;
+// other results are ignored. Without names there is one for each tensor argument of f. An optional
+// gradient argument is None if nothing depends on that result; other gradients are zeros then. A
+// tensor that is optional in f_backward but not in f is a factor of the other arguments' gradients:
+// it is saved if one of those is needed.
 class BackwardOperator final : public Gradients {
  public:
-  // Throws a TypeError where a name or a type does not fit.
+  // Throws a TypeError if a name or a type does not fit.
   BackwardOperator(const c10::OperatorHandle& op, const c10::OperatorHandle& backward);
 
   const std::string& name() const override { return name_; }
   std::string key() const override { return name_; }
 
-  // Where the tensors stand among the arguments of f: each has an edge of the graph.
+  // Indices of the tensors among the arguments of f; each has an edge of the graph.
   const std::vector<size_t>& tensor_arguments() const { return tensor_arguments_; }
 
-  // What a call leaves for its backward pass.
+  // Saves the data for the backward pass.
   SavedForBackward saved(c10::ArrayRef<c10::IValue> arguments,
                          c10::ArrayRef<c10::IValue> results) const;
 
-  // Those of a call's results whose gradients f_backward does not take.
+  // Returns the results of a call whose gradients f_backward does not take.
   torch::autograd::variable_list without_gradient(
       const torch::autograd::variable_list& results) const;
 
-  // An argument that requires a gradient which f_backward does not return, or -1.
+  // Returns an argument that requires a gradient which f_backward does not return, or -1.
   int64_t missing_gradient(c10::ArrayRef<c10::IValue> arguments) const;
 
   torch::autograd::variable_list gradients(const torch::autograd::variable_list& of_results,
@@ -129,7 +123,7 @@ class BackwardOperator final : public Gradients {
  private:
   struct Source {
     enum Kind { kTensor, kNumber, kResult, kGradient, kRequiresGrad } kind;
-    // Of the argument or the result.
+    // Index of the argument, result or edge.
     size_t index;
     bool is_optional;
     bool is_factor;
@@ -145,7 +139,7 @@ class BackwardOperator final : public Gradients {
   std::string name_;
   std::vector<size_t> tensor_arguments_;
   std::vector<Source> sources_;
-  // For each edge the result of f_backward that goes there, or -1.
+  // For each edge, the index of f_backward's result that goes there, or -1.
   std::vector<int64_t> results_;
 };
 

@@ -11,23 +11,24 @@ namespace foo {
 
 namespace {
 
-// The most bytes of a block that is kept: the sums of 16000 keys with one head of 64, in float32.
+// Largest block that is kept: the sums of 16000 keys with one head of 64, in float32.
 constexpr int64_t kMostBytes = int64_t{1} << 26;
-// The most bytes of all blocks that are kept: the scratch memory of kernels on each processor, and
-// one block of sums.
+// Limit of all kept blocks together: the scratch memory of kernels on each processor, and one block
+// of sums.
 int64_t most_bytes_in_all() {
   static const int64_t most =
       kMostBytes + (int64_t{1} << 22) * std::max(1u, std::thread::hardware_concurrency());
   return most;
 }
-// A block is given up when so many calls in a row have needed less than a fourth of it. Fewer
-// calls are a model's forward pass, after which the backward pass needs it again.
+// A block is freed after kPatience calls in a row that needed less than a fourth of it. That is
+// more calls than a model's forward pass makes, after which the backward pass needs the block
+// again.
 constexpr int64_t kPatience = 64;
 constexpr int64_t kLittle = 4;
 
 std::atomic<int64_t> kept_bytes{0};
 
-// Returns whether so many bytes more may be kept, and counts them if so.
+// Returns whether this many more bytes may be kept, and counts them if so.
 bool reserve(int64_t bytes) {
   if (kept_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes <= most_bytes_in_all()) {
     return true;
@@ -57,8 +58,8 @@ ScratchPool::Block* ScratchPool::take(int64_t place, int64_t bytes) {
   return allocate(place, bytes);
 }
 
-// Another call has the block of this place, or there was none yet. A block of another place
-// remains its own.
+// Called if another call has the block of this place, or there was none yet. A block of another
+// place keeps its place.
 ScratchPool::Block* ScratchPool::take_waiting(int64_t place, int64_t bytes) {
   for (int64_t offset = 1; offset < kPlaces; ++offset) {
     Place& other = places_[(place + offset) % kPlaces];
@@ -80,7 +81,7 @@ void ScratchPool::give_back(Block* block) {
   for (int64_t offset = 0; offset < kPlaces && block->is_kept; ++offset) {
     block->place = (first + offset) % kPlaces;
     Block* nothing = nullptr;
-    // Another call may have put its block there.
+    // Another call may have put its block there meanwhile.
     if (places_[block->place].block.compare_exchange_strong(nothing, block,
                                                             std::memory_order_acq_rel)) {
       return;
@@ -98,9 +99,9 @@ void ScratchPool::release_larger_than(int64_t bytes) {
   }
 }
 
-// The memory comes neither from torch's allocator, which counts it as a tensor's where the call is
-// one of foo's, nor from the C library's, which keeps for a thread what it has been given back: 100
-// MB of 24 threads.
+// Not from torch's allocator, which would count the memory as a tensor's if the call is one of
+// foo's. Not from the C library's either, which keeps freed memory per thread: 100 MB for 24
+// threads.
 ScratchPool::Block* ScratchPool::allocate(int64_t place, int64_t bytes) {
   void* const memory = mmap(nullptr, sizeof(Block) + bytes, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

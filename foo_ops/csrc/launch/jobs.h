@@ -12,12 +12,10 @@
 
 namespace foo {
 
-// Memory that calls use again and again.
-
-// Blocks of memory that wait for the next call, in places that calls number from 0. Memory that
-// goes back to the system comes again page by page, which took 4 % of a short backward pass, and 10
-// % of a long one with one head. It is never destroyed, and nothing of it belongs to a thread:
-// threads may end, and a process may fork, at any time.
+// Memory that calls reuse: blocks wait for the next call, in places that calls number from 0.
+// Memory that went back to the system returns page by page, which took 4 % of a short backward
+// pass, and 10 % of a long one with one head. The pool is never destroyed, and no part of it
+// belongs to a thread: threads may end, and a process may fork, at any time.
 class ScratchPool {
  public:
   ScratchPool() = default;
@@ -27,16 +25,16 @@ class ScratchPool {
  private:
   friend class ScratchMemory;
 
-  // The header before the memory. A block belongs to a place also while a call has it.
+  // Header in front of the memory. A block keeps its place while a call uses it.
   struct alignas(64) Block {
     int64_t bytes;
     int64_t place;
-    // How many calls in a row needed only a small part of it.
+    // Consecutive calls that needed only a small part of the block.
     int64_t calls_with_little;
     bool is_kept;
   };
 
-  // It lies in a line of the cache of its own.
+  // Has a cache line of its own.
   struct alignas(64) Place {
     std::atomic<Block*> block{nullptr};
   };
@@ -54,8 +52,8 @@ class ScratchPool {
   std::array<Place, kPlaces> places_;
 };
 
-// Holds so many undefined bytes of a pool for as long as this lives. Calls that use one place at
-// the same time get blocks of their own.
+// Holds uninitialized bytes of a pool during its lifetime. Calls that use one place at the same
+// time get separate blocks.
 class ScratchMemory {
  public:
   ScratchMemory(ScratchPool& pool, int64_t place, int64_t bytes)
@@ -72,11 +70,9 @@ class ScratchMemory {
   ScratchPool::Block* block_;
 };
 
-// The division of a call's jobs among threads.
-
-// Each thread does the jobs of its own share first, neighbours of one another, and then those that
-// other threads have not begun. Calls of one shape so find in a thread's caches what the last one
-// left there.
+// Divides a call's jobs among threads. Each thread first does the jobs of its own share, which are
+// neighbours, then jobs that other threads have not begun. So calls of the same shape find in a
+// thread's caches what the previous call left there.
 class ThreadShares {
  public:
   ThreadShares(int64_t jobs, int64_t threads) : jobs_(jobs), next_(threads) {
@@ -85,12 +81,12 @@ class ThreadShares {
     }
   }
 
-  // Where the share of a thread begins; it ends where that of the next does.
+  // First job of a thread's share, which ends where the next thread's begins.
   static int64_t begin(int64_t thread, int64_t jobs, int64_t threads) {
     return thread * jobs / threads;
   }
 
-  // The job that a thread is to do next, or -1 when all have been begun.
+  // Returns the next job for a thread, or -1 when all have been begun.
   int64_t take(int64_t thread) {
     const auto threads = static_cast<int64_t>(next_.size());
     for (int64_t offset = 0; offset < threads; ++offset) {
@@ -104,7 +100,7 @@ class ThreadShares {
   }
 
  private:
-  // It lies in a line of the cache of its own.
+  // Has a cache line of its own.
   struct alignas(64) Next {
     std::atomic<int64_t> job{0};
   };
@@ -113,16 +109,14 @@ class ThreadShares {
   std::vector<Next> next_;
 };
 
-// Runs a kernel of the package on the pieces of a call, in parallel.
-
-// The memory that kernels work in, in a place for each thread of a call. It is never destroyed.
+// Scratch memory of kernels, with a place for each thread of a call. Never destroyed.
 inline ScratchPool& scratch_pool() {
   static auto* pool = new ScratchPool();
   return *pool;
 }
 
-// Calls work(thread, next) on each thread that takes part, where next() is the job that it is to do
-// then, or -1 when all have been begun. Threads are counted from 0, fewer than
+// Calls work(thread, next) on each participating thread; next() returns the thread's next job, or
+// -1 when all have been begun. Threads are numbered from 0, and there are at most
 // at::get_num_threads().
 template <class Work>
 void share_jobs(int64_t jobs, Work work) {
@@ -135,10 +129,10 @@ void share_jobs(int64_t jobs, Work work) {
   });
 }
 
-// Calls work(job, thread, call) for each job, in parallel, where call(piece) runs the kernel in the
-// thread's own scratch memory. The result is the same whichever thread does a job. Where ``bytes``
-// is given, the kernel only writes there how much scratch memory it needs for a piece; none needs
-// more than ``largest``.
+// Calls work(job, thread, call) for each job, in parallel; call(piece) runs the kernel in the
+// thread's own scratch memory. The result does not depend on which thread does a job. If ``bytes``
+// is given, the kernel only writes there how much scratch memory it needs for a piece; no piece
+// needs more than ``largest``.
 template <class Parameters, class Piece, class Work>
 void run_jobs(const Parameters& parameters,
               void (*kernel)(const Parameters* parameters, const Piece* piece, void* scratch,

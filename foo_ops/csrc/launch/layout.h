@@ -1,5 +1,5 @@
-// How a struct lies in memory and what a function takes, in words that a test can compare with what
-// Python's kernels think.
+// Descriptions of structs and function signatures as text, which a test compares with Python's
+// kernels.
 
 #pragma once
 
@@ -11,12 +11,12 @@
 
 namespace foo {
 
-// Specialised beside each struct that kernels read: its name and fields.
+// Specialised next to each struct that kernels read, with its name and fields.
 template <class Struct>
 struct Layout;
 
-// A type by the name of a dtype, "int64*" for a pointer, "int64[4]" for an array, or the name of a
-// struct.
+// Returns the name of a type: a dtype's, "int64*" for a pointer, "int64[4]" for an array, or a
+// struct's.
 template <class Type>
 std::string type_name() {
   using Plain = std::remove_const_t<Type>;
@@ -42,20 +42,20 @@ struct Field {
   size_t offset, size;
 };
 
-// All fields of the type that is called Struct where this stands: FOO_FIELDS(first, second ...).
+// Lists all fields of the type named Struct in this scope: FOO_FIELDS(first, second ...).
 #define FOO_FIELDS(...) {FOO_EXPAND(FOO_NEXT_FIELD(__VA_ARGS__))}
 #define FOO_NEXT_FIELD(field, ...)                                                      \
   foo::Field{#field, &foo::type_name<decltype(Struct::field)>, offsetof(Struct, field), \
              sizeof(Struct::field)} __VA_OPT__(, FOO_AGAIN FOO_PARENTHESES(__VA_ARGS__))
 #define FOO_AGAIN() FOO_NEXT_FIELD
 #define FOO_PARENTHESES ()
-// A macro is expanded once in each pass over the text: enough passes for 80 fields.
+// Each pass over the text expands a macro once: these are enough passes for 80 fields.
 #define FOO_EXPAND(...) FOO_EXPAND1(FOO_EXPAND1(FOO_EXPAND1(FOO_EXPAND1(__VA_ARGS__))))
 #define FOO_EXPAND1(...) FOO_EXPAND2(FOO_EXPAND2(FOO_EXPAND2(FOO_EXPAND2(__VA_ARGS__))))
 #define FOO_EXPAND2(...) FOO_EXPAND3(FOO_EXPAND3(FOO_EXPAND3(FOO_EXPAND3(__VA_ARGS__))))
 #define FOO_EXPAND3(...) __VA_ARGS__
 
-// Whether each field begins where the one before it ends: none is missing, none is out of order.
+// Whether each field begins where the previous one ends: no field is missing or out of order.
 template <class Struct>
 constexpr bool is_whole() {
   size_t stop = 0;
@@ -66,7 +66,7 @@ constexpr bool is_whole() {
   return stop == sizeof(Struct);
 }
 
-// The types of a function's arguments.
+// Names the types of a function's arguments.
 template <class Function>
 struct Arguments;
 

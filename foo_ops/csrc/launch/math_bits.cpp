@@ -14,12 +14,12 @@ namespace foo {
 
 namespace {
 
-// Each tensor whose bit was set, and the one that took its place.
+// Pairs of a tensor with a bit set and its resolved copy.
 using Replaced = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
 at::Tensor resolved(const at::Tensor& tensor, Replaced& replaced) {
   if (!tensor.defined() || !(tensor.is_conj() || tensor.is_neg())) return tensor;
-  // Where the same tensor is given twice, both are one afterwards, too.
+  // A tensor that is passed twice must stay one tensor.
   for (const auto& [original, copy] : replaced) {
     if (original.is_same(tensor)) return copy;
   }

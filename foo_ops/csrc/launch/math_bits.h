@@ -1,4 +1,4 @@
-// Arguments that an operator writes, and whose conjugate or negative bit is set.
+// Operators that write to arguments with a conjugate or negative bit.
 
 #pragma once
 
@@ -8,9 +8,9 @@
 
 namespace foo {
 
-// Lets an operator that writes to its arguments write to copies where the conjugate or the negative
-// bit of one is set, and writes these back. PyTorch's own fallback takes for granted that such an
-// operator returns what it writes, and else frees memory that it does not own.
+// If the conjugate or negative bit of a written argument is set, makes the operator write to a
+// copy, which is then copied back. PyTorch's own fallback assumes that such an operator returns
+// what it writes, and otherwise frees memory that it does not own.
 Registrations resolve_math_bits(const std::string& operator_name);
 
 }  // namespace foo

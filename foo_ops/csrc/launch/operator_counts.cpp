@@ -30,11 +30,11 @@ void check_one_device(const char* operator_name, at::ArrayRef<const at::Tensor*>
 
 namespace {
 
-// It stands for all keys of nested tensors that have no kernel of their own, and goes before the
-// composites of autograd. Jagged tensors in inference mode look for it, too.
+// Serves all keys of nested tensors that have no kernel of their own, and precedes the composites
+// of autograd. Jagged tensors in inference mode look it up, too.
 constexpr auto kNestedKey = c10::DispatchKey::CompositeImplicitAutogradNestedTensor;
 
-// The argument that is nested, or has such a tensor in its list.
+// Returns the argument that is a nested tensor or a list with one.
 std::string nested_argument(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   const auto& parameters = op.schema().arguments();
   const auto arguments = torch::jit::last(stack, parameters.size());
@@ -53,7 +53,7 @@ std::string nested_argument(const c10::OperatorHandle& op, const torch::jit::Sta
                               " must be a dense tensor, got a nested one");
 }
 
-// Lets a kernel of rows go first, which tensors of inference mode don't come to themselves.
+// Prefers a kernel for nested rows, which tensors in inference mode don't reach by themselves.
 void refuse_unless_of_rows(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                            torch::jit::Stack* stack) {
   constexpr auto nested = c10::DispatchKey::AutogradNestedTensor;
@@ -61,7 +61,7 @@ void refuse_unless_of_rows(const c10::OperatorHandle& op, c10::DispatchKeySet ke
   op.getComputedKernelForDispatchKey(nested).callBoxed(op, keys, stack);
 }
 
-// Lets what its author has registered for autograd of all tensors go first, too.
+// Prefers the author's kernel for autograd of all tensors, too.
 void refuse_unless_registered(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                               torch::jit::Stack* stack) {
   constexpr auto nested = c10::DispatchKey::AutogradNestedTensor;
@@ -94,7 +94,7 @@ void refuse_nested_tensors(torch::Library& library, const char* operator_name) {
 
 namespace {
 
-// The counter of an operator that is known by its handle.
+// Counter of an operator that is looked up by its OperatorName.
 struct Known {
   c10::OperatorName name;
   OperatorCount* count;
@@ -102,7 +102,7 @@ struct Known {
 
 struct Registry {
   ForkMutex mutex;
-  // References to elements of a map stay valid.
+  // std::map: references to elements stay valid.
   std::map<std::string, OperatorCount> counts;
   std::map<std::string, Known> known;
 };
@@ -120,9 +120,9 @@ const Known& find_known(const c10::OperatorName& name) {
   return registry().known.try_emplace(text, Known{name, &count}).first->second;
 }
 
-// To hash a name, let alone to print it, takes a good part of the time of a small call. So each
-// thread keeps what it has found, near a place that follows from the name's address. An array needs
-// no destructor: a thread may run operators until it is gone.
+// Hashing a name, let alone printing it, takes a good part of the time of a small call. So each
+// thread caches what it has found, at a place derived from the name's address. The cache is an
+// array, which needs no destructor, since a thread may run operators until it ends.
 OperatorCount& count_of(const c10::OperatorName& name) {
   constexpr size_t kPlaces = 1024;
   constexpr size_t kTries = 8;

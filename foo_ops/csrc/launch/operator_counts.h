@@ -1,4 +1,4 @@
-// What stands in front of every launcher of foo: checks of devices and layouts, and counts.
+// Runs in front of every launcher of foo: checks of devices and layouts, and counts.
 
 #pragma once
 
@@ -16,10 +16,10 @@
 
 namespace foo {
 
-// Whether the tensors of a call are on one device. torch writes this check in front of the kernels
-// of its own devices.
+// Checks that the tensors of a call are on one device, as torch does in front of the kernels of its
+// own devices.
 
-// Where the tensors of a call may be.
+// Devices that the tensors of a call may be on.
 enum class Devices {
   kOne,
   kAny,
@@ -42,8 +42,8 @@ const at::Tensor* tensor_in(const Argument&) {
   return nullptr;
 }
 
-// Raises unless all tensors are on the device of the first one on foo. They come in the order of
-// the operator's arguments, with null for a missing one.
+// Raises unless all tensors are on the device of the first one on foo. `tensors` are in the order
+// of the operator's arguments, null for a missing one.
 void check_one_device(const char* operator_name, at::ArrayRef<const at::Tensor*> tensors);
 
 template <typename... Arguments>
@@ -52,36 +52,38 @@ void check_devices(const char* operator_name, const Arguments&... arguments) {
   if constexpr (kTensors > 1) check_one_device(operator_name, {tensor_in(arguments)...});
 }
 
-// Nested tensors, which no kernel takes: their rows differ in length, and they have no sizes.
-// Kernels of operators of rows get what is in them, by a kernel on the key AutogradNestedTensor.
+// No kernel takes nested tensors: their rows differ in length, and they have no sizes. Operators on
+// rows get their contents from a kernel on the key AutogradNestedTensor.
 
-// Lets an operator refuse them on every device, with gradients and without, unless its author has
-// registered something for them.
+// Makes an operator refuse nested tensors on every device, with gradients and without, unless its
+// author has registered a kernel for them.
 std::vector<c10::RegistrationHandleRAII> refuse_nested_tensors(const std::string& operator_name);
 
-// The same for an operator of this package, which may be defined later: what is registered for its
-// autograd is not for them.
+// Same for an operator of this package, which may be defined later. A kernel on its Autograd key
+// does not handle nested tensors.
 void refuse_nested_tensors(torch::Library& library, const char* operator_name);
 
-// How often each operator ran on foo, and on what: a kernel of foo's own, or the CPU's through the
-// fallback. Who brings up a backend reads from it which kernel to write next.
+// Counts how often each operator ran on foo, with a kernel of foo's own or with the CPU's through
+// the fallback. The counts show which kernel a new backend needs next.
 
 struct OperatorCount {
   std::atomic<int64_t> own = 0;
   std::atomic<int64_t> fallback = 0;
 };
 
-// By the name with the overload, "aten::add.Tensor". The counter lasts as long as the process.
+// Returns the counter by the name with the overload, "aten::add.Tensor". It lives as long as the
+// process.
 OperatorCount& operator_count(const std::string& name);
 
-// The counter of an operator's kernel for a dispatch key: null for the CPU, where nothing counts.
+// Returns the counter of an operator's kernel for a dispatch key; null for the CPU, which is not
+// counted.
 OperatorCount* count_for(c10::DispatchKey key, const std::string& name);
 
-// The device's work before the first call on foo, or null when it is done. The device sets it, and
-// sets it again in a forked child, where it raises.
+// Work of the device before the first call on foo, null when done. The device sets it, and sets it
+// again in a forked child, where it raises.
 extern std::atomic<void (*)()> before_first_call;
 
-// Every launcher begins with this, also where it allocates nothing.
+// Every launcher calls this first, also if it allocates nothing.
 inline void begin_call(OperatorCount* count) {
   if (count == nullptr) return;
   auto* const prepare = before_first_call.load(std::memory_order_relaxed);
@@ -92,11 +94,12 @@ inline void begin_call(OperatorCount* count) {
 void count_own(const c10::OperatorHandle& op);
 void count_fallback(const c10::OperatorHandle& op);
 
-// Own kernels and fallback of each operator that ran since the start or the last reset.
+// Returns the counts (own kernel, fallback) of each operator that ran since the start or the last
+// reset.
 std::map<std::string, std::pair<int64_t, int64_t>> operator_counts();
 void reset_operator_counts();
 
-// A name as a template argument.
+// A string as a template argument.
 template <size_t size>
 struct Name {
   char text[size];
@@ -117,15 +120,15 @@ struct Counted<name, function, devices> {
   }
 };
 
-// Gives the operator a kernel that counts its calls and refuses tensors of several devices. The
-// name is the full one, "aten::view".
+// Registers a kernel that counts its calls and refuses tensors of several devices. The name is the
+// full one, "aten::view".
 template <Name name, auto function, Devices devices = Devices::kOne>
 void register_own_kernel(torch::Library& library) {
   library.impl(name.text, &Counted<name, function, devices>::call);
 }
 
-// The same kernel on the CPU, where nothing counts, and on foo. It checks devices itself, and gets
-// no nested tensors.
+// Registers one kernel on the CPU, where calls are not counted, and on foo. It must check devices
+// itself, and gets no nested tensors.
 template <Name name, auto function>
 void register_shared_kernel(torch::Library& library) {
   library.impl(name.text, torch::dispatch(c10::DispatchKey::CPU, function));

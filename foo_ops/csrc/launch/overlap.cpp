@@ -11,14 +11,14 @@ namespace foo {
 
 namespace {
 
-// A term of a distance in memory: so many bytes, taken `low` to `high` times.
+// A term of a distance in memory: `bytes`, taken `low` to `high` times.
 struct Step {
   int64_t bytes, low, high;
 };
 
 using Steps = c10::SmallVector<Step, 16>;
 
-// From the first byte of a tensor to any of its bytes, or back.
+// Appends the steps from the first byte of a tensor to any of its bytes, or back.
 void add_steps(Steps& steps, const at::Tensor& tensor, bool is_forward) {
   const auto item = static_cast<int64_t>(tensor.element_size());
   const auto add = [&](int64_t bytes, int64_t most) {
@@ -34,9 +34,10 @@ int64_t floor_divide(int64_t number, int64_t divisor) {
   return number / divisor - (number % divisor < 0);
 }
 
-// Whether steps add up to a distance, and not all of them to nothing where `must_move`. The largest
-// comes first: of slices of one tensor each has one or two multiples to try, since the others
-// together reach no further. Strides that are not nested may take long, and then it says yes.
+// Whether steps add up to `distance`, and if `must_move` not all of them are zero. The largest step
+// comes first: for slices of one tensor each step has one or two multiples to try, since the others
+// together reach no further. Strides that are not nested may take long; after too many trials the
+// answer is true.
 bool add_up(c10::ArrayRef<Step> steps, int64_t distance, bool must_move, int& trials) {
   if (steps.empty()) return distance == 0 && !must_move;
   if (--trials < 0) return true;
@@ -64,12 +65,12 @@ bool add_up(Steps steps, int64_t distance, bool must_move) {
   return add_up(c10::ArrayRef<Step>(steps), distance, must_move, trials);
 }
 
-// Its elements move to other memory before they are written.
+// Elements of a copy-on-write tensor move to other memory before they are written.
 bool is_copied_on_write(const at::Tensor& tensor) {
   return c10::impl::cow::is_cow_data_ptr(tensor.storage().data_ptr());
 }
 
-// Where storages of fake tensors begin: only those in one storage are compared.
+// Address of every fake storage: only tensors in one storage are compared.
 constexpr int64_t kFakeStorage = 64;
 
 bool is_fake(const at::Tensor& tensor) {
@@ -114,7 +115,7 @@ Span::Span(const at::Tensor& tensor) : begin(nullptr), end(nullptr) {
 }
 
 Overlap overlap_of(const at::Tensor& one, const at::Tensor& other) {
-  // Guards on symbols take long, and lists have many pairs: only where all else is the same.
+  // Guards on symbols are slow, and lists have many pairs: test symbols only if all else is equal.
   if (one.is_same(other)) return has_elements(one) ? Overlap::kSame : Overlap::kNone;
   if (has_symbols(one) || has_symbols(other)) return Overlap::kNone;
   if (!has_elements(one) || !has_elements(other)) return Overlap::kNone;
@@ -137,14 +138,14 @@ Overlap overlap_of(const at::Tensor& one, const at::Tensor& other) {
 }
 
 bool overlaps_itself(const at::Tensor& tensor) {
-  // Kernels refuse others than strided tensors in words of their own.
+  // Kernels refuse non-strided tensors with their own messages.
   if (tensor.layout() != at::kStrided || !has_elements(tensor)) return false;
   if (is_expanded(tensor)) return true;
   if (has_symbols(tensor) || tensor.is_non_overlapping_and_dense()) return false;
   Steps steps;
   for (int64_t i = 0; i < tensor.dim(); ++i) {
     const int64_t most = tensor.size(i) - 1;
-    // All elements lie whole elements apart.
+    // Distances are in whole elements.
     if (most > 0) steps.push_back({tensor.stride(i), -most, most});
   }
   return add_up(std::move(steps), 0, true);
@@ -156,7 +157,7 @@ void check_resizable(const std::string& operator_name, const std::string& parame
   c10::SymInt last = out.sym_storage_offset();
   for (int64_t i = 0; i < out.dim(); ++i) last += (out.sym_size(i) - 1) * out.sym_stride(i);
   const bool is_empty = out.sym_numel() == 0;
-  // A program that empties a tensor with resize_(0) wants its memory used again.
+  // After resize_(0) a program wants the tensor's memory reused.
   const bool is_whole = out.sym_storage_offset() == 0 && (is_empty || items == last + 1);
   const bool is_alone = std::none_of(others.begin(), others.end(), [&](const at::Tensor& other) {
     return items > 0 && out.is_alias_of(other);

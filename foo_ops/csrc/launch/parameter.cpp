@@ -45,7 +45,7 @@ c10::Device common_device(const std::string& name, const std::vector<Parameter>&
 int64_t draw_seed(const c10::IValue& generator, c10::Device device) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::Tensor seed = at::empty({}, at::TensorOptions().dtype(at::kLong).device(device));
-  // An operator of torch knows the generators of all devices, and locks the one that it draws from.
+  // A torch operator knows the generators of all devices, and locks the one that it draws from.
   seed.random_(generator.toOptional<at::Generator>());
   return *seed.const_data_ptr<int64_t>();
 }

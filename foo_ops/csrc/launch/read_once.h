@@ -1,4 +1,4 @@
-// Numbers that are checked before they are used, such as indices.
+// Snapshots of numbers, such as indices, that are checked before they are used.
 
 #pragma once
 
@@ -9,10 +9,10 @@
 
 namespace foo {
 
-// The elements of a tensor in memory of the call, adjacent and on the host: another thread that
-// writes to the tensor changes nothing there between a check and what relies on it.
+// Copies a tensor's elements to contiguous host memory of the call: another thread that writes to
+// the tensor cannot change them between a check and its use.
 inline at::Tensor read_once(const at::Tensor& tensor) {
-  // A copy already.
+  // Copies already.
   if (!tensor.is_contiguous()) return tensor.contiguous();
   const at::Tensor copy = at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type());
   if (tensor.numel() > 0) {

@@ -41,7 +41,7 @@ std::string short_name(const std::string& operator_name) {
 }
 
 c10::SafeKernelFunction kernel_of_autograd(const c10::OperatorHandle& op) {
-  // No kernel of this package is for such a device.
+  // XLA stands for any device: no kernel of this package is for it.
   return op.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradXLA);
 }
 
@@ -58,7 +58,7 @@ c10::RegistrationHandleRAII hold_kernel(const std::string& operator_name, c10::D
 
 void register_kernel(const std::string& operator_name, c10::DispatchKey key,
                      c10::KernelFunction kernel) {
-  // Never destroyed, because at exit the dispatcher may be gone before.
+  // Never destroyed: at exit the dispatcher may be gone already.
   static auto* registrations = new std::vector<c10::RegistrationHandleRAII>();
   static ForkMutex mutex;
   auto registration = hold_kernel(operator_name, key, std::move(kernel));
@@ -83,8 +83,8 @@ class OperatorList final : public c10::OpRegistrationListener {
 
 std::vector<c10::OperatorHandle> all_operators() {
   std::vector<c10::OperatorHandle> operators;
-  // A new listener hears of all at once. The dispatcher's list of their names would have to be
-  // copied, and each of them looked up.
+  // A new listener is notified of all operators at once. Otherwise the dispatcher's list of names
+  // would have to be copied, and each name looked up.
   const auto registration = c10::Dispatcher::singleton().addRegistrationListener(
       std::make_unique<OperatorList>(operators));
   return operators;

@@ -1,4 +1,4 @@
-// Operators that take floating-point numbers in tensors, as compiled programs have them.
+// Operators that take floating-point numbers as tensors, as compiled programs pass them.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace foo {
 
-// Gives an operator a kernel that calls another one, ``of``, whose arguments it begins with. Those
-// that follow are optional tensors, named "<argument>_number", which replace these arguments.
+// Registers a kernel that calls another operator, ``of``. The operator takes the arguments of
+// ``of`` first, then optional tensors named "<argument>_number", which replace these arguments.
 c10::RegistrationHandleRAII register_tensor_numbers(const std::string& operator_name,
                                                     c10::DispatchKey key, const std::string& of);
 
