@@ -1,5 +1,5 @@
-// cuDNN's attention on foo::attention, and what it shares with flash and efficient attention. The
-// results have the layouts that torch/_meta_registrations.py announces.
+// CUDA's attention operators on foo::attention: cuDNN's, flash and efficient attention. Results
+// have the layouts that torch/_meta_registrations.py announces.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -27,8 +27,8 @@ using ThreeGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using ScaledDotProduct = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt,
                                     c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
 
-// These raise where torch's operator would, or foo's cannot do what is asked for. The name is the
-// operator's, for messages.
+// Checks that raise where torch's operator would, or where foo's cannot compute the call. The name
+// is the operator's, for messages.
 void check_dtypes(const char* name, const Tensor& query, const Tensor& key, const Tensor& value,
                   bool takes_float32) {
   const auto dtype = query.scalar_type();
@@ -62,7 +62,7 @@ void check_none(const char* name, const char* argument, const OptionalTensor& te
                               ", got a tensor");
 }
 
-// One number of the device's default generator; without dropout nobody reads it.
+// Draws one number from the device's default generator; without dropout the seed is not used.
 Tensor draw_seed(const Tensor& query, double dropout_p) {
   const auto options = query.options().dtype(at::kLong);
   return dropout_p > 0 ? at::randint(std::numeric_limits<int64_t>::max(), {1}, options)
@@ -73,7 +73,8 @@ OptionalTensor seed_if_used(const Tensor& seed, double dropout_p) {
   return dropout_p > 0 ? OptionalTensor(seed) : std::nullopt;
 }
 
-// Philox's seed and offset as efficient and cuDNN's attention return them: two numbers.
+// Converts Philox's seed, for efficient and cuDNN's attention, which return seed and offset as two
+// numbers.
 Tensor scalar_of(const Tensor& seed) {
   return seed.squeeze(0);
 }
@@ -158,13 +159,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   register_own_kernel<"aten::_cudnn_attention_backward", &cudnn_backward>(library);
 }
 
-// Flash attention as torch has it for CUDA, dense, of packed sequences and of keys in pages.
+// CUDA's flash attention: dense, packed sequences, and paged keys.
 namespace {
 
 using at::Tensor;
 using OptionalInt = std::optional<int64_t>;
 
-// Seed and offset in one tensor, as flash attention returns them.
+// Returns seed and offset in one tensor, as flash attention does.
 Tensor flash_state(const Tensor& seed) {
   return at::cat({seed, at::zeros_like(seed)}).view(at::kUInt64);
 }
@@ -174,7 +175,7 @@ OptionalTensor flash_seed(const Tensor& state, double dropout_p) {
                       dropout_p);
 }
 
-// A causal mask of flash attention is aligned to the last key, and so a window.
+// Flash attention aligns a causal mask to the last key, so it becomes a window.
 AttentionOptions flash_options(double dropout_p, bool is_causal, std::optional<double> scale,
                                OptionalInt window_left = std::nullopt,
                                OptionalInt window_right = std::nullopt) {
@@ -192,7 +193,7 @@ FlashForward flash_results(const Tensor& query, Tensor output, Tensor logsumexp,
           at::zeros({}, query.options().dtype(at::kUInt64)), at::empty({0}, query.options())};
 }
 
-// Keys in pages may have no starts: how many of them are used says `used_k`.
+// Paged keys may have no starts: `used_k` then says how many are used.
 PackedSequences packed(const char* name, const OptionalTensor& starts_q,
                        const OptionalTensor& starts_k, int64_t longest_q, int64_t longest_k,
                        const OptionalTensor& used_k = std::nullopt,
@@ -325,13 +326,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
                       &scaled_dot_product_flash_backward>(library);
 }
 
-// Memory-efficient attention as torch has it for CUDA, dense and of packed sequences.
+// CUDA's memory-efficient attention: dense and packed sequences.
 namespace {
 
 using at::Tensor;
 using OptionalInt = std::optional<int64_t>;
 
-// The values of custom_mask_type.
+// Values of custom_mask_type.
 enum CustomMask : int64_t { kNoMask, kCausalFromTopLeft, kCausalFromBottomRight };
 
 constexpr int64_t kLogsumexpAlignment = 32;
@@ -340,14 +341,14 @@ int64_t rounded_up(int64_t number, int64_t multiple) {
   return (number + multiple - 1) / multiple * multiple;
 }
 
-// The logsumexp in rows of a multiple of 32, infinite behind the last query.
+// Pads the rows of the logsumexp to a multiple of 32, with infinity after the last query.
 Tensor padded(const Tensor& logsumexp, int64_t longest_q, bool is_wanted) {
   const int64_t length = is_wanted ? rounded_up(longest_q, kLogsumexpAlignment) : 0;
   const int64_t added = length - logsumexp.size(2);
   return at::constant_pad_nd(logsumexp, {0, added}, std::numeric_limits<double>::infinity());
 }
 
-// A gradient over memory whose rows are a multiple of 16 long.
+// Copies a gradient to memory whose rows have a multiple of 16 elements.
 Tensor in_aligned_rows(const Tensor& gradient) {
   if (!gradient.defined()) return gradient;
   const int64_t last = gradient.size(-1);
@@ -356,9 +357,9 @@ Tensor in_aligned_rows(const Tensor& gradient) {
   return at::empty(sizes, gradient.options()).slice(-1, 0, last).copy_(gradient);
 }
 
-// One of the sequences of a call: a part of a batch or of packed sequences, heads first.
+// One sequence of a call: a part of a batch or of packed sequences, heads first.
 struct Sequence {
-  // Its row of the batch, and where its queries and keys begin and end.
+  // Row of the batch, and the bounds of its queries and keys.
   int64_t batch, first_q, last_q, first_k, last_k;
 
   Tensor queries_of(const Tensor& tensor) const { return part(tensor, first_q, last_q); }
@@ -375,7 +376,7 @@ std::vector<int64_t> numbers(const Tensor& tensor) {
   return {host.const_data_ptr<int64_t>(), host.const_data_ptr<int64_t>() + host.numel()};
 }
 
-// The arguments of efficient attention beside query, key and value.
+// Arguments of efficient attention besides query, key and value.
 struct Efficient {
   const char* name;
   OptionalTensor bias, starts_q, starts_k, used_k;
@@ -424,7 +425,7 @@ struct Efficient {
     return result;
   }
 
-  // The options for this many queries and keys.
+  // Returns the options for this many queries and keys.
   AttentionOptions options_for(int64_t queries, int64_t keys) const {
     AttentionOptions result = options;
     result.is_causal = custom_mask == kCausalFromTopLeft;
@@ -439,7 +440,8 @@ struct Efficient {
     return result;
   }
 
-  // The part of the bias, which has a row for each sequence, and as many keys as the longest.
+  // Returns the sequence's part of the bias, which has a row per sequence, and as many keys as the
+  // longest one.
   OptionalTensor bias_of(int64_t number, const Sequence& sequence) const {
     if (!has_value(bias)) return std::nullopt;
     const int64_t row = bias->size(0) == 1 ? 0 : number;

@@ -13,7 +13,7 @@ namespace {
 
 using at::Tensor;
 
-// The option that stands for no cap of the scores.
+// Option for scores without a soft cap.
 constexpr double kNoSoftcap = 0.0;
 
 OptionalTensor defined_or_none(const OptionalTensor& tensor) {
@@ -57,7 +57,7 @@ auto typed_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// Makes a tensor of other sizes whose dimensions lie in memory in the order of those of the query.
+// Makes a tensor of other sizes whose dimensions have the query's memory order.
 Tensor empty_in_order_of(const Tensor& query, at::IntArrayRef sizes) {
   if (query.sizes() == sizes) return at::empty_like(query);
   std::array<int64_t, 4> order = {0, 1, 2, 3};

@@ -1,5 +1,5 @@
-// foo::attention_seeded, foo::attention_varlen_seeded and their backward operators, for PyTorch's
-// operators that compute the same.
+// Calls of foo::attention_seeded, foo::attention_varlen_seeded and their backward operators, for
+// PyTorch's operators that compute the same.
 
 #pragma once
 
@@ -12,8 +12,8 @@ namespace foo::aten {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// The options that such an operator may have. Windows are those of foo::attention: -1 for none,
-// and aligned to the last key.
+// Options of such operators. Windows are those of foo::attention: -1 for none, and aligned to the
+// last key.
 struct AttentionOptions {
   bool is_causal = false;
   std::optional<double> scale = std::nullopt;
@@ -27,12 +27,12 @@ inline bool has_value(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
 }
 
-// Copies a result unless its dimensions lie in memory in the order of those of the query. torch
-// promises this of the output, so that a model which transposed its heads to the front can
-// transpose them back and view the output.
+// Copies a result unless its dimensions have the query's memory order. torch promises this for the
+// output, so that a model that transposed its heads to the front can transpose them back and view
+// the output.
 at::Tensor in_order_of(const at::Tensor& query, at::Tensor result);
 
-// The same over new memory that lies as torch.empty_like(query) does.
+// Copies a result to new memory with the strides of torch.empty_like(query).
 at::Tensor laid_out_like(const at::Tensor& query, const at::Tensor& result);
 
 // Returns the output and the logsumexp.
@@ -51,11 +51,11 @@ AttentionGradients attention_backward(const at::Tensor& grad_output, const at::T
                                       const at::Tensor& logsumexp, const OptionalTensor& seed,
                                       bool mask_requires_grad, const AttentionOptions& options);
 
-// Sequences one after the other, (total, heads, head dimension), and where each begins.
+// Packed sequences, (total, heads, head dimension), and where each begins.
 struct PackedSequences {
   at::Tensor starts_q, starts_k;
   int64_t longest_q, longest_k;
-  // How many of its keys a sequence uses, and the blocks that they are in.
+  // Number of keys that each sequence uses, and the blocks that hold them.
   OptionalTensor used_k = std::nullopt;
   OptionalTensor block_table = std::nullopt;
 };

@@ -1,4 +1,4 @@
-// torch.autocast("foo"): the operator lists of CUDA.
+// torch.autocast("foo"), with CUDA's lists of operators.
 
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
@@ -12,7 +12,7 @@ using at::Scalar;
 using at::ScalarType;
 using at::Tensor;
 
-// CUDA's kernel of binary_cross_entropy does nothing but raise, with advice.
+// CUDA's autocast kernel of binary_cross_entropy only raises, with advice.
 void refuse_as_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.callBoxedForDispatchKey(c10::DispatchKey::AutocastCUDA, *stack);
 }
@@ -21,7 +21,7 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 
-// The name of the library's variable is the one that torch's macros use.
+// The library's variable must have the name that torch's macros use.
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 #define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
   AT_FORALL_LOWER_PRECISION_FP(LOWER_PRECISION)

@@ -21,7 +21,7 @@ using c10::IValue;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-// A collective under way on host aliases. Code that sees it gets tensors of foo from it.
+// A running collective on host aliases. Callers get tensors of foo from it.
 class Work final : public c10d::Work {
  public:
   Work(WorkPtr host, c10::Device device)
@@ -33,7 +33,7 @@ class Work final : public c10d::Work {
   int sourceRank() const override { return host_->sourceRank(); }
   void synchronize() override { host_->synchronize(); }
   bool wait(std::chrono::milliseconds timeout) override { return host_->wait(timeout); }
-  // There is no stream that could wait in place of the caller.
+  // No stream could wait instead of the caller.
   void blockCurrentStream() override { host_->wait(); }
   void abort() override { host_->abort(); }
   FuturePtr getFutureResult() override { return host_->getFutureResult(); }
@@ -60,7 +60,7 @@ class Work final : public c10d::Work {
   struct ToFoo {
     c10::Device device;
 
-    // A tensor that is no alias is a sparse one, which gloo has made.
+    // A tensor that is not an alias is a sparse one made by gloo.
     at::Tensor operator()(const at::Tensor& host) const {
       const std::optional<at::Tensor> foo = foo_tensor_over(host);
       return foo.has_value() ? *foo : host.to(device);
@@ -83,7 +83,7 @@ c10::Device device_of_tensors(const c10::OperatorHandle& op, at::ArrayRef<IValue
   return *device;
 }
 
-// torch's kernel asks the process group for its backend for foo. That is one for the CPU, and gets
+// torch's kernel looks up the process group's backend for foo. That is one for the CPU, and it gets
 // host aliases, which live as long as the collective.
 class Collective final : public c10::OperatorKernel {
  public:
@@ -98,7 +98,8 @@ class Collective final : public c10::OperatorKernel {
     HostCall call(device);
     for (size_t position = first; position < stack->size(); ++position) {
       replace_tensors((*stack)[position], [&](const at::Tensor& tensor) {
-        // Results arrive when this call is over, so nothing would give them to the storage.
+        // Materialize a copy-on-write storage now: results arrive after this call, and nothing
+        // would copy them to the storage later.
         if (tensor.has_storage()) tensor.storage().mutable_data();
         return call.to_host(tensor);
       });
@@ -106,7 +107,7 @@ class Collective final : public c10::OperatorKernel {
     torch_kernel_.callBoxed(op, keys, stack);
     const WorkPtr work = stack->back().toCustomClass<c10d::Work>();
     if (keys.has_any(c10::DispatchKeySet(c10::DispatchKey::Sparse))) {
-      // The result has tensors of its own, which are there in the end.
+      // The result's own tensors are complete only at the end.
       work->wait();
       call.write_back();
     }
@@ -121,7 +122,7 @@ class Collective final : public c10::OperatorKernel {
   c10::SafeKernelFunction torch_kernel_;
 };
 
-// Kernels serve dense tensors, and sparse ones where the CPU takes them.
+// Kernels serve dense tensors, and sparse ones if the CPU accepts them.
 constexpr std::pair<c10::DispatchKey, c10::DispatchKey> kKeysOfKernels[] = {
     {c10::DispatchKey::PrivateUse1, c10::DispatchKey::CPU},
     {c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCPU},

@@ -1,5 +1,4 @@
-// torch.distributed on tensors of foo: any backend for the CPU, such as gloo, works on their
-// memory.
+// torch.distributed on tensors of foo: any CPU backend, such as gloo, works on their memory.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -18,7 +18,7 @@ namespace {
 using torch::inductor::AOTIModelContainerRunner;
 using torch::inductor::AOTIModelContainerRunnerCpu;
 
-// The device that a package was loaded for, else that of the first tensor of foo.
+// Returns the device that a package was loaded for, else that of the first tensor of foo.
 c10::Device device_of_run(c10::Device loaded, const Tensors& inputs) {
   if (loaded.has_index()) return loaded;
   const auto first = std::find_if(inputs.begin(), inputs.end(), [](const at::Tensor& input) {
@@ -27,7 +27,7 @@ c10::Device device_of_run(c10::Device loaded, const Tensors& inputs) {
   return first == inputs.end() ? device::with_index(loaded) : first->device();
 }
 
-// A model of a package of AOTInductor.
+// A model in an AOTInductor package.
 class Runner final : public AOTIModelContainerRunnerCpu {
  public:
   Runner(const std::string& path, size_t num_models, const std::string& device, bool is_one_thread)
@@ -36,7 +36,7 @@ class Runner final : public AOTIModelContainerRunnerCpu {
         results_(static_cast<const char*>(model_so_->sym("foo_devices_of_results"))) {}
 
  private:
-  // The handles belong to this call.
+  // Takes ownership of the handles.
   Tensors run_impl(std::vector<AtenTensorHandle>& handles, void* stream) override {
     const Tensors inputs =
         torch::aot_inductor::alloc_tensors_by_stealing_from_handles(handles.data(), handles.size());
@@ -48,7 +48,7 @@ class Runner final : public AOTIModelContainerRunnerCpu {
   }
 
   const c10::Device device_;
-  // FooCppWrapper writes it into the library of the model.
+  // FooCppWrapper writes these letters into the model's library.
   const std::string_view results_;
 };
 

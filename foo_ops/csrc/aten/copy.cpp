@@ -21,7 +21,7 @@ void check_copyable(const at::Tensor& tensor) {
                               "foo: copies must be from or to cpu or foo, got ", tensor.device());
 }
 
-// A blocking copy between host and device waits for it.
+// A blocking copy between host and device synchronizes with the device.
 void report_blocking_copy(const at::Tensor& source, const at::Tensor& destination,
                           bool non_blocking) {
   if (device::reports_synchronization() && !non_blocking &&
@@ -35,7 +35,8 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   return at::native::_local_scalar_dense_cpu(self);
 }
 
-// One of the two is on foo. The copy is done when this returns: non_blocking promises no more.
+// Copies with at least one tensor on foo. The copy is done on return: non_blocking promises no
+// more.
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bool non_blocking) {
   check_copyable(source);
   check_copyable(destination);
@@ -62,7 +63,7 @@ at::Tensor copy_quantized_from(const at::Tensor& source, const at::Tensor& desti
   return destination;
 }
 
-// Sparse and nested tensors copy their parts, so torch has no _copy_from for them.
+// Copies sparse and nested tensors part by part; torch has no _copy_from for them.
 at::Tensor& copy_(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& source,
                   bool non_blocking) {
   check_copyable(source);
@@ -75,8 +76,8 @@ at::Tensor& copy_(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& 
   return self;
 }
 
-// Memory that is shared with what a kernel keeps cannot become copy-on-write. Nor can that of a
-// graph, where the later copy would be missing.
+// Memory shared with data that a kernel keeps cannot become copy-on-write. Neither can memory in a
+// graph, which would lack the later copy.
 at::Tensor lazy_clone(const at::Tensor& self) {
   const c10::StorageImpl& storage = *self.storage().unsafeGetStorageImpl();
   const bool can_be_lazy = c10::impl::cow::has_simple_data_ptr(storage) ||
@@ -111,13 +112,13 @@ TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, library) {
   register_own_kernel<"aten::copy_", &copy_, Devices::kAny>(library);
 }
 
-// The bytes of a quantized tensor are copied, and its quantizer.
+// Quantized tensors: copies the bytes and the quantizer.
 TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, library) {
   register_own_kernel<"aten::_copy_from", &copy_quantized_from, Devices::kAny>(library);
 }
 
-// The copy itself carries out a pending conjugation or negation. torch would do that before the
-// call by a copy, and so without end.
+// The copy itself applies a pending conjugation or negation. torch would resolve it before the call
+// with another copy, in an endless recursion.
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
   library.impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());

@@ -29,13 +29,13 @@ bool is_optional_generator(const c10::Type& type) {
   return optional != nullptr && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
 }
 
-// Tensor?[]: the indices of an indexing operator.
+// Whether a type is Tensor?[], as the indices of an indexing operator are.
 bool is_optional_tensor_list(const c10::Type& type) {
   const auto* list = type.castRaw<c10::ListType>();
   return list != nullptr && list->getElementType()->kind() == c10::TypeKind::OptionalType;
 }
 
-// A generator of foo brings operators on tensors of the CPU here.
+// Refuses tensors of the CPU, whose operators arrive here if their generator is foo's.
 void check_generator_device(at::ArrayRef<IValue> arguments) {
   const auto is_generator = [](const IValue& argument) { return argument.isGenerator(); };
   if (std::none_of(arguments.begin(), arguments.end(), is_generator)) return;
@@ -48,15 +48,16 @@ void check_generator_device(at::ArrayRef<IValue> arguments) {
 }
 
 struct CallDevices {
-  // The device of the arguments. None is on foo where the call makes a copy of one there, or a
-  // tensor like it.
+  // Device of the arguments. No argument is on foo if the call copies one there, or makes a tensor
+  // like it.
   c10::Device arguments;
-  // The device of new tensors that the kernel makes on the CPU: the one that the call names, such
-  // as that of empty_like, if it is foo or the CPU.
+  // Device of new tensors that the kernel makes on the CPU: the one that the call names, as that of
+  // empty_like, if it is foo or the CPU.
   c10::Device results;
 };
 
-// The device of the first foo tensor, else the one named by an argument, else the current one.
+// Returns the device of the first foo tensor, else the one named by an argument, else the current
+// one.
 CallDevices devices_of_call(at::ArrayRef<IValue> values) {
   std::optional<c10::Device> of_tensor;
   std::optional<c10::Device> of_generator;
@@ -96,9 +97,9 @@ void check_device(const at::Tensor& tensor, const c10::Argument& argument, c10::
   }
   const bool is_host_scalar = tensor.is_cpu() && tensor.dim() == 0 && !is_written(argument);
   if (is_host_scalar) return;
-  // The sizes of nested tensors are on the CPU on every device.
+  // Sizes of nested tensors are on the CPU for every device.
   if (tensor.is_cpu() && argument.name() == "cpu_nested_shape_example") return;
-  // The words that TensorIterator has for them on other devices.
+  // TensorIterator's message on other devices.
   TORCH_CHECK(!op.hasTag(at::Tag::pointwise) || argument.kwarg_only(),
               "Expected all tensors to be on the same device, but found at least two devices, ",
               expected, " and ", tensor.device(), "!");
@@ -106,7 +107,7 @@ void check_device(const at::Tensor& tensor, const c10::Argument& argument, c10::
                                          argument.name().c_str());
 }
 
-// The device of the indexed tensor, which is first, or of the first one on foo.
+// Returns the device of the indexed tensor, which is first, or of the first one on foo.
 c10::Device expected_device(const c10::OperatorHandle& op, at::ArrayRef<IValue> values,
                             c10::Device foo) {
   const auto& arguments = op.schema().arguments();
@@ -142,7 +143,7 @@ bool takes_generator(const c10::FunctionSchema& schema) {
 void replace_argument(IValue& value, const c10::Argument& argument, HostCall& call,
                       c10::Device device) {
   if (value.isDevice()) {
-    // The kernel serves other devices, such as meta, on the CPU as here.
+    // Other devices, such as meta, mean the same to the CPU's kernel.
     if (value.toDevice().type() == device::kFoo) value = c10::Device(c10::kCPU);
   } else if (value.isGenerator()) {
     value = device::host_generator(value.toGenerator());
@@ -153,14 +154,14 @@ void replace_argument(IValue& value, const c10::Argument& argument, HostCall& ca
   }
 }
 
-// They have the tag of random operators, but their kernels for the CPU draw nothing.
+// These operators have the tag nondeterministic_seeded, but their CPU kernels draw nothing.
 bool draws_nothing(const c10::OperatorName& name) {
   return name.name == "aten::_fused_sdp_choice" ||
          name.name == "aten::_nested_tensor_softmax_with_shape" ||
          name.name == "aten::_scaled_dot_product_flash_attention_for_cpu";
 }
 
-// The kernel would draw from the default generator of the CPU, which is not foo's to change.
+// Otherwise the kernel would draw from the CPU's default generator, which foo must not change.
 void check_randomness(const c10::OperatorHandle& op) {
   const bool has_generator_of_foo =
       !op.hasTag(at::Tag::nondeterministic_seeded) || takes_generator(op.schema());
@@ -206,7 +207,7 @@ void call_unobserved(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
       call_host_kernel(op, host_keys(keys), stack);
     }
   } catch (...) {
-    // As on the CPU, a kernel that raises an error may have resized `out` before.
+    // As on the CPU, a kernel may have resized `out` before it raises an error.
     call.write_back();
     throw;
   }
@@ -217,7 +218,7 @@ void call_unobserved(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   }
 }
 
-// The kinds of tensors of foo, each with its counterpart of the CPU.
+// Kinds of foo tensors, each with its counterpart on the CPU.
 constexpr std::pair<c10::DispatchKey, c10::DispatchKey> kKindsOfTensors[] = {
     {c10::DispatchKey::PrivateUse1, c10::DispatchKey::CPU},
     {c10::DispatchKey::QuantizedPrivateUse1, c10::DispatchKey::QuantizedCPU},
@@ -233,13 +234,13 @@ bool has_composite_kernel(const c10::OperatorHandle& op) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutogradNestedTensor);
 }
 
-// Whether a call may be for foo where none of its arguments is a tensor of foo.
+// Whether a call may be for foo although none of its arguments is a tensor of foo.
 bool chooses_device(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::BackendSelect);
 }
 
-// A _foreach_ operator goes to the CPU as a whole. torch would call an operator for each tensor,
-// and each would come here by itself.
+// Sends a _foreach_ operator to the CPU as a whole. torch would call an operator for each tensor,
+// and each would come here separately.
 class ForEach final : public c10::OperatorKernel {
  public:
   explicit ForEach(c10::SafeKernelFunction one_by_one) : one_by_one_(std::move(one_by_one)) {}
@@ -276,7 +277,7 @@ bool is_for_each(const c10::OperatorName& name) {
 }  // namespace
 
 c10::DispatchKeySet host_keys(c10::DispatchKeySet keys) {
-  // Python's dispatcher leaves the keys of what has already run in the set.
+  // Python's dispatcher leaves keys that have already run in the set.
   constexpr c10::DispatchKeySet kKinds =
       c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::Quantized,
                            c10::DispatchKey::Sparse, c10::DispatchKey::SparseCsr,
@@ -315,7 +316,7 @@ void register_host_kernels(c10::ArrayRef<c10::OperatorHandle> operators) {
   }
 }
 
-// These composites look for a kernel in a table of torch's own devices.
+// These composites look up a kernel in a table of torch's own devices.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   for (const char* name : {"_validate_sparse_coo_tensor_args", "conj_physical_", "mode.values"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
@@ -328,14 +329,14 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 
 namespace {
 
-// The fallbacks of the other kinds of tensors. Each takes milliseconds, as torch then looks at all
-// of its operators, and most programs import torch and make no tensor of foo.
+// Registers the fallbacks of the other kinds of tensors. Each takes milliseconds, since torch then
+// visits all of its operators, and most programs import torch without making a tensor of foo.
 void register_other_fallbacks() {
-  // Never destroyed, because at exit the dispatcher may be gone before.
+  // Never destroyed: at exit the dispatcher may be gone already.
   static auto* registrations = new std::vector<c10::RegistrationHandleRAII>();
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& [foo_key, host_key] : kKindsOfTensors) {
-    // The dense one, or one of a user.
+    // Registered already: the dense one, or a user's.
     if (dispatcher.hasBackendFallbackForDispatchKey(foo_key)) continue;
     registrations->push_back(dispatcher.registerFallback(
         foo_key, c10::KernelFunction::makeFromBoxedFunction<&call_on_host>(), "foo_ops"));

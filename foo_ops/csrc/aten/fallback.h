@@ -1,4 +1,4 @@
-// Every operator without a kernel of its own on device foo: its CPU kernel over the same memory.
+// Runs every operator without a foo kernel of its own: with its CPU kernel over the same memory.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -6,25 +6,25 @@
 
 namespace foo::aten {
 
-// Does on host aliases what the CPU's kernel would. Returns false, and leaves the stack as it is,
-// where that has to do it.
+// Replaces the CPU's kernel, on host aliases. Returns false, with the stack unchanged, to leave the
+// call to the CPU's kernel.
 using HostKernel = bool(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
-// Takes the operator's arguments from the stack, and leaves its results there. The keys are those
-// of the call on foo; those of the CPU's kernel follow from them. ``own`` is tried first.
+// Pops the operator's arguments from the stack and pushes its results. `keys` are those of the call
+// on foo; the CPU kernel's keys follow from them. ``own`` is tried first.
 void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
                   HostKernel* own);
 void call_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack);
 
-// The keys of the CPU for the kind of tensor that keys of foo are for: dense, sparse, ...
+// Returns the CPU's keys for the kind of tensor of these foo keys: dense, sparse, ...
 c10::DispatchKeySet host_keys(c10::DispatchKeySet keys);
 
-// Where the CPU has a kernel of its own and other devices a composite of smaller operators, slower
-// and with other roundings, torch would prefer the composite to a fallback: this gives foo the
-// CPU's kernel, and the whole list of a _foreach_ operator to the CPU. An operator that makes a
-// device's first tensor gets the CPU's kernel here, too, as no fallback may be there yet. To be
-// called when all other kernels of foo are registered.
+// For some operators the CPU has a kernel and other devices a composite of smaller operators,
+// slower and with other roundings. torch would prefer the composite to a fallback: this registers
+// the CPU's kernel for foo, and sends the whole list of a _foreach_ operator to the CPU. An
+// operator that makes a device's first tensor gets the CPU's kernel here, too, since no fallback
+// may be registered yet. Call this after all other kernels of foo are registered.
 void register_host_kernels(c10::ArrayRef<c10::OperatorHandle> operators);
 
 }  // namespace foo::aten

@@ -15,7 +15,7 @@ namespace {
 
 using at::Tensor;
 
-// Lays logsumexp and gradients out as torch's kernels do. Compiled graphs count on it.
+// Gives logsumexp and gradients the layout of torch's kernels, which compiled graphs rely on.
 Tensor with_heads_behind_queries(const Tensor& result) {
   constexpr std::array<int64_t, 4> order = {0, 2, 1, 3};
   const auto dimensions = at::IntArrayRef(order).slice(0, result.dim());
@@ -53,7 +53,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
           with_heads_behind_queries(found.value)};
 }
 
-// That another kernel is replaced is what the user asked for.
+// Suppresses the warning that a kernel is replaced: the user requested it.
 class Silent final : public c10::WarningHandler {
  public:
   void process(const c10::Warning&) override {}

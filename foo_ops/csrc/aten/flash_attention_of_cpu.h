@@ -1,4 +1,4 @@
-// torch's flash attention of the CPU, computed by foo's kernels.
+// torch's CPU flash attention, computed by foo's kernels.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace foo::aten {
 
-// Takes the place of torch's kernels, forward and backward, until the registrations are destroyed.
+// Replaces torch's kernels, forward and backward, until the registrations are destroyed.
 std::vector<c10::RegistrationHandleRAII> replace_flash_attention_of_cpu();
 
 }  // namespace foo::aten

@@ -18,7 +18,7 @@
 namespace foo::aten {
 namespace {
 
-// Where the storage of a host alias grows: in foo memory, with the label of the CPU.
+// Allocates for the storage of a host alias when it grows: in foo memory, labelled as the CPU's.
 class HostAliasAllocator final : public c10::Allocator {
  public:
   explicit HostAliasAllocator(c10::DeviceIndex index) : device_(device::kFoo, index) {}
@@ -30,7 +30,7 @@ class HostAliasAllocator final : public c10::Allocator {
     return memory;
   }
 
-  // Memory that is shared must not become copy-on-write for one of those who share it.
+  // Shared memory must not become copy-on-write for only one of its owners.
   bool is_simple_data_ptr(const c10::DataPtr&) const override { return false; }
 
   c10::DeleterFnPtr raw_deleter() const override { return device::allocator().raw_deleter(); }
@@ -90,7 +90,7 @@ void move_to_memory_of(const c10::Storage& host, const c10::Storage& foo) {
     device::set_memory(foo, device::share(host, foo.device()), host.nbytes());
     return;
   }
-  // An alias refers to its foo storage, so that one must not refer to the alias.
+  // An alias refers to its foo storage, so the foo storage must not refer to the alias.
   auto* alias = host.unsafeGetStorageImpl();
   const c10::Storage owner(c10::Storage::use_byte_size_t(), host.nbytes(),
                            std::move(alias->mutable_data_ptr()));
@@ -106,17 +106,17 @@ c10::Storage foo_storage_of(const c10::Storage& host, const HostStorage& alias) 
 
 namespace {
 
-// Not ADInplaceOrView: it counts the versions of tensors that are written, unless it has done so
-// for the operator on foo, and then it is excluded already.
+// Keeps ADInplaceOrView, which counts the versions of written tensors, unless it has done so for
+// the operator on foo: then it is excluded already.
 constexpr c10::DispatchKeySet kExcludedKeys =
     c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset;
 
-// Pending operations that a tensor bears as a mark: the copy must bear it too.
+// Pending operations that are marks on a tensor: the copy needs them too.
 constexpr c10::DispatchKeySet kLazyKeys({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
                                          c10::DispatchKey::ZeroTensor});
 
 // Operators on lists of tensors, and a few others, leave it to their kernels to count the versions
-// of what they write.
+// of written tensors.
 void count_versions(const at::Tensor& host, const at::Tensor& foo) {
   if (host.is_inference() || foo.is_inference()) return;
   for (int64_t version = host._version(); version > 0; --version) {
@@ -164,7 +164,7 @@ c10::Storage HostCall::storage_to_host(const c10::Storage& foo) {
 
 c10::Storage HostCall::storage_to_foo(const c10::Storage& host) {
   if (const c10::Storage* known = storages_.foo_of(host)) return *known;
-  // A kernel may return what it was given in another call.
+  // A kernel may return a storage from an earlier call.
   const HostStorage* alias = as_host_storage(host);
   c10::Storage foo =
       alias != nullptr ? foo_storage_of(host, *alias)
@@ -185,7 +185,7 @@ at::Tensor HostCall::to_host(const at::Tensor& tensor) {
   } else {
     host = rebuild(tensor, c10::kCPU, parts_to_host());
   }
-  // Some kernels compute only then what the backward pass needs.
+  // Some kernels compute data for the backward pass only then.
   if (tensor.requires_grad()) host.set_requires_grad(true);
   tensors_.add(tensor, host);
   layouts_.push_back(is_dense(host) ? Layout(host) : Layout());
@@ -211,7 +211,7 @@ void HostCall::write_back(const at::Tensor& foo, const at::Tensor& host, const L
     impl->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
   }
   count_versions(host, foo);
-  // Some kernels leave a conjugation or negation of their result pending.
+  // Some kernels leave their result's conjugation or negation pending.
   if (host.is_conj() != foo.is_conj()) foo._set_conj(host.is_conj());
   if (host.is_neg() != foo.is_neg()) foo._set_neg(host.is_neg());
 }
@@ -228,7 +228,7 @@ PartMap HostCall::parts_to_host() {
 
 at::Tensor HostCall::to_foo(const at::Tensor& host) {
   at::Tensor foo = part_to_foo(host);
-  // A storage that nobody else has cannot come again.
+  // A tensor without other owners cannot come again.
   if (host.use_count() > 1 && !foo.is_same(host)) tensors_.add(foo, host);
   return foo;
 }

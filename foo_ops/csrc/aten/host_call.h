@@ -1,4 +1,4 @@
-// The CPU side of one operator call on device foo: its host aliases, and their storages.
+// The CPU side of one operator call on device foo: its host aliases and their storages.
 
 #pragma once
 
@@ -19,17 +19,16 @@
 
 namespace foo::aten {
 
-// The storage of a host alias: storage of the CPU in the memory of one of foo.
-
-// Shares the memory, so that the foo storage may move while a kernel, a collective or a cache still
-// uses the alias. It grows in memory of the same device.
+// CPU storage of a host alias, over the memory of a foo storage. Shares the memory, so that the foo
+// storage may move while a kernel, a collective or a cache still uses the alias. It grows in memory
+// of the same device.
 class HostStorage final : public c10::StorageImpl {
  public:
   explicit HostStorage(c10::Storage foo);
 
   const c10::Storage& foo() const { return foo_; }
 
-  // Whether a kernel gave it other memory, or another size, than it began with.
+  // Whether a kernel has changed the memory or the size.
   bool has_moved() const { return data() != first_data_ || nbytes() != first_bytes_; }
 
   // c10 calls this when only weak references are left.
@@ -38,26 +37,24 @@ class HostStorage final : public c10::StorageImpl {
  private:
   c10::Storage foo_;
   const void* first_data_;
-  // Collectives and caches of the CPU use it outside of kernels.
+  // Collectives and CPU caches use the memory outside of kernels.
   device::HeldOpen held_open_;
   size_t first_bytes_;
 };
 
-// Null for any other storage.
+// Casts a storage, or returns null if it is not a host alias's.
 const HostStorage* as_host_storage(const c10::Storage& storage);
 
-// Makes memory for a storage of foo with the result of a kernel. Whatever the kernel keeps of it, a
-// table or a workspace, stays its own: the two share the memory.
+// Makes memory for a foo storage that holds a kernel's result. The two share the memory, so that
+// whatever the kernel keeps, a table or a workspace, stays its own.
 c10::DataPtr memory_for_foo(const c10::Storage& host, c10::Device device);
 
-// Gives the foo storage the memory that its alias has now.
+// Moves the foo storage to the memory that its alias has now.
 void move_to_memory_of(const c10::Storage& host, const c10::Storage& foo);
 
-// The storage of foo for that of an alias: the one that the alias was made for, or a new one over
-// the same memory if the first lies elsewhere by now.
+// Returns the foo storage of an alias: the one that the alias was made for, or a new one over the
+// same memory if that has moved.
 c10::Storage foo_storage_of(const c10::Storage& host, const HostStorage& alias);
-
-// The participants of one call on the CPU: storages or tensors of foo, each with its host alias.
 
 inline bool is_same(const c10::Storage& one, const c10::Storage& other) {
   return one.is_alias_of(other);
@@ -78,7 +75,7 @@ inline const void* identity(const at::Tensor& tensor) {
 template <class Value>
 class HostAliases {
  public:
-  // The other side of a pair, or null. It stays where it is until the next add.
+  // Returns the other side of a pair, or null. The pointer is valid until the next add.
   const Value* host_of(const Value& foo) { return find(foo, &Pair::foo, &Pair::host, foo_index_); }
   const Value* foo_of(const Value& host) {
     return find(host, &Pair::host, &Pair::foo, host_index_);
@@ -95,13 +92,14 @@ class HostAliases {
     Value host;
   };
 
-  // Where the first pairs are, by one of their sides.
+  // Positions of the first pairs, by one of their sides.
   struct Index {
     ska::flat_hash_map<const void*, size_t> positions;
     size_t size = 0;
   };
 
-  // Most calls have few tensors, and a walk costs less than a hash. Lists of thousands exist, too.
+  // From this many pairs on, look up by hash. Most calls have fewer tensors, and a walk costs less;
+  // lists of thousands exist, too.
   static constexpr size_t kMany = 16;
 
   const Value* find(const Value& key, Value Pair::* side, Value Pair::* other,
@@ -128,35 +126,32 @@ class HostAliases {
   std::unique_ptr<Index> host_index_;
 };
 
-// The CPU side of one operator call on device foo.
-//
-// Foo memory is host memory, so a CPU kernel can work on it where it lies: each foo argument
-// becomes a CPU tensor over the same bytes (a host alias), and what the kernel did to sizes and
-// storages is written back afterwards. No byte is copied either way.
-
+// Foo memory is host memory, so a CPU kernel can use it directly: each foo argument becomes a CPU
+// tensor over the same bytes (a host alias), and the kernel's changes to sizes and storages are
+// written back afterwards. No byte is copied either way.
 class HostCall {
  public:
   // Storages that the kernel grows belong to `device`, and so do new tensors unless the call names
-  // another one.
+  // another device.
   explicit HostCall(c10::Device device) : HostCall(device, device) {}
   HostCall(c10::Device device, c10::Device result_device);
 
-  // The device of foo that takes part: that of the arguments, or else that of new tensors.
+  // Returns the foo device of the call: the arguments', or else that of new tensors.
   c10::Device device() const { return device_guard_.current_device(); }
 
-  // The host alias of a foo tensor. One storage has one alias per call: kernels find out by the
-  // storage whether tensors overlap. Tensors of the CPU pass unchanged.
+  // Returns the host alias of a foo tensor. A storage has one alias per call, since kernels compare
+  // storages to find overlaps. CPU tensors pass unchanged.
   at::Tensor to_host(const at::Tensor& tensor);
 
-  // After the kernel: gives the foo arguments the storages, sizes and strides that it has changed.
+  // Call after the kernel: copies changed storages, sizes and strides to the foo arguments.
   void write_back();
 
-  // The foo tensor for a result: the argument itself, a view of it, or a new tensor.
+  // Returns the foo tensor for a result: the argument itself, a view of it, or a new tensor.
   at::Tensor to_foo(const at::Tensor& host);
 
  private:
-  // Where the elements of a host alias lay before the kernel. Another thread, or the kernel itself,
-  // may meanwhile change the foo tensor, so that a comparison with that tells nothing.
+  // Memory layout of a host alias before the kernel. A comparison with the foo tensor would tell
+  // nothing, since another thread, or the kernel itself, may change that tensor meanwhile.
   struct Layout {
     Layout() = default;
     explicit Layout(const at::Tensor& tensor);
@@ -177,20 +172,20 @@ class HostCall {
   c10::Device result_device_;
   device::DeviceGuard device_guard_;
   device::HostTensorsInDeviceMemory host_tensors_in_device_memory_;
-  // Autograd has run, and a call on foo does not want autocast for the CPU.
+  // Autograd has run, and a call on foo must not be autocast for the CPU.
   c10::impl::ExcludeDispatchKeyGuard below_autograd_;
   HostAliases<c10::Storage> storages_;
   HostAliases<at::Tensor> tensors_;
-  // There is one for each pair of tensors; for those that are more than dense nothing is known.
+  // One for each pair of tensors; empty for tensors that are not dense.
   c10::SmallVector<Layout, 4> layouts_;
-  // The arguments that are on the CPU, each its own alias.
+  // Arguments on the CPU, each its own alias.
   HostAliases<c10::Storage> host_storages_;
 };
 
-// A tensor like `source` in everything but the memory and the device.
+// Returns a tensor that differs from `source` only in memory and device.
 at::Tensor with_storage(const at::Tensor& source, c10::Storage storage, c10::DispatchKey backend);
 
-// The foo tensor over the storage that a host alias stands for; none for any other CPU tensor.
+// Returns the foo tensor of a host alias; nullopt for any other CPU tensor.
 std::optional<at::Tensor> foo_tensor_over(const at::Tensor& host);
 
 }  // namespace foo::aten

@@ -1,4 +1,4 @@
-// Layers that torch computes on such a device by operators that only such a device has.
+// Layers for which torch calls special operators on out-of-tree devices.
 
 #include <ATen/Functions.h>
 #include <ATen/OpMathType.h>
@@ -25,7 +25,7 @@ void convolution(const c10::OperatorHandle&, c10::DispatchKeySet keys, torch::ji
   call_on_host(general, keys, stack);
 }
 
-// The general operator has one argument more, bias_sizes, after the weight.
+// The general operator has one more argument, bias_sizes, after the weight.
 void convolution_backward(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                           torch::jit::Stack* stack) {
   static const auto general =
@@ -45,8 +45,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
                torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
 
-// Operators of dropout take no generator, and the CPU's kernels would draw from that of the CPU.
-// torch's functions are made of operators that take one: on tensors of foo these draw from foo's.
+// Dropout operators take no generator, and the CPU's kernels would draw from the CPU's. torch's
+// functions consist of operators that take one: on tensors of foo these draw from foo's.
 namespace {
 
 using at::Tensor;
@@ -57,7 +57,7 @@ Tensor masked_scale(const Tensor& self, const Tensor& mask, double scale) {
   return (self * mask).mul_(scale);
 }
 
-// Keeps an element with probability p, where other operators drop it with that.
+// Here p is the probability to keep an element; for other operators, to drop it.
 std::tuple<Tensor, Tensor> fused_dropout(const Tensor& self, double p,
                                          std::optional<at::Generator> generator) {
   const Tensor mask = at::empty_like(self, self.options().dtype(at::kByte));
@@ -77,8 +77,8 @@ TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, library) {
   register_own_kernel<"aten::native_dropout", &at::native::native_dropout_nested>(library);
 }
 
-// The backward operator of torch's RMS norm, which it has for CUDA alone. The forward one is made
-// of smaller operators, and differentiated through them.
+// Backward operator of torch's RMS norm, which torch has only for CUDA. The forward operator
+// consists of smaller ones and is differentiated through them.
 namespace {
 
 using at::Tensor;
@@ -122,13 +122,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   register_own_kernel<"aten::_fused_rms_norm_backward", &rms_norm_backward>(library);
 }
 
-// The operators of torch.nn.SyncBatchNorm, which torch has for CUDA alone: statistics of this
-// process, those of all processes, and what is done with them, forward and backward.
+// Operators of torch.nn.SyncBatchNorm, which torch has only for CUDA: statistics of this process,
+// statistics of all processes, and the normalization with them, forward and backward.
 namespace {
 
 using OptionalTensorRef = const std::optional<at::Tensor>&;
 
-// Channels are dimension 1. Sums go over all others.
+// Returns all dimensions but the channels, which are dimension 1: the ones to sum over.
 std::vector<int64_t> other_dimensions(const at::Tensor& input) {
   TORCH_CHECK_VALUE(input.dim() >= 2, "foo: input must have at least 2 dimensions, got ",
                     input.dim());
@@ -139,13 +139,13 @@ std::vector<int64_t> other_dimensions(const at::Tensor& input) {
   return dimensions;
 }
 
-// Half precision is accumulated in float32, as CUDA does.
+// Half precision is accumulated in float32, as on CUDA.
 at::ScalarType accumulate_type(const at::Tensor& input) {
   const at::ScalarType type = input.scalar_type();
   return type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
 }
 
-// A number for each channel, shaped to meet the input.
+// Reshapes a number per channel to broadcast with the input.
 at::Tensor along_channels(const at::Tensor& numbers, const at::Tensor& input) {
   std::vector<int64_t> sizes(input.dim(), 1);
   sizes[1] = numbers.numel();
@@ -167,7 +167,7 @@ void update_running(OptionalTensorRef running, const at::Tensor& now, double mom
   running->mul_(1 - momentum).add_(now.to(running->scalar_type()), momentum);
 }
 
-// In float64: the variance of a process is 1 / invstd^2 - eps, where eps may be the larger part.
+// Computes in float64: the variance of a process is 1 / invstd^2 - eps, where eps may dominate.
 std::tuple<at::Tensor, at::Tensor> gather_stats(const at::Tensor& input, const at::Tensor& mean,
                                                 const at::Tensor& invstd,
                                                 OptionalTensorRef running_mean,

@@ -20,7 +20,7 @@ namespace {
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 
-// The name of the tensor's kind on the CPU or on foo.
+// Returns the dispatch keys of the tensor's kind on the CPU or on foo.
 DispatchKeySet keys_on(const at::Tensor& source, c10::Device device) {
   const auto functionality = source.is_quantized()                       ? DispatchKey::Quantized
                              : source.unsafeGetTensorImpl()->is_nested() ? DispatchKey::NestedTensor
@@ -29,7 +29,7 @@ DispatchKeySet keys_on(const at::Tensor& source, c10::Device device) {
   const auto backend =
       device.is_cpu() ? c10::BackendComponent::CPUBit : c10::BackendComponent::PrivateUse1Bit;
   const DispatchKeySet keys(c10::toRuntimePerBackendFunctionalityKey(functionality, backend));
-  // The constructors of tensors add the key of autograd that belongs to the backend alone.
+  // Tensor constructors add only the autograd key of the backend.
   const bool has_second_autograd_key =
       functionality == DispatchKey::NestedTensor && !c10::InferenceMode::is_enabled();
   return has_second_autograd_key ? keys.add(DispatchKey::AutogradNestedTensor) : keys;
@@ -56,13 +56,13 @@ void set_parts(at::SparseCsrTensorImpl* destination, const at::Tensor& source, c
                                   source.sizes());
 }
 
-// The scales of channels are tensors, and so on a device.
+// Maps the quantizer: scales per channel are tensors, and so on a device.
 at::QuantizerPtr quantizer_of(const at::Tensor& source, c10::Device device, const PartMap& map) {
   at::QuantizerPtr quantizer = impl_of<at::QTensorImpl>(source)->quantizer();
-  // An empty tensor has a quantizer that knows no scheme yet, and cannot tell it.
+  // An empty tensor's quantizer has no scheme yet and raises for it.
   const auto* channels = dynamic_cast<at::PerChannelAffineQuantizer*>(quantizer.get());
   if (channels == nullptr) return quantizer;
-  // A copy on another device is first made with those of its source.
+  // A copy on another device first has its source's scales.
   const at::Tensor scales = map.tensor(channels->scales()).to(device);
   const at::Tensor zero_points = map.tensor(channels->zero_points()).to(device);
   if (quantizer->qscheme() == at::kPerChannelAffine) {
@@ -100,7 +100,7 @@ at::Tensor rebuild(const at::Tensor& source, c10::Device device, const PartMap& 
     return result;
   }
   if (source.unsafeGetTensorImpl()->is_nested()) {
-    // Their sizes, strides and offsets are on the CPU, wherever the tensor is.
+    // Sizes, strides and offsets of nested tensors are always on the CPU.
     const auto* nested = impl_of<at::native::NestedTensorImpl>(source);
     return at::detail::make_tensor<at::native::NestedTensorImpl>(
         map.storage(source.storage()), keys, source.dtype(), nested->get_nested_sizes(),
@@ -131,7 +131,7 @@ void update(const at::Tensor& destination, const at::Tensor& source, const PartM
   }
 }
 
-// They are parts of the tensor, and stay on the CPU.
+// Parts of the tensor that stay on the CPU.
 TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, library) {
   register_own_kernel<"aten::_nested_tensor_size", &at::native::_nested_tensor_size>(library);
   register_own_kernel<"aten::_nested_tensor_strides", &at::native::_nested_tensor_strides>(library);

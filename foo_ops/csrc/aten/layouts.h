@@ -1,4 +1,4 @@
-// Tensors that are more than a storage with strides: quantized, sparse and nested ones. Each is
+// Tensors that are more than a storage with strides: quantized, sparse and nested ones. They are
 // rebuilt on another device from the same parts.
 #pragma once
 
@@ -8,21 +8,21 @@
 
 namespace foo::aten {
 
-// Gives a part of a tensor its counterpart on the other device.
+// Maps a part of a tensor to its counterpart on the other device.
 struct PartMap {
   std::function<at::Tensor(const at::Tensor&)> tensor;
   std::function<c10::Storage(const c10::Storage&)> storage;
 };
 
-// Whether a tensor is none of these kinds.
+// Whether a tensor is just a storage with strides.
 bool is_dense(const at::Tensor& tensor);
 
-// The same tensor for another backend, over the counterparts of its parts. Raises for layouts that
-// foo does not have.
+// Rebuilds the tensor for another backend, over the counterparts of its parts. Raises for layouts
+// that foo does not have.
 at::Tensor rebuild(const at::Tensor& source, c10::Device device, const PartMap& map);
 
-// Gives `destination` the member tensors that `source` has now. One was rebuilt from the other, so
-// both are of the same kind.
+// Updates the member tensors of `destination` to those that `source` has now. One was rebuilt from
+// the other, so both are of the same kind.
 void update(const at::Tensor& destination, const at::Tensor& source, const PartMap& map);
 
 }  // namespace foo::aten

@@ -23,22 +23,22 @@ using at::Tensor;
 
 std::atomic<bool> are_own_products = true;
 
-// Operations of each product in a batch from which on ours are faster than the CPU's kernel, which
-// packs several at once. In one thread of a Zen 5, ours took of its time: 512 x 64 x 512 in float32
-// 0.95, in bfloat16 1.27; 128 x 64 x 128 1.2 and 1.5; in float16, where torch has no product of
-// vectors, 0.2.
+// Operations per product of a batch from which on our kernel is faster than the CPU's, which packs
+// several products at once. On one thread of a Zen 5, relative to the CPU's time, ours took: 512 x
+// 64 x 512, 0.95 in float32, 1.27 in bfloat16; 128 x 64 x 128, 1.2 and 1.5; in float16, where torch
+// has no vectorized product, 0.2.
 int64_t least_work_in_batch(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return std::numeric_limits<int64_t>::max();
   return dtype == at::kHalf ? 1 << 17 : 1 << 24;
 }
 
-// beta added + alpha left right, of two matrices or of two batches of them.
+// Operands of beta * added + alpha * left @ right, two matrices or two batches of them.
 struct Operands {
-  // Undefined where nothing is added.
+  // Undefined if nothing is added.
   Tensor added;
   Tensor left, right;
   c10::Scalar beta = 1, alpha = 1;
-  // Undefined where the result is a new tensor.
+  // Undefined if the result is a new tensor.
   Tensor out;
 
   at::DimVector result_sizes() const {
@@ -48,7 +48,7 @@ struct Operands {
   }
 };
 
-// The product of a matrix and a vector is a row times the transposed matrix.
+// Rewrites the product of a matrix and a vector as a row times the transposed matrix.
 void make_rows_of_vectors(Operands& operands) {
   const Tensor matrix = operands.left;
   operands.left = operands.right.unsqueeze(0);
@@ -84,7 +84,8 @@ bool have_fitting_sizes(const Operands& operands) {
          left.size(-1) == right.size(-2) && (dimensions == 2 || left.size(0) == right.size(0));
 }
 
-// Whether it can be written without a look at how it lies beside what is read.
+// Whether `out` can be written directly: it has the right sizes, and its memory overlaps neither
+// itself nor the factors'.
 bool is_writable(const Tensor& out, const Operands& operands) {
   return out.sizes() == at::IntArrayRef(operands.result_sizes()) &&
          at::has_internal_overlap(out) == at::MemOverlap::No && !out.is_alias_of(operands.left) &&
@@ -103,7 +104,7 @@ bool is_added(const Operands& operands) {
   return operands.added.defined() && operands.beta.toDouble() != 0.0;
 }
 
-// Whether foo::linear adds it as its bias.
+// Whether foo::linear can add `added` as its bias.
 bool is_bias(const Operands& operands) {
   const Tensor& added = operands.added;
   const bool is_row = added.dim() <= 1 || (added.dim() == 2 && added.size(0) == 1);
@@ -115,8 +116,8 @@ bool is_rounded_once(const Operands& operands) {
   return is_plain || (is_added(operands) && is_bias(operands));
 }
 
-// Wrong arguments are left to torch's own kernel, which has the words for them. So is half
-// precision where more is done to a product than a bias is added: it would be rounded twice.
+// Leaves invalid arguments to torch's own kernel, which has the error messages. Likewise half
+// precision if more than a bias is added to a product: it would be rounded twice.
 bool are_taken(const Operands& operands) {
   const auto dtype = operands.left.scalar_type();
   const bool is_half = dtype == at::kHalf || dtype == at::kBFloat16;
@@ -140,13 +141,13 @@ bool are_taken(const Operands& operands) {
 
 using Linear = Tensor(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias);
 
-// Where the launchers are not linked, there is none.
+// Returns foo::linear, or nullopt if the launchers are not linked.
 const std::optional<c10::OperatorHandle>& linear_operator() {
   static const auto known = c10::Dispatcher::singleton().findSchema({"foo::linear", ""});
   return known;
 }
 
-// foo::linear on the CPU, also in a thread that knows nothing of this call.
+// Calls foo::linear on the CPU; also works in threads without this call's dispatch state.
 Tensor product(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   static const auto kernel = linear_operator()->typed<Linear>();
   return kernel.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), input, weight, bias);
@@ -155,7 +156,7 @@ Tensor product(const Tensor& input, const Tensor& weight, const std::optional<Te
 Tensor product_of_batch(const Operands& operands) {
   Tensor result = at::empty(operands.result_sizes(), operands.left.options());
   at::parallel_for(0, result.size(0), 1, [&](int64_t begin, int64_t end) {
-    // Other threads do not know that autograd has run.
+    // Other threads do not inherit the state below autograd.
     const at::AutoDispatchBelowADInplaceOrView guard;
     for (int64_t i = begin; i < end; ++i) {
       result.select(0, i).copy_(

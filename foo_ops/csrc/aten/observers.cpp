@@ -64,8 +64,8 @@ class ObservedKernel final : public c10::OperatorKernel {
   c10::SafeKernelFunction kernel_;
 };
 
-// A kernel in Python consists of operators, which are seen when it calls them, but may also hand
-// addresses to code of its own.
+// A Python kernel consists of operators, which are observed when they are called, but it may also
+// pass addresses to its own code.
 class KernelInPython final : public c10::OperatorKernel {
  public:
   explicit KernelInPython(c10::SafeKernelFunction kernel) : kernel_(std::move(kernel)) {}
@@ -89,8 +89,8 @@ c10::KernelFunction observed(c10::SafeKernelFunction kernel, bool is_native) {
       std::make_unique<KernelInPython>(std::move(kernel)));
 }
 
-// Operators whose kernels were not looked at yet: in the beginning all of them. Those that are
-// defined later get their kernels after that, so that their first call is the time to look.
+// Operators whose kernels have not been examined yet: at first all of them. Operators defined later
+// get their kernels after their definition, so they are examined at their first call.
 class NewOperators {
  public:
   void add(const c10::OperatorName& name) {
@@ -99,7 +99,7 @@ class NewOperators {
     are_there_.store(true, std::memory_order_release);
   }
 
-  // Whether it is one of them, and no longer after that.
+  // Removes an operator and returns whether it was in the set.
   bool take(const c10::OperatorName& name) {
     if (!are_there_.load(std::memory_order_acquire)) return false;
     const std::lock_guard lock(mutex_);
@@ -128,7 +128,7 @@ struct Observation {
   at::CallbackHandle calls = 0;
 };
 
-// At exit the dispatcher may be gone before.
+// Never destroyed: at exit the dispatcher may be gone already.
 Observation& observation() {
   static auto* instance = new Observation();
   return *instance;
@@ -159,7 +159,7 @@ void observe_kernels(const c10::OperatorHandle& op) {
   }
 }
 
-// Before each operator, on whatever device.
+// Called before each operator on any device.
 std::unique_ptr<at::ObserverContext> observe_call(const at::RecordFunction& call) {
   const auto name = call.operator_name();
   if (!name.has_value()) return nullptr;
@@ -180,7 +180,7 @@ bool is_observed() {
 }
 
 void start() {
-  // It is told of all operators that there are.
+  // The listener is notified of all existing operators.
   observation().listener =
       c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>());
   for (const c10::OperatorName& name : observation().new_operators.take_all()) {
@@ -198,7 +198,7 @@ void stop() {
   observation().kernels.clear();
 }
 
-// One at a time comes or goes.
+// Serializes adding and removing of observers.
 ForkMutex& change_mutex() {
   static auto* mutex = new ForkMutex();
   return *mutex;

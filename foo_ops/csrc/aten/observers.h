@@ -1,4 +1,5 @@
-// Who is called around what runs on foo, and on which streams that is. Nobody is as a rule.
+// Observers of the operators and graphs that run on foo, and the streams they run on. Usually there
+// is none.
 
 #pragma once
 
@@ -16,7 +17,7 @@
 
 namespace foo::aten {
 
-// Who is called around what runs on foo. Nobody is as a rule, and each place costs a load.
+// Observers are called around everything that runs on foo. Without them each place costs a load.
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -24,19 +25,19 @@ class CallObserver {
  public:
   virtual ~CallObserver() = default;
 
-  // An operator, whose arguments and then results are on the stack.
+  // Called for an operator; its arguments, and after `run` its results, are on the stack.
   virtual void around_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack,
                                c10::function_ref<void()> run) = 0;
-  // A graph that was compiled as a whole.
+  // Called for a graph that was compiled as a whole.
   virtual Tensors around_graph(const Tensors& inputs, c10::function_ref<Tensors()> run) = 0;
-  // Any operator, on whatever device.
+  // Called before any operator, on any device.
   virtual void before_operator(const c10::OperatorHandle& /*op*/,
                                const at::RecordFunction& /*call*/) {}
-  // Whether it wants before_operator just now.
+  // Whether before_operator must be called now.
   virtual bool sees_all_devices() { return false; }
 };
 
-// Each is called around those after it.
+// Kinds of observers. Each wraps those after it.
 enum class Observing { kCapture, kSanitizer, kProfiler };
 inline constexpr size_t kObservers = 3;
 
@@ -46,8 +47,8 @@ inline CallObserver* call_observer(Observing kind) {
   return call_observers[static_cast<size_t>(kind)].load(std::memory_order_acquire);
 }
 
-// While one lives, this thread runs an operator for a graph to have its results' shapes. On a GPU
-// it would not run.
+// While an instance lives, this thread runs an operator for a graph only to get its results'
+// shapes. A GPU would not run the operator.
 class InCapturedOperator {
  public:
   InCapturedOperator() { is_there_ = true; }
@@ -85,19 +86,15 @@ inline Tensors observe_graph(const Tensors& inputs, c10::function_ref<Tensors()>
   return run();
 }
 
-// Where an operator runs.
-
-// The current stream of the first tensor's device, else that of the device that an argument names,
-// else that of the current one.
+// Returns the stream that an operator runs on: the current stream of the first tensor's device,
+// else of the device that an argument names, else of the current device.
 c10::Stream stream_of_call(c10::ArrayRef<c10::IValue> arguments);
 
-// The devices of all tensors, or else those that arguments name, or else the current one.
+// Returns the devices of all tensors, or else those that arguments name, or else the current one.
 std::set<c10::DeviceIndex> devices_of_call(c10::ArrayRef<c10::IValue> arguments);
 
-// Puts observers around every operator on foo: what stands in front of kernels for that is gone
-// when the last one leaves.
-
-// Nobody of its kind may be there.
+// Adds an observer of every operator on foo; no other one of its kind may exist. The kernel
+// wrappers for observers disappear when the last one is removed.
 void add_call_observer(Observing kind, CallObserver& observer);
 void remove_call_observer(Observing kind);
 

@@ -39,7 +39,7 @@ struct Aliasing : torch::autograd::Function<Aliasing> {
 
 }  // namespace
 
-// Without a dispatch key each is made of the operators that it calls, for every device.
+// Without a dispatch key: composites of the operators that they call, for every device.
 TORCH_LIBRARY_FRAGMENT(foo, library) {
   library.def("custom_autograd_fn_returns_self(Tensor(a) input) -> Tensor(a)",
               [](const at::Tensor& input) { return ReturnsSelf::apply(input); });

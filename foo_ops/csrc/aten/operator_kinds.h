@@ -1,4 +1,5 @@
-// What a schema says of an operator: its work, its tensors, and whether the host waits for it.
+// Properties of an operator that follow from its schema: its work, its tensors, and whether the
+// host waits for it.
 
 #pragma once
 
@@ -11,19 +12,17 @@
 
 namespace foo::aten {
 
-// What a schema says of an operator's work.
-
-// Written by the operator, or a result that is.
+// Whether the operator writes this argument, or returns it as a written one.
 bool is_written(const c10::Argument& argument);
 
-// Gives a tensor other sizes or strides over the same memory, as a new tensor.
+// Whether the operator returns a new tensor with other sizes or strides over the same memory.
 bool is_view(const c10::OperatorHandle& op);
 
-// A view, or a new tensor whose memory is left as it is: no kernel on any device.
+// Whether the operator is a view, or makes a new tensor with uninitialized memory: no kernel on any
+// device.
 bool touches_no_bytes(const c10::OperatorHandle& op);
 
-// The tensors among the arguments and results of a boxed call, also those in lists.
-
+// Calls the function for each tensor among a boxed call's arguments or results, also in lists.
 template <typename Function>
 void for_each_tensor(const c10::IValue& value, Function function) {
   if (value.isTensor()) {
@@ -33,7 +32,7 @@ void for_each_tensor(const c10::IValue& value, Function function) {
   }
 }
 
-// Replaces each tensor by what the function makes of it.
+// Replaces each tensor by the function's result.
 template <typename Function>
 void replace_tensors(c10::IValue& value, Function function) {
   if (value.isTensor()) {
@@ -44,7 +43,7 @@ void replace_tensors(c10::IValue& value, Function function) {
       return element.isTensor() || element.isList();
     };
     if (std::none_of(elements.begin(), elements.end(), may_hold_tensors)) return;
-    // The caller may hold the list, so it gets a new one.
+    // The caller may hold the list: modify a copy.
     c10::impl::GenericList list = value.toList().copy();
     for (size_t position = 0; position < list.size(); ++position) {
       c10::IValue element = list.get(position);
@@ -55,12 +54,11 @@ void replace_tensors(c10::IValue& value, Function function) {
   }
 }
 
-// Which operators make the host wait for the device: those that give Python a number, and those
-// whose results' sizes depend on values.
-
+// Tells which operators make the host wait for the device: those that return a number to Python,
+// and those whose results' sizes depend on values.
 class ImplicitSynchronization {
  public:
-  // Never.
+  // An operator that never waits.
   ImplicitSynchronization() = default;
   explicit ImplicitSynchronization(const c10::OperatorHandle& op);
 
@@ -70,7 +68,7 @@ class ImplicitSynchronization {
   enum class When { kNever, kAlways, kForMasks, kWithoutOutputSize };
 
   When when_ = When::kNever;
-  // The argument that decides.
+  // Position of the argument that decides.
   size_t position_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// The matrix products that torch has for CUDA alone: with another dtype of the result, of groups of
-// rows, and of weights in four bits. They are made of foo's products of matrices.
+// Matrix products that torch has only for CUDA: with another dtype of the result, of groups of
+// rows, and of weights in four bits. They are composed of foo's matrix products.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -21,7 +21,7 @@ using at::Tensor;
 
 // --------------------------------------------------------------------- another dtype of the result
 
-// A product of numbers of 16 bits is exact in float32.
+// A product of two 16-bit numbers is exact in float32.
 void check_out_dtype(const char* name, const Tensor& self, const Tensor& other, ScalarType dtype) {
   const ScalarType given = self.scalar_type();
   TORCH_CHECK_TYPE(other.scalar_type() == given, name, ": mat2 must be of dtype ", given,
@@ -82,7 +82,7 @@ Tensor& baddbmm_out(const Tensor& self, const Tensor& batch1, const Tensor& batc
 
 // ------------------------------------------------------------------------------------------ groups
 
-// A gradient of a sum is expanded, and torch's kernel takes no strides of zero.
+// Copies expanded tensors, such as the gradient of a sum: torch's kernel takes no strides of zero.
 Tensor with_memory(const Tensor& tensor) {
   const auto strides = tensor.strides();
   return std::find(strides.begin(), strides.end(), 0) == strides.end() ? tensor
@@ -104,15 +104,15 @@ void check_scale(const char* name, const char* argument, const Tensor& scale,
                     ", got ", scale.sizes());
 }
 
-// The group that each of the rows is in; those behind the last group are in that.
+// Returns the group of each row; rows after the last group count to that group.
 Tensor groups_of_rows(const Tensor& offs, int64_t rows) {
   const Tensor row = at::arange(rows, offs.options());
   return at::searchsorted(offs, row, /*out_int32=*/false, /*right=*/true)
       .clamp_max(offs.size(0) - 1);
 }
 
-// Products in float32, and then a factor for each row of the left matrices and each column of the
-// right ones.
+// Multiplies in float32, then scales each row of the left matrices and each column of the right
+// ones.
 Tensor scaled_grouped_mm(const char* name, const Tensor& self, const Tensor& mat2,
                          const Tensor& scale_a, const Tensor& scale_b, const OptionalTensor& offs,
                          ScalarType out_dtype) {
@@ -196,10 +196,10 @@ Tensor scaled_grouped_mm_2(const Tensor& self, const Tensor& mat2, at::TensorLis
 
 // ------------------------------------------------------------------------- weights in four bits
 
-// The order of CUDA's kernel, which files of quantised models have. Eight rows and 16 columns of a
-// weight are a tile; inner_tiles of them, side by side, lie together. A row's part of two tiles is
-// cut into four words: word q has the pairs of columns 2q and 2q + 8 of the first tile, and then of
-// the second. The first numbers of all pairs are the lower 16 bits of a word.
+// Order of CUDA's kernel, as in files of quantized models. A tile is eight rows and 16 columns of a
+// weight; inner_tiles adjacent tiles are stored together. A row's part of two tiles is cut into
+// four words: word q has the pairs of columns 2q and 2q + 8 of the first tile, then of the second.
+// The first numbers of all pairs are the lower 16 bits of a word.
 constexpr int64_t kRows = 8;
 constexpr int64_t kColumns = 16;
 constexpr int64_t kWordsOfRow = 4;
@@ -210,7 +210,8 @@ void check_inner_tiles(const char* name, int64_t inner_tiles) {
                     ": innerKTiles must be 2, 4 or 8, got ", inner_tiles);
 }
 
-// The places in a word of the numbers (first or second of a pair, tile, half of a tile).
+// Returns the bit positions of the numbers in a word, indexed by (first or second of a pair, tile,
+// half of a tile).
 Tensor shifts(const Tensor& like) {
   return at::arange(0, 32, 4, like.options().dtype(at::kInt)).view({2, 2, 2});
 }
@@ -227,7 +228,7 @@ Tensor convert_weight_to_int4pack(const Tensor& self, int64_t inner_tiles) {
                     self.size(1));
   const int64_t added = (kRows - self.size(0) % kRows) % kRows;
   const Tensor bytes = at::constant_pad_nd(self.to(at::kInt), {0, 0, 0, added});
-  // Rows of tiles, row, part of columns, pair of tiles, tile, half, word.
+  // Dimensions: rows of tiles, row, part of columns, pair of tiles, tile, half, word.
   const Tensor pairs =
       bytes
           .view({-1, kRows, columns / (inner_tiles * kColumns), inner_tiles / 2, 2, 2, kWordsOfRow})
@@ -238,7 +239,7 @@ Tensor convert_weight_to_int4pack(const Tensor& self, int64_t inner_tiles) {
       .view({bytes.size(0) / kRows, columns / (inner_tiles * kColumns), kLanes, inner_tiles / 2});
 }
 
-// The numbers 0 to 15 of a packed weight, (outputs, inputs).
+// Returns the numbers 0 to 15 of a packed weight, (outputs, inputs).
 Tensor unpack(const Tensor& packed) {
   const Tensor numbers = packed.unsqueeze(-1)
                              .unsqueeze(-1)
@@ -276,7 +277,7 @@ Tensor weight_int4pack_mm(const Tensor& self, const Tensor& mat2, int64_t group_
                     scales_and_zeros.sizes());
   const Tensor factors = scales_and_zeros.to(at::kFloat).transpose(0, 1).unsqueeze(-1);
   const Tensor groups = unpack(mat2).to(at::kFloat).view({outputs, -1, group_size});
-  // The numbers 0 to 15 stand for -8 to 7, and a zero point is a value.
+  // The numbers 0 to 15 encode -8 to 7, and a zero point is a value.
   const Tensor weight =
       groups.sub_(8).mul_(factors.select(2, 0)).add_(factors.select(2, 1)).view({outputs, inputs});
   return self.to(at::kFloat).mm(weight.t()).to(self.scalar_type());

@@ -34,8 +34,8 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// The host aliases of tensors, and their way back, for autograd: the gradients of ones are the
-// others. One node stands for all tensors of a call, since each costs as much as a small operator.
+// Autograd functions from foo tensors to host aliases and back: the backward of each is the other.
+// One node serves all tensors of a call, since each node costs as much as a small operator.
 struct ToHost : torch::autograd::Function<ToHost> {
   static variable_list forward(AutogradContext* context, at::TensorList foo, c10::Device device);
   static variable_list backward(AutogradContext* context, const variable_list& gradients);
@@ -46,8 +46,8 @@ struct ToFoo : torch::autograd::Function<ToFoo> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients);
 };
 
-// What a call makes of tensors. Where no gradient is needed, the other side's operators compute
-// none either.
+// Converts tensors with a HostCall. Marks results that need no gradient, so that the other side's
+// operators compute none either.
 variable_list cross(AutogradContext* context, at::TensorList from, c10::Device device,
                     Tensor (HostCall::*to)(const Tensor&)) {
   context->saved_data["device"] = device;
@@ -62,7 +62,7 @@ variable_list cross(AutogradContext* context, at::TensorList from, c10::Device d
   return made;
 }
 
-// For each gradient that is there what the other side makes of it; and nothing for the device.
+// Converts each defined gradient to the other side, and appends an undefined one for the device.
 template <typename Other>
 variable_list gradients_by(AutogradContext* context, const variable_list& gradients) {
   const auto device = context->saved_data["device"].toDevice();
@@ -95,7 +95,7 @@ variable_list ToFoo::backward(AutogradContext* context, const variable_list& gra
   return gradients_by<ToHost>(context, gradients);
 }
 
-// Replaces the tensors of foo on a stack from some position on, by aliases for the CPU.
+// Replaces the foo tensors on a stack, from `first` on, by host aliases.
 void to_host(torch::jit::Stack& stack, size_t first, c10::Device device) {
   variable_list foo;
   for (size_t i = first; i < stack.size(); ++i) {
@@ -108,7 +108,7 @@ void to_host(torch::jit::Stack& stack, size_t first, c10::Device device) {
   const auto host_of = [&](const Tensor& tensor) {
     if (tensor.is_cpu()) return tensor;
     const Tensor& alias = *next++;
-    // It counts as written when the tensor is: autograd then refuses what it has saved.
+    // Share the version counter: autograd must notice when a saved tensor is written.
     if (!tensor.is_inference() && !alias.is_inference()) {
       alias.unsafeGetTensorImpl()->set_version_counter(
           tensor.unsafeGetTensorImpl()->version_counter());
@@ -118,7 +118,7 @@ void to_host(torch::jit::Stack& stack, size_t first, c10::Device device) {
   for (size_t i = first; i < stack.size(); ++i) replace_tensors(stack[i], host_of);
 }
 
-// Replaces all tensors, which are results of the CPU.
+// Replaces all tensors, which are results on the CPU, by tensors of foo.
 void to_foo(torch::jit::Stack& stack, size_t first, c10::Device device) {
   variable_list host;
   for (size_t i = first; i < stack.size(); ++i) {
@@ -131,7 +131,8 @@ void to_foo(torch::jit::Stack& stack, size_t first, c10::Device device) {
   }
 }
 
-// Wrappers, such as fake tensors, and modes see the operators that the composite is made of.
+// Whether a tensor has no wrapper: wrappers, such as fake tensors, and modes must see the operators
+// that the composite consists of.
 bool is_plain(const Tensor& tensor) {
   constexpr c10::DispatchKeySet kWrappers(
       {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchGradWrapper,
@@ -143,7 +144,7 @@ bool is_mode_active() {
   return c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Python);
 }
 
-// The arguments of a call, by their names.
+// Arguments of a call, by name.
 class Arguments {
  public:
   Arguments(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> values)
@@ -162,8 +163,8 @@ class Arguments {
   std::map<std::string, size_t> places_;
 };
 
-// Layers with dropout between them. That of the CPU's operator would draw from the generator of the
-// CPU; on tensors of foo it draws the same numbers from foo's.
+// Layers with dropout between them. The CPU's operator would draw from the CPU's generator; dropout
+// on tensors of foo draws the same numbers from foo's.
 class DroppingLayers {
  public:
   DroppingLayers(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments)
@@ -175,7 +176,7 @@ class DroppingLayers {
     states_ = states.isTensor() ? variable_list{states.toTensor()} : states.toTensorVector();
   }
 
-  // Whether there is such dropout, and all layers have their share, so that there is no mistake.
+  // Whether there is such dropout, and the states and parameters can be divided among the layers.
   bool are_there() {
     const bool drops = arguments_["train"].toBool() && dropout_ > 0.0 && count_ > 1;
     const auto has_share = [&](const Tensor& state) {
@@ -185,7 +186,7 @@ class DroppingLayers {
            std::all_of(states_.begin(), states_.end(), has_share);
   }
 
-  // Calls the operator for one layer after the other.
+  // Calls the operator layer by layer.
   torch::jit::Stack operator()() {
     arguments_["num_layers"] = int64_t{1};
     arguments_["dropout"] = 0.0;
@@ -227,7 +228,7 @@ class DroppingLayers {
   variable_list states_;
 };
 
-// The one device of foo of all tensors; packed sequences have their lengths on the CPU.
+// Returns the common foo device of all tensors; packed sequences have their lengths on the CPU.
 std::optional<c10::Device> common_device(const c10::OperatorHandle& op,
                                          at::ArrayRef<c10::IValue> arguments) {
   std::optional<c10::Device> device;
@@ -285,7 +286,7 @@ void register_recurrent_layers() {
       const std::string full_name = std::string(name) + overload;
       const auto composite = find_operator(full_name).getComputedKernelForDispatchKey(
           c10::DispatchKey::AutogradPrivateUse1);
-      // The second is for inference mode, which skips autograd.
+      // The second key is for inference mode, which skips autograd.
       for (const auto key :
            {c10::DispatchKey::AutogradPrivateUse1, c10::DispatchKey::PrivateUse1}) {
         register_kernel(
@@ -296,8 +297,8 @@ void register_recurrent_layers() {
   }
 }
 
-// The cells of LSTM and GRU. torch computes them from smaller operators on the CPU only; a device
-// like foo has operators for the whole cell.
+// Cells of LSTM and GRU. torch composes them of smaller operators only on the CPU; devices like foo
+// have operators for the whole cell.
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
@@ -315,7 +316,7 @@ at::Tensor bias_gradient(const at::Tensor& grad_gates, bool has_bias) {
   return has_bias ? grad_gates.sum(0) : at::Tensor();
 }
 
-// The workspace holds what the backward pass needs: the four gates after their activation.
+// The workspace holds the four gates after their activation, for the backward pass.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input_gates,
                                                          const at::Tensor& hidden_gates,
                                                          const at::Tensor& cx,

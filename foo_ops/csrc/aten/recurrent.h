@@ -1,13 +1,13 @@
-// Layers of LSTM, GRU and RNN go to the CPU as a whole, with autograd's graph.
+// LSTM, GRU and RNN layers run on the CPU as a whole, with autograd's graph.
 //
-// They are composites, and on the CPU each takes a path that other devices have not: all steps in
-// one operator of oneDNN, or many small operators without a fallback for each.
+// They are composites, and on the CPU each has a path that other devices lack: all steps in one
+// operator of oneDNN, or many small operators without a fallback for each.
 
 #pragma once
 
 namespace foo::aten {
 
-// To be called when all operators of torch are registered.
+// Call this when all operators of torch are registered.
 void register_recurrent_layers();
 
 }  // namespace foo::aten

@@ -10,7 +10,7 @@
 namespace foo::aten {
 namespace {
 
-// By the beginnings of names; the first that fits counts.
+// Keyed by prefixes of names; the first match counts.
 constexpr std::pair<std::string_view, std::string_view> kInstead[] = {
     {"_conv_depthwise2d", "torch.nn.functional.conv2d with groups"},
     {"_convert_weight_to_int4pack_for_cpu", "torch.ops.aten._convert_weight_to_int4pack"},
@@ -45,7 +45,7 @@ constexpr std::pair<std::string_view, std::string_view> kInstead[] = {
     {"miopen_rnn", "torch.nn.LSTM or torch.nn.GRU"},
 };
 
-// torch asks whether the libraries for losses of CUDA can be used.
+// torch queries whether CUDA's libraries for losses can be used.
 bool is_used(const at::Tensor&, const at::Tensor&, at::IntArrayRef, at::IntArrayRef, int64_t) {
   return false;
 }

@@ -1,4 +1,4 @@
-// Operators that torch has for CUDA and its libraries alone, and that foo refuses.
+// Operators that torch has only for CUDA and its libraries, and that foo refuses.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -7,7 +7,7 @@
 
 namespace foo::aten {
 
-// Names the replacement of an operator, for its error message; empty where none is known.
+// Returns the replacement of an operator for its error message; empty if none is known.
 std::string instead_of(const c10::OperatorName& name);
 
 }  // namespace foo::aten

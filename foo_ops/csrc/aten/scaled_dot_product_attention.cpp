@@ -1,5 +1,5 @@
-// torch.nn.functional.scaled_dot_product_attention on foo: the operators foo::attention_seeded and
-// its backward, under the names that torch gives to a device's own kernels.
+// torch.nn.functional.scaled_dot_product_attention on foo: foo::attention_seeded and its backward
+// operator, under the names that torch gives to a device's own kernels.
 
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
@@ -24,7 +24,8 @@ namespace {
 
 using at::Tensor;
 
-// Returns whether it has four dimensions. A nested tensor goes to torch's formula.
+// Whether the kernels take this tensor, which must have four dimensions. Nested tensors go to
+// torch's formula.
 bool is_supported(const Tensor& tensor, at::ScalarType dtype) {
   return !tensor.unsafeGetTensorImpl()->is_nested() && tensor.dim() == 4 &&
          tensor.scalar_type() == dtype && is_known(tensor.sym_size(3).sym_ge(1));
@@ -54,7 +55,7 @@ bool is_supported_mask(const Tensor& mask, const Tensor& query, const Tensor& ke
          at::is_expandable_to(mask.sym_sizes(), scores);
 }
 
-// Draws an integer from the device's default generator. Nobody reads it without dropout.
+// Draws an integer from the device's default generator; without dropout the seed is not used.
 Tensor draw_seed(const Tensor& query, double dropout_p) {
   const auto options = query.options().dtype(at::kLong);
   return dropout_p > 0 ? at::randint(std::numeric_limits<int64_t>::max(), {1}, options).squeeze(0)
@@ -100,8 +101,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_attention_backward(
           in_order_of(value, found.value), found.mask};
 }
 
-// torch has formulas for the gradients of the first operator and for nothing else. The operators of
-// foo that compute both can be differentiated, in both modes.
+// torch has a formula only for the gradients of the first operator. foo's operators that compute
+// both can be differentiated, in both modes.
 class Differentiable final : public c10::OperatorKernel {
  public:
   Differentiable(c10::SafeKernelFunction of_torch, c10::KernelFunction ours, bool has_gradients)

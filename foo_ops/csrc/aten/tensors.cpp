@@ -1,4 +1,4 @@
-// Tensors of foo without any work on their elements: new ones, views, other sizes, other memory.
+// Operators without work on elements: new tensors, views, other sizes, other memory.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -26,7 +26,7 @@ namespace {
 
 constexpr c10::DispatchKeySet kFooKeys(c10::DispatchKey::PrivateUse1);
 
-// "foo" without an index, and no device at all, mean the current device.
+// Selects the device; "foo" without an index, or no device at all, means the current one.
 device::DeviceGuard guard_for(std::optional<c10::Device> device) {
   return device::DeviceGuard(device::with_index(device.value_or(c10::Device(device::kFoo))));
 }
@@ -37,14 +37,14 @@ void check_options(std::optional<c10::Layout> layout, std::optional<bool> pin_me
   TORCH_CHECK(!c10::pinned_memory_or_default(pin_memory), "Only dense CPU tensors can be pinned");
 }
 
-// Returns a tensor of no particular sizes over new memory of the current device.
+// Returns a tensor with new memory on the current device, whose sizes are still to be set.
 at::Tensor allocate_tensor(size_t bytes, std::optional<c10::ScalarType> dtype) {
   return at::detail::make_tensor<c10::TensorImpl>(
       device::make_storage(device::allocator().allocate(bytes), bytes), kFooKeys,
       c10::scalarTypeToTypeMeta(c10::dtype_or_default(dtype)));
 }
 
-// torch.use_deterministic_algorithms asks that nobody sees what the memory held before.
+// Fills new memory under torch.use_deterministic_algorithms, which hides earlier contents.
 at::Tensor fill_if_deterministic(at::Tensor tensor) {
   if (at::globalContext().deterministicAlgorithms() &&
       at::globalContext().deterministicFillUninitializedMemory()) {
@@ -100,7 +100,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   register_own_kernel<"aten::unfold", &at::native::unfold>(library);
   register_own_kernel<"aten::view_as_real", &at::native::view_as_real>(library);
   register_own_kernel<"aten::view_as_complex", &at::native::view_as_complex>(library);
-  // The sizes of nested tensors are on the CPU on every device.
+  // Sizes of nested tensors are on the CPU for every device.
   register_own_kernel<"aten::_nested_view_from_buffer", &at::native::_nested_view_from_buffer,
                       Devices::kAny>(library);
 }
@@ -114,8 +114,8 @@ TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, library) {
 
 // In-place changes of a tensor's storage and sizes.
 //
-// torch's functions for the CPU do it for any host memory, from the allocator of the storage. Ours
-// serves the current device, so that must be the device of the tensor.
+// torch's CPU functions change any host memory, with the storage's allocator. Our allocator serves
+// the current device, so that must be the tensor's device.
 namespace {
 
 const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size,
@@ -154,8 +154,8 @@ TORCH_LIBRARY_IMPL(aten, QuantizedPrivateUse1, library) {
 }
 
 // `tensor.data = other` between the CPU and foo, and with it Module.to, which keeps its parameters:
-// weights stay tied, and an optimizer that has them goes on. torch has a list of the devices
-// between which that works, which foo is not on.
+// weights stay tied, and an optimizer that holds them continues to work. torch allows this between
+// a list of devices that does not contain foo.
 namespace {
 
 c10::DispatchKeySet as_on_cpu(const at::Tensor& tensor) {
@@ -182,8 +182,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
 }
 
-// Every operator is done when it returns: no stream can still be using a tensor that is freed. Code
-// that forgets it on other devices is what the sanitizer finds.
+// Every operator is done when it returns: no stream can still be using a freed tensor. The
+// sanitizer finds code that forgets record_stream on other devices.
 namespace {
 
 void record_stream(at::Tensor& self, c10::Stream stream) {

@@ -1,5 +1,5 @@
-// Dtypes that an operator has on CUDA and not on the CPU: it computes on copies in a wider dtype,
-// and rounds its results once. The conformance compares all that PyTorch lists.
+// Dtypes that an operator has on CUDA but not on the CPU: computes on copies in a wider dtype and
+// rounds the results once. The conformance tests compare all operators that PyTorch lists.
 
 #include "aten/wider_dtypes.h"
 
@@ -35,7 +35,7 @@ using at::ScalarType;
 using at::Tensor;
 using c10::IValue;
 
-// A dtype of arguments and results, and the dtype that a kernel computes in.
+// A dtype of arguments and results, and the wider one that a kernel computes in.
 struct Widening {
   ScalarType narrow, wide;
 };
@@ -44,7 +44,7 @@ constexpr Widening kFloat16[] = {{at::kHalf, at::kFloat}, {at::kComplexHalf, at:
 constexpr Widening kBfloat16[] = {{at::kBFloat16, at::kFloat}};
 constexpr Widening kBoolean[] = {{at::kBool, at::kByte}};
 
-// The dtypes that take part where this one is an operator's common dtype.
+// Returns the widenings that apply if this is an operator's common dtype.
 at::ArrayRef<Widening> widenings(ScalarType common) {
   if (common == at::kBool) return kBoolean;
   if (common == at::kBFloat16) return kBfloat16;
@@ -73,7 +73,7 @@ bool is_dtype(const c10::Argument& argument, const IValue& value) {
   return value.isInt() && argument.name() == "dtype";
 }
 
-// The dtype in which the CPU's kernel would compute.
+// Returns the dtype in which the CPU's kernel would compute.
 ScalarType common_dtype(const c10::FunctionSchema& schema, at::ArrayRef<IValue> values) {
   at::native::ResultTypeState state = {};
   for (size_t position = 0; position < values.size(); ++position) {
@@ -91,7 +91,7 @@ ScalarType common_dtype(const c10::FunctionSchema& schema, at::ArrayRef<IValue> 
   return at::native::result_type(state);
 }
 
-// Most calls have none of these dtypes, and shall not pay for this.
+// A cheap test first: most calls have none of these dtypes.
 template <ScalarType... dtypes>
 bool may_be_widened(const c10::FunctionSchema& schema, at::ArrayRef<IValue> values) {
   constexpr bool has_complex = ((dtypes == at::kComplexHalf) || ...);
@@ -107,7 +107,7 @@ bool may_be_widened(const c10::FunctionSchema& schema, at::ArrayRef<IValue> valu
   return result;
 }
 
-// The elements from the first one to the last one that a tensor has, in the order of its memory.
+// Views the elements from the first to the last, in memory order.
 Tensor elements(const Tensor& tensor) {
   int64_t extent = tensor.numel() > 0 ? 1 : 0;
   for (int64_t i = 0; i < tensor.dim() && extent > 0; ++i) {
@@ -116,12 +116,12 @@ Tensor elements(const Tensor& tensor) {
   return tensor.as_strided({extent}, {1}, tensor.storage_offset());
 }
 
-// A copy with the same strides: results lie as the arguments do.
+// Copies to another dtype with the same strides, since results take the arguments' layout.
 Tensor copy_in(ScalarType dtype, const Tensor& tensor) {
   return elements(tensor).to(dtype).as_strided(tensor.sizes(), tensor.strides(), 0);
 }
 
-// The arguments of a call, those in narrow dtypes as copies in wide ones.
+// Arguments of a call, with narrow dtypes replaced by copies in wide ones.
 class WideArguments {
  public:
   explicit WideArguments(at::ArrayRef<Widening> all) : widenings_(all) {}
@@ -131,7 +131,7 @@ class WideArguments {
     replace_tensors(value, [&](const Tensor& tensor) { return wide(tensor, argument); });
   }
 
-  // To be called when all are replaced.
+  // Call this when all arguments are replaced.
   void check_overlap() const {
     for (const auto& [narrow, wide, is_written] : tensors_) {
       if (!is_written) continue;
@@ -151,7 +151,7 @@ class WideArguments {
     }
   }
 
-  // The result of the call in the dtype that it has: an argument that was written, or a new tensor.
+  // Returns the result of the call in its dtype: a written argument, or a new tensor.
   Tensor result(const Tensor& result) const {
     for (const auto& [narrow, wide, is_written] : tensors_) {
       if (wide.is_same(result)) return narrow;
@@ -184,7 +184,7 @@ bool are_dense(at::ArrayRef<IValue> values) {
   return result;
 }
 
-// The operator where its common dtype is one of these.
+// Computes the operator in a wider dtype if its common dtype is one of these.
 template <ScalarType... dtypes>
 bool compute_wider(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const c10::FunctionSchema& schema = op.schema();
@@ -206,8 +206,8 @@ bool compute_wider(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   return true;
 }
 
-// Leaves a result on the stack in the place of the arguments, written to `out` where the last one
-// is such.
+// Replaces the arguments on the stack by the result, which is written to `out` if the last argument
+// is one.
 void finish(const c10::OperatorHandle& op, torch::jit::Stack& stack, Tensor result) {
   const auto& arguments = op.schema().arguments();
   if (is_result(arguments.back())) {
@@ -223,8 +223,8 @@ void finish(const c10::OperatorHandle& op, torch::jit::Stack& stack, Tensor resu
   stack.emplace_back(std::move(result));
 }
 
-// The numbers of values in bins of equal width, exact for all integers: the bin of a value is
-// (value - least) * bins / (most - least), rounded down.
+// Counts values in bins of equal width, exact for all integers: the bin of a value is (value -
+// least) * bins / (most - least), rounded down.
 Tensor count_in_bins(const Tensor& values, int64_t bins, int64_t least, int64_t most) {
   Tensor counts = at::zeros({bins}, values.options());
   auto* count = counts.mutable_data_ptr<int64_t>();
@@ -242,7 +242,7 @@ bool is_integral(const Tensor& tensor) {
   return c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/false);
 }
 
-// histc of integers. As on CUDA, counts have the dtype of the input, and wrap around in it.
+// Computes histc of integers. As on CUDA, counts have the dtype of the input and wrap around.
 bool count_integers(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const auto values = torch::jit::last(stack, op.schema().arguments().size());
   const Tensor& self = values[0].toTensor();
@@ -264,7 +264,7 @@ bool count_integers(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   return true;
 }
 
-// nansum of complex numbers: one with a NaN in either part counts as zero.
+// Computes nansum of complex numbers; a number with a NaN in either part counts as zero.
 bool sum_complex_numbers(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const auto values = torch::jit::last(stack, op.schema().arguments().size());
   const Tensor& self = values[0].toTensor();
@@ -281,7 +281,7 @@ bool sum_complex_numbers(const c10::OperatorHandle& op, torch::jit::Stack& stack
 
 struct Rule {
   HostKernel* kernel;
-  // With spaces between.
+  // Separated by spaces.
   const char* operators;
 };
 
@@ -301,8 +301,8 @@ const Rule kRules[] = {
     {&sum_complex_numbers, "nansum"},
 };
 
-// The kernels for "aten::sin", "aten::sin_" and their kind; overloads such as sin.out have the
-// same.
+// Returns the kernels by names such as "aten::sin" and "aten::sin_"; overloads such as sin.out have
+// the same kernels.
 std::unordered_map<std::string, HostKernel*> kernels_by_name() {
   std::unordered_map<std::string, HostKernel*> kernels;
   for (const Rule& rule : kRules) {
@@ -340,14 +340,13 @@ void register_wider_kernels(c10::ArrayRef<c10::OperatorHandle> operators) {
   }
 }
 
-// The Fourier transforms of torch.fft in half precision.
 namespace {
 
 using at::Tensor;
 using c10::IValue;
 
-// A Fourier transform of torch.fft, which torch has in half precision on CUDA alone: in float32,
-// below the gradients.
+// A Fourier transform of torch.fft in half precision, which torch has only for CUDA: computes in
+// float32, below the gradients.
 class HalfTransform final : public c10::OperatorKernel {
  public:
   explicit HalfTransform(c10::SafeKernelFunction of_torch) : of_torch_(std::move(of_torch)) {}
@@ -384,7 +383,7 @@ class HalfTransform final : public c10::OperatorKernel {
   c10::SafeKernelFunction of_torch_;
 };
 
-// Whether it is a transform along dimensions, such as aten::fft_rfft2.out.
+// Whether the operator is a transform along dimensions, such as aten::fft_rfft2.out.
 bool is_transform(const c10::OperatorHandle& op) {
   std::string_view name = op.operator_name().name;
   if (!name.starts_with("aten::fft_")) return false;

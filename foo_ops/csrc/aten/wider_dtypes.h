@@ -1,4 +1,4 @@
-// Dtypes that an operator has on CUDA, and not on the CPU.
+// Dtypes that an operator has on CUDA but not on the CPU.
 
 #pragma once
 
@@ -7,10 +7,10 @@
 
 namespace foo::aten {
 
-// Gives those of the operators that have such dtypes kernels for them on foo.
+// Registers foo kernels for such dtypes, for those of the operators that have them.
 void register_wider_kernels(c10::ArrayRef<c10::OperatorHandle> operators);
 
-// The same for the transforms of torch.fft, which torch composes of smaller operators.
+// Same for the transforms of torch.fft, which torch composes of smaller operators.
 void register_half_transforms(c10::ArrayRef<c10::OperatorHandle> operators);
 
 }  // namespace foo::aten

@@ -73,7 +73,7 @@ void bind_attention_checks(py::module_& module) {
              torch::wrap_pybind_function(check_attention_dropout_heads));
 }
 
-// For operators with arguments `out`.
+// Binds checks of operators with `out` arguments.
 void bind_checks_of_out(py::module_& module) {
   using Tensor = const at::Tensor&;
   module.def("check_devices",

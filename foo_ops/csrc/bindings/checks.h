@@ -1,4 +1,4 @@
-// Gives Python the checks that fake kernels share with native ones, so that both refuse the same.
+// Binds the checks that fake kernels share with native ones, so that both refuse the same.
 
 #pragma once
 

@@ -30,7 +30,7 @@ py::list describe_blocks(const c10::CachingDeviceAllocator::SegmentInfo& segment
   return blocks;
 }
 
-// As torch.cuda.memory_snapshot describes its segments.
+// Describes segments like torch.cuda.memory_snapshot.
 py::list memory_snapshot() {
   py::list segments;
   for (const auto& segment : device::memory_snapshot()) {
@@ -65,7 +65,7 @@ void allocate_and_free(size_t bytes, int64_t index, int64_t times) {
   for (int64_t i = 0; i < times; ++i) deallocate(allocate(bytes, index));
 }
 
-// A storage of foo in the memory of one of the CPU, which may be shared with other processes.
+// Moves a foo storage to the memory of a CPU storage, which may be shared with other processes.
 void place_in(const at::Storage& foo, const at::Storage& host) {
   device::set_memory(foo, device::adopt(host, foo.device()), host.nbytes());
 }

@@ -1,4 +1,4 @@
-// Gives Python the device's memory: figures, blocks and pools.
+// Binds the device's memory: statistics, blocks and pools.
 
 #pragma once
 

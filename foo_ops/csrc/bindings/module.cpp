@@ -1,4 +1,4 @@
-// Gives Python the names of foo_ops._C.
+// Binds the names of foo_ops._C.
 
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/utils/pybind.h>
@@ -49,7 +49,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Numba is imported here, at a kernel's first use, and not before.
+// Imports Numba, at a kernel's first use and not before.
 void* resolve_kernel(const std::string& kernel, const std::string& signature) {
   const py::gil_scoped_acquire gil;
   try {
@@ -65,12 +65,12 @@ void* resolve_kernel(const std::string& kernel, const std::string& signature) {
       TORCH_CHECK_VALUE(!error.matches(PyExc_ValueError), message);
       TORCH_CHECK(false, message);
     }
-    // Anything else, such as KeyboardInterrupt, came while it was compiled.
+    // Other exceptions, such as KeyboardInterrupt, occurred during compilation.
     foo::pass_on(error);
   }
 }
 
-// Throws what a kernel raised that Python interprets.
+// Rethrows an exception of a kernel that Python interprets.
 void rethrow_raised() {
   const py::gil_scoped_acquire gil;
   try {
@@ -80,7 +80,7 @@ void rethrow_raised() {
   }
 }
 
-// A handle of a registration with destroy(), as torch.library.Library keeps them.
+// Registration handle with a destroy() method, as torch.library.Library keeps them.
 class Registration {
  public:
   explicit Registration(c10::RegistrationHandleRAII handle) {
@@ -91,7 +91,7 @@ class Registration {
   void destroy() { handles_->clear(); }
 
  private:
-  // It is not destroyed with this object, because at exit the dispatcher may be gone before.
+  // Not destroyed with this object: at exit the dispatcher may be gone already.
   std::vector<c10::RegistrationHandleRAII>* handles_ =
       new std::vector<c10::RegistrationHandleRAII>();
 };
@@ -168,7 +168,7 @@ void bind_kernels(py::module_& module) {
   module.def("end_guarded_memory", &foo::device::end_guarded_memory);
 }
 
-// Facts that kernels must know as well, by name: structs, functions and constants.
+// Describes the facts that kernels must know as well, by name: structs, functions and constants.
 py::dict describe_agreement() {
   const foo::Agreement agreement = foo::agreement();
   py::dict description;
@@ -228,7 +228,7 @@ size_t index_of(const std::array<std::string_view, size>& names, std::string_vie
   return found - names.begin();
 }
 
-// The table of products that PyTorch computes, for tests and for foo_ops.info.
+// Binds the table of products that PyTorch computes, for tests and for foo_ops.info.
 void bind_product_table(py::module_& module) {
   using foo::Vendor;
   py::enum_<Vendor>(module, "Vendor")
@@ -272,7 +272,7 @@ void bind_operators(py::module_& module) {
   bind_autograd(module);
 }
 
-// The graph is a function of Python that calls C++.
+// `graph` is a Python function that calls C++.
 foo::aten::Tensors run_compiled_graph(const at::Device& device, const py::function& graph,
                                       const foo::aten::Tensors& inputs,
                                       const std::string& devices) {
@@ -281,7 +281,7 @@ foo::aten::Tensors run_compiled_graph(const at::Device& device, const py::functi
   });
 }
 
-// Binds what torch's own Python functions for accelerators do not already give.
+// Binds functions that torch's own Python functions for accelerators lack.
 void bind_device(py::module_& module) {
   using namespace foo::device;
   auto device = module.def_submodule("device", "Device foo.");

@@ -12,8 +12,8 @@
 namespace foo::device {
 namespace {
 
-// Where torch looks for it itself: on a tensor of the CPU that is on its way from foo to foo, and
-// on one of foo when torch copies it from tensor to tensor.
+// Metadata where torch itself looks for it: on a CPU tensor on its way from foo to foo, and on a
+// foo tensor when torch copies it from tensor to tensor.
 struct TensorMetadata final : c10::BackendMeta {
   explicit TensorMetadata(Metadata value) : metadata(std::move(value)) {}
   Metadata metadata;
@@ -38,7 +38,7 @@ void set_metadata(const at::Tensor& tensor, Metadata metadata) {
       c10::make_intrusive<TensorMetadata>(std::move(metadata)));
 }
 
-// torch files names with a bool each, so the numbers go into the name.
+// torch stores names with a bool each, so the numbers go into the name.
 constexpr std::string_view kFileKey = "foo.backend_meta ";
 
 Format read_format(std::string_view key) {
@@ -60,7 +60,7 @@ void write_meta(const at::Tensor& tensor, Flags& flags) {
 }
 
 void read_meta(const at::Tensor& tensor, Flags& flags) {
-  // Only that a conjugation or a minus sign is pending: nothing about the memory.
+  // Empty if only a conjugation or a minus sign is pending: nothing about the memory.
   if (flags.empty()) return;
   Metadata metadata;
   for (const auto& [key, value] : flags) {

@@ -16,7 +16,7 @@ constexpr c10::DeviceIndex kDefaultDeviceCount = 2;
 
 thread_local c10::DeviceIndex current_index = 0;
 
-// Returns the number that a text begins with, and the rest; none if it begins with anything else.
+// Returns the number that a text begins with, and the rest; nullopt if there is no number.
 std::optional<std::pair<uint64_t, std::string_view>> read_number(std::string_view text) {
   uint64_t number = 0;
   const char* const text_end = text.data() + text.size();
@@ -35,7 +35,7 @@ c10::DeviceIndex read_device_count() {
   return static_cast<c10::DeviceIndex>(count);
 }
 
-// The power of two that a unit stands for.
+// Returns a unit's power of two.
 std::optional<int> exponent_of(std::string_view unit) {
   if (unit.empty()) return 0;
   if (unit == "K") return 10;

@@ -1,4 +1,4 @@
-// The devices themselves: how many there are, and which one is current in this thread.
+// The devices: their number, and the current one of this thread.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -9,25 +9,25 @@ namespace foo::device {
 
 inline constexpr c10::DeviceType kFoo = c10::DeviceType::PrivateUse1;
 inline constexpr c10::DeviceIndex kMaxDevices = 64;
-// Where an index may stand for no device at all.
+// Index that means no device.
 inline constexpr c10::DeviceIndex kNoDevice = -1;
 
-// FOO_DEVICE_COUNT, or 2. Raises while the variable holds anything but a number of devices.
+// Returns FOO_DEVICE_COUNT, or 2. Raises while the variable is not a number of devices.
 c10::DeviceIndex device_count();
 
-// FOO_MEMORY_LIMIT: the bytes that each device has, if it is set. Raises while it holds anything
-// but a number of bytes.
+// Returns FOO_MEMORY_LIMIT, the bytes of each device, if it is set. Raises while it is not a number
+// of bytes.
 std::optional<size_t> memory_limit();
 
 void check_device_index(int64_t index);
 
 c10::DeviceIndex current_device() noexcept;
-// Raises for an index without a device.
+// Raises if there is no device with this index.
 void set_current_device(int64_t index);
 void set_current_device_unchecked(c10::DeviceIndex index) noexcept;
 c10::DeviceIndex exchange_current_device(c10::DeviceIndex index);
 
-// "foo" without an index means the current device.
+// Replaces "foo" without an index by the current device.
 c10::Device with_index(c10::Device device);
 
 }  // namespace foo::device

@@ -59,7 +59,7 @@ using c10::CachingAllocator::format_size;
 using c10::CachingDeviceAllocator::BlockInfo;
 using c10::CachingDeviceAllocator::SegmentInfo;
 
-// Larger blocks have segments of their own, so that small ones do not cut them up.
+// Larger blocks have separate segments, so that small ones do not fragment theirs.
 constexpr size_t kLargestSmallBlock = size_t{1} << 20;
 constexpr size_t kSmallSegment = kHugePage;
 constexpr size_t kLargeSegment = 10 * kHugePage;
@@ -67,7 +67,7 @@ constexpr size_t kSmallestSmallRest = kAlignment;
 constexpr size_t kSmallestLargeRest = kLargestSmallBlock;
 constexpr size_t kNeverSplit = size_t{1} << 62;
 
-// Beyond it, sums of sizes and headers could overflow.
+// Above this, sums of sizes and headers could overflow.
 constexpr size_t kLargestRequest = size_t{1} << 62;
 
 static_assert(kBlockHeaderBytes == sizeof(Block));
@@ -397,7 +397,7 @@ SegmentInfo DeviceMemory::describe(const Segment& segment, const Pool& pool, Poo
 
 DeviceMemory& memory_of(c10::DeviceIndex index) {
   static auto* devices = [] {
-    // Their mutexes are held while those of these two are taken.
+    // Make these two first: their mutexes are locked while the devices' are held.
     segment_map();
     memory_protection();
     auto* memories = new std::array<DeviceMemory, kMaxDevices>();

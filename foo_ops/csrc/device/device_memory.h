@@ -1,4 +1,4 @@
-// The memory of one device: blocks for tensors, in segments from the system, with their figures.
+// The memory of one device: blocks for tensors, in segments from the system, with statistics.
 
 #pragma once
 
@@ -18,14 +18,12 @@
 
 namespace foo::device {
 
-// The figures of a device's memory, as torch counts them.
-
 using c10::CachingAllocator::Stat;
 using c10::CachingAllocator::StatArray;
 using c10::CachingAllocator::StatType;
 using c10::CachingDeviceAllocator::DeviceStats;
 
-// The figures of one pool and of all, changed together.
+// Statistics of one pool and of all pools, updated together. torch defines what they count.
 class PoolStat {
  public:
   PoolStat(StatArray& stat, StatType pool) : stat_(stat), pool_(static_cast<size_t>(pool)) {}
@@ -59,22 +57,17 @@ inline int64_t current_of(const StatArray& statistic) {
   return statistic[static_cast<size_t>(StatType::AGGREGATE)].current;
 }
 
-// The memory of the machine, of which the device takes its own.
-
-// The smallest piece of memory that can be protected.
+// Size of a page, the smallest unit that can be protected.
 size_t page_bytes();
 
 size_t physical_memory();
 
-// The bytes that a program can have without swapping. Most of them may hold copies of files, which
-// the system gives up when memory is needed, so that the free pages alone can be a hundredth.
+// Returns the bytes that a program can get without swapping. Most of them may hold cached files,
+// which the system drops when memory is needed, so free pages alone can be a hundredth.
 size_t available_memory();
 
-// Memory from the system, aligned to huge pages, or null.
+// Maps memory from the system, aligned to huge pages, or returns null.
 char* map_memory(size_t bytes);
-
-// The memory of one device: blocks for tensors, in segments from the system, with the figures that
-// torch shows of them.
 
 class DeviceMemory {
   using DeviceStats = c10::CachingDeviceAllocator::DeviceStats;
@@ -84,16 +77,16 @@ class DeviceMemory {
  public:
   void set_index(c10::DeviceIndex index) { index_ = index; }
 
-  // For the host: for a kernel of the CPU, until a storage of foo shares it.
+  // `is_for_host`: for a CPU kernel, until a foo storage shares the memory.
   void* allocate(size_t bytes, bool is_for_host);
-  // Inside of a DeviceAccess.
+  // Call only inside a DeviceAccess.
   void free(Block* block);
   void count_adopted(void* address, size_t bytes, int64_t sign);
-  // Of the pool that is for everyone, and of those that nobody uses any more.
+  // Empties the common pool, and the pools without users.
   void empty_cache();
   void empty_cache_of(PoolId id);
-  // A pool is there as long as it has users, and then until the last of its blocks is free. The
-  // first user says what it does.
+  // A pool exists as long as it has users, and then until its last block is free. The first user
+  // sets its options.
   void add_user(PoolId id, PoolOptions options);
   void remove_user(PoolId id);
   int64_t count_users(PoolId id);
@@ -104,7 +97,7 @@ class DeviceMemory {
   void set_fraction(double fraction);
   double fraction();
   void append_snapshot(std::vector<SegmentInfo>& segments);
-  // Memory that code of the CPU may be using.
+  // Returns memory that CPU code may be using.
   std::vector<const void*> used_by_host();
 
  private:
@@ -114,7 +107,7 @@ class DeviceMemory {
 
     StatType type;
     size_t segment_bytes;
-    // The last figures of the heap that went into the statistics.
+    // The heap's figures when they were last added to the statistics.
     SplitFigures counted;
   };
 
@@ -129,7 +122,7 @@ class DeviceMemory {
     Pool small, large;
   };
 
-  // The figures that torch's profiler gets after each change.
+  // Totals that torch's profiler gets after each change.
   struct Totals {
     int64_t allocated = 0;
     int64_t reserved = 0;
@@ -143,16 +136,17 @@ class DeviceMemory {
   size_t reserved_bytes() const;
   Totals current_totals() const;
   void report(void* address, int64_t bytes, const Totals& totals) const;
-  // A block from the free ones, else from the system, else from the system after all that is
-  // cached went back to it, else from pools that serve then.
+  // Takes a free block, else one from the system, else from the system after all cached memory was
+  // returned, else from pools with use_on_oom.
   Block* take(Pool& pool, size_t bytes);
   Block* take_from_others(const Pool& full, size_t bytes);
-  // A segment of the pool's usual size, or where the limit forbids it, one that just suffices.
+  // Reserves a segment of the pool's usual size, or if the limit forbids it, one that just
+  // suffices.
   bool reserve(Pool& pool, size_t bytes);
   bool reserve_segment(Pool& pool, size_t bytes);
   void release_unused_segments();
   void release_unused_segments(Pools& pools);
-  // Counts a block that is taken (1) or given back (-1).
+  // Counts a block that is taken (1) or returned (-1).
   void count_block(const Pool& pool, const Block& block, int64_t sign);
   void count_splits(Pool& pool);
   std::string out_of_memory(size_t bytes);
@@ -166,7 +160,7 @@ class DeviceMemory {
   std::map<PoolId, std::unique_ptr<Pools>> private_;
 };
 
-// It is never destroyed: storages may be freed after the static objects of this library.
+// Never destroyed: storages may be freed after the static objects of this library.
 DeviceMemory& memory_of(c10::DeviceIndex index);
 
 }  // namespace foo::device

@@ -19,15 +19,16 @@ GeneratorImpl::GeneratorImpl(c10::DeviceIndex index, at::Generator host)
                          c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
       host_(std::move(host)) {}
 
-// Callers hold the mutex of this generator and kernels that of host_, so each method takes the
-// second one as well.
+// Callers hold this generator's mutex, and kernels hold host_'s, so each method locks the latter,
+// too.
 
 void GeneratorImpl::set_current_seed(uint64_t seed) {
   const std::lock_guard<std::mutex> lock(host_.unsafeGetGeneratorImpl()->mutex_);
   host_.set_current_seed(seed);
 }
 
-// A Mersenne Twister has no offset. Zero is accepted because pickling sets what it got.
+// A Mersenne Twister has no offset. Zero is accepted because unpickling sets the offset that it
+// got.
 void GeneratorImpl::set_offset(uint64_t offset) {
   TORCH_CHECK_VALUE(offset == 0, "foo: the generator has no offset, so it must be 0, got ", offset);
 }
@@ -101,8 +102,8 @@ struct IgnoreWarnings final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// torch asks the hooks for generators. This older place warns of its age, but it also refuses
-// whoever registers another factory.
+// torch gets generators from the hooks. This older registration warns that it is deprecated, but it
+// also refuses any other factory.
 const bool generator_registered = [] {
   IgnoreWarnings handler;
   const c10::WarningUtils::WarningHandlerGuard guard(&handler);

@@ -1,4 +1,4 @@
-// Random numbers of device foo: those of the CPU for the same seed.
+// Random numbers of device foo: equal to the CPU's for the same seed.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -11,7 +11,7 @@ class GeneratorImpl final : public c10::GeneratorImpl {
   explicit GeneratorImpl(c10::DeviceIndex index);
   GeneratorImpl(c10::DeviceIndex index, at::Generator host);
 
-  // The generator that CPU kernels draw from: they refuse one of another device.
+  // Returns the generator for CPU kernels, which refuse one of another device.
   const at::Generator& host() const { return host_; }
 
   void set_current_seed(uint64_t seed) override;
@@ -21,8 +21,8 @@ class GeneratorImpl final : public c10::GeneratorImpl {
   uint64_t seed() override;
   void set_state(const c10::TensorImpl& state) override;
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override;
-  // A generator that shares the state of this one, and draws from where this one is; setting it
-  // makes this one share the state of another.
+  // Returns a generator that shares this one's state and its position; the setter makes this one
+  // share another's state.
   c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override;
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override;
 
@@ -37,7 +37,7 @@ class GeneratorImpl final : public c10::GeneratorImpl {
 const at::Generator& default_generator(c10::DeviceIndex index);
 at::Generator new_generator(c10::DeviceIndex index);
 
-// The CPU generator inside a generator of device foo; raises for one of another device.
+// Returns the CPU generator inside a generator of device foo; raises for one of another device.
 const at::Generator& host_generator(const at::Generator& generator);
 
 }  // namespace foo::device

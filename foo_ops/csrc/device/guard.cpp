@@ -43,7 +43,7 @@ void GuardImpl::uncheckedSetDevice(c10::Device device) const noexcept {
   set_current_device_unchecked(device.index());
 }
 
-// c10 forbids an exception here. The Python module reads the count first, and raises.
+// Must not throw. The Python module reads the count first, and raises.
 c10::DeviceIndex GuardImpl::deviceCount() const noexcept {
   try {
     return device_count();
@@ -70,7 +70,7 @@ c10::Stream GuardImpl::getDefaultStream(c10::Device device) const {
   return default_stream(with_index(device).index());
 }
 
-// Streams cost nothing here, so there is no pool to share and no priority to observe.
+// Streams cost nothing here: there is no pool to share and no priority to observe.
 c10::Stream GuardImpl::getStreamFromGlobalPool(c10::Device device, bool) const {
   return new_stream(with_index(device).index());
 }
@@ -84,7 +84,7 @@ c10::Stream GuardImpl::exchangeStream(c10::Stream stream) const {
   return exchange_current_stream(stream);
 }
 
-// As with a CUDA stream, the default stream has a null handle.
+// Like CUDA's, the default stream has a null handle.
 void* GuardImpl::getStreamNativeHandle(c10::Stream stream) const {
   return reinterpret_cast<void*>(static_cast<intptr_t>(stream.id()));
 }

@@ -1,4 +1,4 @@
-// The guard by which c10 reaches a device: the current device, streams and events.
+// c10's guard for the device: the current device, streams and events.
 #pragma once
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -38,7 +38,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, c10::DeviceIndex index) const noexcept override;
 };
 
-// Calls GuardImpl directly, where c10::DeviceGuard goes through a virtual table.
+// Calls GuardImpl directly; c10::DeviceGuard goes through a virtual table.
 using DeviceGuard = c10::impl::InlineDeviceGuard<GuardImpl>;
 
 }  // namespace foo::device

@@ -21,11 +21,11 @@ std::optional<c10::DeviceIndex> device_of_address(const void* address) {
 
 namespace {
 
-// How many blocks of a request's own class are tried, of which some are large enough, before one
-// is taken from the next class, where all are.
+// Blocks tried in a request's own class, where only some are large enough, before one is taken from
+// the next class, where all are.
 constexpr int kTries = 8;
 
-// The address sanitizer then reports who touches a free block or a header.
+// Makes the address sanitizer report accesses to a free block or a header.
 void forbid_access([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_POISON_MEMORY_REGION(memory, bytes);

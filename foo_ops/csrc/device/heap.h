@@ -1,4 +1,4 @@
-// Blocks of host memory in size classes, and a map from addresses to the segments they lie in.
+// Blocks of host memory in size classes, and a map from addresses to their segments.
 
 #pragma once
 
@@ -18,8 +18,7 @@
 
 namespace foo::device {
 
-// A map from addresses to the segments of all devices.
-
+// Map from addresses to the segments of all devices.
 class SegmentMap {
  public:
   void add(const char* begin, size_t bytes, c10::DeviceIndex device) {
@@ -35,7 +34,7 @@ class SegmentMap {
     const auto segment = segment_of(address);
     return segment == segments_.end() ? std::nullopt : std::optional(segment->second.second);
   }
-  // Begin and end of the segment in which an address lies.
+  // Returns begin and end of the segment that contains an address.
   std::optional<std::pair<const char*, const char*>> range_of(const void* address) {
     const std::lock_guard lock(mutex_);
     const auto segment = segment_of(address);
@@ -63,18 +62,18 @@ class SegmentMap {
   Segments segments_;
 };
 
-// The segments of all devices. It is never destroyed: storages may be freed after the static
-// objects of this library.
+// Segments of all devices. Never destroyed: storages may be freed after the static objects of this
+// library.
 SegmentMap& segment_map();
 
-// The device in whose memory an address lies.
+// Returns the device whose memory contains an address.
 std::optional<c10::DeviceIndex> device_of_address(const void* address);
 
 // Blocks of host memory in size classes: found by class, split, merged with free neighbours.
 //
-// The free lists are those of a two-level segregated fit: a class is a power of two cut into
-// sixteen, and bit sets tell which classes have blocks, so that finding one takes no loop over
-// sizes. Knows nothing of torch and takes no lock.
+// The free lists form a two-level segregated fit: a class is one of sixteen parts of a power of
+// two, and bit sets tell which classes have blocks, so that finding one takes no loop over sizes.
+// Independent of torch; takes no lock.
 
 // Also the width of a cache line and of an AVX-512 register.
 inline constexpr size_t kAlignment = 64;
@@ -86,7 +85,7 @@ constexpr size_t round_up(size_t bytes, size_t multiple) {
 class Heap;
 struct Block;
 
-// Memory that the system gave in one piece. Its blocks follow each other without gaps.
+// One mapping from the system. Its blocks are adjacent.
 struct Segment {
   Heap* heap;
   char* begin;
@@ -98,26 +97,26 @@ struct Segment {
   Block* first_block() const;
 };
 
-// Stands before the memory that it describes, so that a block is found from the address of its
-// memory: c10's raw_deleter and copy-on-write storages have nothing else.
+// Header in front of the memory, so that a block is found from its memory's address: c10's
+// raw_deleter and copy-on-write storages have nothing else.
 struct alignas(kAlignment) Block {
   Segment* segment;
-  Block* previous;  // the neighbour in the segment
+  Block* previous;  // the previous block in the segment
   Block* next_free;
   Block* previous_free;
   size_t bytes;  // of memory, without this header
   size_t requested_bytes;
   bool is_free;
-  // Whether a kernel of the CPU took it, and it has not become memory of foo.
+  // Whether a CPU kernel took the block, and it has not become foo memory.
   bool is_of_host = false;
-  // The storages that share the memory. They count themselves; the heap does not look.
+  // Storages that share the memory. They count themselves; the heap ignores this.
   std::atomic<uint32_t> owners = 0;
 
   static Block* of(void* memory) { return static_cast<Block*>(memory) - 1; }
   char* memory() { return reinterpret_cast<char*>(this + 1); }
-  // The neighbour in the segment, or null.
+  // Returns the next block in the segment, or null.
   Block* next();
-  // Code of the CPU may keep what it took, and whatever it shares with a storage of foo.
+  // CPU code may keep memory that it took, or that it shares with a foo storage.
   bool may_be_used_by_host() const {
     return is_of_host || owners.load(std::memory_order_acquire) > 1;
   }
@@ -129,7 +128,7 @@ inline Block* Segment::first_block() const {
   return reinterpret_cast<Block*>(begin);
 }
 
-// Figures of free blocks that share their segment with others.
+// Number and bytes of free blocks in segments with several blocks.
 struct SplitFigures {
   int64_t blocks = 0;
   int64_t bytes = 0;
@@ -137,16 +136,16 @@ struct SplitFigures {
 
 class Heap {
  public:
-  // The rest of a block becomes a block of its own from `smallest_rest` bytes of memory on.
+  // The rest of a block becomes a separate block from `smallest_rest` bytes of memory on.
   explicit Heap(size_t smallest_rest) : smallest_rest_(smallest_rest) {}
 
-  // A block with at least that much memory, or null if no free one is large enough.
+  // Takes a block with at least this much memory; null if no free one is large enough.
   Block* take(size_t bytes);
   void give_back(Block* block);
 
-  // Memory from the system as one free block. It must be aligned to kAlignment.
+  // Adds memory from the system as one free block. It must be aligned to kAlignment.
   void add(char* begin, size_t bytes, int8_t device);
-  // Takes a segment without a block in use out of the heap; null if there is none.
+  // Removes a segment without used blocks; null if there is none.
   Segment* remove_unused_segment();
 
   Segment* first_segment() const { return segments_; }

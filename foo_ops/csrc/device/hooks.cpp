@@ -52,7 +52,7 @@ c10::DeviceIndex Hooks::exchangeDevice(c10::DeviceIndex index) const {
   return exchange_current_device(index);
 }
 
-// A negative index changes nothing, as in c10's optional device guards.
+// As in c10's optional device guards, a negative index changes nothing.
 c10::DeviceIndex Hooks::maybeExchangeDevice(c10::DeviceIndex index) const {
   return index < 0 ? current_device() : exchange_current_device(index);
 }
@@ -80,30 +80,30 @@ bool Hooks::isPinnedPtr(const void* address) const {
 }
 
 void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const {
-  // The allocator serves the current device; the storage may be on another one.
+  // The allocator serves the current device; the storage may be on another.
   const c10::Device device = storage.device();
   const DeviceGuard guard(device);
   const size_t kept = std::min(bytes, storage.nbytes());
   const DeviceAccess access;
   at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), bytes);
   observe([&](Observer& observer) { observer.written(storage.data(), kept); });
-  // torch's function leaves a storage without memory to the CPU.
+  // torch's function labels a storage without memory as the CPU's.
   if (bytes == 0) storage.set_data_ptr_noswap({nullptr, device});
 }
 
 namespace {
 
 const bool hooks_registered = [] {
-  // Never destroyed, as torch keeps the pointer.
+  // Never destroyed: torch keeps the pointer.
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   return true;
 }();
 
 }  // namespace
 
-// The engine tells its caller that a backward pass is over before its threads have dropped the last
-// reference to the pass, and with it to the caller's Python context. A thread takes its next task
-// only after that; a pass that comes from C++ has no Python context of its own.
+// The engine returns from a backward pass before its threads have dropped the last reference to the
+// pass, and with it to the caller's Python context. A thread takes its next task only after that;
+// and a pass started from C++ has no Python context.
 void wait_for_autograd_threads() {
   if (!is_initialized()) return;
   const c10::InferenceMode mode(false);

@@ -1,4 +1,4 @@
-// The hooks by which ATen reaches an accelerator, and the threads of its autograd engine.
+// ATen's hooks for an accelerator, and the threads of its autograd engine.
 
 #pragma once
 
@@ -6,8 +6,7 @@
 
 namespace foo::device {
 
-// The hooks by which ATen reaches an accelerator: devices, generators, storage growth.
-
+// ATen's hooks for an accelerator: devices, generators, storage growth.
 struct Hooks final : at::PrivateUse1HooksInterface {
   void init() const override;
   bool isBuilt() const override;
@@ -30,10 +29,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override;
 };
 
-// The threads in which torch's autograd engine runs what belongs to a device.
-
-// Returns once no thread of the engine holds anything of a backward pass that is over. The GIL must
-// not be held.
+// Waits until no thread of the autograd engine refers to a finished backward pass. Call without the
+// GIL.
 void wait_for_autograd_threads();
 
 }  // namespace foo::device

@@ -17,9 +17,9 @@
 namespace foo::device {
 namespace {
 
-// On each side; as much as memory of the CPU is aligned to.
+// Guard bytes on each side; equal to the alignment of CPU memory.
 constexpr size_t kGuardBytes = 64;
-// Neither zero nor a part of a number that is often written.
+// Not zero, and unlikely in numbers that programs write.
 constexpr unsigned char kGuard = 0xa7;
 
 struct Guarded {
@@ -65,7 +65,7 @@ void free_pointer(void* memory) {
 
 void guard_memory() {
   const std::lock_guard lock(mutex);
-  // A result that was written beside may live on; it is to be reported once.
+  // A tensor whose guards were damaged may still live; report it only once.
   for (const auto& [memory, allocation] : guarded()) write_guards(memory, allocation.bytes);
   is_guarding = true;
 }
@@ -104,10 +104,10 @@ bool free_guarded(void* memory) {
 
 namespace {
 
-// Where the results of CPU kernels that this thread runs for foo are to lie.
+// Device for the results of CPU kernels that this thread runs for foo.
 thread_local c10::DeviceIndex target_of_host_tensors = kNoDevice;
 
-// torch's own allocator of the CPU, under ours.
+// torch's own CPU allocator, which ours wraps.
 c10::Allocator* host_allocator = nullptr;
 
 // oneDNN allocates raw memory and may free it at any later time.
@@ -119,7 +119,7 @@ void free_raw(void* data) {
   }
 }
 
-// Stands for the allocator of the CPU, and for one of foo while a thread wants that.
+// Replaces the CPU allocator; allocates foo memory while a thread requests that.
 class HostAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -144,7 +144,7 @@ class HostAllocator final : public c10::Allocator {
 
 const bool allocator_registered = [] {
   host_allocator = c10::GetCPUAllocator();
-  // Never destroyed, as torch keeps the pointer. A priority above the default's replaces it.
+  // Never destroyed: torch keeps the pointer. A higher priority than the default's replaces it.
   c10::SetCPUAllocator(new HostAllocator(), 1);
   return true;
 }();

@@ -1,4 +1,4 @@
-// The allocator of CPU tensors, in the place of torch's, which may guard what it gives.
+// Allocator of CPU tensors that replaces torch's and can add guard bytes.
 
 #pragma once
 
@@ -11,26 +11,22 @@
 
 namespace foo::device {
 
-// Memory of the CPU between guard bytes, which tell whether someone has written beside it.
-
-// What was written beside an allocation: its address, its bytes, and the first of those that were
-// written, counted from its begin, so that it is negative, or the number of bytes and more.
+// A write out of an allocation's bounds: the allocation's address and size, and the first written
+// byte, counted from its begin: negative, or at least the size.
 using Damage = std::tuple<uintptr_t, int64_t, int64_t>;
 
-// From now on memory of the CPU is guarded, on every thread.
+// Starts to put guard bytes around CPU memory, on all threads.
 void guard_memory();
-// Until now. Returns what was written beside memory that was allocated meanwhile.
+// Stops, and returns the damage to memory allocated meanwhile.
 std::vector<Damage> end_guarded_memory();
 
 bool guards_memory();
 c10::DataPtr allocate_guarded(c10::Allocator& allocator, size_t bytes);
-// Whether the memory is guarded, and so has been freed.
+// Frees memory if it is guarded, and returns whether it was.
 bool free_guarded(void* memory);
 
-// The allocator of CPU tensors, in the place of torch's.
-
-// While one lives, CPU tensors that this thread makes lie in memory of a device of foo: the
-// results of a CPU kernel then need no copy to become tensors of foo.
+// While an instance lives, this thread's new CPU tensors are in memory of a foo device: the results
+// of a CPU kernel then become foo tensors without a copy.
 class HostTensorsInDeviceMemory {
  public:
   explicit HostTensorsInDeviceMemory(c10::DeviceIndex index);

@@ -12,7 +12,7 @@
 namespace foo::device {
 namespace {
 
-// How many threads and streams have a pool of their own. There is none as a rule.
+// Number of threads and streams with a pool of their own, usually 0.
 std::atomic<int> choices = 0;
 
 thread_local std::vector<std::pair<c10::DeviceIndex, PoolId>> pools_of_thread;

@@ -1,4 +1,4 @@
-// Pools of device memory that are not for everyone, and who allocates from which.
+// Private pools of device memory, and the threads and streams that allocate from them.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -14,26 +14,26 @@ using PoolId = c10::MempoolId_t;
 inline constexpr PoolId kCommonPool = {0, 0};
 
 struct PoolOptions {
-  // Whether it serves those that the common pool has no memory for.
+  // Whether the pool also serves requests for which the common pool has no memory.
   bool use_on_oom = false;
-  // Whether each block has a segment of its own.
+  // Whether each block has its own segment.
   bool no_split = false;
 };
 
-// As torch counts them: the first number is that of a pool that a capture makes for itself, the
-// second that of any other.
+// Returns an id as torch numbers them: the first number is for pools that a capture makes for
+// itself, the second for others.
 PoolId new_pool_id(bool is_for_capture);
 
-// From here on this thread's allocations on a device, or those with the stream as the current one,
-// come from the pool. The caller uses it as long.
+// Serves this thread's allocations on a device, or those with the stream as the current one, from
+// the pool. The caller must be a user of the pool meanwhile.
 void begin_pool(c10::DeviceIndex index, PoolId id);
-// Ends the last that began; raises where that is another one.
+// Ends the last pool that began; raises if that is another one.
 void end_pool(c10::DeviceIndex index, PoolId id);
 
 void begin_pool(c10::Stream stream, PoolId id);
 void end_pool(c10::Stream stream);
 
-// The pool for an allocation of this thread.
+// Returns the pool for an allocation of this thread.
 PoolId chosen_pool(c10::DeviceIndex index);
 
 }  // namespace foo::device

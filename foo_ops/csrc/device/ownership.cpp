@@ -68,7 +68,8 @@ struct AdoptedMemory {
   std::atomic<uint32_t> owners = 1;
 };
 
-// Whether that was the last owner. A single one needs no atomic change: nobody can join it.
+// Removes an owner; returns whether it was the last. A single owner needs no atomic change, since
+// nobody can join it.
 bool release_owner(std::atomic<uint32_t>& owners) {
   return owners.load(std::memory_order_acquire) == 1 ||
          owners.fetch_sub(1, std::memory_order_acq_rel) == 1;
@@ -98,7 +99,7 @@ void add_block_owner(void* data) {
 }
 
 void free_block(void* data) {
-  // The memory goes with the process, whose figures are those of its parent.
+  // In a forked child, memory and statistics are the parent's, and the process frees them.
   if (data == nullptr || is_in_bad_fork()) return;
   const DeviceAccess access(data);
   Block* block = Block::of(data);
@@ -141,8 +142,7 @@ c10::DataPtr adopt(c10::Storage host, c10::Device device) {
   void* data = host.mutable_data();
   if (data == nullptr) return {nullptr, nullptr, &free_block, device};
   const size_t bytes = host.nbytes();
-  // Whoever else keeps the storage must not move it from under this one. Tensor.numpy does the
-  // same.
+  // Other owners of the storage must not move it now. Tensor.numpy does the same.
   host.unsafeGetStorageImpl()->set_resizable(false);
   auto* memory = new AdoptedMemory{std::move(host), bytes, device.index()};
   memory_of(device.index()).count_adopted(memory, bytes, +1);
@@ -162,7 +162,7 @@ c10::DataPtr share(const c10::Storage& storage, c10::Device device) {
     const DeviceAccess access(data);
     Block* block = Block::of(data);
     add_owner(block->owners);
-    // It is written once, as other threads may share the block, too.
+    // Written only once, since other threads may share the block, too.
     if (block->is_of_host && device.type() == kFoo) block->is_of_host = false;
     return {data, data, deleter, device};
   }

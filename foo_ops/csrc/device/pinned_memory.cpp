@@ -1,6 +1,6 @@
 #include "device/pinned_memory.h"
 
-// torch's header uses the distance that keeps two threads' data apart; it differs by processor.
+// torch's header uses std::hardware_destructive_interference_size, which differs by processor.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Winterference-size"
 #endif
@@ -22,7 +22,7 @@ namespace {
 
 struct Blocks {
   ForkMutex mutex;
-  // The end of each block by its start.
+  // End of each block, by its start.
   std::map<const char*, const char*, std::less<>> end_of;
 };
 
@@ -32,14 +32,14 @@ Blocks& blocks() {
   return *instance;
 }
 
-// Every operator is done when it returns, so no event ever has to be waited for.
+// Every operator is done when it returns, so there is no event to wait for.
 struct NoEvent {};
 
 using HostBlock = at::HostBlock<c10::Stream>;
 
 class CachingImpl final : public at::CachingHostAllocatorImpl<c10::Stream, NoEvent, HostBlock> {
  public:
-  // The base class would note the stream, and keep the block back until it is done.
+  // The base class would record the stream, and keep the block until it is done.
   bool record_event(void* memory, void*, c10::Stream) override { return is_pinned(memory); }
 
   void copy_data(void* destination, const void* source, size_t bytes) const override {
@@ -48,7 +48,7 @@ class CachingImpl final : public at::CachingHostAllocatorImpl<c10::Stream, NoEve
 
  private:
   void allocate_host_memory(size_t bytes, void** memory) override {
-    // Pages of its own, as pinned memory has elsewhere, so that they can be protected.
+    // Whole pages, as for pinned memory elsewhere, so that they can be protected.
     *memory = std::aligned_alloc(page_bytes(), round_up(bytes, page_bytes()));
     TORCH_CHECK_WITH(OutOfMemoryError, *memory != nullptr, "foo: no pinned memory of ", bytes,
                      " bytes is left");
@@ -86,7 +86,7 @@ PinnedMemoryAllocator& pinned_allocator() {
 }
 
 void free_pinned(void* context) {
-  // A lock of torch may be one that nobody will ever release, and the memory goes with the process.
+  // In a forked child a lock of torch may never be released; the process frees the memory.
   if (is_in_bad_fork()) return;
   observe(
       [&](Observer& observer) { observer.unpinned(static_cast<const HostBlock*>(context)->ptr_); });

@@ -11,16 +11,15 @@
 namespace foo::device {
 namespace {
 
-// Threads of the device, such as autograd's, are missing in the child, and so is any thread that
-// held their locks.
+// The child lacks the device's threads, such as autograd's, and any thread that held their locks.
 void after_fork_in_child() {
   if (!is_initialized()) return;
   process_state = ProcessState::kForked;
   before_first_call = &initialize_slowly;
 }
 
-// Made at load, before those that a thread may hold when it comes here. Never destroyed, as threads
-// may come here at exit.
+// Made at load, before the mutexes that a thread may hold here. Never destroyed: threads may come
+// here at exit.
 ForkMutex& first_use = *new ForkMutex();
 
 const int fork_handler_registered = [] {

@@ -1,4 +1,4 @@
-// The process that the device lives in: like a driver's, its state does not survive a fork.
+// State of the device in this process: like a driver's, it does not survive a fork.
 #pragma once
 
 #include <atomic>
@@ -9,13 +9,13 @@ enum class ProcessState { kUntouched, kInitialized, kForked };
 
 extern std::atomic<ProcessState> process_state;
 
-// The work that everyone's first use of the device waits for. Set once, at load.
+// Work that must be done before the first use of the device. Set once, at load.
 extern void (*before_first_use)();
 
 // Raises in a forked child of a process that has touched the device.
 void initialize_slowly();
 
-// To be called before anything that touches the device.
+// Call this before anything that touches the device.
 inline void initialize() {
   if (process_state.load(std::memory_order_acquire) == ProcessState::kInitialized) return;
   initialize_slowly();

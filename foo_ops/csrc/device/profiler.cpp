@@ -1,6 +1,6 @@
-// The calls by which torch's profiler uses a device to time operators on it, with
+// Lets torch's profiler time operators on a device, with
 // torch.autograd.profiler.profile(use_device="foo"). Each operator is done when it returns, so the
-// time of the host is that of the device.
+// host's time is the device's.
 
 #include <c10/util/ApproximateClock.h>
 #include <torch/csrc/profiler/stubs/base.h>
@@ -27,14 +27,14 @@ class Profiler final : public torch::profiler::impl::ProfilerStubs {
     *event = std::make_shared<Event>(Event{std::chrono::steady_clock::now(), current_device()});
   }
 
-  // The time is in microseconds.
+  // Returns microseconds.
   float elapsed(const ProfilerVoidEventStub* start,
                 const ProfilerVoidEventStub* end) const override {
     return static_cast<float>(1000 * elapsed_milliseconds(*static_cast<Event*>(start->get()),
                                                           *static_cast<Event*>(end->get())));
   }
 
-  // No tool shows marks and ranges of this device.
+  // No tool shows marks and ranges for this device.
   void mark(const char*) const override {}
   void rangePush(const char*) const override {}
   void rangePop() const override {}
@@ -50,7 +50,7 @@ class Profiler final : public torch::profiler::impl::ProfilerStubs {
 };
 
 const bool profiler_registered = [] {
-  // Never destroyed, as torch keeps the pointer.
+  // Never destroyed: torch keeps the pointer.
   torch::profiler::impl::registerPrivateUse1Methods(new Profiler());
   return true;
 }();

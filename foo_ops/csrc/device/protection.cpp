@@ -28,7 +28,7 @@ void protect(const char* begin, size_t bytes, int protection) {
 
 MemoryProtection& memory_protection() {
   static auto* protection = [] {
-    // Its mutex is held while that of the map is taken.
+    // Make the map first: its mutex is locked while ours is held.
     segment_map();
     return new MemoryProtection();
   }();
@@ -57,7 +57,7 @@ void MemoryProtection::stop() {
 }
 
 void MemoryProtection::begin_access() {
-  // Another handler may have come before ours, as that of Python's faulthandler does.
+  // Another handler may have been installed over ours, as by Python's faulthandler.
   if (accesses_.fetch_add(1, std::memory_order_acq_rel) == 0) catch_faults();
 }
 
@@ -100,7 +100,7 @@ MemoryProtection::OpenSegment* MemoryProtection::open(const void* address) {
 
 bool MemoryProtection::open_for_access(const void* address) {
   const std::lock_guard lock(mutex_);
-  // Without an access, somebody may have opened it since the fault.
+  // Without an access, another thread may have opened it since the fault.
   return (is_used() ? open(address) : find_open(address)) != nullptr;
 }
 
@@ -154,7 +154,7 @@ HostRange whole_pages(const HostRange& range) {
           range.is_written};
 }
 
-// Those of the one that are not in the other; both are sorted.
+// Returns the ranges of `one` that are not in `other`; both are sorted.
 std::vector<HostRange> difference(const std::vector<HostRange>& one,
                                   const std::vector<HostRange>& other) {
   std::vector<HostRange> result;
@@ -188,7 +188,7 @@ void HostProtection::set(std::vector<HostRange> ranges) {
     return std::any_of(changed.begin(), changed.end(),
                        [&](const HostRange& each) { return overlap(each, range); });
   };
-  // A page that one copy reads and another one writes is closed altogether.
+  // Protect written ranges last: a page that one copy reads and another writes allows no access.
   for (const bool is_written : {false, true}) {
     for (const HostRange& range : ranges) {
       if (range.is_written != is_written || !is_touched(range)) continue;
@@ -217,10 +217,11 @@ void HostProtection::open_page(const void* address) {
 namespace {
 
 struct sigaction previous;
-// The address of the last fault that another handler got, which is never that of this variable.
+// Address of the last fault that was passed to another handler; initially the address of this
+// variable, which never faults.
 std::atomic<const void*> passed_on = &passed_on;
 
-// Where the processor does not tell, a page that can be read was written.
+// Whether the access is a write. If the processor does not tell, it is one if the page can be read.
 bool is_write([[maybe_unused]] const void* address, [[maybe_unused]] const void* context) {
 #if defined(__x86_64__)
   constexpr greg_t kWrite = 2;
@@ -230,14 +231,15 @@ bool is_write([[maybe_unused]] const void* address, [[maybe_unused]] const void*
 #endif
 }
 
-// The process ends as it does where no handler is.
+// Ends the process as if there were no handler.
 void end_process(int signal_number) {
   signal(signal_number, SIG_DFL);
   raise(signal_number);
 }
 
-// Until the handler returns. Python that a finding runs, or garbage that it collects, may use the
-// device itself, and a fault of a thread that blocks it ends the process without a word.
+// Unblocks the signal until the handler returns. A finding may run Python, or garbage collection,
+// which may use the device; a fault of a thread that blocks the signal would end the process
+// without a message.
 void unblock_faults() {
   sigset_t faults;
   sigemptyset(&faults);
@@ -245,14 +247,14 @@ void unblock_faults() {
   pthread_sigmask(SIG_UNBLOCK, &faults, nullptr);
 }
 
-// The code that was interrupted reads or writes memory, and so holds no lock of ours, nor of malloc
-// or Python, but perhaps the GIL.
+// The interrupted code reads or writes memory, so it holds no lock of ours, of malloc or of Python,
+// except perhaps the GIL.
 bool resolve(const void* address, const void* context) {
   if (!memory_protection().is_on()) return false;
   if (memory_protection().open_for_access(address)) return true;
   const bool is_of_device = device_of_address(address).has_value();
   if (!is_of_device && !is_pinned(address)) return false;
-  // Kernels copy from and to pinned memory; whether they may is known from their schemas.
+  // Kernels copy from and to pinned memory; their schemas tell whether they may.
   if (is_of_device || !memory_protection().is_used()) {
     unblock_faults();
     observe(
@@ -267,8 +269,8 @@ bool resolve(const void* address, const void* context) {
 }
 
 void pass_on(int signal_number, siginfo_t* information, void* context) {
-  // A handler that leaves the signal to the one before it comes back here, as does one that lets
-  // the same code fail again.
+  // A handler that delegates to the previous one comes back here, and so does one that lets the
+  // same code fail again.
   const void* const last = passed_on.exchange(information->si_addr);
   const bool is_back =
       last != &passed_on && (information->si_code <= 0 || information->si_addr == last);
@@ -301,8 +303,8 @@ void catch_faults() {
   if (is_ours(current)) return;
   struct sigaction ours{};
   ours.sa_sigaction = &on_fault;
-  // On the stack of the thread: an alternative one, as Python's faulthandler has it, is too small
-  // to run Python on.
+  // On the thread's own stack: an alternative stack, such as that of Python's faulthandler, is too
+  // small to run Python.
   ours.sa_flags = SA_SIGINFO;
   sigemptyset(&ours.sa_mask);
   sigaction(SIGSEGV, &ours, &previous);

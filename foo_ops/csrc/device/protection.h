@@ -1,4 +1,4 @@
-// Keeps memory from code that must not touch it, for the sanitizer: of the device, and pinned.
+// Protects memory, of the device and pinned, from code that must not touch it, for the sanitizer.
 
 #pragma once
 
@@ -15,12 +15,12 @@
 
 namespace foo::device {
 
-// Segments are closed as a whole: an access opens those that it needs, and the end of the last
-// access that is under way closes them.
+// Closes and opens whole segments: an access opens those that it needs, and the end of the last
+// concurrent access closes them.
 class MemoryProtection final : public AccessListener {
  public:
-  // Closes all but memory that code of the CPU may be using. Not while other threads use the
-  // device.
+  // Closes all memory except what CPU code may be using. Other threads must not use the device
+  // meanwhile.
   void start();
   void stop();
 
@@ -30,8 +30,8 @@ class MemoryProtection final : public AccessListener {
   bool is_on() const { return access_listener.load(std::memory_order_acquire) != nullptr; }
   bool is_used() const { return accesses_.load(std::memory_order_acquire) > 0; }
 
-  // Keeps memory open for code of the CPU that uses it, until it is let go as often, or forgotten
-  // as it is free.
+  // Keeps memory open for CPU code that uses it, until it is let go equally often, or forgotten
+  // because it is free.
   void hold_open(const void* address);
   void let_go(const void* address);
   void forget(const void* address);
@@ -45,7 +45,7 @@ class MemoryProtection final : public AccessListener {
     uint32_t holds = 0;
   };
 
-  // The segment of an address if it is open, or can be opened.
+  // Returns the segment of an address if it is open, or can be opened.
   OpenSegment* find_open(const void* address);
   OpenSegment* open(const void* address);
   void close_unused();
@@ -57,11 +57,11 @@ class MemoryProtection final : public AccessListener {
   std::unordered_map<const void*, uint32_t> holds_;
 };
 
-// It is never destroyed: storages may be freed after the static objects of this library.
+// Never destroyed: storages may be freed after the static objects of this library.
 MemoryProtection& memory_protection();
 
-// Keeps memory open for code of the CPU, in whatever thread it runs, and for the system, which
-// makes no fault of it but an error.
+// Keeps memory open for CPU code on any thread, and for system calls, which report an error instead
+// of a fault.
 class HeldOpen {
  public:
   explicit HeldOpen(const void* address)
@@ -80,10 +80,8 @@ class HeldOpen {
   const void* address_;
 };
 
-// Keeps pinned memory from the host while a copy uses it, for the sanitizer.
-
-// Memory that a copy reads, so that the host may not write there, or writes, so that it may not
-// read there either.
+// Memory in use by a copy. If the copy reads it, the host may not write; if the copy writes it, the
+// host may not read either.
 struct HostRange {
   uintptr_t begin;
   uintptr_t end;
@@ -92,15 +90,16 @@ struct HostRange {
   friend auto operator<=>(const HostRange&, const HostRange&) = default;
 };
 
-// By whole pages: who asks has to look whether a fault concerns the bytes of a copy.
+// Protects pinned memory from the host while a copy uses it, in whole pages: callers must check
+// whether a fault concerns the bytes of a copy.
 class HostProtection {
  public:
-  // These ranges and no others are protected from here on.
+  // Protects these ranges and no others.
   void set(std::vector<HostRange> ranges);
 
-  // Whether the page is protected from being written alone.
+  // Whether the page is protected only from writes.
   bool is_readable(const void* address);
-  // For the access that was interrupted, and all others until the ranges are set again.
+  // Opens the page for the interrupted access, and all others until the ranges are set again.
   void open_page(const void* address);
 
  private:
@@ -109,14 +108,13 @@ class HostProtection {
   std::vector<HostRange> opened_;
 };
 
-// It is never destroyed, as other static objects have pinned memory.
+// Never destroyed: other static objects have pinned memory.
 HostProtection& host_protection();
 
-// Faults of memory that the sanitizer protects. All others go to whoever had them before.
-
-// Puts our handler before others, if it is not there already.
+// Installs our fault handler over others, unless it is there already. It passes on faults of memory
+// that the sanitizer does not protect.
 void catch_faults();
-// Takes it away, unless another one has come before it.
+// Removes the handler, unless another one was installed over it.
 void leave_faults();
 
 }  // namespace foo::device

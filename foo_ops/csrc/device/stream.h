@@ -1,4 +1,4 @@
-// Streams and events, which are always idle, and where the host waits for them all the same.
+// Streams and events, which are always idle, and the places where the host would wait for them.
 
 #pragma once
 
@@ -10,9 +10,8 @@
 
 namespace foo::device {
 
-// Streams and events. Every operator is done when it returns, so each stream is always idle and
-// each recorded event has already happened; what is left to them is identity, order and time.
-
+// Every operator is done when it returns, so each stream is always idle and each recorded event has
+// already happened; streams and events have only identity, order and time.
 struct Event {
   std::chrono::steady_clock::time_point recorded_at;
   c10::DeviceIndex device;
@@ -21,19 +20,17 @@ struct Event {
 c10::Stream default_stream(c10::DeviceIndex index);
 c10::Stream new_stream(c10::DeviceIndex index);
 c10::Stream current_stream(c10::DeviceIndex index);
-// Makes the stream the current one of its device in this thread and returns the one before.
+// Makes the stream the current one of its device in this thread and returns the previous one.
 c10::Stream exchange_current_stream(c10::Stream stream);
 
 double elapsed_milliseconds(const Event& start, const Event& end);
 
-// Says where the host waits for the device without being told to, as torch.cuda's
-// set_sync_debug_mode does.
-
+// Reports where the host waits for the device implicitly, like torch.cuda.set_sync_debug_mode.
 enum class SyncDebugMode { kDefault, kWarn, kError };
 
 inline std::atomic<SyncDebugMode> sync_debug_mode = SyncDebugMode::kDefault;
 
-// Warns or raises, as the mode says, before the operator runs.
+// Warns or raises, according to the mode, before the operator runs.
 void report_synchronization(const std::string& operator_name);
 
 inline bool reports_synchronization() {

@@ -51,7 +51,7 @@ class KernelStep final : public Step {
   py::tuple arguments_;
 };
 
-// For each argument whether it is written, or None if it is no tensor.
+// `written` tells for each argument whether it is written, or None if it is not a tensor.
 py::object call_kernel(const std::string& name, const std::vector<std::optional<bool>>& written,
                        const py::function& kernel, const py::args& arguments) {
   std::vector<c10::IValue> tensors;
@@ -81,7 +81,7 @@ void bind_graphs(py::module_& module) {
   module.def("is_current_stream_capturing", &is_current_stream_capturing);
   module.def("capture_kernel", torch::wrap_pybind_function(&call_kernel));
   module.def("set_capture_listener", [](py::function listener) {
-    auto* const held = new py::function(std::move(listener));  // Python may be gone before.
+    auto* const held = new py::function(std::move(listener));  // Leaked: Python may be gone first.
     recorder().set_listener([held](bool is_capturing) {
       const py::gil_scoped_acquire gil;
       (*held)(is_capturing);

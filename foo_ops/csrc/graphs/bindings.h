@@ -1,4 +1,4 @@
-// Gives Python what torch's own classes of graphs do not.
+// Binds functions for graphs that torch's own classes lack.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -25,11 +25,11 @@ namespace {
 
 struct Known {
   ForkMutex mutex;
-  // By address, how often it is kept.
+  // Number of graphs that keep a block, by its address.
   std::unordered_map<void*, int> blocks;
 };
 
-// It is never destroyed: graphs may be after the static objects of this library.
+// Never destroyed: graphs may outlive the static objects of this library.
 Known& known() {
   static auto* instance = new Known();
   return *instance;
@@ -82,7 +82,7 @@ bool is_copy(const std::string& name) {
   return name.starts_with("aten::_copy_from") || name == "aten::copy_";
 }
 
-// Where a tensor is, and what.
+// Memory and sizes of a tensor.
 struct Place {
   explicit Place(const at::Tensor& tensor)
       : data(tensor.has_storage() ? tensor.storage().data() : nullptr), sizes(tensor.sizes()) {}
@@ -169,7 +169,7 @@ at::Tensor Capture::host_tensor(const std::string& operator_name, const at::Tens
   if (tensor.dim() > 0) {
     fail(operator_name, "a tensor of the cpu would be copied to the device");
   }
-  // Its value is an argument of the kernel.
+  // The value becomes an argument of the kernel.
   const at::NoGradGuard no_grad;
   return tensor.clone();
 }
@@ -178,7 +178,7 @@ at::Tensor Capture::borrow(const std::string& operator_name, const at::Tensor& t
   if (!is_of_device(tensor)) return host_tensor(operator_name, tensor);
   if (!aten::is_dense(tensor)) fail(operator_name, kDense);
   const c10::Storage& storage = tensor.storage();
-  // Memory that is copied when it is written would move then.
+  // Copy-on-write memory would move when it is written: materialize it.
   void* const data = storage.mutable_data();
   const bool is_input = data != nullptr && !is_own(data);
   if (is_input && known_inputs_.insert(storage.unsafeGetStorageImpl()).second) {
@@ -210,7 +210,7 @@ at::Tensor Capture::outcome(const std::string& operator_name, const at::Tensor& 
   return tensor;
 }
 
-// What lies in none of the results was for the operator alone, which may have kept it.
+// Memory in none of the results was only for the operator, which may have kept it.
 void Capture::keep(OperatorStep& step, device::AllocationScript allocations,
                    const std::vector<at::Tensor>& outcome) {
   for (device::ScriptedAllocation& each : allocations) {
@@ -256,7 +256,7 @@ void Capture::record(const c10::OperatorHandle& op, torch::jit::Stack* stack,
     changed[i] = outcome(op.schema().name(), written[i]);
     has_moved |= now.data != places[i].data;
   }
-  // What gives a tensor other sizes, as transpose_ does, has nothing to do again.
+  // Operators that only change a tensor's sizes, such as transpose_, have nothing to replay.
   if (op.hasTag(at::Tag::inplace_view) && !has_moved) return;
   for (at::Tensor& result : results) result = outcome(op.schema().name(), result);
   step->set_outcome(std::move(results), std::move(changed));

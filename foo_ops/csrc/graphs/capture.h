@@ -1,4 +1,4 @@
-// A capture that is under way: what its streams are given becomes a list of operators.
+// A running capture, which records the operators on its streams as a list of steps.
 
 #pragma once
 
@@ -19,57 +19,53 @@
 
 namespace foo::graphs {
 
-// Blocks of memory that graphs write to each time they are replayed, and so keep.
-
+// A block of memory that graphs keep, since they write to it at each replay.
 class KeptMemory {
  public:
-  // Takes over one owner of the block.
+  // Takes over one ownership of the block.
   explicit KeptMemory(void* memory);
   KeptMemory(KeptMemory&& other) noexcept;
   KeptMemory& operator=(KeptMemory&&) = delete;
   ~KeptMemory();
 
-  // What another graph keeps, such as the results of a forward pass that a backward pass reads, is
-  // kept by this one, too.
+  // Also keeps memory of another graph, such as the results of a forward pass that a backward pass
+  // reads.
   static std::optional<KeptMemory> of_other_graph(void* memory);
 
  private:
   void* memory_;
 };
 
-// A capture that is under way: what its streams are given becomes a list of operators.
-//
-// Operators run while they are captured, since the shapes of results are known no sooner. What they
-// write into memory from before the capture, and the random numbers that they draw, are put back in
-// the end, so that a capture leaves things as it found them, as it does on a GPU.
-
-// Memory that a graph finds where it is: who owned it, and where its bytes were.
+// Memory that a graph uses in place: its owner, and the address of its bytes.
 struct Input {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   const void* data;
   std::string user;
 };
 
-// What a capture leaves.
+// Result of a capture.
 struct Recording {
   std::vector<std::unique_ptr<Step>> steps;
   std::vector<Input> inputs;
   std::vector<KeptMemory> memory;
 };
 
+// Operators run while they are captured, since the shapes of results are not known earlier. At the
+// end, their changes to memory from before the capture, and to the state of random generators, are
+// undone, so that a capture has no effect, as on a GPU.
 class Capture {
  public:
   Capture(c10::Stream stream, device::PoolId pool);
 
   void record(const c10::OperatorHandle& op, torch::jit::Stack* stack,
               c10::function_ref<void()> run);
-  // For what is no operator: first each of its tensors, then the step.
+  // For steps that are not operators: first borrow each tensor, then add the step.
   at::Tensor borrow(const std::string& name, const at::Tensor& tensor, bool is_written);
   void add(std::unique_ptr<Step> step);
-  // Notes that nothing of it can be replayed, and raises.
+  // Marks the capture as failed, and raises.
   [[noreturn]] void fail(const std::string& operator_name, const std::string& reason);
 
-  // Puts back what was changed. Raises, afterwards, where the capture has failed.
+  // Undoes the changes. Raises afterwards if the capture has failed.
   Recording end();
 
   c10::Stream stream() const { return stream_; }
@@ -108,7 +104,7 @@ class Capture {
   std::optional<std::string> failure_;
 };
 
-// Makes a refusal read the same everywhere.
+// Formats a refusal the same way everywhere.
 std::string refusal(const std::string& operator_name, const std::string& reason);
 
 }  // namespace foo::graphs

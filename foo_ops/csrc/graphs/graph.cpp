@@ -26,8 +26,8 @@ class Graph final : public at::GraphImplInterface {
     reset();
   }
 
-  // Operators run in the program's order whatever the mode, and what no graph can hold is refused
-  // in all of them.
+  // Operators run in the program's order in every mode, and every mode refuses what no graph can
+  // hold.
   void capture_begin(at::MempoolId_t pool, at::GraphCaptureMode) override {
     TORCH_CHECK(capture_ == nullptr && !recording_,
                 "capture_begin: this graph has been captured already: reset() it, or take another");
@@ -91,7 +91,7 @@ class Graph final : public at::GraphImplInterface {
 
   void enable_debug_mode() override { is_debugged_ = true; }
 
-  // In the language of Graphviz: the operators in their order.
+  // Writes the operators in their order, in Graphviz's language.
   void debug_dump(const std::string& path) override {
     check_captured("debug_dump");
     TORCH_CHECK(is_debugged_, "debug_dump: call enable_debug_mode() before");
@@ -110,7 +110,7 @@ class Graph final : public at::GraphImplInterface {
     TORCH_CHECK(recording_.has_value(), name, ": nothing has been captured");
   }
 
-  // A GPU would read and write whatever is there now.
+  // A GPU would use whatever the memory holds now.
   void check_inputs() const {
     for (const Input& input : recording_->inputs) {
       const auto storage = input.storage.lock();
@@ -125,7 +125,7 @@ class Graph final : public at::GraphImplInterface {
     try {
       recorder().end(std::exchange(capture_, nullptr));
     } catch (const c10::Error&) {
-      // It had failed, and nobody asks for it.
+      // The capture had failed, and nobody needs it.
     }
     device::memory_of(device_).remove_user(pool_);
   }
@@ -142,7 +142,7 @@ class Graph final : public at::GraphImplInterface {
 using at::GraphImplRegistry;
 using at::RegistererGraphImplRegistry;
 
-// torch looks it up by the name of the device.
+// torch looks the class up by the device's name.
 C10_REGISTER_CLASS(GraphImplRegistry, FOO, Graph)
 
 }  // namespace

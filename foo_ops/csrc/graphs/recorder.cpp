@@ -78,7 +78,7 @@ bool Recorder::is_capturing() {
 
 void Recorder::around_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack,
                                c10::function_ref<void()> run) {
-  // What an operator is made of belongs to it.
+  // Operators inside a captured operator belong to it.
   if (aten::InCapturedOperator::is_there()) return run();
   const auto capture = capture_of(torch::jit::last(*stack, op.schema().arguments().size()));
   if (capture == nullptr) return run();

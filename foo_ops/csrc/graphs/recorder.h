@@ -1,4 +1,4 @@
-// All captures that are under way, and what belongs to which.
+// All running captures, and the streams that belong to each.
 #pragma once
 
 #include <functional>
@@ -13,16 +13,16 @@
 
 namespace foo::graphs {
 
-// It sees all operators, and where streams and the host wait for one another.
+// Observes all operators, and waits between streams and the host.
 class Recorder final : public aten::CallObserver, public device::Observer {
  public:
-  // The memory pool must have a user as long as the capture.
+  // Begins a capture. The memory pool must have a user until its end.
   std::shared_ptr<Capture> begin(c10::Stream stream, device::PoolId pool);
-  // Raises where it has failed.
+  // Ends a capture; raises if it has failed.
   Recording end(const std::shared_ptr<Capture>& capture);
-  // Null where the stream is not captured.
+  // Returns the capture of a stream, or null.
   std::shared_ptr<Capture> capture_of(c10::Stream stream);
-  // That of one of the devices that a call is about; null where there is none.
+  // Returns the capture of one of the devices of a call, or null.
   std::shared_ptr<Capture> capture_of(c10::ArrayRef<c10::IValue> arguments);
   bool is_capturing();
   // Called when the first capture begins, and when the last one has ended.
@@ -33,7 +33,7 @@ class Recorder final : public aten::CallObserver, public device::Observer {
   aten::Tensors around_graph(const aten::Tensors& inputs,
                              c10::function_ref<aten::Tensors()> run) override;
 
-  // A stream that waits for one that is captured is captured, too.
+  // A stream that waits for a captured one is captured, too.
   void event_recorded(const void* event, c10::Stream stream) override;
   void event_destroyed(const void* event) noexcept override;
   void stream_waits(c10::Stream stream, const void* event) override;
@@ -48,7 +48,7 @@ class Recorder final : public aten::CallObserver, public device::Observer {
   std::unordered_map<const void*, std::shared_ptr<Capture>> events_;
 };
 
-// It is never destroyed: events may be after the static objects of this library.
+// Never destroyed: events may outlive the static objects of this library.
 Recorder& recorder();
 
 }  // namespace foo::graphs

@@ -17,7 +17,7 @@ namespace foo::graphs {
 
 at::Tensor borrow(const at::Tensor& tensor, const c10::Storage& storage) {
   at::Tensor result = aten::with_storage(tensor, storage, c10::DispatchKey::PrivateUse1);
-  // Some kernels compute only then what the backward pass needs.
+  // Some kernels compute data for the backward pass only then.
   if (tensor.requires_grad()) result.set_requires_grad(true);
   return result;
 }
@@ -29,7 +29,7 @@ c10::Storage borrow_storage(const c10::Storage& storage) {
 
 at::Tensor Borrower::borrow(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
-  // Empty ones that have nothing in common have the same address.
+  // Unrelated empty tensors have the same address.
   if (storage.data() == nullptr) return graphs::borrow(tensor, borrow_storage(storage));
   c10::Storage& known = storages_[{storage.data(), storage.nbytes()}];
   if (!known) known = borrow_storage(storage);
@@ -42,7 +42,7 @@ bool is_on_foo(const at::Tensor& tensor) {
   return tensor.device().type() == device::kFoo;
 }
 
-// Gives tensors the values of others, where they are not the same bytes already.
+// Copies values into tensors unless they have the same memory already.
 void put_into_place(const std::vector<at::Tensor>& places, const std::vector<at::Tensor>& values) {
   for (const auto i : c10::irange(places.size())) {
     if (!places[i].defined() || places[i].numel() == 0) continue;
@@ -67,7 +67,7 @@ std::vector<at::Tensor> written_tensors(const c10::OperatorHandle& op,
   std::vector<at::Tensor> written;
   for (const auto i : c10::irange(arguments.size())) {
     const c10::AliasInfo* alias = op.schema().arguments()[i].alias_info();
-    // The only ones that write by a rule of their own.
+    // Only these operators write an argument that their schema does not mark.
     const bool is_destination = op.schema().name().starts_with("aten::_copy_from") && i == 1;
     if (!is_destination && (alias == nullptr || !alias->isWrite())) continue;
     const auto tensors = tensors_of(arguments[i]);
@@ -93,7 +93,8 @@ void OperatorStep::set_allocations(device::AllocationScript allocations) {
 
 void OperatorStep::replay() const {
   torch::jit::Stack stack = arguments_;
-  // An operator that gives its argument another size or memory finds it again as it was.
+  // Borrow again if the operator changes an argument's size or memory, so that it finds the
+  // original.
   const bool changes_arguments = std::any_of(changed_.begin(), changed_.end(),
                                              [](const auto& each) { return each.defined(); });
   if (changes_arguments) {

@@ -1,4 +1,4 @@
-// What a graph consists of, each with all that it needs to run again.
+// Steps of a graph, each with everything that it needs to run again.
 
 #pragma once
 
@@ -15,15 +15,13 @@
 
 namespace foo::graphs {
 
-// Tensors over memory that they do not own: an operator of a graph finds by its address what it
-// reads and writes, as a kernel on a GPU does.
-
-// A tensor like a dense one of foo, and over the same bytes.
+// Returns a tensor over the same bytes as a dense foo tensor, without owning them: an operator of a
+// graph finds its data by address, as a kernel on a GPU does.
 at::Tensor borrow(const at::Tensor& tensor, const c10::Storage& storage);
 c10::Storage borrow_storage(const c10::Storage& storage);
 
-// Borrows tensors so that those over one memory have one storage: kernels find out by it whether
-// tensors overlap.
+// Borrows tensors so that those over the same memory share a storage: kernels compare storages to
+// find overlaps.
 class Borrower {
  public:
   at::Tensor borrow(const at::Tensor& tensor);
@@ -32,29 +30,27 @@ class Borrower {
   std::map<std::pair<const void*, size_t>, c10::Storage> storages_;
 };
 
-// What a graph consists of, each with all that it needs to run again.
-
 class Step {
  public:
   virtual ~Step() = default;
 
-  // Runs in the current stream, with its results where they were.
+  // Runs on the current stream and writes the results to the same memory.
   virtual void replay() const = 0;
   virtual std::string describe() const = 0;
 };
 
 class OperatorStep final : public Step {
  public:
-  // What a call is given. Tensors of foo are borrowed.
+  // `arguments` are those of the call. Tensors of foo are borrowed.
   OperatorStep(const c10::OperatorHandle& op, torch::jit::Stack arguments);
 
-  // What it left: the tensors among its results and, where they got other memory or another size,
-  // among its arguments. Undefined where there is nothing to compare.
+  // Sets the tensors among the results and, if their memory or size changed, among the arguments.
+  // Undefined ones are not compared.
   void set_outcome(std::vector<at::Tensor> results, std::vector<at::Tensor> changed);
   void set_allocations(device::AllocationScript allocations);
 
   void replay() const override;
-  // The operator, and the shapes of the tensors that it takes.
+  // Returns the operator and the shapes of its tensor arguments.
   std::string describe() const override;
 
  private:
@@ -67,7 +63,7 @@ class OperatorStep final : public Step {
   bool grad_mode_;
 };
 
-// The arguments that an operator writes to, in their order.
+// Returns the arguments that an operator writes, in order.
 std::vector<at::Tensor> written_tensors(const c10::OperatorHandle& op,
                                         c10::ArrayRef<c10::IValue> arguments);
 std::vector<at::Tensor> tensors_of(c10::ArrayRef<c10::IValue> values);

@@ -16,9 +16,6 @@
 
 namespace foo {
 
-// Checks that the tensors of a call are on one device, as torch does in front of the kernels of its
-// own devices.
-
 // Devices that the tensors of a call may be on.
 enum class Devices {
   kOne,
@@ -65,7 +62,6 @@ void refuse_nested_tensors(torch::Library& library, const char* operator_name);
 
 // Counts how often each operator ran on foo, with a kernel of foo's own or with the CPU's through
 // the fallback. The counts show which kernel a new backend needs next.
-
 struct OperatorCount {
   std::atomic<int64_t> own = 0;
   std::atomic<int64_t> fallback = 0;

@@ -25,22 +25,22 @@ namespace {
 
 using OperandTensors = c10::SmallVector<at::Tensor, 4>;
 
-// The tensors and numbers of a call.
+// Tensors and numbers of a call.
 struct Operands {
   OperandTensors inputs;
-  // Arguments that are written, or undefined tensors to be allocated.
+  // Written arguments, or undefined tensors to be allocated.
   OperandTensors outputs;
-  // For each input what the kernel reads it as.
+  // For each input, the dtype in which the kernel reads it.
   c10::SmallVector<at::ScalarType, 4> input_types;
   const std::vector<at::ScalarType>& output_types;
-  // The arguments that are no tensors.
+  // Arguments that are not tensors.
   c10::SmallVector<int64_t, 8> scalars;
   Values values;
 
   bool outputs_are_given() const { return outputs.front().defined(); }
 };
 
-// Allocates outputs that are not defined, of one dtype.
+// Allocates undefined outputs, all of one dtype.
 at::TensorIterator make_iterator(const Operands& operands, at::TensorList outputs) {
   at::TensorIteratorConfig config;
   bool is_given = false;
@@ -61,8 +61,8 @@ at::TensorIterator make_iterator(const Operands& operands, at::TensorList output
   return config.build();
 }
 
-// A TensorIterator allocates outputs of one dtype. Where there are several, the others lie in
-// memory as the first does.
+// A TensorIterator allocates outputs of one dtype only. The others get the memory layout of the
+// first.
 void allocate_of_several_types(Operands& operands) {
   const auto iterator = make_iterator(operands, {at::Tensor()});
   for (size_t i = 0; i < operands.outputs.size(); ++i) {
@@ -89,8 +89,8 @@ void run_iterator(Operands& operands, Kernel& kernel, const Signature& signature
                     grain_size(at::internal::GRAIN_SIZE));
 }
 
-// Whether there is nothing to find out: contiguous inputs of one shape, of the dtypes that the
-// kernel reads, and results that are new. TensorIterator takes half a microsecond to say so.
+// Whether the fast path applies: contiguous inputs of one shape, in the dtypes that the kernel
+// reads, and new results. TensorIterator would take half a microsecond to find that out.
 bool is_plain(const Operands& operands) {
   if (operands.outputs_are_given()) return false;
   const at::Tensor& first = operands.inputs.front();
@@ -106,14 +106,14 @@ bool is_plain(const Operands& operands) {
 
 at::Tensor allocate(const at::Tensor& like, at::ScalarType dtype) {
   const auto options = like.options().dtype(dtype);
-  // The dispatcher takes a tenth of a microsecond.
+  // Bypass the dispatcher, which takes a tenth of a microsecond.
   return in_huge_pages(like.is_cpu() ? at::cpu::empty(like.sizes(), options)
                                      : at::empty(like.sizes(), options));
 }
 
 void run_plain(Operands& operands, Kernel& kernel, const Signature& signature) {
   c10::SmallVector<char*, 8> data;
-  // Strides of the inner loop, and of the outer one, which takes a single step.
+  // Strides of the inner loop, and of the outer one, which has a single step.
   c10::SmallVector<int64_t, 16> strides;
   for (size_t i = 0; i < operands.outputs.size(); ++i) {
     operands.outputs[i] = allocate(operands.inputs.front(), operands.output_types[i]);
@@ -145,7 +145,7 @@ void run(Operands& operands, Kernel& kernel, const Signature& signature) {
   rethrow_raised();
 }
 
-// Whether an argument's dtype is one of those that the common dtype is made of.
+// Whether an argument takes part in type promotion.
 bool is_promoted(const Parameter& parameter) {
   return parameter.is_tensor() && parameter.role != Parameter::Role::kOut &&
          parameter.own_types.empty();
@@ -258,7 +258,7 @@ void Elementwise::check_targets(c10::ArrayRef<c10::IValue> arguments,
     check_resizable(name_, parameters_[i].name, target, sizes, other_tensors(arguments, i));
   });
   for_each_written(parameters_, arguments, [&](size_t i, const at::Tensor& target) {
-    // A tensor that is resized is alone in its memory.
+    // A tensor that will be resized shares its memory with no other.
     if (have_sizes(target.sym_sizes(), sizes)) check_overlaps(arguments, i);
   });
 }
@@ -348,7 +348,7 @@ void Elementwise::launch(torch::jit::Stack& stack) {
   OperandTensors targets = operands.outputs;
   if (!targets.empty()) {
     const auto sizes = check_written(arguments);
-    // A kernel that cannot be compiled is refused before anything is resized.
+    // Compile before anything is resized: this may raise.
     const bool is_empty = c10::multiply_integers(sizes) == 0;
     if (!is_empty) kernel_.get<ElementwiseFunction>(signature);
   }

@@ -1,4 +1,4 @@
-// One launcher for every elementwise operator: an operator names its kernel and its dtypes.
+// One launcher for every elementwise operator, which names its kernel and its dtypes.
 
 #pragma once
 
@@ -15,22 +15,22 @@
 
 namespace foo {
 
-// TensorIterator's 2-d loop: data and strides (in bytes) stand in the order outputs, inputs; and
-// the numbers among the arguments.
+// TensorIterator's 2-d loop. `data` and `strides` (in bytes) are in the order outputs, inputs;
+// `scalars` are the numbers among the arguments.
 using ElementwiseFunction = void(char** data, const int64_t* strides, int64_t size0, int64_t size1,
                                  const int64_t* scalars);
 
-// For each dtype that the inputs may have, once promoted to a common one, that of each result.
+// Maps each allowed common dtype of the inputs to the dtypes of the results.
 using ResultTypes = std::map<at::ScalarType, std::vector<at::ScalarType>>;
 
 // An operator and its elementwise kernel. Tensors are broadcast, and promoted to their common dtype
-// unless they have a dtype of their own; numbers are handed to the kernel as they are. Results are
+// unless they have their own dtypes; numbers are passed to the kernel as they are. Results are
 // allocated, or written to the arguments that the schema writes to.
 class Elementwise : public std::enable_shared_from_this<Elementwise> {
  public:
-  // `input_types` names the dtypes that are taken, for the message that refuses others.
-  // `depends_on` says for each result which argument it is missing without, or -1; it is empty
-  // where all results are always there.
+  // `input_types` names the allowed dtypes in the error message for others. `depends_on` gives for
+  // each result the argument without which it is missing, or -1; it is empty if no result can be
+  // missing.
   Elementwise(const std::string& operator_name, const std::string& kernel,
               std::vector<Parameter> parameters, ResultTypes result_types, std::string input_types,
               std::vector<int64_t> depends_on);
@@ -40,20 +40,20 @@ class Elementwise : public std::enable_shared_from_this<Elementwise> {
     const std::vector<at::ScalarType>& results;
   };
 
-  // The dtypes of a call, or the error that the launcher raises for these tensors.
+  // Returns the dtypes of a call, or raises the launcher's error for these tensors.
   Types types_of(c10::ArrayRef<c10::IValue> arguments) const;
 
-  // Throws what is wrong with arguments that are no tensors.
+  // Throws if arguments that are not tensors have invalid values.
   void check_values(c10::ArrayRef<c10::IValue> arguments, at::ScalarType common) const;
 
-  // Throws as TensorIterator does: one tensor on cpu without dimensions goes with any device.
+  // Throws as TensorIterator does: a 0-d tensor on cpu goes with any device.
   void check_devices(c10::ArrayRef<c10::IValue> arguments) const;
 
-  // Throws for tensors that are written, and that results of this shape do not fit, or that share
-  // elements. Nothing has been written, nor has anything been resized.
+  // Throws if written tensors do not fit results of this shape, or share elements. Called before
+  // anything is written or resized.
   void check_targets(c10::ArrayRef<c10::IValue> arguments, c10::SymIntArrayRef sizes) const;
 
-  // On a dispatch key, CPU or PrivateUse1.
+  // Registers the kernel for a dispatch key, CPU or PrivateUse1.
   c10::RegistrationHandleRAII register_for(c10::DispatchKey key);
 
   // Replaces the arguments on the stack by the results.
@@ -76,11 +76,11 @@ class Elementwise : public std::enable_shared_from_this<Elementwise> {
   ResultTypes result_types_;
   std::string input_types_;
   std::vector<int64_t> depends_on_;
-  // How many arguments are promoted to the common dtype, and "gate and up", for messages.
+  // Number of arguments that are promoted to the common dtype, and "gate and up", for messages.
   size_t promoted_ = 0;
   std::string promoted_names_;
   size_t returns_;
-  // Whether lists of numbers are among the parameters: their indices are checked where kernels
+  // Whether there are parameters that are lists of numbers: their indices are checked if kernels
   // check their accesses.
   bool has_lists_;
 };

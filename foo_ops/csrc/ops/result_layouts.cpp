@@ -68,7 +68,7 @@ void ResultLayouts::ask_tensor(Question& question, const at::Tensor& tensor) {
 
 void ResultLayouts::ask_value(Question& question, const c10::IValue& value) {
   if (value.isInt() || value.isDouble() || value.isBool() || value.isSymInt()) {
-    // 1, 1.0 and True are different Scalars.
+    // Scalars 1, 1.0 and True are different questions.
     question.push_back(value.isDouble() ? -2 : value.isBool() ? -3 : -4);
     question.push_back(scalar_bits(value));
   } else if (value.isString()) {

@@ -1,4 +1,4 @@
-// How the results of a call lie in memory, as the operator's fake kernel says.
+// Memory layouts of a call's results, computed by the operator's fake kernel.
 
 #pragma once
 
@@ -18,25 +18,25 @@ namespace foo {
 struct ResultLayout {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
-  // Undefined for a result that is not there.
+  // Undefined for a missing result.
   at::ScalarType dtype = at::ScalarType::Undefined;
 };
 
-// The layouts of all results of a call. Calls share those that are remembered.
+// Layouts of all results of a call. Calls share the remembered ones.
 using SharedLayouts = std::shared_ptr<const std::vector<ResultLayout>>;
 
-// The layouts of an operator's results, as its fake kernel says, which also refuses arguments. It
-// is called once for arguments of the same shapes and values, since it is Python.
+// Computes the layouts of an operator's results with its fake kernel, which also refuses arguments.
+// The fake kernel is Python, so it is called once for arguments of the same shapes and values.
 class ResultLayouts {
  public:
   explicit ResultLayouts(c10::OperatorHandle op) : op_(std::move(op)) {}
 
-  // Takes no arguments `out`.
+  // Returns the layouts; `arguments` must not include `out`.
   SharedLayouts of(c10::ArrayRef<c10::IValue> arguments);
 
  private:
-  // All that a fake kernel depends on: the arguments, but for the contents of tensors, and what
-  // torch lets a program set for all that follows.
+  // Everything that a fake kernel depends on: the arguments, except tensors' contents, and the
+  // global settings of torch.
   using Question = c10::SmallVector<int64_t, 48>;
 
   struct QuestionHash {

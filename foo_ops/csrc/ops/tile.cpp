@@ -26,7 +26,7 @@ namespace foo {
 
 namespace {
 
-// A line of the cache, so that threads and vectors do not share one.
+// A cache line, so that threads and vectors do not share one.
 constexpr int64_t kAlignment = 64;
 
 ScratchPool& pool_of_tiles() {
@@ -63,7 +63,7 @@ Scratch::Scratch(const ScratchShapes& shapes, int64_t place, Outside& outside) :
   int64_t bytes = 0;
   for (const ScratchShape& shape : shapes) bytes += shape.bytes;
   auto* address = static_cast<char*>(memory_.emplace(pool_of_tiles(), place, bytes).get());
-  // What has all bits set is a NaN. To use it by mistake shows.
+  // All bits set is a NaN: a read of uninitialized memory shows.
   if (checks_bounds()) std::memset(address, 0xff, bytes);
   for (const ScratchShape& shape : shapes) {
     const auto dimensions = int64_t(shape.sizes.size());
@@ -89,11 +89,11 @@ int64_t Scratch::argument_of(const View* view) const {
 
 namespace {
 
-// A tensor without dimensions has one row of one element: the size at -1 is 1.
+// A 0-d tensor has one row of one element: its size at -1 is 1.
 constexpr int64_t kNoDimensions[] = {1, 1};
 
-// A pointer to write to would copy a tensor that shares its memory until it is written to: one that
-// is only read gives a pointer to read from.
+// A mutable pointer would copy a copy-on-write tensor: use a const pointer for tensors that are
+// only read.
 View view_of(const at::Tensor& tensor, bool is_written, Outside& outside) {
   const at::IntArrayRef sizes = tensor.sizes();
   const bool has_dimensions = tensor.dim() > 0;
@@ -169,7 +169,7 @@ bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileO
   values_.check_bounds(outside);
   Views views;
   const int64_t largest = make_views(views, outside);
-  // Of the call, then of its threads, until nothing refers to a view any more.
+  // Scratch memory of the call, then of its threads; kept until nothing refers to a view.
   std::deque<Scratch> scratch;
   const auto require_inside = [&] {
     if (outside.is_found == 0) return;
@@ -185,7 +185,7 @@ bool TileCall::run(const std::string& operator_name, Kernel& kernel, const TileO
   const ScratchShapes of_call = scratch_shapes(operator_name, options, counts.data() + 1, true);
   const ScratchShapes of_thread = scratch_shapes(operator_name, options, counts.data() + 1, false);
   scratch.emplace_back(of_call, 0, outside).give(numbers_.data());
-  // A call that is refused leaves the generator as it was.
+  // Drawn only now: a refused call leaves the generator as it was.
   for (const auto& [index, generator] : generators_) {
     numbers_[index] = draw_seed(generator, device);
   }
@@ -266,14 +266,14 @@ std::string TileCall::name_of(const View* view, const Views& views,
 
 namespace {
 
-// Undefined for a result that is not there.
+// Returns an undefined tensor for a missing result.
 at::Tensor allocate(const ResultLayout& layout, c10::Device device) {
   if (layout.dtype == at::ScalarType::Undefined) return at::Tensor();
   return in_huge_pages(at::empty_strided(layout.sizes, layout.strides,
                                          at::TensorOptions().dtype(layout.dtype).device(device)));
 }
 
-// Whether elements of an argument are elements of an input, other than itself.
+// Whether a written argument shares elements with another input.
 bool overlaps_another(const at::Tensor& target, c10::ArrayRef<c10::IValue> inputs, size_t index) {
   for (size_t other = 0; other < inputs.size(); ++other) {
     if (other != index && inputs[other].isTensor() &&
@@ -288,10 +288,10 @@ bool has_contiguous_rows(const at::Tensor& tensor) {
   return tensor.dim() == 0 || tensor.size(-1) <= 1 || tensor.stride(-1) == 1;
 }
 
-// Copies that the kernel reads in place of some arguments.
+// Copies that the kernel reads instead of some arguments.
 using Copies = c10::SmallVector<std::pair<size_t, at::Tensor>, 2>;
 
-// A tensor that is written, and what the kernel writes instead where it cannot write there.
+// A written tensor, and the buffer that the kernel writes instead if it cannot write there.
 struct Written {
   at::Tensor target;
   at::Tensor buffer;
@@ -299,7 +299,7 @@ struct Written {
 
 using AllWritten = c10::SmallVector<Written, 4>;
 
-// The position of the first tensor that is always there, or the number of parameters.
+// Returns the position of the first required tensor, or the number of parameters.
 size_t find_first_tensor(const std::vector<Parameter>& parameters) {
   const auto first = std::find_if(
       parameters.begin(), parameters.end(),
@@ -307,7 +307,7 @@ size_t find_first_tensor(const std::vector<Parameter>& parameters) {
   return first - parameters.begin();
 }
 
-// A Scalar is given in the compute type of the first tensor.
+// Scalars are passed in the compute type of the first tensor.
 Common common_of(const std::vector<Parameter>& parameters, size_t first_tensor,
                  c10::ArrayRef<c10::IValue> arguments) {
   if (first_tensor == parameters.size()) return {};
@@ -382,7 +382,7 @@ class TileLauncher final : public c10::OperatorKernel {
     return results;
   }
 
-  // Throws for a tensor that cannot be written. Nothing has been, nor has anything been resized.
+  // Throws for a tensor that cannot be written. Called before anything is written or resized.
   void check_written(c10::ArrayRef<c10::IValue> arguments,
                      const std::vector<ResultLayout>& layouts) const {
     for_each_written(parameters_, arguments, [&](size_t i, const at::Tensor& target) {
@@ -437,8 +437,8 @@ class TileLauncher final : public c10::OperatorKernel {
     }
   }
 
-  // Numbers that the kernel's check looks at are indices as a rule. The kernel must use
-  // the same ones, whoever writes to the tensor meanwhile.
+  // Numbers in the kernel's check are usually indices. The kernel must use the checked values even
+  // if another thread writes to the tensor meanwhile.
   bool is_checked(size_t index, const at::Tensor& tensor) const {
     return options_.checks[index] && at::isIntegralType(tensor.scalar_type(), true);
   }
@@ -471,7 +471,7 @@ class TileLauncher final : public c10::OperatorKernel {
     call.add_tensors(tensors, is_written);
   }
 
-  // Where another input shares its memory, a kernel would read what it has written.
+  // If another input shares the memory, the kernel would read its own results.
   at::Tensor buffer_in_place(const at::Tensor& target, c10::ArrayRef<c10::IValue> inputs,
                              size_t index, bool is_shared) const {
     if (is_shared || is_checked(index, target) || overlaps_another(target, inputs, index)) {
@@ -480,7 +480,8 @@ class TileLauncher final : public c10::OperatorKernel {
     return needs_copy(target) ? target.contiguous() : target;
   }
 
-  // One of another shape is resized when the kernel has run, which may refuse what tensors contain.
+  // An `out` of another shape is resized after the kernel has run, since the kernel may refuse the
+  // tensors' contents.
   at::Tensor buffer_for_out(const at::Tensor& target, const ResultLayout& layout,
                             c10::ArrayRef<c10::IValue> inputs, size_t index) const {
     const bool is_direct = !options_.refuses_late && target.sizes().equals(layout.sizes) &&
@@ -489,7 +490,7 @@ class TileLauncher final : public c10::OperatorKernel {
     return is_direct ? target : allocate(layout, target.device());
   }
 
-  // The kernel, or its check, cannot use what it has read.
+  // Called if the kernel or its check cannot use the contents that it has read.
   [[noreturn]] void refuse(c10::ArrayRef<c10::IValue> arguments, const Copies& copies,
                            c10::Device device) const {
     torch::jit::Stack seen = arguments.vec();
@@ -515,14 +516,14 @@ class TileLauncher final : public c10::OperatorKernel {
   TileOptions options_;
   // Arguments that are not `out`.
   size_t inputs_;
-  // The first that is always there, or the number of parameters.
+  // Position of the first required tensor, or the number of parameters.
   size_t first_tensor_;
-  // Whether lists of tensors are among the parameters.
+  // Whether there are parameters that are lists of tensors.
   bool has_lists_;
   bool writes_;
-  // For each result whether it is an argument that was written.
+  // For each result, whether it is a written argument.
   c10::SmallVector<bool, 4> returns_argument_;
-  // The layouts of the operator without `out`.
+  // Layouts of the operator's variant without `out`.
   ResultLayouts layouts_;
   Kernel& kernel_;
   OperatorCount* count_;

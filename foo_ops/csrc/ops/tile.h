@@ -24,9 +24,9 @@
 
 namespace foo {
 
-// The memory that a tile kernel works in: views like those of tensors, for a call or for a thread.
+// Scratch memory of tile kernels: views like those of tensors, per call or per thread.
 
-// One view of it, in the type that elements of an argument are computed in.
+// A scratch view, in the compute type of the argument `like`.
 struct ScratchOption {
   int64_t like;
   int64_t dimensions;
@@ -34,32 +34,32 @@ struct ScratchOption {
 };
 
 struct ScratchShape {
-  // The position of the view among the kernel's arguments.
+  // Position of the view among the kernel's arguments.
   size_t argument;
   c10::SmallVector<int64_t, 4> sizes;
-  // Of contiguous elements.
+  // Contiguous strides.
   c10::SmallVector<int64_t, 4> strides;
   int64_t elements;
-  // Up to where the next view may begin.
+  // Offset at which the next view may begin.
   int64_t bytes;
 };
 
-// Throws for sizes that no memory has.
+// Computes a scratch view's shape. Throws for sizes that no memory can hold.
 ScratchShape scratch_shape(const std::string& operator_name, const std::string& name,
                            size_t argument, c10::ScalarType like, const int64_t* sizes,
                            int64_t dimensions);
 
 using ScratchShapes = c10::SmallVector<ScratchShape, 2>;
 
-// Holds the memory and the views of one call, or of a thread of it. Where accesses are checked the
-// memory is full of NaN, or of -1.
+// Holds the memory and the views of a call, or of one of its threads. If accesses are checked, the
+// memory is filled with NaN, or -1.
 class Scratch {
  public:
   Scratch(const ScratchShapes& shapes, int64_t place, Outside& outside);
 
-  // Writes the addresses of the views where the kernel finds its arguments.
+  // Writes the addresses of the views to the kernel's arguments.
   void give(int64_t* arguments) const;
-  // Returns the argument that a view is, or -1.
+  // Returns the position of a view among the arguments, or -1.
   int64_t argument_of(const View* view) const;
 
  private:
@@ -68,53 +68,49 @@ class Scratch {
   c10::SmallVector<View, 2> views_;
 };
 
-// One launcher for every tile kernel: a function over views of tensors and a range of tiles.
-
-// The phases of a call, in this order. The kernel runs ranges of tiles on several threads, and
-// finishes on one, if it has something to do then.
+// Phases of a call, in this order. The kernel runs ranges of tiles on several threads; the
+// finishing phase, if the kernel has one, runs on one thread.
 enum TilePhase : int64_t { kCountTiles, kRunTiles, kFinishTiles };
 
-// What a kernel writes to `count` in place of a number of tiles.
+// Written by a kernel to `count` instead of a number of tiles.
 inline constexpr int64_t kRefused = std::numeric_limits<int64_t>::min();
 
-// `arguments` points to a number for each argument: a View's address, or a scalar's bits. In the
-// phase kCountTiles the kernel writes to `count` how many tiles there are, or kRefused where its
-// check does not pass, and after it the sizes of its scratch memory, which it does not have yet. In
-// the phase kRunTiles it runs the tiles from `begin` to `end`, and writes kRefused to `count` where
-// it cannot use what it reads.
+// `arguments` points to a number for each argument: a View's address, or a scalar's bits. In phase
+// kCountTiles the kernel writes the number of tiles to `count`, or kRefused if its check fails,
+// followed by the sizes of its scratch memory, which is not allocated yet. In phase kRunTiles it
+// runs the tiles from `begin` to `end`, and writes kRefused to `count` if it cannot use the
+// contents it reads.
 using TileFunction = void(const int64_t* arguments, int64_t phase, int64_t* count, int64_t begin,
                           int64_t end);
 
 struct TileOptions {
-  // The names of the function's parameters: first arguments, then results, then scratch memory.
+  // Names of the function's parameters: first arguments, then results, then scratch memory.
   std::vector<std::string> names;
-  // The last dimension of every tensor is given to the kernel with stride 1.
+  // The kernel gets every tensor with stride 1 in the last dimension.
   bool contiguous_rows;
-  // The kernel takes the tensors that it writes in place once more, as its outputs.
+  // The kernel gets the tensors that it writes in place a second time, as its outputs.
   bool repeats_written;
-  // The kernel is called once more when all tiles are done, also where there are none.
+  // The kernel is called once more when all tiles are done, even if there are none.
   bool finishes;
-  // The kernel itself finds what it cannot use, and then has written to some of its results.
+  // The kernel may refuse contents while it runs, after it has written to some of its results.
   bool refuses_late;
   std::vector<ScratchOption> scratch;
-  // For each argument whether the kernel's check takes it.
+  // For each argument, whether the kernel's check takes it.
   std::vector<bool> checks;
-  // Called where the kernel or its check cannot use what tensors contain.
+  // Called if the kernel or its check cannot use the tensors' contents.
   Refusal refuse;
 };
 
-// Throws what is wrong with arguments that are no tensors; fake kernels call it.
+// Throws if arguments that are not tensors have invalid values; fake kernels call it.
 void check_tile_values(const std::string& name, const std::vector<Parameter>& parameters,
                        c10::ArrayRef<c10::IValue> arguments);
 
-// Gives an operator a tile kernel on a dispatch key, CPU or PrivateUse1. Whatever the schema
-// returns, and is no argument that it writes to, is allocated with the sizes, strides and dtypes
-// that the fake kernel says. All that it refuses is refused before anything is written.
+// Registers a tile kernel on a dispatch key, CPU or PrivateUse1. Results that are not written
+// arguments are allocated with the sizes, strides and dtypes that the fake kernel returns.
+// Everything that the fake kernel refuses is refused before anything is written.
 c10::RegistrationHandleRAII register_tile(const std::string& operator_name, c10::DispatchKey key,
                                           const std::string& kernel,
                                           std::vector<Parameter> parameters, TileOptions options);
-
-// The arguments of one call of a tile kernel, and the call.
 
 using Tensors = c10::SmallVector<at::Tensor, 8>;
 
@@ -124,42 +120,42 @@ class TileCall {
 
   void add_tensors(at::TensorList tensors, bool is_written);
 
-  // An argument that is no tensor, and not None.
+  // Adds an argument that is neither a tensor nor None.
   void add_value(const std::string& name, const Kernel& kernel, const Parameter& parameter,
                  const c10::IValue& argument, const Common& common);
 
   void add_generator(const c10::IValue& generator);
 
-  // A tensor that is not there.
+  // Adds a missing tensor.
   void add_none();
 
   void add_scratch();
 
-  // False where the kernel's check does not pass, and nothing is written, or where the kernel
-  // refuses late. Throws where a kernel that checks its accesses has found one outside.
+  // Returns false if the kernel's check fails and nothing is written, or if the kernel refuses
+  // late. Throws if a kernel that checks its accesses has found one out of bounds.
   bool run(const std::string& operator_name, Kernel& kernel, const TileOptions& options,
            c10::Device device);
 
  private:
   using Views = c10::SmallVector<View, 8>;
 
-  // The shapes of what there is for a call, or for each thread, from the sizes of all.
+  // Returns the scratch shapes per call, or per thread, out of the sizes of all.
   ScratchShapes scratch_shapes(const std::string& operator_name, const TileOptions& options,
                                const int64_t* sizes, bool is_per_call) const;
 
-  // What a view is called in the kernel.
+  // Returns the name of a view in the kernel.
   std::string name_of(const View* view, const Views& views, const std::deque<Scratch>& scratch,
                       const TileOptions& options) const;
 
-  // A list of tensors: the number of the argument, and where its tensors and views are.
+  // A list of tensors: the number of the argument, and where its tensors and views begin.
   struct List {
     size_t number;
     size_t begin;
     ViewList views;
   };
 
-  // Makes the views, and gives the kernel their addresses. Returns the most elements of an
-  // argument.
+  // Makes the views and writes their addresses to the kernel's arguments. Returns the largest
+  // number of elements of an argument.
   int64_t make_views(Views& views, Outside& outside);
 
   void add_number(int64_t number);
@@ -168,10 +164,10 @@ class TileCall {
   Tensors tensors_;
   c10::SmallVector<bool, 8> is_written_;
   c10::SmallVector<int64_t, 16> numbers_;
-  // For each number the index of its tensor, or -1.
+  // For each number, the index of its tensor, or -1.
   c10::SmallVector<int64_t, 16> tensor_of_;
   c10::SmallVector<List, 1> lists_;
-  // The generators, and which numbers become seeds of theirs.
+  // Generators, and the positions of the numbers that become their seeds.
   c10::SmallVector<std::pair<size_t, c10::IValue>, 1> generators_;
   Values values_;
   Signature signature_;

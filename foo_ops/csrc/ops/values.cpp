@@ -71,7 +71,7 @@ namespace {
 
 constexpr int64_t kOne[] = {1};
 
-// "'a', 'b' or 'c'".
+// Formats choices as "'a', 'b' or 'c'".
 std::string in_words(const std::vector<std::string>& choices) {
   std::ostringstream words;
   for (size_t i = 0; i < choices.size(); ++i) {

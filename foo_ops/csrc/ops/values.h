@@ -1,4 +1,4 @@
-// The arguments of a call that are no tensors, and lists of tensors, as a kernel reads them.
+// Arguments of a call that are not tensors, and lists of tensors, as a kernel reads them.
 
 #pragma once
 
@@ -16,21 +16,19 @@
 
 namespace foo {
 
-// Lists of tensors among the arguments of a tile kernel: what they must be, and what shares memory.
-
-// Refuses a list without tensors, or with tensors of several dtypes or numbers of dimensions.
+// Refuses a list that is empty, or has tensors of several dtypes or numbers of dimensions.
 void check_list(const std::string& name, const Parameter& parameter, at::TensorList tensors);
 
-// Which tensors of a call lie where others do. It takes the time of sorting them, where to compare
-// each with all others would take longer than the kernel.
+// Finds tensors of a call that share memory. It sorts them, since comparing all pairs would take
+// longer than the kernel.
 class SharedMemory {
  public:
-  // Throws for elements that two tensors share which are written, or a tensor of a list itself. Of
-  // fake tensors it throws where they tell.
+  // Throws if two written tensors share elements, or if a tensor of a list overlaps itself. For
+  // fake tensors it throws as far as they tell.
   SharedMemory(const std::string& name, const std::vector<Parameter>& parameters,
                c10::ArrayRef<c10::IValue> arguments);
 
-  // Whether a tensor that is written shares elements with another one, which is read.
+  // Whether a written tensor shares elements with another one, which is read.
   bool is_shared(size_t argument, size_t position) const;
 
  private:
@@ -45,50 +43,49 @@ class SharedMemory {
                Member& other);
 
   std::vector<Member> members_;
-  // For each argument the first of its members.
+  // For each argument, its first member.
   std::vector<size_t> first_;
 };
 
-// The arguments of a call that are no tensors, as a kernel reads them: each is eight bytes, a
-// number or the address of what is larger.
+// Each non-tensor argument is eight bytes for the kernel: a number, or the address of larger data.
 
-// Tensors in whose compute type a Scalar is given, and their names, for messages.
+// The dtype in whose compute type Scalars are passed, and its tensors' names, for messages.
 struct Common {
   at::ScalarType dtype = at::ScalarType::Undefined;
   const std::string* names = nullptr;
 };
 
-// Whether a kernel reads an argument as it is, and nothing can be wrong with it.
+// Whether a kernel reads an argument as it is, and every value is valid.
 inline bool is_plain_number(const Parameter& parameter) {
   using Kind = Parameter::Kind;
   return parameter.kind == Kind::kFloat || parameter.kind == Kind::kInt ||
          parameter.kind == Kind::kBool;
 }
 
-// Refuses an argument that is no tensor and not None: a text that is none of the choices, a number
-// that the common dtype cannot hold, a list of another length than the schema says.
+// Refuses an argument, neither a tensor nor None: a text that is none of the choices, a number that
+// the common dtype cannot hold, a list of another length than the schema's.
 void check_value(const std::string& name, const Parameter& parameter, const c10::IValue& argument,
                  const Common& common);
 
-// Holds what the eight bytes point to. Without such arguments it costs nothing.
+// Holds the data that the eight bytes point to. Costs nothing without such arguments.
 class Values {
  public:
-  // Returns the eight bytes of an argument that is not None, or throws what is wrong with it.
+  // Returns the eight bytes of an argument that is not None, or throws if its value is invalid.
   int64_t add(const std::string& name, const Parameter& parameter, const c10::IValue& argument,
               const Common& common) {
     return is_plain_number(parameter) ? scalar_bits(argument)
                                       : hold(name, parameter, argument, common);
   }
 
-  // Appends what a kernel is compiled for besides its tensors: a text, a dtype, or whether an
-  // optional argument is there.
+  // Appends to the signature what a kernel is compiled for besides its tensors: a text, a dtype, or
+  // whether an optional argument is given.
   static void sign(const Kernel& kernel, const Parameter& parameter, const c10::IValue& argument,
                    Signature& signature);
 
-  // Lets accesses outside of lists be recorded.
+  // Records accesses out of the bounds of lists in `outside`.
   void check_bounds(Outside& outside);
 
-  // The name of the list that a view is, or null.
+  // Returns the name of the list that a view belongs to, or null.
   const std::string* name_of(const View* view) const;
 
  private:
@@ -104,7 +101,7 @@ class Values {
   int64_t add_number(const at::Scalar& number, at::ScalarType dtype);
   int64_t add_list(const Parameter& parameter, std::vector<int64_t> bytes);
 
-  // Addresses into these stay what they are.
+  // Forward lists: addresses of elements stay valid.
   std::forward_list<List> lists_;
   std::forward_list<std::array<double, 2>> complex_;
 };

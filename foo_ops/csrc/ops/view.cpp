@@ -10,10 +10,10 @@ namespace foo {
 
 namespace {
 
-// How many have asked for checks: scopes of several threads may overlap.
+// Number of requests for checks: scopes of several threads may overlap.
 std::atomic<int64_t> askers = 0;
 
-// As the user has written it, with numbers in place of variables.
+// Formats the access as the user wrote it, with numbers instead of variables.
 std::string written(const std::string& argument, const Outside& outside) {
   const int64_t* const indices = outside.indices;
   std::ostringstream text;

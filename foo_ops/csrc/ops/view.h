@@ -1,4 +1,4 @@
-// A tensor as a tile kernel sees it, and accesses that are outside of one.
+// A tensor as a tile kernel sees it, and accesses out of its bounds.
 
 #pragma once
 
@@ -9,8 +9,6 @@
 
 namespace foo {
 
-// A tensor as a tile kernel sees it, and an access outside of one.
-
 struct Outside;
 
 // Strides count elements.
@@ -20,9 +18,9 @@ struct View {
   const int64_t* sizes;
   const int64_t* strides;
   int64_t size;
-  // All dimensions but the last, multiplied.
+  // Product of all sizes but the last.
   int64_t rows;
-  // Where a kernel that checks its accesses writes what it finds.
+  // Record for a kernel that checks its accesses.
   Outside* outside;
 };
 
@@ -51,24 +49,24 @@ struct Layout<View> {
 };
 static_assert(is_whole<View>());
 
-// Where an index stood: in x[i, j], x.row(i), x.flat[i], behind a row or x.data, and in x.shape[i]
-// or x.strides[i], or in a list of tensors, of which the view is the first.
+// Expression with the index: x[i, j], x.row(i), x.flat[i], behind a row or x.data, x.shape[i] or
+// x.strides[i], or a list of tensors, where the view is the list's first.
 enum AccessKind : int64_t { kElement, kRow, kFlat, kInRow, kShape, kProduct, kList };
 
-// An access with more indices is told in part.
+// Most indices that are recorded of an access.
 constexpr int64_t kMostIndices = 64;
 
-// The first access outside of a tensor in a call. The kernel has not performed it.
+// The first access out of a tensor's bounds in a call. The kernel has not performed it.
 struct Outside {
   // Whether there was one. The thread that sets it writes the rest.
   int64_t is_found;
   const View* view;
   int64_t kind;
-  // For kInRow which row it is, or -1 for the data of the whole tensor.
+  // For kInRow, the row, or -1 for the data of the whole tensor.
   int64_t row;
-  // For kInRow how many elements begin at the index; else how many indices there are.
+  // For kInRow, the number of elements from the index on; else the number of indices.
   int64_t count;
-  // Where in the user's file, as text that lives as long as the kernel.
+  // Position in the user's file, as text that lives as long as the kernel.
   const char* place;
   int64_t indices[kMostIndices];
 };
@@ -81,10 +79,8 @@ struct Layout<Outside> {
 };
 static_assert(is_whole<Outside>());
 
-// Kernels that check every access to a tensor: whether they are wanted, and what they have found.
-
-// Whether kernels check their accesses now, on every thread: someone has asked for it and not yet
-// taken it back.
+// Whether kernels check every access to a tensor now, on all threads: somebody has requested checks
+// and not yet ended them.
 bool checks_bounds();
 void ask_for_bounds_checks();
 void end_bounds_checks();

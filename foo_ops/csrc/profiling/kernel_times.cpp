@@ -1,6 +1,6 @@
-// The times of kernels on foo for torch.profiler, as Kineto takes them from a device of its own.
+// Times of foo kernels for torch.profiler, in the form that Kineto takes from devices.
 //
-// Each operator is done when it returns, so its kernel is on the device as long as the host is in
+// Each operator is done when it returns, so its kernel's time on the device is the host's time in
 // it.
 
 #define FMT_HEADER_ONLY
@@ -32,14 +32,14 @@ struct KernelTime {
   int64_t begin;
   int64_t end;
   c10::Stream stream;
-  // Of the operator in the trace of the CPU; 0 where there is none.
+  // Id of the operator in the CPU's trace; 0 if there is none.
   uint64_t correlation;
 };
 
-// Of the operators that this thread is in, as Kineto numbers them.
+// Kineto's ids of the operators that this thread is in.
 thread_local std::vector<uint64_t> correlations;
 
-// What an operator is made of belongs to its kernel.
+// Operators inside an operator belong to its kernel.
 thread_local bool is_in_kernel = false;
 
 class Clock final : public aten::CallObserver {
@@ -139,7 +139,7 @@ class Session final : public libkineto::IActivityProfilerSession {
 
   void pushCorrelationId(uint64_t id) override { correlations.push_back(id); }
   void popCorrelationId() override {
-    // The first may have begun before the session.
+    // The outermost may have begun before the session.
     if (!correlations.empty()) correlations.pop_back();
   }
 

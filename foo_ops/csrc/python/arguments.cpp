@@ -13,7 +13,7 @@ namespace foo {
 
 namespace {
 
-// Tensors; of numbers only how many there are.
+// Returns a list of tensors; for a list of numbers only its length counts.
 c10::IValue list_of(const py::sequence& list) {
   std::vector<at::Tensor> tensors;
   for (const py::handle item : list) {
@@ -44,7 +44,7 @@ Parameter make_parameter(std::string name, const std::string& kind, bool is_opti
 }
 
 Refusal refusal(py::object function) {
-  // Registrations of the process outlive the interpreter, and objects of Python must not.
+  // Leaked: registrations outlive the interpreter, and Python objects must not.
   const py::handle refuse = function.release();
   return [refuse](c10::ArrayRef<c10::IValue> arguments) {
     const py::gil_scoped_acquire gil;

@@ -1,4 +1,4 @@
-// The arguments of operators between Python and C++.
+// Conversion of operators' arguments between Python and C++.
 
 #pragma once
 
@@ -16,10 +16,10 @@ Parameter make_parameter(std::string name, const std::string& kind, bool is_opti
                          const std::string& role, std::vector<std::string> choices, int64_t length,
                          std::vector<at::ScalarType> own_types, std::string own_types_in_words);
 
-// Calls a function of Python that raises what is wrong with an operator's arguments.
+// Wraps a Python function that raises for an operator's invalid arguments.
 Refusal refusal(pybind11::object function);
 
-// The arguments of a fake kernel. A symbolic number stands for any of its type.
+// Converts the arguments of a fake kernel. A symbolic number can be any number of its type.
 std::vector<c10::IValue> values_of(const pybind11::list& arguments);
 
 }  // namespace foo

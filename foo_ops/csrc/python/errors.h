@@ -1,4 +1,4 @@
-// Exceptions of Python that pass through C++.
+// Python exceptions that pass through C++.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace foo {
 
-// As torch passes an exception of Python on, also to another thread: the caller gets it unchanged.
+// Rethrows a Python exception as torch does, also on another thread: the caller gets it unchanged.
 [[noreturn]] inline void pass_on(pybind11::error_already_set& error) {
   error.restore();
   python_error passed;

@@ -33,7 +33,7 @@ class SecondCall {
 thread_local bool SecondCall::is_under_way = false;
 
 void import_and_call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  // Or it would go on without an end.
+  // Otherwise the recursion would be endless.
   TORCH_CHECK(!SecondCall::is_under_way, op.operator_name(), ": foo_ops.ops must not call it");
   import_operators();
   const SecondCall call;

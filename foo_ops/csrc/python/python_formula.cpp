@@ -18,7 +18,7 @@ namespace {
 namespace py = pybind11;
 using torch::autograd::variable_list;
 
-// It is released with the GIL, and not at all once there is no interpreter any more.
+// Holds an object that is released with the GIL, or not at all if the interpreter is gone.
 c10::SafePyObject hold(py::object object) {
   return {object.release().ptr(), getPyInterpreter()};
 }
@@ -49,7 +49,7 @@ py::tuple to_tuple(c10::ArrayRef<c10::IValue> values) {
   return to_tuple(values, [](const c10::IValue& value) { return torch::jit::toPyObject(value); });
 }
 
-// None for a tensor that is not there.
+// Converts missing tensors to None.
 py::tuple to_tuple(const variable_list& tensors) {
   return to_tuple(tensors, [](const at::Tensor& tensor) { return py::cast(tensor); });
 }
@@ -64,7 +64,7 @@ variable_list to_tensors(const py::handle& objects, const std::string& name, con
   return tensors;
 }
 
-// The methods of a Formula of foo_ops/library/autograd.py.
+// Methods of a Formula of foo_ops/library/autograd.py.
 struct Methods {
   explicit Methods(const py::object& formula)
       : keep(hold(formula.attr("keep"))),
@@ -76,7 +76,7 @@ struct Methods {
   c10::SafePyObject gradients;
 };
 
-// The gradients of one call, and what its formula keeps of it.
+// Gradients of one call, with the data that its formula keeps.
 class PythonGradients final : public Gradients {
  public:
   PythonGradients(std::string name, std::shared_ptr<const Methods> formula, py::object kept)

@@ -1,4 +1,4 @@
-// Formulas that are functions of Python.
+// Formulas written in Python.
 
 #pragma once
 
@@ -11,8 +11,7 @@
 
 namespace foo {
 
-// Makes a formula of a Formula of foo_ops/library/autograd.py; the operator's name without
-// overload.
+// Wraps a Formula of foo_ops/library/autograd.py; the operator's name is without overload.
 std::shared_ptr<const Formula> make_python_formula(const std::string& operator_name,
                                                    const pybind11::object& formula);
 

@@ -16,7 +16,7 @@
 namespace foo::sanitizer {
 namespace {
 
-// Reading a schema takes longer than most calls.
+// Cached: reading a schema takes longer than most calls.
 const OperatorUses& uses_of(const c10::OperatorHandle& op) {
   static auto* mutex = new ForkMutex();
   static auto* known = new std::unordered_map<c10::OperatorName, std::unique_ptr<OperatorUses>>();
@@ -26,7 +26,7 @@ const OperatorUses& uses_of(const c10::OperatorHandle& op) {
   return *uses;
 }
 
-// What consists of other operators is seen when it calls them.
+// Composites are observed when they call other operators.
 bool runs_on_cpu(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || op.schema().name() == "aten::copy_";
 }
@@ -38,7 +38,7 @@ class Observer final : public aten::CallObserver {
     sanitizer().call(uses_of(op), stack, run);
   }
 
-  // Of its inputs, what is written is not known.
+  // It is unknown which inputs the graph writes.
   aten::Tensors around_graph(const aten::Tensors& inputs,
                              c10::function_ref<aten::Tensors()> run) override {
     OperatorUses uses;
@@ -99,7 +99,7 @@ const char* name_of(Deed deed) {
   return "";
 }
 
-// From the outermost call to the innermost one: file, line, function.
+// Lists frames from the outermost call to the innermost: file, line, function.
 py::list describe_stack(const Stack& stack) {
   py::list frames;
   if (stack == nullptr) return frames;
@@ -152,15 +152,15 @@ const char* name_of(Consequence consequence) {
   return "";
 }
 
-// Python makes the exception itself, without arguments, when this thread comes back to it.
+// Python itself makes the exception, without arguments, when it next runs in this thread.
 void raise_later(const py::handle& type) {
   PyThreadState_SetAsyncExc(PyThread_get_thread_ident(), type.ptr());
 }
 
-// The function gets the finding and what comes of it. It raises, or returns the type of what is to
-// be raised later, or None. Code that cannot be stopped cannot be thrown through, either.
+// `function` gets the finding and its consequence. It raises, or returns the type of an exception
+// to be raised later, or None. No exception may pass through code that cannot be stopped.
 Report report_to(py::function function) {
-  auto* const held = new py::function(std::move(function));  // Python may be gone before.
+  auto* const held = new py::function(std::move(function));  // Leaked: Python may be gone first.
   return [held](const Finding& finding, Consequence consequence) {
     const py::gil_scoped_acquire gil;
     try {
@@ -185,8 +185,8 @@ void stop() {
   sanitizer().stop();
 }
 
-// A kernel of a compiled graph: for each argument whether it is written, or None if it is no
-// tensor.
+// Runs a kernel of a compiled graph. `written` tells for each argument whether it is written, or
+// None if it is not a tensor.
 py::object call_kernel(const std::string& name, const std::vector<std::optional<bool>>& written,
                        const py::function& kernel, const py::args& arguments) {
   OperatorUses uses;

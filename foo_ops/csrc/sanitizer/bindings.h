@@ -1,4 +1,4 @@
-// Gives Python the sanitizer, and puts it around every operator.
+// Binds the sanitizer, and attaches it to every operator.
 
 #pragma once
 
@@ -6,13 +6,12 @@
 
 namespace foo::sanitizer {
 
-// The sanitizer's place around every operator on foo, and around those of the CPU that may meet
-// pinned memory.
+// Attaches the sanitizer to every operator on foo, and to CPU operators that may use pinned memory.
 
 void observe_operators();
 void stop_observing_operators();
 
-// Gives Python the sanitizer, for foo_ops/sanitizer.
+// Binds the sanitizer for foo_ops/sanitizer.
 
 void bind_sanitizer(pybind11::module_& module);
 

@@ -21,12 +21,12 @@ bool contains(std::string_view text, std::string_view part) {
   return text.find(part) != std::string_view::npos;
 }
 
-// New tensors of these hold what the memory held before.
+// Operators whose new tensors are uninitialized.
 bool is_factory_without_values(std::string_view name) {
   return contains(name, "::empty") || contains(name, "::_empty") || contains(name, "::new_empty");
 }
 
-// They ask or change what a tensor is, and touch no byte of it.
+// Operators that read or change a tensor's metadata and touch none of its bytes.
 bool touches_no_bytes(const c10::OperatorHandle& op, std::string_view name) {
   constexpr std::array<std::string_view, 9> kNames = {"aten::record_stream",
                                                       "aten::resize_as_sparse_",
@@ -41,7 +41,7 @@ bool touches_no_bytes(const c10::OperatorHandle& op, std::string_view name) {
          name.starts_with("aten::_nested_tensor_st");
 }
 
-// Which elements they read depends on values, so that others need never have been written.
+// Operators that read elements depending on values, so that the others need not be initialized.
 bool reads_some_elements(std::string_view name) {
   constexpr std::array<std::string_view, 7> kNames = {
       "aten::index", "aten::_unsafe_index", "aten::index_select", "aten::gather",
@@ -50,8 +50,8 @@ bool reads_some_elements(std::string_view name) {
          contains(name, "cache");
 }
 
-// In place, from the values that were there. Others, such as scatter_, may be meant to fill the
-// tensor bit by bit.
+// Operators that update all elements in place from their old values. Others, such as scatter_, may
+// be meant to fill the tensor bit by bit.
 bool updates_all_elements(const c10::OperatorHandle& op, std::string_view name) {
   constexpr std::array<std::string_view, 5> kFilling = {
       "aten::fill_", "aten::zero_", "aten::masked_fill_", "aten::_foreach_zero_",
@@ -61,7 +61,7 @@ bool updates_all_elements(const c10::OperatorHandle& op, std::string_view name) 
          name.starts_with("aten::_fused_ad");
 }
 
-// The schemas of collectives say nothing of what is written: their arguments' names do.
+// Schemas of collectives do not mark written arguments: the names tell.
 ArgumentUse use_in_collective(const c10::Argument& argument) {
   if (argument.name().starts_with("input")) return {Reads::kNothing, true, false};
   return {Reads::kNothing, false, true};
@@ -148,12 +148,12 @@ void Copy::begin(Tracker& tracker, const LaunchPtr& launch, Findings& findings) 
   const bool has_values = tracker.has_values(source_);
   tracker.read(source_, launch, leaves_device ? Reads::kAll : Reads::kNothing, findings);
   tracker.write(destination_, launch, findings);
-  // A copy on the device does no harm: PyTorch clones what it then fills, and pads circularly with
-  // corners that are not there yet. Whoever uses the values is found.
+  // Copying uninitialized values on the device is harmless: PyTorch clones tensors before it fills
+  // them, and circular padding copies corners that do not exist yet. Uses of the values are found.
   if (!has_values) tracker.unwritten(destination_);
 }
 
-// As on CUDA, memory that is not pinned is read or written before the call returns.
+// As on CUDA, unpinned memory is read or written before the call returns.
 bool Copy::waits() const {
   if (is_on_foo(source_) && is_on_foo(destination_)) return false;
   return !non_blocking_ || (destination_.is_cpu() && !is_pinned_tensor(destination_));
@@ -168,7 +168,7 @@ Resize::Resize(c10::Storage storage)
 
 std::optional<Resize> Resize::of(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments) {
   if (!uses.leaves_memory_unwritten || arguments.empty()) return std::nullopt;
-  // That which set_ gives the tensor.
+  // The new storage in a call of set_.
   if (arguments.size() > 1 && arguments[1].isStorage()) return Resize(arguments[1].toStorage());
   if (!arguments[0].isTensor() || !arguments[0].toTensor().has_storage()) return std::nullopt;
   return Resize(arguments[0].toTensor().storage());

@@ -1,4 +1,4 @@
-// What an operator does to its arguments and its memory, from its schema or by a rule of its own.
+// An operator's uses of its arguments and memory, from its schema or by a special rule.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace foo::sanitizer {
 
-// The operator that this thread runs, and the memory that it takes meanwhile. What an operator is
-// made of has no scope of its own.
+// The operator that this thread runs, and its allocations. Operators inside an operator have no
+// scope of their own.
 
 class OperatorScope {
  public:
@@ -28,7 +28,7 @@ class OperatorScope {
     if (is_active()) current_->allocations_.push_back(memory);
   }
 
-  // Of an operator of a graph, whose results are where they were the last time.
+  // Notes an allocation of a graph's operator, whose results reuse their memory.
   static void note_repeated_allocation(const void* memory) {
     if (is_active()) current_->repeated_.push_back(memory);
   }
@@ -43,7 +43,7 @@ class OperatorScope {
   std::vector<const void*> repeated_;
 };
 
-// What an operator does to its arguments, read from its schema.
+// Use of an argument, as the schema tells.
 
 struct ArgumentUse {
   Reads reads = Reads::kNothing;
@@ -51,35 +51,32 @@ struct ArgumentUse {
   bool is_written = false;
 };
 
-// Whose memory a result has: an argument's, as a view or because it is one that was written; or new
-// memory.
+// Memory of a result: an argument's, since it is a view or a written argument, or new memory.
 enum class ResultUse { kView, kWritten, kNew };
 
 struct OperatorUses {
   OperatorUses() = default;
   explicit OperatorUses(const c10::OperatorHandle& op);
 
-  // What this call does to one of its arguments: with a factor 0 the values of self do not count.
+  // Returns the use of an argument in this call: with a factor 0 the values of self do not count.
   ArgumentUse use(size_t argument, c10::ArrayRef<c10::IValue> values) const;
 
   std::string name;
   std::vector<ArgumentUse> arguments;
   std::vector<ResultUse> results;
-  // The factor of self, as addmm has it.
+  // The position of self's factor, as in addmm.
   std::optional<int> beta;
-  // New memory is handed out as it is.
+  // New memory stays uninitialized.
   bool leaves_memory_unwritten = false;
   aten::ImplicitSynchronization synchronization;
 };
 
-// Operators whose schemas do not tell what happens: copies, and changes of size.
-
-// A copy from, to or between devices of foo, with the order that CUDA gives it.
+// A copy from, to or between devices of foo, with CUDA's ordering. Its schema does not tell this.
 class Copy {
  public:
   static std::optional<Copy> of(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments);
 
-  // The copy runs on the stream of its source, where that is on the device.
+  // Returns the stream of the source if that is on the device.
   c10::Stream stream() const;
   void begin(Tracker& tracker, const LaunchPtr& launch, Findings& findings) const;
   void end(Tracker& tracker, const LaunchPtr& launch) const;
@@ -94,7 +91,7 @@ class Copy {
   bool non_blocking_;
 };
 
-// A storage that grew has its old bytes at the begin of new memory.
+// A change of a storage's size: a storage that grew has its old bytes at the begin of new memory.
 class Resize {
  public:
   static std::optional<Resize> of(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments);

@@ -21,7 +21,7 @@ namespace {
 
 using aten::for_each_tensor;
 
-// A result may also be an argument that was returned as it is.
+// Whether a result has new memory; it may also be an argument that is returned unchanged.
 bool is_new(const at::Tensor& tensor, const std::vector<const void*>& allocations) {
   return tensor.device().type() == device::kFoo && tensor.has_storage() &&
          std::find(allocations.begin(), allocations.end(), tensor.storage().data()) !=
@@ -36,7 +36,7 @@ Stack gather_stack() {
 
 Sanitizer& sanitizer() {
   static auto* instance = [] {
-    // Their mutexes are taken while ours is held.
+    // Make these first: their mutexes are locked while ours is held.
     device::memory_protection();
     device::host_protection();
     return new Sanitizer();
@@ -71,7 +71,7 @@ void Sanitizer::report(const Findings& findings, Consequence consequence) {
 
 void Sanitizer::hold_open(const std::vector<const void*>& allocations) {
   for (const void* memory : allocations) {
-    // What was freed meanwhile has no block.
+    // Memory that was freed meanwhile has no block.
     const bool is_held = tracker_.is_allocated(memory) && device::may_be_used_by_host(memory);
     if (is_held) device::memory_protection().hold_open(memory);
   }
@@ -120,7 +120,7 @@ void Sanitizer::use_results(const OperatorUses& uses, c10::ArrayRef<c10::IValue>
           allocations.end());
     });
   }
-  // What the operator keeps without returning it.
+  // Memory that the operator keeps without returning it.
   for (const void* memory : allocations) tracker_.written(memory);
 }
 
@@ -142,7 +142,7 @@ void Sanitizer::call(const OperatorUses& uses, torch::jit::Stack* stack,
 void Sanitizer::call(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments,
                      c10::function_ref<void()> run,
                      c10::function_ref<c10::ArrayRef<c10::IValue>()> results_of) {
-  // What an operator is made of belongs to it.
+  // Operators inside an operator belong to it.
   if (OperatorScope::is_active()) return run();
   if (aten::InCapturedOperator::is_there()) return call_captured(run, results_of);
   const auto copy = Copy::of(uses, arguments);
@@ -272,7 +272,8 @@ void Sanitizer::allocated(const void* memory, size_t bytes, c10::DeviceIndex ind
 void Sanitizer::allocated_by_host_kernel(const void* memory, size_t bytes, c10::DeviceIndex index) {
   allocated(memory, bytes, index);
   written(memory, bytes);
-  // An operator knows in the end what it keeps; layers of a recurrent network are none.
+  // An operator decides at its end which memory stays open; recurrent layers are not operators
+  // here.
   if (!OperatorScope::is_active()) device::memory_protection().hold_open(memory);
 }
 
@@ -286,7 +287,7 @@ void Sanitizer::freed(const void* memory) noexcept {
     const std::lock_guard lock(mutex_);
     is_in_use = tracker_.may_be_in_use(memory);
   }
-  // Takes the GIL, whose holder may wait for the lock.
+  // Before the lock: this takes the GIL, whose holder may wait for the lock.
   Stack stack = is_in_use ? gather_stack() : nullptr;
   const std::lock_guard lock(mutex_);
   tracker_.freed(memory, std::move(stack));

@@ -1,4 +1,4 @@
-// The sanitizer: watches operators, memory, streams and the host, and reports what collides.
+// The sanitizer: observes operators, memory, streams and the host, and reports conflicts.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,27 +15,27 @@
 
 namespace foo::sanitizer {
 
-// What can be done about a finding: it may raise before the operator runs, or when Python makes its
-// next call, or the process ends.
+// Consequence of a finding: it raises before the operator runs, or at Python's next call, or the
+// process ends.
 enum class Consequence { kRaise, kRaiseLater, kEnd };
 
 using Report = std::function<void(const Finding& finding, Consequence consequence)>;
 
 class Sanitizer final : public device::Observer {
  public:
-  // Starts with nothing known.
+  // Starts without any history.
   void start(Report report);
   void stop();
 
-  // Runs an operator with what it reads and writes.
+  // Runs an operator and tracks its reads and writes.
   void call(const OperatorUses& uses, torch::jit::Stack* stack, c10::function_ref<void()> run);
-  // The same for what is no operator.
+  // Same, for calls that are not operators.
   void call(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments,
             c10::function_ref<void()> run,
             c10::function_ref<c10::ArrayRef<c10::IValue>()> results_of);
-  // An operator on the CPU, which may meet pinned memory.
+  // Tracks an operator on the CPU, which may use pinned memory.
   void call_on_cpu(const OperatorUses& uses, c10::ArrayRef<c10::IValue> arguments);
-  // Whether the host can collide with anything at all.
+  // Whether the host can conflict with anything at all.
   bool watches_host();
 
   void allocated(const void* memory, size_t bytes, c10::DeviceIndex index) override;
@@ -54,17 +54,17 @@ class Sanitizer final : public device::Observer {
   void host_waits_for_stream(c10::Stream stream) override;
   void host_waits_for_device(c10::DeviceIndex index) override;
 
-  // For tests of what a long run keeps: allocations, and ranges of bytes in them.
+  // For tests of long runs: returns the numbers of known allocations and of byte ranges in them.
   std::pair<size_t, size_t> figures();
 
  private:
-  // The current streams of the other devices that tensors lie on. A call comes after what these
-  // have been given, and before what comes there next, as copies between devices do on CUDA.
+  // Returns the current streams of the other devices that the tensors are on. A call runs after the
+  // earlier work of these streams and before their later work, like copies between devices on CUDA.
   std::vector<uint32_t> other_streams(c10::ArrayRef<c10::IValue> tensors, c10::Stream stream);
-  // An operator that a graph captures: on a GPU, nothing would read or write now.
+  // Runs an operator that a graph captures: on a GPU, nothing would be read or written now.
   void call_captured(c10::function_ref<void()> run,
                      c10::function_ref<c10::ArrayRef<c10::IValue>()> results_of);
-  // Results of a graph's operator, in memory that others may still use.
+  // Checks results of a graph's operator, in memory that others may still use.
   void use_repeated_results(c10::ArrayRef<c10::IValue> results, const LaunchPtr& launch,
                             const std::vector<const void*>& allocations, Findings& findings);
   void end_call(const LaunchPtr& launch, const std::vector<uint32_t>& others,
@@ -74,9 +74,9 @@ class Sanitizer final : public device::Observer {
   void use_results(const OperatorUses& uses, c10::ArrayRef<c10::IValue> results,
                    const LaunchPtr& launch, std::vector<const void*> allocations);
   void report(const Findings& findings, Consequence consequence = Consequence::kRaise);
-  // Keeps memory open that code of the CPU may go on using after an operator.
+  // Keeps memory open that CPU code may use after an operator.
   void hold_open(const std::vector<const void*>& allocations);
-  // After the host has waited.
+  // Updates the protection after the host has waited.
   void protect_pinned_memory();
 
   ForkMutex mutex_;
@@ -84,10 +84,10 @@ class Sanitizer final : public device::Observer {
   Report report_;
 };
 
-// It is never destroyed: storages may be freed after the static objects of this library.
+// Never destroyed: storages may be freed after the static objects of this library.
 Sanitizer& sanitizer();
 
-// The Python stack of this thread.
+// Returns the Python stack of this thread.
 Stack gather_stack();
 
 }  // namespace foo::sanitizer

@@ -5,7 +5,7 @@
 namespace foo::sanitizer {
 namespace {
 
-// Programs that make a stream for each step have few at a time that are not idle.
+// Programs that make a stream for each step have only few busy ones at a time.
 constexpr size_t kManyStreams = 64;
 constexpr size_t kMostStreams = 4096;
 
@@ -44,7 +44,7 @@ uint32_t Clocks::free_number() {
     };
     auto idle = std::find_if(streams_.begin(), streams_.end(), is_idle);
     if (idle == streams_.end() && streams_.size() >= kMostStreams) {
-      // Rather a finding missed than memory without end.
+      // Better to miss a finding than to use unlimited memory.
       idle = std::min_element(streams_.begin(), streams_.end(),
                               [](const Stream& a, const Stream& b) { return a.last < b.last; });
       host_.advance(uint32_t(idle - streams_.begin()), idle->last);
@@ -112,7 +112,7 @@ std::vector<Dimension> dimensions_of(const at::Tensor& tensor) {
   return dimensions;
 }
 
-// Ranges that touch each other or overlap become one.
+// Merges ranges that touch or overlap.
 void unite(std::vector<ByteRange>& ranges) {
   const auto starts_earlier = [](const ByteRange& a, const ByteRange& b) {
     return a.begin < b.begin;
@@ -135,7 +135,7 @@ void unite(std::vector<ByteRange>& ranges) {
 
 std::vector<ByteRange> byte_ranges(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return {};
-  // Its parts have sizes of their own.
+  // The parts of a nested tensor have different sizes.
   if (tensor.is_nested()) return {{0, tensor.storage().nbytes()}};
   const size_t begin = size_t(tensor.storage_offset()) * tensor.itemsize();
   std::vector<ByteRange> ranges = {{begin, begin + tensor.itemsize()}};

@@ -1,4 +1,4 @@
-// What the sanitizer knows of each byte of an allocation, in the order of vector clocks.
+// The sanitizer's state of each byte of an allocation, ordered by vector clocks.
 
 #pragma once
 
@@ -17,12 +17,12 @@
 
 namespace foo::sanitizer {
 
-// The order of what streams and the host do, known from vector clocks.
+// Order of the work of streams and the host, by vector clocks.
 //
-// Each launch has a tick that no other has. A clock holds for each stream the last tick that is
-// known to be done: that of a stream says what its next launch comes after, that of the host what
-// the host has waited for. Source: L. Lamport, "Time, clocks, and the ordering of events in a
-// distributed system", CACM 1978; F. Mattern, "Virtual time and global states", 1989.
+// Each launch has a unique tick. A clock holds for each stream the last tick that is known to be
+// done: a stream's clock tells which launches precede its next one, the host's what the host has
+// waited for. Source: L. Lamport, "Time, clocks, and the ordering of events in a distributed
+// system", CACM 1978; F. Mattern, "Virtual time and global states", 1989.
 
 using Tick = uint64_t;
 
@@ -36,7 +36,7 @@ class Clock {
   std::vector<Tick> ticks_;
 };
 
-// When a launch is done by, as far as the order is concerned.
+// Position of a launch in the order.
 struct Moment {
   uint32_t stream;
   Tick tick;
@@ -44,19 +44,20 @@ struct Moment {
 
 class Clocks {
  public:
-  // The number of a stream. It stays the same while anything of the stream may be under way.
+  // Returns the number of a stream. It stays the same while work of the stream may be running.
   uint32_t number_of(c10::Stream stream);
 
-  // A launch comes after all that the host has waited for: what the host knows, all streams know.
+  // Records a launch. It comes after everything that the host has waited for: all streams know what
+  // the host knows.
   Moment launch(uint32_t stream);
 
   bool host_knows(Moment moment) const { return host_[moment.stream] >= moment.tick; }
-  // Whether what the stream launches next comes after.
+  // Whether the stream's next launch comes after `moment`.
   bool is_before(Moment moment, uint32_t stream) const {
     return moment.stream == stream || host_knows(moment) ||
            streams_[stream].clock[moment.stream] >= moment.tick;
   }
-  // Takes an order as given that was not there, so that what follows from it is not found again.
+  // Assumes an order that was missing, so that its consequences are not reported again.
   void assume_before(Moment moment, uint32_t stream) {
     streams_[stream].clock.advance(moment.stream, moment.tick);
   }
@@ -77,9 +78,9 @@ class Clocks {
     Clock clock;
   };
 
-  // What comes before the next launch, and with it the stream itself up to now.
+  // Returns the clock of the stream's next launch, including the stream's own work up to now.
   Clock current(uint32_t stream) const;
-  // A stream that the host knows to be idle, whose number may have another bearer; else a new one.
+  // Returns the number of a stream that the host knows to be idle, for reuse; else a new one.
   uint32_t free_number();
 
   Tick tick_ = 0;
@@ -89,22 +90,19 @@ class Clocks {
   std::unordered_map<const void*, Clock> events_;
 };
 
-// Which bytes of a storage belong to a tensor.
+// A range of bytes of a storage.
 
 struct ByteRange {
   size_t begin;
   size_t end;
 };
 
-// In ascending order and apart from each other. None for a tensor without elements.
+// Returns a tensor's byte ranges, ascending and disjoint; none for an empty tensor.
 std::vector<ByteRange> byte_ranges(const at::Tensor& tensor);
-
-// What the sanitizer knows of each byte of an allocation: who wrote it last, and who has read it
-// since.
 
 using Stack = std::shared_ptr<torch::CapturedTraceback>;
 
-// One call of an operator, or a copy.
+// A call of an operator, or a copy.
 struct Launch {
   Moment moment;
   std::string operator_name;
@@ -113,11 +111,11 @@ struct Launch {
 };
 using LaunchPtr = std::shared_ptr<const Launch>;
 
-// The state of bytes that were all treated alike.
+// State of bytes with the same history: their last write, and the reads since.
 struct Cell {
   bool is_written = false;
   LaunchPtr write;
-  // The last one of each stream since the last write.
+  // The last read of each stream since the last write.
   std::vector<LaunchPtr> reads;
 
   bool operator==(const Cell&) const = default;
@@ -127,7 +125,7 @@ class Shadow {
  public:
   explicit Shadow(size_t bytes) : ranges_{{bytes, {}}} {}
 
-  // Calls a function that may change it with the state of each piece of the ranges.
+  // Calls a function with the state of each piece of the ranges, which it may change.
   template <typename Function>
   void visit(const std::vector<ByteRange>& ranges, Function function);
 
@@ -139,13 +137,13 @@ class Shadow {
   size_t size() const { return ranges_.size(); }
 
  private:
-  // The first range begins at 0, each other one where that before it ends.
+  // The first range begins at 0, each other one at the end of the previous one.
   struct Range {
     size_t end;
     Cell cell;
   };
 
-  // A cache that is filled row by row, in a program that never waits, has a range for each row.
+  // A cache that is filled row by row, in a program that never waits, has a range per row.
   static constexpr size_t kMostRanges = 1 << 16;
 
   void forget_launches();
@@ -189,21 +187,19 @@ void Shadow::visit(const std::vector<ByteRange>& ranges, Function function) {
   if (ranges_.size() > kMostRanges) forget_launches();
 }
 
-// Rather a finding missed than memory without end.
+// Better to miss a finding than to use unlimited memory.
 inline void Shadow::forget_launches() {
   std::vector<Range> result;
   for (const Range& range : ranges_) append(result, range.end, {range.cell.is_written});
   ranges_ = std::move(result);
 }
 
-// What is wrong: an access, and what it collides with.
-
-// A tensor as a finding shows it, also when it is gone.
+// Description of a tensor in a finding; it outlives the tensor.
 struct Description {
   std::vector<int64_t> shape;
   std::optional<at::ScalarType> dtype;
   c10::Device device{c10::kCPU};
-  // Of all bytes between its first and its last.
+  // Address of the first byte, and the distance to the last.
   uintptr_t address = 0;
   size_t bytes = 0;
 };
@@ -223,7 +219,7 @@ struct Finding {
   Description tensor;
   Party now;
   std::optional<Party> before;
-  // Of memory that was freed: who may still be using it.
+  // For freed memory: the party that may still be using it.
   std::optional<Party> user;
 };
 

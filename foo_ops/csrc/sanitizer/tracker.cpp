@@ -131,7 +131,7 @@ void Tracker::read(const at::Tensor& tensor, const LaunchPtr& launch, Reads read
 void Tracker::write(const at::Tensor& tensor, const LaunchPtr& launch, Findings& findings) {
   const auto allocation = allocation_of(tensor);
   if (allocation == allocations_.end()) return;
-  // Memory that is copied on writing stays as it is.
+  // Copy-on-write memory does not change.
   if (c10::impl::cow::is_cow_data_ptr(tensor.storage().data_ptr())) {
     return read(tensor, launch, Reads::kNothing, findings);
   }
@@ -257,7 +257,7 @@ Findings Tracker::touch_pinned_memory(Allocations::iterator allocation, const Ce
   }
   if (pending == nullptr) return {};
   forget_pinned_use(pending);
-  // One finding for a copy, whatever else of it the host touches.
+  // Report one finding per copy, whatever else of it the host touches.
   allocation->second.shadow.visit_all([&](Cell& cell) {
     if (cell.write == pending) cell.write = nullptr;
     std::erase(cell.reads, pending);
@@ -280,8 +280,8 @@ void Tracker::note_pinned_use(Allocations::iterator allocation,
   const uintptr_t address = allocation->first;
   const device::HostRange range = {address + ranges.front().begin, address + ranges.back().end,
                                    is_written};
-  // A later copy of the same bytes on the same stream stands for the earlier ones, so that a
-  // program that never waits does not keep them all.
+  // A later copy of the same bytes on the same stream replaces the earlier ones, so that a program
+  // that never waits does not accumulate them.
   const auto known =
       std::find_if(pinned_uses_.begin(), pinned_uses_.end(), [&](const PinnedUse& use) {
         return use.range == range && use.launch->moment.stream == launch->moment.stream;
@@ -311,7 +311,7 @@ void Tracker::forget_done_launches() {
 void Tracker::allocated(const void* memory, size_t bytes, c10::Stream stream, Findings& findings) {
   const uint32_t number = clocks_.number_of(stream);
   const uintptr_t address = address_of(memory);
-  // What was not known when it went back to the system.
+  // Remove older allocations whose free was not observed.
   allocations_.erase(allocations_.lower_bound(address), allocations_.lower_bound(address + bytes));
   allocations_.emplace(address, Allocation{bytes, Shadow(bytes), false, stream});
   const auto waiting = freed_.find(number);

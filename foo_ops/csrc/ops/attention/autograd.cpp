@@ -1,5 +1,5 @@
-// The seed of dropout, which is drawn where foo::attention and foo::attention_varlen are
-// differentiated or mapped: the operators that take it are differentiated, see foo_ops/ops/.
+// Draws the seed of dropout when foo::attention and foo::attention_varlen are differentiated or
+// mapped. The operators that take the seed are differentiated in their place, see foo_ops/ops/.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -19,7 +19,7 @@ using at::Tensor;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-// Fake tensors have no elements, and those under torch.vmap and torch.compile are within others.
+// Fake tensors have no elements, and tensors under torch.vmap and torch.compile wrap others.
 bool has_elements(const Tensor& tensor) {
   constexpr c10::DispatchKeySet kWithin(
       {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
@@ -31,8 +31,8 @@ bool has_elements(const std::optional<Tensor>& tensor) {
   return !tensor.has_value() || has_elements(*tensor);
 }
 
-// Each of these is an operator that draws the seed of its dropout: the one that takes the seed
-// after its tensors, the number of these, and the check of its arguments.
+// Traits of an operator that draws the seed of its dropout: the operator that takes the seed after
+// its tensors, the number of these tensors, and the check of its arguments.
 struct DenseAttention {
   static constexpr const char* kSeeded = "foo::attention_seeded";
   static constexpr int64_t kTensors = 6;
@@ -56,7 +56,7 @@ struct PackedAttention {
   }
 };
 
-// The arguments on the stack of an operator that draws its seed.
+// Returns the arguments on the stack of an operator that draws its seed.
 template <class Own>
 AttentionArguments arguments_of(const OperatorHandle& op, const Stack& stack) {
   static const ArgumentPlaces places(op.schema());
@@ -79,8 +79,8 @@ void call_seeded(const OperatorHandle& op, Stack* stack) {
   seeded.callBoxed(stack);
 }
 
-// Serves the operators that draw their seed. The one that is given a seed is differentiated in
-// their place, so that the backward pass gets the seed, too. A call that is refused leaves the
+// Autograd kernel of the operators that draw their seed. Differentiates the operator that takes a
+// seed in their place, so that the backward pass gets the seed, too. A refused call leaves the
 // generator as it was.
 template <class Own>
 void draw_and_differentiate(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -99,9 +99,9 @@ bool will_be_cast(const Tensor& query) {
   return at::autocast::is_autocast_available(type) && at::autocast::is_autocast_enabled(type);
 }
 
-// Under torch.vmap an operator of torch draws the seed, which knows what the argument
-// ``randomness`` demands: one seed for all, one for each, or an error. A call is refused for a
-// slice, in its own words; but autocast is yet to come, and to make dtypes the same.
+// Under torch.vmap a torch operator draws the seed, which follows the argument ``randomness``: one
+// seed for all, one for each, or an error. The check applies to a slice, with the operator's own
+// messages; under autocast it must wait until the dtypes are equal.
 template <class Own>
 void draw_for_vmap(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto given = arguments_of<Own>(op, *stack);

@@ -15,8 +15,8 @@ namespace foo {
 
 namespace {
 
-// Cuts the blocks of a key head along their queries, into chunks of the same work: with a window
-// or documents, each of them visits few keys.
+// Cuts the blocks of a key head into chunks of equal work, along the queries: with a window or
+// documents, a chunk then visits few keys.
 void number_chunks(std::vector<Piece>::iterator begin, std::vector<Piece>::iterator end,
                    int64_t chunks) {
   std::stable_sort(begin, end, [](const Piece& a, const Piece& b) { return a.block < b.block; });
@@ -24,7 +24,7 @@ void number_chunks(std::vector<Piece>::iterator begin, std::vector<Piece>::itera
   int64_t total = 0, done = 0;
   for (auto block = begin; block != end; ++block) total += work(*block);
   for (auto block = begin; block != end; ++block) {
-    // The chunk in which the middle of the block's work is.
+    // The chunk that contains the middle of the block's work.
     block->chunk = (2 * done + work(*block)) * chunks / (2 * total);
     done += work(*block);
   }
@@ -54,7 +54,7 @@ std::vector<std::vector<Chunk>> cut_into_jobs(const Parameters& parameters,
         begin, blocks.end(), [&](const Piece& block) { return key_head_of(block) != key_head; });
     number_chunks(begin, end, parameters.chunks);
     for (auto block = begin; block != end; ++block) {
-      // What the key heads of a family share, they add to at the same blocks.
+      // The key heads of a family add to shared sums in the same blocks.
       if (shared.any()) block->chunk = block->block % parameters.chunks;
       block->slot = key_head * parameters.chunks + block->chunk;
       block->bias = bias.has_value() ? bias->place_of(*block) : 0;
@@ -155,8 +155,8 @@ at::Tensor BiasGradient::total() const {
 
 namespace {
 
-// The blocks of so many key heads are work for all threads; fewer key heads have theirs in chunks.
-// The number does not depend on the threads, so that the sums do not either.
+// This many key heads give work to all threads; with fewer, their blocks are cut into chunks. The
+// number does not depend on the threads, so neither do the sums.
 constexpr int64_t kBackwardPieces = 8;
 constexpr int64_t kRowsOfRange = 256;
 
@@ -179,12 +179,12 @@ struct KeyHead {
   int64_t head, first_row, rows;
 };
 
-// The sums that become grad_key or grad_value, in slots of rows of whole vectors: for the kernel,
-// (slots, 1, rows, width).
+// Sums that become grad_key or grad_value, in slots of rows of whole vectors. The kernel sees them
+// as (slots, 1, rows, width).
 class GradientSums {
  public:
-  // gradient: contiguous, (batch, heads, rows, columns) with heads counted over the batch, or
-  // packed as (rows, heads, columns). Slots have ``rows`` rows, or are the heads of the gradient.
+  // `gradient` is contiguous: (batch, heads, rows, columns), with heads counted over the batch, or
+  // packed, (rows, heads, columns). Slots have ``rows`` rows, or are the heads of the gradient.
   GradientSums(const at::Tensor& gradient, double factor, int64_t rows, at::ScalarType type,
                bool in_place)
       : gradient_(gradient),
@@ -201,7 +201,7 @@ class GradientSums {
 
   int64_t slot_bytes() const { return slot_rows_ * row_bytes_; }
 
-  // Where the slots lie, unless they are the heads of the gradient.
+  // Sets the memory of the slots, unless they are the heads of the gradient.
   void set_memory(void* memory) { memory_ = static_cast<char*>(memory); }
 
   Operand operand() const {
@@ -217,8 +217,8 @@ class GradientSums {
     std::memset(place(slot, begin), 0, (end - begin) * row_bytes_);
   }
 
-  // The sum of ``chunks`` slots, rounded to the dtype of the gradient, for the rows of the key head
-  // from ``begin`` to ``end``.
+  // Writes the sum of ``chunks`` slots to the rows ``begin`` to ``end`` of the key head, rounded to
+  // the gradient's dtype.
   void write(const KeyHead& key_head, int64_t begin, int64_t end, int64_t slot,
              int64_t chunks) const {
     if (in_place_ && factor_ == 1.0) {
@@ -290,10 +290,10 @@ class SumsOfKeys {
   std::optional<ScratchMemory> memory_;
 };
 
-// Calls call(piece) for each block of a chunk, which adds to the sums in a slot, of which it sets
-// these rows. The last block goes first: under a causal mask it sees the most keys. Their sums
-// begin with it, so that the slot is cleared only where it sees none. A mask of blocks may hide
-// any.
+// Calls call(piece) for each block of a chunk, which adds to the sums in a slot and leaves these
+// rows of it set. The last block goes first: under a causal mask it sees the most keys. The sums
+// begin with that block, so the slot is cleared only for the keys that it does not see. A block
+// mask may hide any key.
 template <class Call>
 void run_chunk(const Chunk& chunk, const SumsOfKeys& sums, int64_t slot, Rows rows, bool has_mask,
                Call call) {
@@ -310,21 +310,22 @@ void run_chunk(const Chunk& chunk, const SumsOfKeys& sums, int64_t slot, Rows ro
   }
 }
 
-// Returns whether sums can be gathered in the gradient itself: it has their dtype, and its heads,
-// which lie one after the other, have whole rows.
+// Returns whether the gradient itself can hold the sums: it has their dtype, and its heads are
+// adjacent and have whole rows.
 bool can_hold_sums(const at::Tensor& gradient, at::ScalarType type) {
   return gradient.dim() == 4 && gradient.scalar_type() == type &&
          gradient.size(2) % kRowMultiple == 0 && gradient.size(3) % kWidestVector == 0;
 }
 
-// Whether products, which have a multiple of rows, end with the keys if these are such a multiple.
+// Whether products, whose row count is rounded up, end with the keys if the number of keys is such
+// a multiple.
 bool begin_with_whole_products(const std::vector<Piece>& blocks) {
   return std::all_of(blocks.begin(), blocks.end(),
                      [](const Piece& block) { return block.key_start % kRowMultiple == 0; });
 }
 
-// Adds up what the chunks of a key head have for some rows. Those between the first and the last
-// that have any are cleared where they have none.
+// Adds up the sums of a key head's chunks for some rows. In the chunks between the first and the
+// last with any of these rows, the others are cleared.
 void add_up_rows(const KeyHead& key_head, const SumsOfKeys& sums, const std::vector<Rows>& slots,
                  int64_t first_slot, int64_t chunks, Rows rows) {
   const auto has_any = [&](int64_t slot) {
@@ -341,8 +342,8 @@ void add_up_rows(const KeyHead& key_head, const SumsOfKeys& sums, const std::vec
   sums.write(key_head, rows.begin, rows.end, first, last - first + 1);
 }
 
-// Cuts a key head's rows into ranges, so that there is work for all threads if there is one head,
-// and few chunks have sums for the rows of one.
+// Cuts a key head's rows into ranges, so that one head gives work to all threads, and few chunks
+// have sums for a range.
 void add_up_chunks(const std::vector<KeyHead>& key_heads, const SumsOfKeys& sums,
                    const std::vector<Rows>& slots, int64_t chunks, int64_t most_rows) {
   const int64_t count = static_cast<int64_t>(key_heads.size());
@@ -357,9 +358,9 @@ void add_up_chunks(const std::vector<KeyHead>& key_heads, const SumsOfKeys& sums
   });
 }
 
-// The sums of a key head that is one chunk lie in the gradient itself, or in the slot of the thread
-// that runs it, and are rounded while they are in its cache. Sums of several chunks are added up
-// when all are there.
+// With one chunk, a key head's sums lie in the gradient itself, or in the slot of the thread that
+// runs it, and are rounded while they are in that thread's cache. Sums of several chunks are added
+// up at the end.
 void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
                       const std::vector<std::vector<Chunk>>& jobs,
                       const std::vector<KeyHead>& key_heads, const at::Tensor& grad_key,
@@ -392,7 +393,7 @@ void run_jobs_of_keys(Parameters& parameters, AttentionFunction* kernel,
   }
 }
 
-// (batch, heads, blocks) summed over blocks, and over the batch where the result has none.
+// Sums (batch, heads, blocks) over the blocks, and over the batch if the result has no batch.
 at::Tensor sum_blocks(const at::Tensor& of_blocks, const at::Tensor& like) {
   const at::Tensor sums = sum_in_order(of_blocks, 2);
   return (like.dim() == 2 ? sums : sum_in_order(sums, 0)).view(like.sizes()).to(like.options());
@@ -406,7 +407,7 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
                                 bool is_packed, ProgramCall* programs) {
   const at::Tensor& query = inputs.query;
   const auto type = compute_type(query);
-  // All of the bias's gradient is written.
+  // The whole gradient of the bias is written: no keys are left out.
   const auto bounds = attn_bias_requires_grad
                           ? std::nullopt
                           : MaskBounds::of(parameters, query.scalar_type(), options);
@@ -458,7 +459,7 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
 
   if (!blocks.empty()) {
     PartialResults results;
-    // Of a part of the keys the largest score and the sum would not be those of all.
+    // Statistics of a part of the keys would not be those of all keys.
     if (!parameters.is_part) {
       compute_statistics(parameters, results, blocks, query);
     }
@@ -469,7 +470,7 @@ AttentionGradients run_backward(Parameters& parameters, const AttentionInputs& i
         key_heads.push_back({place, sequence.key_offset, sequence.key_length});
       }
     }
-    // This spares a copy: 4 to 7 % of a short pass.
+    // Saves a copy: 4 to 7 % of a short pass.
     const bool in_place = parameters.chunks == 1 && can_hold_sums(grad_key, type) &&
                           can_hold_sums(grad_value, type) && begin_with_whole_products(blocks);
     run_jobs_of_keys(parameters,

@@ -12,7 +12,7 @@ namespace foo {
 
 namespace {
 
-// The names come in the order of ArgumentPlaces::Name.
+// In the order of ArgumentPlaces::Name.
 constexpr const char* kArgumentNames[] = {"query",          "key",
                                           "value",          "cu_seqlens_q",
                                           "cu_seqlens_k",   "grad_output",
@@ -98,7 +98,7 @@ bool AttentionArguments::attn_bias_requires_grad() const {
 
 namespace {
 
-// Names the operator in messages.
+// Checks arguments; `name` is the operator's name in messages.
 struct Checker {
   const char* name;
   const at::Tensor& query;
@@ -120,7 +120,7 @@ struct Checker {
         name, ": query must be float16, bfloat16, float32 or float64, got ", dtype_name(dtype));
   }
 
-  // query, key or value.
+  // Checks query, key or value.
   void check_kind(const char* argument, const at::Tensor& tensor, int64_t dimensions,
                   const char* shape) const {
     check_tensor(argument, tensor);
@@ -143,7 +143,7 @@ struct Checker {
                       expected, " as ", as, " has, got ", size);
   }
 
-  // Checks as check_same does, for things that are counted.
+  // Like check_same, for counts.
   void check_count(const char* argument, const char* what, const c10::SymInt& size,
                    const c10::SymInt& expected, const char* as) const {
     TORCH_CHECK_VALUE(holds(size.sym_eq(expected)), name, ": ", argument, " must have ", expected,
@@ -160,7 +160,7 @@ struct Checker {
     }
   }
 
-  // A tensor that is added to scores is float32, or of query's dtype.
+  // Requires float32 or query's dtype for a tensor that is added to scores.
   void check_number(const char* argument, const at::Tensor& tensor, const char* also) const {
     const auto dtype = tensor.scalar_type();
     const auto query_dtype = query.scalar_type();
@@ -174,7 +174,7 @@ struct Checker {
     check_device(argument, tensor);
   }
 
-  // A number for each head, the same in all of the batch or not.
+  // Checks a tensor of one number per head, optionally also per row of the batch.
   void check_of_heads(const char* argument, const std::optional<at::Tensor>& tensor,
                       const c10::SymInt& batch, const c10::SymInt& heads) const {
     if (!tensor.has_value()) {
@@ -202,7 +202,7 @@ struct Checker {
                       options.softcap);
   }
 
-  // cu_seqlens, seqused_k or block_table.
+  // Checks cu_seqlens, seqused_k or block_table.
   void check_integers(const char* argument, const at::Tensor& tensor, int64_t dimensions,
                       const char* shape) const {
     TORCH_CHECK_TYPE(tensor.scalar_type() == at::kInt, name, ": ", argument, " must be int32, got ",
@@ -350,7 +350,7 @@ void check_attention_results(const char* name, const at::Tensor& grad_output,
   sizes.back() = value.sym_size(-1);
   std::vector<c10::SymInt> rows(sizes.begin(), sizes.end() - 1);
   if (rows.size() == 2) {
-    // Packed: (total, heads, value_dim), but (heads, total).
+    // Packed tensors are (total, heads, value_dim), but rows are (heads, total).
     std::swap(rows[0], rows[1]);
   }
   check("grad_output", grad_output, dtype, sizes);

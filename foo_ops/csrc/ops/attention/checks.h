@@ -15,10 +15,7 @@
 
 namespace foo {
 
-// The tensors and options of attention's operators, dense and packed, and how boxed calls hold
-// them.
-
-// Dense calls have no longest lengths, and packed ones no is_causal.
+// Options of attention's operators. Dense calls have no max_seqlen_k, packed ones no is_causal.
 struct AttentionOptions {
   bool is_causal = false;
   std::optional<double> scale;
@@ -28,8 +25,8 @@ struct AttentionOptions {
   double softcap = 0.0;
   c10::SymInt max_seqlen_q = 0;
   c10::SymInt max_seqlen_k = 0;
-  // The keys are a part of all: query i stands at the key i + part_offset, and in the backward pass
-  // the logsumexp is that of all keys.
+  // If set, the keys are only a part of all: query i stands at the key i + part_offset, and the
+  // backward pass gets the logsumexp of all keys.
   std::optional<c10::SymInt> part_offset;
 };
 
@@ -49,11 +46,11 @@ struct AttentionInputs {
   const at::Tensor& cu_seqlens_k = kNoTensor;
   const std::optional<at::Tensor>& seqused_k = kNotGiven;
   const std::optional<at::Tensor>& block_table = kNotGiven;
-  // The numbers of heads, (B, Hq), where they are a part of all: dropout draws by them.
+  // Head numbers, (B, Hq), if these are only a part of all heads: dropout draws by them.
   const std::optional<at::Tensor>& dropout_heads = kNotGiven;
 };
 
-// The outputs of a call, and their gradients.
+// Outputs of a call, and their gradients.
 struct AttentionResults {
   const at::Tensor& grad_output;
   const at::Tensor& grad_logsumexp;
@@ -61,7 +58,7 @@ struct AttentionResults {
   const at::Tensor& logsumexp;
 };
 
-// Where an operator's schema has each argument.
+// Positions of the arguments in an operator's schema.
 class ArgumentPlaces {
  public:
   enum Name {
@@ -97,14 +94,14 @@ class ArgumentPlaces {
 
   explicit ArgumentPlaces(const c10::FunctionSchema& schema);
 
-  // The argument's index, or -1 if the operator has no such argument.
+  // Returns the argument's index, or -1 if the operator has no such argument.
   int64_t operator[](Name name) const { return places_[name]; }
 
  private:
   std::array<int64_t, kNames> places_;
 };
 
-// The arguments of a boxed call. The values must outlive this, and this all that it returns.
+// Arguments of a boxed call. The values must outlive this, and this all that it returns.
 class AttentionArguments {
  public:
   AttentionArguments(const ArgumentPlaces& places, c10::ArrayRef<c10::IValue> values);
@@ -128,7 +125,7 @@ class AttentionArguments {
   std::array<std::optional<at::Tensor>, ArgumentPlaces::kNames - kFirstOptional> optionals_;
 };
 
-// Makes a boxed kernel of a function of AttentionArguments that returns a tuple of tensors.
+// Wraps a function of AttentionArguments that returns a tuple of tensors as a boxed kernel.
 template <Name name, auto function>
 struct BoxedAttention {
   static void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -146,7 +143,7 @@ struct BoxedAttention {
   }
 };
 
-// Registers as register_shared_kernel does, for calls that are rare enough to go through the stack.
+// Like register_shared_kernel, for operators whose calls are rare enough to be boxed.
 template <Name name, auto function>
 void register_boxed_kernel(torch::Library& library) {
   using Boxed = BoxedAttention<name, function>;
@@ -159,21 +156,19 @@ void register_boxed_kernel(torch::Library& library) {
   refuse_nested_tensors(library, name.text);
 }
 
-// foo::attention and foo::attention_varlen: the checks, which fake kernels share.
-
-// The checks raise for arguments that the operators do not take. ``name`` is the operator's, where
-// several have a check in common. They read only metadata, so that they serve eager tensors and
-// fake ones with symbolic sizes alike.
+// Checks of the operators' arguments, which raise. ``name`` is the operator's, if several share a
+// check. They read only metadata, so that they serve eager tensors and fake ones with symbolic
+// sizes alike.
 void check_dense(const char* name, const AttentionInputs& inputs);
 void check_attention(const AttentionInputs& inputs, const AttentionOptions& options);
 void check_packed(const char* name, const AttentionInputs& inputs);
 void check_attention_varlen(const AttentionInputs& inputs, const AttentionOptions& options);
 
-// Raises for sequences and blocks that are not inside the tensors. It reads the elements of the
-// tensors of integers; the other arguments have been checked.
+// Raises for sequences and blocks that are not inside the tensors. Reads the integer tensors'
+// elements; the other arguments must have been checked.
 void check_attention_sequences(const AttentionInputs& inputs, const AttentionOptions& options);
 
-// Raises for outputs of a forward pass, and gradients of these, that do not fit its inputs.
+// Raises if outputs of a forward pass, or their gradients, do not fit its inputs.
 void check_attention_results(const char* name, const at::Tensor& grad_output,
                              const at::Tensor& grad_logsumexp, const at::Tensor& query,
                              const at::Tensor& value, const at::Tensor& output,
@@ -182,11 +177,11 @@ void check_attention_results(const char* name, const at::Tensor& grad_output,
 // Only a bias of floating-point numbers has a gradient.
 void check_attention_bias(const std::optional<at::Tensor>& attn_bias, bool attn_bias_requires_grad);
 
-// Dropout needs a seed, and nothing else does.
+// A seed must be given exactly if there is dropout.
 void check_attention_seed(const char* name, const at::Tensor& query,
                           const std::optional<at::Tensor>& seed, double dropout_p);
 
-// The numbers of heads go with a seed.
+// dropout_heads may be given only with a seed.
 void check_attention_dropout_heads(const char* name, const at::Tensor& query,
                                    const std::optional<at::Tensor>& dropout_heads,
                                    const c10::SymInt& batch);

@@ -19,7 +19,7 @@ Kernel& dropout_mask_kernel() {
   return *kernel;
 }
 
-// The bias with four dimensions, as it is stored.
+// Views the bias with four dimensions.
 at::Tensor with_four_dimensions(const at::Tensor& bias) {
   at::Tensor result = bias;
   while (result.dim() < 4) {
@@ -109,7 +109,7 @@ Outputs attention_seeded(const AttentionArguments& arguments) {
   return attend(inputs, options, arguments.seed());
 }
 
-// The dispatcher hands arguments over as they are: this is called for every layer of a model.
+// Unboxed: this is called for every layer of a model.
 Outputs attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                   const std::optional<at::Tensor>& attn_bias,
                   const std::optional<at::Tensor>& alibi_slopes,

@@ -1,4 +1,4 @@
-// What dense calls of attention have in common.
+// Helpers that dense calls of attention share.
 
 #pragma once
 
@@ -10,13 +10,13 @@
 
 namespace foo {
 
-// Sizes and inputs of a call whose tensors are (batch, heads, length, head_dim).
+// Sets sizes and inputs of a call whose tensors are (batch, heads, length, head_dim).
 Parameters make_parameters(const AttentionInputs& inputs);
 
 std::vector<Sequence> sequences_of(const Parameters& parameters);
 
-// Heads and rows lie in memory as query's do, so that a model which transposed them for attention
-// can transpose them back and view the result.
+// Heads and rows have query's memory order, so that a model that transposed query can transpose the
+// result back and view it.
 at::Tensor make_output(const at::Tensor& query, int64_t value_dim);
 
 at::Tensor make_logsumexp(const at::Tensor& query);

@@ -41,7 +41,7 @@ void check_list(const char* argument, const OptionalTensor& tensor, int64_t dime
                     dimensions, " dimensions, got ", tensor->dim());
 }
 
-// The counts and the indices of partial, or of full blocks.
+// Checks the counts and the indices of partial blocks, or of full blocks.
 void check_lists(const char* counts_name, const OptionalTensor& counts, const char* indices_name,
                  const OptionalTensor& indices, const Tensor& query,
                  const c10::SymInt& query_block) {
@@ -199,10 +199,10 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>>;
 
 constexpr const char* kFlexVarlenName = "flex_attention_varlen";
 constexpr const char* kBackwardName = "flex_attention_varlen_backward";
-// Packed sequences have no mask of blocks: what a mask_mod hides is found for each of them.
+// Packed sequences have no block mask: the keys that a mask_mod hides are found for each sequence.
 const BlockMask kNoMask{kNotGiven, kNotGiven, kNotGiven, kNotGiven, 1, 1};
 
-// They refer to the tensors.
+// The result refers to the tensors.
 AttentionInputs inputs_of(const Tensor& query, const Tensor& key, const Tensor& value,
                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                           const OptionalTensor& seqused_k, const OptionalTensor& block_table) {
@@ -250,8 +250,7 @@ Gradients differentiate(const AttentionInputs& inputs, const Lengths& lengths,
   return {grad_query, grad_key, grad_value, mods.gradients()};
 }
 
-// Sums over the sequences that share a block are in the compute type, so that nothing is rounded
-// before them.
+// Sums over sequences that share a block are in the compute type, so that no term is rounded.
 Gradients differentiate_pages(const AttentionInputs& inputs, const Lengths& given,
                               const AttentionOptions& options, const AttentionResults& results,
                               const Programs& programs, const std::vector<bool>& requires_grad) {

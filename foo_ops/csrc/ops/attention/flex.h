@@ -10,8 +10,7 @@
 
 namespace foo {
 
-// foo::flex_attention, foo::flex_attention_varlen and their gradients: the checks, which fake
-// kernels share.
+// Checks, which fake kernels share.
 
 void check_flex_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const std::vector<at::Tensor>& captured,
@@ -24,7 +23,7 @@ void check_flex_attention(const at::Tensor& query, const at::Tensor& key, const 
 void check_captured(const char* name, const std::vector<at::Tensor>& captured,
                     const at::Tensor& query);
 
-// Which of the captured tensors' gradients are asked for.
+// Checks which gradients of captured tensors are required.
 void check_captured_requirements(const char* name, const std::vector<at::Tensor>& captured,
                                  const std::vector<bool>& requires_grad);
 

@@ -72,7 +72,7 @@ Operand pages_of(const Tensor& tensor) {
   return Operand(tensor.transpose(1, 2));
 }
 
-// What is read of the tensors of integers, once.
+// Values of the integer tensors, read once.
 struct Places {
   std::vector<int64_t> lengths;
   std::vector<int32_t> blocks;

@@ -9,7 +9,7 @@
 
 namespace foo {
 
-// It raises for arguments that the operator does not take, and reads only metadata.
+// Raises for arguments that the operator does not take. Reads only metadata.
 void check_attention_int8_cache(const at::Tensor& query, const at::Tensor& key,
                                 const at::Tensor& value, const at::Tensor& key_scale,
                                 const at::Tensor& value_scale,

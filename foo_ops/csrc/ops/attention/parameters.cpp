@@ -11,7 +11,7 @@ namespace foo {
 
 namespace {
 
-// Numbers of heads, (Hq,) or (B, Hq).
+// Makes an operand of numbers per head, (Hq,) or (B, Hq).
 Operand operand_of_heads(const at::Tensor& tensor) {
   Operand operand(tensor);
   if (tensor.dim() == 1) {
@@ -39,7 +39,7 @@ void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& 
     parameters.has_sinks = true;
     parameters.sinks = operand_of_heads(extras.sinks);
   }
-  // A factor that is not positive would turn the largest product into the smallest score.
+  // A factor that is not positive would make the largest product the smallest score.
   parameters.modifies = parameters.softcap > 0.0 || parameters.bias_kind != kNone ||
                         parameters.has_alibi_slopes ||
                         !(parameters.scale > 0.0 && std::isfinite(parameters.scale));

@@ -12,22 +12,22 @@
 
 namespace foo {
 
-// The most queries of a block, and where a tile holds all of them.
+// Most queries of a block, and of a tile that holds all queries of its block.
 inline constexpr int64_t kQueryBlock = 1024;
 inline constexpr int64_t kTileStride = 176;
-// The keys of a tile.
+// Keys of a tile.
 inline constexpr int64_t kKeyBlock = 128;
-// Keys are visited from a multiple of this on.
+// The first key visited is a multiple of this.
 inline constexpr int64_t kKeyMultiple = 8;
-// Elements of the compute type.
+// Elements of the compute type in the widest vector.
 inline constexpr int64_t kWidestVector = 16;
-// No panel of queries has more, nor a number that does not divide it.
+// Widest panel of queries; the width of each panel divides this.
 inline constexpr int64_t kWidestPanel = 64;
 // A block of this many queries or fewer is computed with vectors along the head dimension.
 inline constexpr int64_t kFewQueries = 8;
-// Products may have rows of zeros up to a multiple of this.
+// Products may be padded with rows of zeros up to a multiple of this.
 inline constexpr int64_t kRowMultiple = 32;
-// Beyond any position, and far from overflow.
+// Position beyond all others, far from overflow.
 inline constexpr int64_t kFar = int64_t{1} << 40;
 // Scores and maxima are in units of log 2.
 inline constexpr double kLog2E = 1.4426950408889634;
@@ -42,9 +42,8 @@ struct Operand {
   int64_t strides[4] = {0, 0, 0, 0};
 
   Operand() = default;
-  // The shape is (batch, heads, rows, columns), or without the last ones.
-  // The pointer is one to read from: one to write to would copy an input that shares its
-  // memory until it is written to. Outputs are new, and share it with nobody.
+  // The shape is (batch, heads, rows, columns), or a prefix of it. The pointer is const: a mutable
+  // one would copy an input whose storage is copy-on-write. Outputs are new and share no storage.
   explicit Operand(const at::Tensor& tensor) : data(const_cast<void*>(tensor.const_data_ptr())) {
     for (int64_t i = 0; i < tensor.dim(); ++i) {
       strides[i] = tensor.stride(i);
@@ -60,14 +59,14 @@ struct Layout<Operand> {
 };
 static_assert(is_whole<Operand>());
 
-// For all blocks of a call.
+// Parameters of all blocks of a call.
 struct Parameters {
   double scale, factor, softcap, dropout_scale;
   int64_t head_dim, value_dim, query_heads, group, key_heads, batch;
   int64_t modifies, bias_kind, bias_rows, bias_columns, bias_gradient;
   int64_t has_alibi_slopes, has_sinks, dropout_threshold, seed, has_dropout_heads, is_part;
   int64_t page_size, block_table_stride, query_length, key_length, chunks, has_int8_cache;
-  // Addresses of programs' kernels, or 0, and the mask of blocks: see programs.h.
+  // Addresses of programs' kernels, or 0, and the block mask: see programs.h.
   int64_t score_function, masked_score_function, gradient_function;
   int64_t windows, mask_batch_stride, mask_head_stride, mask_columns;
   int64_t mask_query_block, mask_key_block;
@@ -99,29 +98,29 @@ static_assert(is_whole<Parameters>());
 
 // A block of queries and a range of keys.
 struct Piece {
-  // The queries query_start ... of a sequence, for ``heads`` heads from ``head`` on that share a
-  // key head.
+  // The query_count queries from query_start on, for ``heads`` heads from ``head`` on, which share
+  // a key head.
   int64_t batch, head, heads, query_start, query_count;
-  // Where the sequence begins among the rows of query and key.
+  // First row of the sequence in query and in key.
   int64_t query_offset, key_offset;
   // The keys to visit. key_start is a multiple of kKeyMultiple.
   int64_t key_start, key_stop;
   // Query i sees the keys from i + first_visible to i + last_visible. It stands at the key
   // i + alignment.
   int64_t first_visible, last_visible, alignment;
-  // Where the results of a key split go: its slot, or -1 for a piece with all keys of its block. It
-  // is number key_split of key_splits.
+  // Slot for the results of a key split, or -1 if the piece has all keys of its block. The piece is
+  // split key_split of key_splits.
   int64_t slot, key_split, key_splits;
-  // The number of the block among those of its sequence and head, and where it begins in what
-  // becomes the bias's gradient.
+  // Number of the block within its sequence and head, and the offset at which it begins in the sums
+  // of the bias's gradient.
   int64_t block, bias;
-  // Whether the sums of grad_key and grad_value begin with this block: what is there is undefined
-  // for the keys that it sees.
+  // Whether the sums of grad_key and grad_value begin with this block: for the keys that it sees
+  // they are uninitialized.
   int64_t begins_sums;
-  // The slot of partial_largest and partial_total that a block's weights in the backward pass are
-  // computed with, or -1: with the logsumexp.
+  // Slot of partial_largest and partial_total from which the backward pass computes the block's
+  // weights, or -1 to use the logsumexp.
   int64_t statistics;
-  // The chunk of the blocks of a key head that it belongs to in the backward pass.
+  // Chunk of the key head's blocks that it belongs to in the backward pass.
   int64_t chunk;
 };
 
@@ -136,8 +135,8 @@ struct Layout<Piece> {
 };
 static_assert(is_whole<Piece>());
 
-// Where ``bytes`` is given, the kernel only writes there how much scratch memory it needs for a
-// piece: no less for one with more rows.
+// If ``bytes`` is given, the kernel only writes there how much scratch memory it needs for a piece,
+// which does not decrease with the number of rows.
 using AttentionFunction = void(const Parameters* parameters, const Piece* piece, void* scratch,
                                int64_t* bytes);
 
@@ -146,7 +145,7 @@ using SumFunction = void(void* gradient, int64_t row_stride, void* sums, int64_t
                          int64_t width, int64_t rows, int64_t columns, int64_t chunks,
                          double factor);
 
-// The plain kernels, without options, take half the time to compile, and most models need no other.
+// Kernels without options take half the time to compile, and suffice for most models.
 inline bool is_plain(const Parameters& parameters) {
   return parameters.modifies == 0 && parameters.dropout_threshold == 0;
 }
@@ -164,7 +163,7 @@ struct Extras {
 void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& inputs,
                  const AttentionOptions& options, const std::optional<at::Tensor>& seed);
 
-// Returns the seed of a call without one: drawn from the default generator if there is dropout.
+// Draws a seed from the default generator if there is dropout, and returns it.
 std::optional<at::Tensor> draw_seed(const at::Tensor& query, double dropout_p);
 
 }  // namespace foo

@@ -17,8 +17,8 @@ namespace foo {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-// A finite number that is added to the scores hides a key from here on, if the query sees another
-// one: beside it the weight is 0 in every dtype. Libraries write finfo.min.
+// A finite number in the bias that is at most this hides the key if the query sees another one:
+// beside that one the weight is 0 in every dtype. Libraries write finfo.min.
 constexpr double kLowestSeen = -1e30;
 constexpr int64_t kElementsOfThread = 1 << 16;
 
@@ -39,7 +39,7 @@ Bounds bounds_of_row(const Element* row, int64_t stride, int64_t count, double h
   return {first, stop};
 }
 
-// Queries whose keys are all hidden by finite numbers see all of them alike.
+// A query whose keys are all hidden by finite numbers sees all of these keys with equal weight.
 template <class Element>
 bool shares_weight(const Element* row, int64_t stride, int64_t count) {
   if constexpr (!std::is_same_v<Element, bool>) {
@@ -50,7 +50,7 @@ bool shares_weight(const Element* row, int64_t stride, int64_t count) {
   return false;
 }
 
-// Calls call(pointer) with the bias as what its elements are.
+// Calls call(pointer) with a pointer of the bias's element type.
 template <class Call>
 void with_elements(const Parameters& parameters, at::ScalarType query_type, Call call) {
   const void* const data = parameters.attn_bias.data;
@@ -66,8 +66,8 @@ void with_elements(const Parameters& parameters, at::ScalarType query_type, Call
 
 MaskBounds::MaskBounds(const Parameters& parameters, at::ScalarType query_type,
                        const AttentionOptions& options) {
-  // A key that the bias shows may be hidden by a window: all others of the row then share the
-  // weight if they are hidden by finite numbers.
+  // A window may hide the keys that the bias shows. The others of the row then share the weight if
+  // they are hidden by finite numbers.
   const bool has_window =
       options.is_causal || options.window_left >= 0 || options.window_right >= 0;
   const double hidden = has_window ? -kInfinity : kLowestSeen;
@@ -121,29 +121,29 @@ void MaskBounds::narrow(Piece& piece) const {
       }
     }
   }
-  // Products of the backward pass end with the keys if all begin with whole ones.
+  // Products of the backward pass end with the keys if they all begin at a multiple of
+  // kRowMultiple.
   piece.key_start = std::max(piece.key_start, first / kRowMultiple * kRowMultiple);
   piece.key_stop = std::max(piece.key_start, std::min(piece.key_stop, stop));
 }
 
 namespace {
 
-// Keys are split where there are fewer blocks. The number does not depend on the threads, so that
-// the sums do not either.
+// Keys are split if there are fewer blocks than this. The number does not depend on the threads, so
+// neither do the sums.
 constexpr int64_t kEnoughPieces = 64;
 constexpr int64_t kSplitLength = 1024;
-// Each of several threads has to have so many merged blocks, so that none has long to wait for
-// another.
+// Merged blocks per thread that remain, so that no thread waits long for another.
 constexpr int64_t kBlocksOfThread = 4;
-// The most elements of query and output in a merged block: a megabyte of float32, of caches that
-// have one or two.
+// Most elements of query and output in a merged block: a megabyte of float32, for caches of one or
+// two.
 constexpr int64_t kBlockElements = int64_t{1} << 18;
-// A block of few registers, where there are many. It is whole panels of 3 vectors of 8.
+// Block for processors with 16 registers if there are many blocks: whole panels of 3 vectors of 8.
 constexpr int64_t kLargeBlock = 144;
 static_assert(kLargeBlock <= kTileStride);
 
-// Whole panels of the matrix product, which are 3 vectors of 8 wide with 16 registers, and 4 of 16
-// with 32. Kernels for another processor than this compute the same, slower.
+// Blocks are whole panels of the matrix product: 3 vectors of 8 wide with 16 registers, 4 vectors
+// of 16 with 32. Kernels for another processor than this one give the same results, slower.
 bool has_16_registers() {
 #if defined(__x86_64__)
   static const bool has = !__builtin_cpu_supports("avx512f");
@@ -157,9 +157,9 @@ int64_t usual_block() {
   return has_16_registers() ? 96 : 128;
 }
 
-// How many heads that share a key head are in a block of up to ``most`` queries.
+// Number of heads with a common key head in a block of up to ``most`` queries.
 int64_t heads_of_block(const Parameters& parameters, const Sequence& sequence, int64_t most) {
-  // Programs take queries of one head.
+  // Programs process one head at a time.
   if (parameters.programs != nullptr) return 1;
   return std::clamp<int64_t>(most / sequence.query_length, 1, parameters.group);
 }
@@ -177,7 +177,7 @@ int64_t count_blocks(const Parameters& parameters, const std::vector<Sequence>& 
   return count;
 }
 
-// The most queries in a block of the forward kernel, before merge_neighbours.
+// Returns the most queries in a block of the forward kernel, before merge_neighbours.
 int64_t forward_block(const Parameters& parameters, const std::vector<Sequence>& sequences) {
   if (has_16_registers() && count_blocks(parameters, sequences, kLargeBlock) >= kEnoughPieces) {
     return kLargeBlock;
@@ -199,8 +199,8 @@ void set_visible(Piece& piece, const Sequence& sequence, const AttentionOptions&
   }
 }
 
-// Leaves out the first and last keys that a mask of blocks hides from all queries of a piece, which
-// belong to one of its rows. Others that it hides are left out by the kernel.
+// Skips the first and last keys that the block mask hides from all queries of a piece, which belong
+// to one of its rows. The kernel skips other hidden keys.
 void leave_hidden_keys_out(Piece& piece, const Parameters& parameters) {
   const int64_t row = piece.batch * parameters.mask_batch_stride +
                       piece.head * parameters.mask_head_stride +
@@ -218,7 +218,7 @@ void set_keys(Piece& piece, const Parameters& parameters, const Sequence& sequen
   const int64_t last_query = piece.query_start + piece.query_count - 1;
   const int64_t first = std::max<int64_t>(0, piece.query_start + piece.first_visible);
   const int64_t stop = std::min(sequence.key_length, last_query + piece.last_visible + 1);
-  // A causal mask, aligned to the upper left, may leave nothing of a window, aligned to the lower
+  // A causal mask aligned to the upper left may hide all keys of a window aligned to the lower
   // right.
   const bool sees_any = stop > first && piece.first_visible <= piece.last_visible;
   piece.key_start = first / kKeyMultiple * kKeyMultiple;
@@ -229,7 +229,7 @@ void set_keys(Piece& piece, const Parameters& parameters, const Sequence& sequen
   if (bounds.has_value()) bounds->narrow(piece);
 }
 
-// So many queries are cut alike, from each multiple of it on: those of a row of a mask of blocks.
+// Queries per row of the block mask; without a mask, all of them.
 int64_t length_of_row(const Parameters& parameters, const Sequence& sequence) {
   return parameters.programs == nullptr ? sequence.query_length : parameters.mask_query_block;
 }
@@ -282,8 +282,8 @@ std::vector<Piece> cut_into_blocks_of(const Parameters& parameters,
   return blocks;
 }
 
-// Cuts the keys of each block into ``splits``, or fewer where there are few keys. Blocks with
-// several get a slot each. The first splits of all blocks come first, then the second ones.
+// Cuts the keys of each block into ``splits``, or fewer if there are few keys. Blocks with several
+// splits get a slot each. The first splits of all blocks come first, then the second ones.
 std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t splits) {
   std::vector<int64_t> lengths;
   int64_t slots = 0, most_splits = 1;
@@ -311,9 +311,9 @@ std::vector<Piece> split_keys(std::vector<Piece>& blocks, int64_t splits) {
   return pieces;
 }
 
-// Whether two blocks as one give the same results, to the last bit: their panels and their tiles of
-// keys are the same, neither is one for the kernel for few queries, and the second begins with a
-// panel. Their key splits have places in slots of ``slot_rows``, and the first fills its own.
+// Whether merging two blocks gives equal results, to the last bit: their panels and their tiles of
+// keys are the same, neither is for the few-queries kernel, and the second begins with a panel.
+// Their key splits have room in slots of ``slot_rows``, and the first block fills its own.
 bool can_merge(const Parameters& parameters, const Piece& first, const Piece& second, int64_t most,
                int64_t slot_rows) {
   const bool are_neighbours = first.batch == second.batch && first.head == second.head &&
@@ -322,12 +322,12 @@ bool can_merge(const Parameters& parameters, const Piece& first, const Piece& se
   const bool have_whole_panels = first.heads == 1 && first.query_count % kWidestPanel == 0 &&
                                  first.query_count + second.query_count <= most &&
                                  second.query_count > kFewQueries;
-  // Only where no other key split follows may the second go on where the first has ended.
+  // The second may continue where the first ended only if no other key split follows.
   const bool goes_on = first.key_split + 1 == first.key_splits &&
                        first.key_stop < second.key_stop &&
                        (first.key_stop - first.key_start) % kKeyBlock == 0;
   const bool are_whole = first.slot < 0 && second.slot < 0;
-  // Tiles that a mask of blocks hides from one of them are left out for that one.
+  // Tiles that the block mask hides from one of them are still skipped for that one.
   const bool begins_before =
       parameters.programs != nullptr && are_whole && first.key_start < second.key_start;
   const bool have_same_tiles = (first.key_start == second.key_start || begins_before) &&
@@ -358,8 +358,8 @@ std::vector<Piece> merge_pairs(const Parameters& parameters, const std::vector<P
   return merged;
 }
 
-// Keys and values are packed for each block, so that fewer of them are quicker, if there are enough
-// for the threads. One block of 1024 queries takes 0.86 of the time of 4 of 256.
+// Each block packs its keys and values, so fewer blocks are faster as long as there are enough for
+// the threads. One block of 1024 queries takes 0.86 of the time of 4 of 256.
 std::vector<Piece> merge_neighbours(const Parameters& parameters, std::vector<Piece> pieces,
                                     int64_t slot_rows) {
   const int64_t dims = std::max<int64_t>(1, parameters.head_dim + parameters.value_dim);
@@ -401,7 +401,7 @@ std::vector<Piece> cut_into_blocks(const Parameters& parameters,
 ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequence>& sequences,
                          const AttentionOptions& options, const std::optional<MaskBounds>& bounds) {
   ForwardPlan plan;
-  // Only the kernel for few queries reads a cache of integers.
+  // Only the few-queries kernel reads an int8 cache.
   const int64_t most =
       parameters.has_int8_cache ? kFewQueries : forward_block(parameters, sequences);
   std::vector<Piece> blocks = cut_into_blocks_of(parameters, sequences, options, bounds, most);
@@ -418,7 +418,7 @@ ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequenc
   if (!parameters.modifies && !has_16_registers()) {
     plan.pieces = merge_neighbours(parameters, std::move(plan.pieces), plan.rows);
   }
-  // The kernel for few queries has no score tiles, which programs take.
+  // The few-queries kernel has no score tiles, which programs need.
   if (parameters.programs == nullptr) {
     plan.few_queries =
         take_if(plan.pieces, [](const Piece& piece) { return rows_of(piece) <= kFewQueries; });

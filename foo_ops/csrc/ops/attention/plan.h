@@ -1,4 +1,4 @@
-// How the work of a call is cut into blocks of queries, and these into pieces for the kernels.
+// Cuts the work of a call into blocks of queries, and these into pieces for the kernels.
 
 #pragma once
 
@@ -10,21 +10,20 @@
 
 namespace foo {
 
-// The first and the last key that attn_bias shows to each query, so that kernels need not visit the
-// keys before and behind them.
+// The first and the last key that attn_bias shows to each query. Kernels skip the keys before and
+// after.
 
 class MaskBounds {
  public:
-  // Reads each row of the bias, which must be there, from both ends, up to a number that is not
-  // hidden.
+  // Scans each row of the bias, which must be given, from both ends to a key that is not hidden.
   MaskBounds(const Parameters& parameters, at::ScalarType query_type,
              const AttentionOptions& options);
 
-  // None without a bias.
+  // Returns nullopt without a bias.
   static std::optional<MaskBounds> of(const Parameters& parameters, at::ScalarType query_type,
                                       const AttentionOptions& options);
 
-  // Leaves out the keys that the bias hides from all queries of a piece.
+  // Removes keys at both ends that the bias hides from all queries of a piece.
   void narrow(Piece& piece) const;
 
  private:
@@ -32,24 +31,23 @@ class MaskBounds {
     int64_t first, stop;
   };
 
-  // The steps in rows_, 0 where the bias is broadcast.
+  // Strides in rows_, 0 where the bias is broadcast.
   int64_t batch_step_, head_step_, row_step_;
   std::vector<Bounds> rows_;
 };
 
-// How the work of a call is cut into blocks of queries, and these into pieces for the kernels.
-
-// The queries of all heads.
+// Returns the number of queries, counted over the heads.
 inline int64_t rows_of(const Piece& piece) {
   return piece.heads * piece.query_count;
 }
 
-// Pairs of a query and a key that it visits.
+// Returns the number of visited pairs of a query and a key.
 inline int64_t work_of(const Piece& piece) {
   return rows_of(piece) * (piece.key_stop - piece.key_start);
 }
 
-// The piece with the most rows, for which a kernel needs the most memory. There must be some.
+// Returns the piece with the most rows, for which a kernel needs the most memory. `pieces` must not
+// be empty.
 const Piece& largest_of(const std::vector<Piece>& pieces);
 
 // A row of the batch, or a packed sequence.
@@ -65,29 +63,30 @@ inline int64_t round_up_to_vector(int64_t count) {
   return ceil_divide(count, kWidestVector) * kWidestVector;
 }
 
-// All blocks of queries of all sequences and heads, with the keys that they see. The blocks of the
-// heads that share a key head follow one another. They have as many queries as are quickest where a
+// Returns all blocks of queries of all sequences and heads, with the keys that they see. Blocks of
+// heads that share a key head are adjacent. They have the number of queries that is fastest if a
 // tile holds all of them.
 std::vector<Piece> cut_into_blocks(const Parameters& parameters,
                                    const std::vector<Sequence>& sequences,
                                    const AttentionOptions& options,
                                    const std::optional<MaskBounds>& bounds = std::nullopt);
 
-// The pieces of a forward pass.
+// Pieces of a forward pass.
 struct ForwardPlan {
-  // Pieces with few queries, for a kernel of their own, and all others.
+  // Pieces for the few-queries kernel, and all others.
   std::vector<Piece> few_queries, pieces;
-  // The blocks whose keys are split, the most splits of one of them, and the most rows.
+  // Blocks whose keys are split, the most splits of one of them, and the most rows.
   std::vector<Piece> split_blocks;
   int64_t key_splits = 0, rows = 0;
 };
 
-// Keys are split where there are few blocks.
+// Plans a forward pass. Keys are split if there are few blocks.
 ForwardPlan plan_forward(const Parameters& parameters, const std::vector<Sequence>& sequences,
                          const AttentionOptions& options, const std::optional<MaskBounds>& bounds);
 
-// Which blocks add to the same sums, beside those of the same keys: of all rows of the batch, of
-// all heads. They are a family, and those that have one number run one after the other.
+// Tells which blocks add to the same sums, besides those of the same keys: all rows of the batch,
+// or all heads. These blocks are a family; those of a family with the same number run one after the
+// other.
 struct SharedSums {
   bool batch = false;
   bool heads = false;
@@ -102,8 +101,7 @@ struct SharedSums {
   }
 };
 
-// Puts the largest piece of each thread's share first, so that at the end none has long to wait for
-// another.
+// Puts the largest pieces of each thread's share first, so that no thread waits long at the end.
 void sort_by_work(std::vector<Piece>& pieces);
 
 }  // namespace foo

@@ -20,7 +20,8 @@ namespace foo {
 
 namespace {
 
-// What a kernel is compiled for: the compute type, dtype and dimensions of each captured tensor.
+// Returns the signature of a kernel: the compute type, and dtype and dimensions of each captured
+// tensor.
 Signature signature_of(at::ScalarType type, at::TensorList captured) {
   Signature signature{static_cast<int16_t>(type)};
   for (const at::Tensor& tensor : captured) {
@@ -30,7 +31,7 @@ Signature signature_of(at::ScalarType type, at::TensorList captured) {
   return signature;
 }
 
-// The address of the kernel that these programs become, or 0 where there is none.
+// Returns the address of the kernel compiled from these programs, or 0 if there are none.
 int64_t function_of(at::ScalarType type, const Programs& given, std::string_view score_mod,
                     std::string_view mask_mod, std::string_view backward,
                     const char* family = "attention_program") {
@@ -51,8 +52,8 @@ int64_t function_of(at::ScalarType type, const Programs& given, std::string_view
   return reinterpret_cast<int64_t>(kernel->get<void()>(signature_of(type, given.captured)));
 }
 
-// Elements of gradients of captured tensors, up to which all rows of the batch and all heads have
-// sums of their own: 64 MiB of float32.
+// Up to this many elements of captured tensors' gradients, each row of the batch and each head has
+// its own sums: 64 MiB of float32.
 constexpr int64_t kMostSums = int64_t{1} << 24;
 
 std::vector<std::string_view> split(std::string_view text, char end) {
@@ -65,15 +66,15 @@ std::vector<std::string_view> split(std::string_view text, char end) {
   return parts;
 }
 
-// The captured tensor to whose gradient a line of a program adds, or -1.
+// Returns the captured tensor whose gradient a line of a program adds to, or -1.
 int64_t gradient_of(std::string_view line) {
   constexpr std::string_view kBeginning = "gradient ";
   if (line.substr(0, kBeginning.size()) != kBeginning) return -1;
   return std::stol(std::string(line.substr(kBeginning.size())));
 }
 
-// A program of gradients without those that are not required, and no program where nothing is left
-// but a gradient that stays as it is.
+// Removes gradients that are not required from a program. Returns an empty program if only a
+// gradient that passes through unchanged remains.
 std::string only_required(std::string_view backward, const std::vector<bool>& requires_grad) {
   std::string text;
   const auto lines = split(backward, '\n');
@@ -92,14 +93,14 @@ std::string only_required(std::string_view backward, const std::vector<bool>& re
   return changes ? text : "";
 }
 
-// Whether a program adds to the gradient of a captured tensor at indices of which one is the row of
-// the batch, or the head: then no two of these add to the same elements.
+// Tells whether one of the indices at which a program adds to the gradient of a captured tensor is
+// the row of the batch, or the head. If so, no two of them add to the same elements.
 SharedSums indexed_by(std::string_view backward, size_t number) {
   const auto lines = split(backward, '\n');
   SharedSums found{.batch = true, .heads = true};
   for (const std::string_view line : lines) {
     if (gradient_of(line) != static_cast<int64_t>(number)) continue;
-    // Behind the captured tensor and the value there are the indices.
+    // The indices follow the captured tensor and the value.
     const auto words = split(line, ' ');
     const auto has = [&](std::string_view input) {
       return std::any_of(words.begin() + 3, words.end(), [&](std::string_view word) {
@@ -161,7 +162,7 @@ void BlockStates::read(const at::Tensor& counts, const at::Tensor& indices, cons
       const int64_t block = place[row * most + i];
       TORCH_CHECK_VALUE(block >= 0, "flex_attention: ", name,
                         " must have block numbers of at least 0, got ", block);
-      // A mask may be of more keys than there are.
+      // A mask may cover more keys than there are.
       if (block < columns_) blocks_[row * columns_ + block] = state;
     }
   }
@@ -230,7 +231,7 @@ ProgramCall::ProgramCall(Parameters& parameters, const std::vector<Sequence>& se
   arguments_.integers = programs.integers.data();
   arguments_.captured = captured_.data();
   arguments_.outside = &outside_;
-  // A factor that is not positive would turn the largest product into the smallest score.
+  // A factor that is not positive would make the largest product the smallest score.
   const bool is_plain =
       programs.score_mod.empty() && parameters.scale > 0.0 && std::isfinite(parameters.scale);
   parameters.factor = is_plain ? kLog2E * parameters.scale : kLog2E;

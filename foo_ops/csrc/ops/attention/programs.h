@@ -1,4 +1,4 @@
-// Users' programs for score tiles, which kernels of attention call: see
+// Users' programs on score tiles, which attention's kernels call: see
 // foo_ops/kernels/attention/programs.py.
 
 #pragma once
@@ -16,10 +16,10 @@
 
 namespace foo {
 
-// What a window, or a block of keys, holds for the queries of a row of blocks.
+// State of a window, or of a block of keys, for a row of query blocks.
 enum BlockState : uint8_t { kHidden, kMasked, kSeen, kMixed };
 
-// What is told of a captured tensor.
+// Description of a captured tensor for the kernel.
 struct CapturedTensor {
   static constexpr int64_t kMostDimensions = 5;
 
@@ -39,7 +39,7 @@ struct Layout<CapturedTensor> {
 };
 static_assert(is_whole<CapturedTensor>());
 
-// The arguments of all calls of programs.
+// Arguments that all calls of programs share.
 struct ProgramArguments {
   double scale = 1.0;
   const double* numbers = nullptr;
@@ -56,14 +56,15 @@ struct Layout<ProgramArguments> {
 };
 static_assert(is_whole<ProgramArguments>());
 
-// Applies programs to so many queries and keys of a score tile, which ones these are. Gradients of
-// captured tensors are summed for the chunk of a key head. A function of the family attention_mask
-// writes the number of scores that mask_mod lets through to ``gradients``, as an int64.
+// Applies programs to a score tile of `queries` and `keys`, which begins at `first_query` and
+// `first_key`. Gradients of captured tensors are summed per chunk of a key head. A function of the
+// family attention_mask writes the number of scores that mask_mod lets through to ``gradients``, as
+// an int64.
 using ProgramFunction = void(const ProgramArguments* arguments, void* scores, void* gradients,
                              int64_t queries, int64_t keys, int64_t first_query, int64_t first_key,
                              int64_t batch, int64_t head, int64_t key_head, int64_t chunk);
 
-// Which keys the queries of a row of blocks see: the lists of torch's BlockMask.
+// Keys that each row of query blocks sees: the lists of torch's BlockMask.
 struct BlockMask {
   const std::optional<at::Tensor>& kv_num_blocks;
   const std::optional<at::Tensor>& kv_indices;
@@ -72,7 +73,7 @@ struct BlockMask {
   int64_t query_block, key_block;
 };
 
-// The texts of programs, empty where there is none, and what they take.
+// Texts of the programs, empty if not given, and their inputs.
 struct Programs {
   std::string_view score_mod, mask_mod, backward;
   at::TensorList captured;
@@ -80,15 +81,15 @@ struct Programs {
   c10::IntArrayRef integers;
 };
 
-// The states of all blocks of a call. Parameters point to them.
+// States of all blocks of a call. The parameters point to them.
 class BlockStates {
  public:
-  // What a mask of blocks says.
+  // Sets the states from a block mask.
   BlockStates(Parameters& parameters, const BlockMask& mask, bool has_mask_mod);
 
-  // Where there is none, asks how many scores a mask_mod lets through, for each window and as many
-  // queries of a sequence. The answers are for each sequence, or for the first one for all of them,
-  // and for heads alike.
+  // Without a block mask, counts how many scores mask_mod lets through in each square of a window
+  // of keys and as many queries. Counts per sequence, or once for all of them, and likewise for
+  // heads.
   void ask(Parameters& parameters, const std::vector<Sequence>& sequences, ProgramFunction* counts,
            const ProgramArguments& arguments, bool of_sequence, bool of_head);
 
@@ -102,25 +103,25 @@ class BlockStates {
   std::vector<uint8_t> blocks_, windows_;
 };
 
-// What a call's programs need as long as it runs. The parameters point to it.
+// Data that the programs need while a call runs. The parameters point to it.
 class ProgramCall {
  public:
-  // Parameters have everything but programs. For a backward pass it is told which captured tensors
-  // require a gradient.
+  // `parameters` must be complete except for programs. A backward pass passes which captured
+  // tensors require a gradient.
   ProgramCall(Parameters& parameters, const std::vector<Sequence>& sequences,
               const Programs& programs, const BlockMask& mask, at::ScalarType compute_type,
               std::vector<bool> requires_grad = {});
   ProgramCall(const ProgramCall&) = delete;
 
-  // Which blocks add to the same gradients of captured tensors, because those are too large for all
-  // to have sums of their own.
+  // Returns which blocks add to the same gradients of captured tensors, because these are too large
+  // for separate sums.
   SharedSums sharing() const;
-  // Makes room for the sums of a backward pass in so many chunks.
+  // Allocates the sums of a backward pass for this many chunks.
   void allocate_gradients(int64_t chunks);
-  // The gradients, without elements where none is required.
+  // Returns the gradients, empty if not required.
   std::vector<at::Tensor> gradients() const;
 
-  // Raises an IndexError if a captured tensor was indexed outside.
+  // Raises an IndexError if a captured tensor was indexed out of bounds.
   void check_indices(const char* name) const;
 
  private:

@@ -12,8 +12,8 @@ namespace foo {
 
 namespace {
 
-// From here on a rounding of the logsumexp changes weights by more than 2^-16. Beside a mask of
-// -1e9 its digits say nothing of how many keys share the weight.
+// From here on, rounding of the logsumexp changes weights by more than 2^-16. With a mask of -1e9
+// its digits do not tell how many keys share the weight.
 constexpr double kLargeLogsumexp = 256.0;
 
 // Kernels live as long as the process: they are never destroyed.

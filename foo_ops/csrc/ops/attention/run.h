@@ -12,12 +12,12 @@
 
 namespace foo {
 
-// The forward kernel's results for a key split: for each row of its slot the largest score, in
-// units of log 2, the sum of 2^(score - largest), and the values summed with these weights.
+// Results of the forward kernel for key splits: for each row of a slot the largest score, in units
+// of log 2, the sum of 2^(score - largest), and the values summed with these weights.
 class PartialResults {
  public:
-  // Makes room for so many key splits of ``slots`` blocks of up to ``rows`` rows. Parameters point
-  // to it.
+  // Allocates key_splits splits of ``slots`` blocks of up to ``rows`` rows, and sets the
+  // parameters' pointers.
   void allocate(Parameters& parameters, int64_t key_splits, int64_t slots, int64_t rows,
                 at::ScalarType type);
 
@@ -25,12 +25,12 @@ class PartialResults {
   at::Tensor output_, largest_, total_;
 };
 
-// Finds for the backward pass the blocks where the logsumexp is so large that its digits do not
-// tell, computes the statistics of their softmax anew, and tells the blocks where these are.
+// For the backward pass, finds the blocks whose logsumexp is so large that its digits do not
+// suffice, recomputes their softmax statistics, and sets the blocks' slots of them.
 void compute_statistics(Parameters& parameters, PartialResults& results, std::vector<Piece>& blocks,
                         const at::Tensor& query);
 
-// Runs the forward kernels on the blocks of all sequences, the keys split where there are few.
+// Runs the forward kernels on the blocks of all sequences, with split keys if there are few.
 void run_forward(Parameters& parameters, const at::Tensor& query,
                  const std::vector<Sequence>& sequences, const AttentionOptions& options);
 

@@ -24,7 +24,7 @@ namespace foo {
 
 namespace {
 
-// (pages, page size, heads, dim) as (pages, heads, page size, dim).
+// Views (pages, page size, heads, dim) as (pages, heads, page size, dim).
 Operand paged(const at::Tensor& tensor) {
   return Operand(tensor.transpose(1, 2));
 }
@@ -52,7 +52,7 @@ void check_used(const char* name, const Lengths& lengths, const int32_t* used, b
   }
 }
 
-// Copies only the blocks in use, of a table that may be large.
+// Copies only the blocks in use, since the table may be large.
 void read_pages(const char* name, Lengths& lengths, const at::Tensor& table, int64_t page_size,
                 int64_t pages) {
   const int64_t room = table.size(1) * page_size;
@@ -91,7 +91,7 @@ void check_longest(const char* name, const char* argument, const std::vector<int
 
 Lengths lengths_of(const char* name, const AttentionInputs& inputs,
                    const AttentionOptions& options) {
-  // Also before an operator on the device is called.
+  // Also called before an operator on the device runs.
   const DeviceAccess access;
   const int64_t count = inputs.cu_seqlens_q.numel();
   const bool is_paged = inputs.block_table.has_value();
@@ -220,7 +220,7 @@ Outputs attend(const AttentionInputs& inputs, const Lengths& lengths,
   return {output, logsumexp};
 }
 
-// The dispatcher hands arguments over as they are: this is called for every layer of a model.
+// Unboxed: this is called for every layer of a model.
 Outputs attention_varlen(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
                          const std::optional<at::Tensor>& seqused_k,
@@ -255,7 +255,7 @@ Outputs attention_varlen_seeded(const AttentionArguments& arguments) {
   return attend(inputs, lengths_of("attention_varlen", inputs, options), options, arguments.seed());
 }
 
-// The gradients for query, key, value, alibi_slopes and sinks; of size 0 for what was not given.
+// Gradients for query, key, value, alibi_slopes and sinks; of size 0 if not given.
 using PackedGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 PackedGradients packed_backward(const AttentionInputs& inputs, const Lengths& lengths,
@@ -272,7 +272,7 @@ PackedGradients packed_backward(const AttentionInputs& inputs, const Lengths& le
   return {grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks};
 }
 
-// The sum is in the compute type, so that nothing is rounded before it.
+// Sums in the compute type, so that no term is rounded.
 PackedGradients paged_backward(const AttentionInputs& inputs, const Lengths& given,
                                const AttentionOptions& options, const AttentionResults& results,
                                const std::optional<at::Tensor>& seed) {
@@ -296,7 +296,7 @@ PackedGradients paged_backward(const AttentionInputs& inputs, const Lengths& giv
   auto [grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks] =
       packed_backward(gathered, lengths, options,
                       {grad_output, results.grad_logsumexp, output, results.logsumexp}, seed);
-  // A tensor that was not given has a gradient of size 0, in query's dtype.
+  // A missing tensor has a gradient of size 0, in query's dtype.
   const auto own_type = [&](const at::Tensor& gradient, const std::optional<at::Tensor>& tensor) {
     return gradient.to(tensor.value_or(inputs.query).scalar_type());
   };

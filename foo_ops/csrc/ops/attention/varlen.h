@@ -13,26 +13,25 @@
 
 namespace foo {
 
-// What calls with packed sequences, and with keys in pages, have in common.
-
-// The checked numbers of the tensors of integers, which are read once, since another thread may
-// write to them at any time.
+// Checked values of the integer tensors, which are read only once, since another thread may write
+// to them at any time.
 struct Lengths {
   std::vector<int64_t> query_offsets, key_offsets, query_lengths, key_lengths;
-  // A row for each sequence with the numbers of the blocks in use.
+  // A row of block numbers in use for each sequence.
   std::vector<int32_t> pages;
-  // The length of such a row.
+  // Length of each row of ``pages``.
   int64_t columns = 0;
 };
 
-// Raises, in the name of an operator, for sequences and blocks that are not inside the tensors.
+// Reads and checks the lengths; raises in the operator's name for sequences and blocks that are not
+// inside the tensors.
 Lengths lengths_of(const char* name, const AttentionInputs& inputs,
                    const AttentionOptions& options);
 
-// (total, heads, dim) as (1, heads, total, dim) with no step from a batch row to the next.
+// Views (total, heads, dim) as (1, heads, total, dim) with a batch stride of 0.
 Operand packed(const at::Tensor& tensor);
 
-// (heads, total) as (1, heads, total, 1).
+// Views (heads, total) as (1, heads, total, 1).
 Operand packed_rows(const at::Tensor& tensor);
 
 struct PackedCall {
@@ -45,21 +44,21 @@ struct PackedCall {
              const std::optional<at::Tensor>& seed);
 };
 
-// The blocks that hold keys in use, one sequence after the other.
+// Blocks that hold keys in use, sequence by sequence.
 class UsedBlocks {
  public:
-  // Lets ``lengths`` say where the sequences begin among the rows of these blocks.
+  // Makes the key offsets in ``lengths`` refer to the rows of these blocks.
   UsedBlocks(Lengths& lengths, const at::Tensor& key);
 
-  // (num_blocks, block_size, heads, dim) as (rows, heads, dim).
+  // Copies the blocks of (num_blocks, block_size, heads, dim) to (rows, heads, dim).
   at::Tensor gather(const at::Tensor& pages, at::ScalarType type) const;
 
-  // The gradient of gather: rounded to the dtype of ``pages`` once it is summed over the sequences
-  // that share a block.
+  // Gradient of gather: sums over the sequences that share a block, then rounds to the dtype of
+  // ``pages``.
   at::Tensor scatter(const at::Tensor& gradient, const at::Tensor& pages) const;
 
  private:
-  // The numbers of all blocks, each number once, and for each block its place among the latter.
+  // Numbers of all blocks, the distinct ones, and each block's index among the latter.
   at::Tensor numbers_, distinct_, places_;
 };
 

@@ -24,19 +24,18 @@ namespace foo {
 
 namespace {
 
-// The products of the gradients of logits, some classes at a time.
-
 at::ScalarType compute_type(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// The dtype of gradients of logits, and of what they are multiplied by. In float16 they would be
-// too small, and its products are of float32 anyway.
+// Returns the dtype of logits' gradients and of their factors. float16 would underflow, and its
+// products are computed in float32 anyway.
 at::ScalarType factor_type(at::ScalarType dtype) {
   return dtype == at::kHalf ? at::kFloat : dtype;
 }
 
-// What the gradients of logits are multiplied by and added to.
+// Accumulates the gradients of hidden, weight and bias from the gradients of logits, which come in
+// chunks of classes.
 class LogitGradients {
  public:
   LogitGradients(const at::Tensor& hidden, const at::Tensor& weight, bool hidden_requires_grad,
@@ -56,7 +55,7 @@ class LogitGradients {
     }
   }
 
-  // Takes the gradients of the logits of some classes, which are all rows by so many columns.
+  // Adds the gradients of the logits of `count` classes from `start` on, for all rows.
   void add(const at::Tensor& grad_logits, int64_t start, int64_t count) {
     const Matrix grad(grad_logits);
     if (hidden_sums_.defined()) {
@@ -97,11 +96,11 @@ class LogitGradients {
 using OptionalTensor = std::optional<at::Tensor>;
 
 constexpr int64_t kLogitTile = 64;
-// The most splits of the classes: for each of them and each row there are three numbers.
+// Most splits of the classes: each needs three numbers per row.
 constexpr int64_t kMostSplits = 64;
-// So many jobs that threads have work, where there are enough rows.
+// Fewest jobs that keep the threads busy, if there are enough rows.
 constexpr int64_t kJobs = 16;
-// The most classes whose gradients of logits are in memory at a time.
+// Most classes whose logits' gradients are in memory at a time.
 constexpr int64_t kChunk = 2048;
 
 Kernel& statistics_kernel() {
@@ -125,7 +124,7 @@ struct Options {
   double softcap;
 };
 
-// The targets of a call, which are classes or ignored.
+// Targets of a call: classes, or ignored.
 class Targets {
  public:
   Targets(const char* name, const at::Tensor& target, int64_t classes, int64_t ignore_index)
@@ -141,7 +140,7 @@ class Targets {
   }
 
   const int64_t* data() const { return tensor_.const_data_ptr<int64_t>(); }
-  // Of those that are not ignored.
+  // Returns the number of targets that are not ignored.
   int64_t count() const { return count_; }
 
  private:
@@ -157,7 +156,7 @@ CrossEntropy make_parameters(const Matrix& hidden, const Matrix& weight, const T
   parameters.depth = hidden.width();
   parameters.ignore_index = options.ignore_index;
   parameters.softcap = options.softcap;
-  // A cap may be so small that no float32 is its inverse.
+  // The inverse of a tiny cap exceeds the range of float32.
   parameters.softcap_inverse =
       std::min<double>(1.0 / options.softcap, std::numeric_limits<float>::max());
   parameters.label_smoothing = options.label_smoothing;
@@ -176,7 +175,7 @@ CrossEntropy make_parameters(const Matrix& hidden, const Matrix& weight, const T
   return parameters;
 }
 
-// How rows are cut, the same for every number of threads.
+// Returns the rows per job, which do not depend on the number of threads.
 int64_t rows_of_job(int64_t rows, int64_t jobs_of_row) {
   const int64_t wanted = count_of(kJobs, jobs_of_row);
   return part_of(rows,
@@ -190,7 +189,7 @@ ProductBlock block_of(int64_t row_start, int64_t band, int64_t rows, int64_t col
           std::min(column_start + kLogitColumns, column_stop)};
 }
 
-// What is kept of the first rows for their gradients, or nothing.
+// Data that is kept of the first rows for their gradients, or undefined tensors.
 struct Kept {
   at::Tensor exponentials, bases;
 
@@ -203,7 +202,7 @@ struct Kept {
   }
 };
 
-// Jobs that follow one another have their columns in common.
+// Consecutive jobs share columns.
 void compute_statistics(CrossEntropy& parameters, at::ScalarType dtype) {
   const int64_t splits = count_of(parameters.columns, parameters.split_columns);
   const int64_t band = rows_of_job(parameters.rows, splits);
@@ -230,7 +229,7 @@ void compute_losses(const CrossEntropy& parameters, at::ScalarType dtype) {
            [&](int64_t job, int64_t, const auto& call) { call(block(job)); });
 }
 
-// The losses that are ignored are zero.
+// Losses of ignored targets are zero.
 template <class Number>
 void store_mean(const at::Tensor& loss, int64_t count, const at::Tensor& mean) {
   const auto* const losses = loss.const_data_ptr<Number>();
@@ -324,7 +323,7 @@ void compute_gradients(CrossEntropy& parameters, at::ScalarType dtype, int64_t s
            block(0), [&](int64_t job, int64_t, const auto& call) { call(block(job)); });
 }
 
-// A gradient that is not asked for has no elements.
+// Gradients that are not required have no elements.
 Results differentiate(const char* name, const OptionalTensor& grad_loss,
                       const OptionalTensor& grad_logsumexp, const OptionalTensor& grad_mean,
                       const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,

@@ -1,4 +1,5 @@
-// foo::linear_cross_entropy: what its kernels get, its checks, and its gradients.
+// foo::linear_cross_entropy: its kernels' parameters and its checks, which fake kernels share.
+// tests/project/test_agreement.py compares the struct with foo_ops/kernels/linear.
 
 #pragma once
 
@@ -13,14 +14,11 @@
 
 namespace foo {
 
-// foo::linear_cross_entropy: what its kernels are told, and the checks, which fake kernels share.
-// tests/project/test_agreement.py compares the struct with foo_ops/kernels/linear.
-
 // Logits are the product of left, whose rows are those of hidden, and right, whose columns are the
-// rows of weight, plus a bias. Strides are in elements. What has an element for each row is
-// adjacent; largest, total and plain have one for each row of each split of the columns. Of the
-// first rows, exponentials are kept for the gradients: exp(logit - base) for each column,
-// contiguous, and the base for each row of each block of so many columns.
+// rows of weight, plus a bias. Strides are in elements. Data with an element per row is contiguous;
+// largest, total and plain have an element per row for each split of the columns. For the first
+// rows, exponentials are kept for the gradients: exp(logit - base) for each column, contiguous, and
+// the base of each row in each block of block_columns columns.
 struct CrossEntropy {
   int64_t rows, columns, depth, has_bias, ignore_index, split_columns, first_column;
   int64_t has_grad_loss, has_grad_logsumexp, kept_rows, block_columns;
@@ -52,11 +50,11 @@ struct Layout<CrossEntropy> {
 };
 static_assert(is_whole<CrossEntropy>());
 
-// Where ``bytes`` is given, the kernel only writes there how much scratch memory a block needs.
+// If ``bytes`` is given, the kernel only writes there how much scratch memory a block needs.
 using CrossEntropyFunction = void(const CrossEntropy* parameters, const ProductBlock* block,
                                   void* scratch, int64_t* bytes);
 
-// They raise for arguments that the operators do not take, and read only metadata.
+// Checks of the operators' arguments. They raise, and read only metadata.
 void check_linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                 const at::Tensor& target, const std::optional<at::Tensor>& bias,
                                 double label_smoothing, double softcap);
@@ -66,16 +64,16 @@ void check_linear_cross_entropy_backward(
     const at::Tensor& target, const std::optional<at::Tensor>& bias, const at::Tensor& logsumexp,
     bool bias_requires_grad, double label_smoothing, double softcap);
 
-// The logits of a block, which they share a base with, fit the second cache with what they are the
-// product of.
+// Columns per block; the logits of a block share a base. They fit the second-level cache together
+// with their factors.
 constexpr int64_t kLogitColumns = 256;
 
-// What foo::linear_cross_entropy_training keeps: exponentials of so many rows, and the bases of so
-// many blocks of each of them.
+// Sizes of the data that foo::linear_cross_entropy_training keeps: rows of exponentials, and blocks
+// per row that have a base.
 using KeptSizes = std::pair<c10::SymInt, c10::SymInt>;
 
-// No more than weight has elements. The exponentials of a soft cap's logits do not tell its
-// derivative.
+// Keeps no more exponentials than weight has elements, and none with a soft cap: its derivative
+// does not follow from the exponentials.
 KeptSizes kept_sizes(const c10::SymInt& rows, const c10::SymInt& depth, const c10::SymInt& columns,
                      double softcap);
 void check_kept(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,

@@ -100,7 +100,7 @@ at::Tensor linear_silu_mul(const at::Tensor& input, const at::Tensor& gate_weigh
 
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// A gradient that is not asked for has no elements.
+// Gradients that are not required have no elements.
 Gradients linear_backward(const at::Tensor& grad_output, const OptionalTensor& input,
                           const OptionalTensor& weight, bool input_requires_grad,
                           bool weight_requires_grad, bool bias_requires_grad) {

@@ -1,4 +1,4 @@
-// foo::linear: its launcher, and what linear layers ask of their arguments.
+// foo::linear and the checks of linear layers.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace foo {
 
-// What linear layers ask of their arguments. The checks read only metadata, and raise.
+// Checks that linear layers share. They raise, and read only metadata.
 
 void check_dtype(const char* name, const char* argument, const at::Tensor& tensor);
 void check_rows(const char* name, const char* argument, const at::Tensor& tensor);
@@ -21,9 +21,7 @@ void check_like(const char* name, const char* argument, const at::Tensor& tensor
 void check_count(const char* name, const char* argument, const char* what, const c10::SymInt& size,
                  const c10::SymInt& expected, const char* as);
 
-// foo::linear: the checks, which fake kernels share.
-
-// They raise for arguments that the operators do not take, and read only metadata.
+// Checks of the operators' arguments, which fake kernels share.
 void check_linear(const at::Tensor& input, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias);
 void check_linear_activation(const at::Tensor& input, const at::Tensor& weight,

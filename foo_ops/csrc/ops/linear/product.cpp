@@ -20,7 +20,7 @@ namespace {
 constexpr std::array<const char*, 6> kFinishes = {"",      ".relu",      ".silu",
                                                   ".gelu", ".gelu_tanh", ".silu_mul"};
 
-// The kernels of a name, one for each way to finish.
+// Kernels with a common name, one for each Finish.
 class Kernels {
  public:
   explicit Kernels(const std::string& name) {
@@ -43,7 +43,7 @@ Kernels& few_rows_kernels() {
   return *kernels;
 }
 
-// They finish the sums of PyTorch's products.
+// Finish the sums of PyTorch's products.
 Kernels& finish_kernels() {
   static auto* kernels = new Kernels("linear_finish");
   return *kernels;
@@ -54,13 +54,13 @@ Kernel& sums_kernel() {
   return *kernel;
 }
 
-// Pairs of bfloat16 are read where the rows of the right matrix are whole pairs apart.
+// Pairs of bfloat16 are read only if the distance between rows of the right matrix is whole pairs.
 bool has_few_rows(const Product& product, at::ScalarType dtype) {
   const bool has_pairs = dtype != at::kBFloat16 || product.right_column_stride % 2 == 0;
   return product.rows <= kFewRows && product.right_step_stride == 1 && has_pairs;
 }
 
-// The same product with rows and columns exchanged.
+// Returns the same product with rows and columns exchanged.
 Product transposed(const Product& product) {
   Product result = product;
   std::swap(result.rows, result.columns);
@@ -71,10 +71,10 @@ Product transposed(const Product& product) {
   return result;
 }
 
-// What it costs to pack both matrices and to write the output, in elements that are copied. The
-// steps of the right matrix are packed one after the other, and so adjacent steps are transposed;
-// the left matrix is copied in long runs or not at all, but pairs of its steps must be adjacent.
-// What is transposed costs twice.
+// Cost of packing both matrices and writing the output, in copied elements. The steps of the right
+// matrix are packed one after the other, so adjacent steps are transposed; the left matrix is
+// copied in long runs or not at all, but pairs of its steps must be adjacent. Transposing costs
+// twice.
 double packing_cost(const Product& product, at::ScalarType dtype) {
   const double right = product.right_step_stride == 1 ? 2 : 1;
   const double left = product.left_step_stride == 1 ? 0 : dtype == at::kBFloat16 ? 2 : 0.5;
@@ -82,7 +82,7 @@ double packing_cost(const Product& product, at::ScalarType dtype) {
   return product.depth * (right * columns + left * rows) + product.is_transposed * rows * columns;
 }
 
-// Whether the rows are a stride apart, across all leading dimensions.
+// Whether one stride separates the rows, across all leading dimensions.
 bool has_row_stride(const at::Tensor& tensor) {
   int64_t expected = -1;
   for (int64_t i = tensor.dim() - 2; i >= 0; --i) {
@@ -110,7 +110,7 @@ void run(const Product& product, at::ScalarType dtype, Kernel& kernel, const Cut
            [&](int64_t job, int64_t, const auto& call) { call(cut.block(product, job)); });
 }
 
-// Of the two ways to see a product the one whose packing costs less.
+// Computes the product or its transpose, whichever costs less to pack.
 void run_blocks(const Product& product, at::ScalarType dtype, Kernel& kernel, int64_t parts) {
   const Product other = transposed(product);
   const bool is_cheaper = packing_cost(other, dtype) < packing_cost(product, dtype);

@@ -1,4 +1,5 @@
-// Matrix products of any size, cut into blocks of the output.
+// Matrix products of any size, cut into blocks of the output. tests/project/test_agreement.py
+// compares the structs with foo_ops/kernels/linear.
 
 #pragma once
 
@@ -14,26 +15,23 @@
 
 namespace foo {
 
-// Matrix products of any size. tests/project/test_agreement.py compares the structs with
-// foo_ops/kernels/linear.
-
 // output[row, column] = bias[column] + sum over step of left[row, step] * right[column, step], or,
 // if the output is transposed, output[column, row] = bias[row] + the same sum. Strides are in
-// elements. Of left and right either the steps are adjacent, or the others are.
+// elements. In left and in right, either the steps are adjacent, or the rows or columns.
 struct Product {
   int64_t rows, columns, depth, is_transposed;
   const void* left;
   int64_t left_row_stride, left_step_stride;
   const void* right;
   int64_t right_column_stride, right_step_stride;
-  // Other weights of a gate, which lie in memory as the first do: as the right matrix, or as the
-  // left one of a transposed output.
+  // Up weights of a gated product, with the same strides as the first weights: as the right matrix,
+  // or as the left one of a transposed output.
   const void* second;
   int64_t has_bias;
   const void* bias;
   int64_t bias_stride;
   void* output;
-  // From one row of adjacent elements to the next.
+  // Stride between rows, whose elements are adjacent.
   int64_t output_stride;
 };
 
@@ -48,7 +46,7 @@ struct Layout<Product> {
 };
 static_assert(is_whole<Product>());
 
-// What one thread computes of the output.
+// The part of the output that one thread computes.
 struct ProductBlock {
   int64_t row_start, row_stop, column_start, column_stop;
 };
@@ -61,16 +59,16 @@ struct Layout<ProductBlock> {
 };
 static_assert(is_whole<ProductBlock>());
 
-// Where ``bytes`` is given, the kernel only writes there how much scratch memory a block needs.
+// If ``bytes`` is given, the kernel only writes there how much scratch memory a block needs.
 using ProductFunction = void(const Product* product, const ProductBlock* block, void* scratch,
                              int64_t* bytes);
 
-// The rows of a tensor of any number of dimensions, which it keeps alive. Either the elements of a
-// row are adjacent in memory, or the rows are: a tensor where neither holds is copied.
+// A tensor of any number of dimensions as a matrix of its rows. Keeps the tensor alive. Either the
+// elements of a row are adjacent in memory, or the rows are; other tensors are copied.
 class Matrix {
  public:
   explicit Matrix(const at::Tensor& tensor);
-  // One row, of an element that is repeated.
+  // One row that repeats an element.
   Matrix(const at::Tensor& element, int64_t width);
 
   Matrix transposed() const;
@@ -90,18 +88,19 @@ class Matrix {
   int64_t rows_, width_, row_stride_, step_stride_;
 };
 
-// What kernels are told of left right^T + bias. The output is contiguous, and bias has a row.
+// Describes left right^T + bias for kernels. The output is contiguous, and bias has one row.
 Product make_product(const at::Tensor& output, const Matrix& left, const Matrix& right,
                      const std::optional<at::Tensor>& bias);
 
-// A new tensor with the leading dimensions of another.
+// Returns a new tensor with the leading dimensions of `like`.
 at::Tensor make_rows(const at::Tensor& like, int64_t width);
 
-// What becomes of the sums before they are rounded: foo_ops/kernels/linear/product.py.
+// Epilogue that is applied to the sums before rounding: foo_ops/kernels/linear/product.py.
 enum class Finish { kNothing, kRelu, kSilu, kGelu, kGeluTanh, kSiluMul };
 
-// Writes left right^T + bias to a contiguous output, finished. All are of one dtype, and bias has a
-// row. Of a gate, kSiluMul, ``second`` has the shape and the strides of the right matrix.
+// Writes left right^T + bias to a contiguous output and applies the epilogue `finish`. All tensors
+// are of one dtype, and bias has one row. For a gate, kSiluMul, ``second`` has the shape and the
+// strides of the right matrix.
 void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
               const std::optional<at::Tensor>& bias = std::nullopt,
               Finish finish = Finish::kNothing, const void* second = nullptr);
@@ -109,21 +108,20 @@ void multiply(const at::Tensor& output, const Matrix& left, const Matrix& right,
 // Adds left right^T to contiguous sums in the compute type.
 void add_product(const at::Tensor& sums, const Matrix& left, const Matrix& right);
 
-// How launchers of products cut the output into blocks.
-
 // Blocks are whole register tiles on all processors.
 constexpr int64_t kTile = 64;
-// Few rows are multiplied by all columns as they lie in memory, and so many of them by one thread
-// that it reads long stretches.
+// Up to kFewRows rows are multiplied by the columns without packing. A thread takes this many
+// columns at most, so that it reads long stretches.
 constexpr int64_t kFewRows = 8, kMostColumnsOfFewRows = 1024;
-// So many blocks for each thread that none waits long for the last one.
+// Blocks per thread, so that no thread waits long for the last block.
 constexpr int64_t kBlocksOfThread = 4;
 
 inline int64_t count_of(int64_t size, int64_t part) {
   return (size + part - 1) / part;
 }
 
-// Parts of nearly the same size, each a multiple of ``multiple``.
+// Returns the size of nearly equal parts of at most `most`, rounded up to a multiple of
+// ``multiple``.
 inline int64_t part_of(int64_t size, int64_t most, int64_t multiple) {
   const int64_t part = count_of(size, count_of(size, most));
   return count_of(part, multiple) * multiple;
@@ -147,7 +145,7 @@ struct Cut {
     return count_of(product.rows, rows) * count_of(product.columns, columns);
   }
 
-  // Blocks that follow one another have their columns in common.
+  // Consecutive blocks share columns.
   ProductBlock block(const Product& product, int64_t index) const {
     const int64_t bands = count_of(product.rows, rows);
     const int64_t row = index % bands * rows, column = index / bands * columns;
@@ -165,14 +163,15 @@ inline int64_t second_cache_bytes() {
   return known > 0 ? known : 1 << 20;
 }
 
-// Of a band of a block, for each of which panels of the right matrix are packed. With 512 in place
-// of 256, a Zen 5 takes 0.96 to 0.99 of the time in float32 and bfloat16.
+// Most rows of a block; panels of the right matrix are packed once per block. With 512 instead of
+// 256, a Zen 5 takes 0.96 to 0.99 of the time in float32 and bfloat16.
 inline int64_t most_rows_of_block() {
   return second_cache_bytes() >= 1 << 20 ? 512 : 256;
 }
 
-// The second cache holds the sums of a block, of as many products as it has parts, in one half. In
-// the other are its rows of a section of the left matrix, and panels of the right one.
+// One half of the second-level cache holds the sums of a block, for each of its `parts` products.
+// The other half holds the block's rows of a section of the left matrix, and panels of the right
+// one.
 inline Cut cut_of_blocks(const Product& product, at::ScalarType dtype, int64_t parts) {
   const int64_t sum_bytes = parts * (dtype == at::kDouble ? 8 : 4);
   const int64_t sums = second_cache_bytes() / 2 / sum_bytes;

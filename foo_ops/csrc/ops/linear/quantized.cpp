@@ -43,8 +43,7 @@ void check_of_groups(const char* name, const char* argument, const at::Tensor& t
               "input has groups");
 }
 
-// Kernels read rows of adjacent weights, of scales and zeros, and those of few rows such rows of
-// the input.
+// Kernels need contiguous rows of weights, scales and zeros; those for few rows also of the input.
 at::Tensor with_adjacent_steps(const at::Tensor& matrix) {
   return matrix.size(-1) <= 1 || matrix.stride(-1) == 1 ? matrix : matrix.contiguous();
 }
@@ -84,7 +83,7 @@ at::Tensor linear_int8(const at::Tensor& input, const at::Tensor& weight, const 
   return multiply_quantized(input, weight, scale, std::nullopt, bias, 0, *few_rows, *many_rows);
 }
 
-// The kernel for few rows whose loops are those of a group size.
+// Returns the few-rows kernel that is compiled for a group size.
 Kernel& few_rows_int4_kernel(int64_t group_size) {
   static auto* const of_32 = new Kernel("linear_int4_few_rows.32");
   static auto* const of_64 = new Kernel("linear_int4_few_rows.64");

@@ -1,5 +1,5 @@
-// foo::linear_int8 and foo::linear_int4: the checks, which fake kernels share, and what kernels are
-// told. tests/project/test_agreement.py compares the struct with foo_ops/kernels/linear.
+// foo::linear_int8 and foo::linear_int4: their checks, which fake kernels share, and their kernels'
+// parameters. tests/project/test_agreement.py compares the struct with foo_ops/kernels/linear.
 
 #pragma once
 
@@ -13,9 +13,9 @@
 
 namespace foo {
 
-// A product whose right matrix is integers: of 8 bits with a scale for each column, or of 4 bits
-// with scale and zero for each group of steps, two in a byte. Strides are in elements; those of the
-// groups of a column are adjacent.
+// A product whose right matrix has integers: 8 bits with a scale per column, or 4 bits, two in a
+// byte, with scale and zero per group of steps. Strides are in elements; a column's groups are
+// adjacent.
 struct QuantizedProduct {
   Product product;
   const void* scale;
@@ -36,7 +36,7 @@ static_assert(is_whole<QuantizedProduct>());
 using QuantizedFunction = void(const QuantizedProduct* product, const ProductBlock* block,
                                void* scratch, int64_t* bytes);
 
-// They raise for arguments that the operators do not take, and read only metadata.
+// Checks of the operators' arguments. They raise, and read only metadata.
 void check_linear_int8(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,
                        const std::optional<at::Tensor>& bias);
 void check_linear_int4(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scale,

@@ -41,7 +41,7 @@ constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
 struct Rule {
   unsigned families, dtypes, forms;
   int64_t least_rows, most_rows = kAny;
-  // With less work, what PyTorch does around a product takes too long.
+  // With less work, PyTorch's overhead around a product is too large.
   double least_work = 1 << 22;
   int64_t most_threads = kAny;
 };
@@ -64,22 +64,22 @@ constexpr unsigned kGradWeight = set_of({Form::kGradWeight});
 constexpr unsigned kAll = set_of({Form::kForward, Form::kBias, Form::kActivation, Form::kGate,
                                   Form::kGradInput, Form::kGradWeight});
 
-// bfloat16 on AMD's processors with AVX512-BF16, where oneDNN reaches 0.85 to 0.95 of their peak.
-// The speed of ours beside it on a Zen 5, one thread, layers of 512 x 512, 2816 x 1024 and
-// 1024 x 2816:
+// bfloat16 on AMD processors with AVX512-BF16, where oneDNN reaches 0.85 to 0.95 of peak. Speed of
+// our kernel relative to it on a Zen 5, one thread, layers of 512 x 512, 2816 x 1024 and 1024 x
+// 2816:
 //
 //   rows               16            32            64           128          1024
 //   forward       1.04 - 1.45   1.08 - 1.44   1.03 - 1.15   0.98 - 1.00   0.89 - 0.98
 //   grad_input    0.74 - 1.00   0.84 - 0.98   0.85 - 0.99   0.94 - 0.99   0.85 - 1.01
 //   grad_weight   0.34 - 0.50   0.35 - 0.68   0.52 - 0.78   0.63 - 0.83   0.92 - 0.99
 //
-// Forward, 9, 12 and 24 rows of 1024 x 2816 are at 0.74 to 0.89, of 512 x 512 at 1.15 to 1.26; 9
-// and 24 rows on two threads at 0.64 to 0.90, 16 at 0.99 to 1.20. With a bias:
+// In forward, 9, 12 and 24 rows of 1024 x 2816 are at 0.74 to 0.89, of 512 x 512 at 1.15 to 1.26.
+// On two threads, 9 and 24 rows are at 0.64 to 0.90, 16 at 0.99 to 1.20. With a bias:
 //
 //   rows               16            64           128           256          1024
 //   forward       1.05 - 1.59   1.01 - 1.18   0.99 - 1.04   0.95 - 0.97   0.93 - 1.04
 //
-// Our float32 is 1.4 to 2.4 times as fast as PyTorch's there.
+// Our float32 kernel is 1.4 to 2.4 times as fast as PyTorch's there.
 constexpr std::array kAmdBFloat16Rules = {
     Rule{kAmdBFloat16, kBFloat16, kForward | kBias, 9, 15, 1 << 23},
     Rule{kAmdBFloat16, kBFloat16, kForward | kBias, 17, 31, 1 << 23},
@@ -88,9 +88,9 @@ constexpr std::array kAmdBFloat16Rules = {
     Rule{kAmdBFloat16, kBFloat16, kGradInput | kGradWeight, 9},
 };
 
-// float32 and float64 on AMD's processors with AVX2 alone, by MKL. The speed beside PyTorch's of
-// ours and of blocks that MKL computes, on a Zen 3 with a neighbour, one thread and two, layers of
-// 512 x 512, 1024 x 1024, 2816 x 1024 and 1024 x 2816:
+// float32 and float64 on AMD processors with AVX2 only, where PyTorch uses MKL. Speed relative to
+// PyTorch's, of our kernel and of blocks that MKL computes, on a shared Zen 3, one thread and two,
+// layers of 512 x 512, 1024 x 1024, 2816 x 1024 and 1024 x 2816:
 //
 //                 rows         float32: ours    in blocks     float64: ours    in blocks
 //   forward       256            0.90 - 1.25   0.97 - 1.18      0.78 - 1.00   0.84 - 1.03
@@ -99,23 +99,23 @@ constexpr std::array kAmdBFloat16Rules = {
 //   grad_input    1024           0.82 - 1.02   0.90 - 1.20      0.73 - 1.02   0.78 - 1.18
 //   grad_weight   512 - 2048     0.81 - 1.17   0.83 - 1.12      0.77 - 1.23   0.71 - 1.18
 //
-// For grad_weight the means are 0.91 and 0.95, and both 0.9 in float64. With 256 rows ours in
-// float32 is at 0.94 - 1.24. With a bias, blocks of float32 are at 0.93 - 1.19.
+// For grad_weight the means are 0.91 and 0.95, and both 0.9 in float64. With 256 rows our float32
+// kernel is at 0.94 - 1.24. With a bias, blocks of float32 are at 0.93 - 1.19.
 constexpr std::array kAmdAvx2Rules = {
     Rule{kAmdAvx2, kFloat32And64, kForward | kBias | kGradInput, 256},
     Rule{kAmdAvx2, kFloat32, kGradWeight, 512},
 };
 
-// float32 and float64 on Intel's processors, by MKL. There is one measurement of ours beside it for
-// each of two of them, layers of 2816 x 1024:
+// float32 and float64 on Intel processors, where PyTorch uses MKL. Our kernel's relative speed has
+// been measured once on each of two processors, layers of 2816 x 1024:
 //
 //   rows                                        64            1024
 //   Cascade Lake (AVX-512), 2 threads          0.88           0.72
 //   Emerald Rapids, 1 thread                   0.93           0.93
 //   Emerald Rapids, 2 threads                  0.99           0.87
 //
-// All else is derived from a Zen 5 whose MKL has its kernels for Intel's AVX-512, one thread, the
-// layers above. Ours beside these, and blocks of theirs:
+// All else is derived from a Zen 5 whose MKL uses its kernels for Intel's AVX-512, one thread, the
+// layers above. Speed relative to MKL, of our kernel and of blocks that MKL computes:
 //
 //                 rows         float32: ours    in blocks     float64: ours    in blocks
 //   forward       16             1.32 - 1.58   0.94 - 1.08      0.85 - 2.43   0.97 - 1.01
@@ -128,16 +128,17 @@ constexpr std::array kAmdAvx2Rules = {
 //   grad_weight   256            0.69 - 0.89   0.90 - 0.98      0.64 - 0.80   0.93 - 0.95
 //   grad_weight   1024           0.80 - 0.94   0.90 - 0.95      0.70 - 0.92   0.90 - 0.98
 //
-// With a bias, a gelu or as a gate, blocks are at 0.88 - 1.12. What they lose is the packing of
-// matrices, beside which a core of a Cascade Lake multiplies at a third of that Zen 5's rate.
-// With both held to AVX2, ours is at 0.31 - 1.37 and blocks at 0.80 - 1.10.
+// With a bias, a gelu or as a gate, blocks are at 0.88 - 1.12. Blocks lose time to packing
+// matrices, while a core of a Cascade Lake multiplies at a third of that Zen 5's rate. With both
+// restricted to AVX2, our kernel is at 0.31 - 1.37 and blocks at 0.80 - 1.10.
 //
-// Forward in float64, what MKL returns for less rows depends on how many threads there are, even
-// for a block on one of them.
+// Forward in float64 with fewer rows, MKL's results depend on the number of threads, even for a
+// block on one of them.
 //
-// bfloat16 on a matrix unit: one thread of an Emerald Rapids has ours at 0.84 of oneDNN's speed for
-// 1024 rows and at 1.19 for 64, 2 to 16 threads at 1.17 to 2.48. Both sum up in one order: of 2.9
-// million results none differs. On vectors ours is 1.6 to 3.8 times as fast.
+// bfloat16 on a matrix unit (AMX): on an Emerald Rapids, our kernel has 0.84 of oneDNN's speed for
+// 1024 rows on one thread and 1.19 for 64, and on 2 to 16 threads 1.17 to 2.48. Both sum in the
+// same order: none of 2.9 million results differs. On vectors our kernel is 1.6 to 3.8 times as
+// fast.
 constexpr std::array kIntelRules = {
     Rule{kIntel, kFloat32, kAll, 9, kAny, 1 << 21},
     Rule{kIntel, kFloat64, kAll, 256, kAny, 1 << 21},
@@ -184,14 +185,16 @@ bool is_quicker_by_torch(Family family, at::ScalarType dtype, Form form, const P
 
 namespace {
 
-// What MKL returns for some sizes depends on the number of threads. So one thread computes a block,
-// and blocks are the same for all numbers of them. On one thread of a Zen 5, MKL with its kernels
-// for Intel's AVX-512 takes 1.02 times as long for blocks of 1024 x 1024 as for the whole, 1.05 of
-// 512 x 512 and 1.08 of 256 x 512; and three times as long with less than 256 columns, of few rows.
+// For some sizes MKL's results depend on the number of threads. So one thread computes a block, and
+// the blocks do not depend on the number of threads. On one thread of a Zen 5, MKL with its kernels
+// for Intel's AVX-512 takes 1.02 times as long for blocks of 1024 x 1024 as for the whole, 1.05 for
+// 512 x 512 and 1.08 for 256 x 512; and three times as long for few rows with less than 256
+// columns.
 constexpr int64_t kLargestSide = 1024, kLeastSide = 256;
-// Least and most blocks, each work for a thread: 3 to 5 times as fast as MKL itself on 16 threads.
+// Fewest and most blocks, and the work per block: 3 to 5 times as fast as MKL itself on 16 threads.
 constexpr double kFewestBlocks = 4, kMostBlocks = 32, kWorkOfBlock = 1 << 30;
-// With fewer rows, in float64, MKL takes twice as long for fewer columns than steps.
+// With fewer rows than this, MKL in float64 takes twice as long if there are fewer columns than
+// steps.
 constexpr int64_t kRowsOfAnyColumns = 256;
 
 const char* variable(const char* name) {
@@ -199,7 +202,7 @@ const char* variable(const char* name) {
   return text == nullptr ? "" : text;
 }
 
-// Whether the kernels of another processor are asked for.
+// Whether kernels for another processor are requested.
 bool has_other_kernels() {
   constexpr std::array names = {"FOO_VECTOR_BITS", "FOO_BFLOAT16_PAIRS", "FOO_MATRIX_UNIT",
                                 "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"};
@@ -237,7 +240,7 @@ std::atomic<Family>& current_family() {
   return family;
 }
 
-// Whether PyTorch has the kernels that the table is about.
+// Whether PyTorch has the library that the table is about.
 bool has_library(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? at::globalContext().userEnabledMkldnn() : at::hasMKL();
 }
@@ -282,7 +285,7 @@ at::Tensor view(const at::TensorOptions& options, const void* data, int64_t offs
   return at::from_blob(const_cast<char*>(bytes + place), sizes, strides, options);
 }
 
-// The operands of a block as PyTorch sees them. The memory of foo is host memory.
+// Operands of a block as PyTorch tensors. foo's memory is host memory.
 struct Operands {
   Operands(const at::Tensor& output, const Product& product, const ProductBlock& block)
       : options(output.options().device(at::kCPU)),
@@ -299,7 +302,7 @@ struct Operands {
     return view(options, matrix, block.column_start * product.right_column_stride,
                 {product.depth, columns}, {product.right_step_stride, product.right_column_stride});
   }
-  // In memory of a thread.
+  // Returns the sums, in a thread's scratch memory.
   at::Tensor sums(void* memory) const {
     return view(options, memory, 0, {rows, columns}, {columns, 1});
   }
@@ -309,7 +312,7 @@ struct Operands {
   at::Tensor output, left, right;
 };
 
-// Cuts the longer side of blocks until there are enough of them.
+// Halves the longer side of the blocks until there are enough of them.
 Cut cut_for_torch(const Product& product, at::ScalarType dtype) {
   const double wanted = std::clamp(work_of(product) / kWorkOfBlock, kFewestBlocks, kMostBlocks);
   const bool is_wide = dtype == at::kDouble && product.rows < kRowsOfAnyColumns;
@@ -326,8 +329,8 @@ Cut cut_for_torch(const Product& product, at::ScalarType dtype) {
   return Cut(product, rows, columns, /*threads=*/1);
 }
 
-// Calls work(thread, block) for each block of a product. MKL takes all threads where there is one
-// job only, which does not begin a parallel region; so there are two.
+// Calls work(thread, block) for each block of a product. There are at least two jobs: a single one
+// does not begin a parallel region, and MKL would take all threads.
 template <class Work>
 void share_blocks(const Product& product, const Cut& cut, Work work) {
   const int64_t blocks = cut.blocks(product);
@@ -349,7 +352,7 @@ void multiply_whole(const at::Tensor& output, const Product& product) {
   }
 }
 
-// The sums of a block are finished while they are in the caches.
+// Finishes the sums of a block while they are in the caches.
 void multiply_and_finish(const at::Tensor& output, const Product& product, Kernel& finish) {
   auto* const kernel = finish.get<ProductFunction>(output.scalar_type());
   const int64_t parts = product.second == nullptr ? 1 : 2;
