@@ -39,8 +39,9 @@ const at::Tensor* tensor_in(const Argument&) {
   return nullptr;
 }
 
-// Raises unless all tensors are on the device of the first one on foo. `tensors` are in the order
-// of the operator's arguments, null for a missing one.
+// Raises unless all tensors are on the device of the first one on foo. torch writes this check in
+// front of the kernels of its own devices. `tensors` are in the order of the operator's arguments,
+// null for a missing one.
 void check_one_device(const char* operator_name, at::ArrayRef<const at::Tensor*> tensors);
 
 template <typename... Arguments>

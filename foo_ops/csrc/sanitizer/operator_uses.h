@@ -15,7 +15,6 @@ namespace foo::sanitizer {
 
 // The operator that this thread runs, and its allocations. Operators inside an operator have no
 // scope of their own.
-
 class OperatorScope {
  public:
   OperatorScope() { current_ = this; }
@@ -44,7 +43,6 @@ class OperatorScope {
 };
 
 // Use of an argument, as the schema tells.
-
 struct ArgumentUse {
   Reads reads = Reads::kNothing;
   bool is_read = false;

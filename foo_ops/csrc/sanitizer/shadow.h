@@ -91,7 +91,6 @@ class Clocks {
 };
 
 // A range of bytes of a storage.
-
 struct ByteRange {
   size_t begin;
   size_t end;
@@ -199,7 +198,7 @@ struct Description {
   std::vector<int64_t> shape;
   std::optional<at::ScalarType> dtype;
   c10::Device device{c10::kCPU};
-  // Address of the first byte, and the distance to the last.
+  // Address of the first byte, and the number of bytes to the end of the last.
   uintptr_t address = 0;
   size_t bytes = 0;
 };

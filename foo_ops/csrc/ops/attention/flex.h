@@ -11,7 +11,6 @@
 namespace foo {
 
 // Checks, which fake kernels share.
-
 void check_flex_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                           const std::vector<at::Tensor>& captured,
                           const std::optional<at::Tensor>& kv_num_blocks,

@@ -12,7 +12,6 @@ namespace foo {
 
 // The first and the last key that attn_bias shows to each query. Kernels skip the keys before and
 // after.
-
 class MaskBounds {
  public:
   // Scans each row of the bias, which must be given, from both ends to a key that is not hidden.

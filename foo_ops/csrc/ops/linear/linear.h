@@ -11,7 +11,6 @@
 namespace foo {
 
 // Checks that linear layers share. They raise, and read only metadata.
-
 void check_dtype(const char* name, const char* argument, const at::Tensor& tensor);
 void check_rows(const char* name, const char* argument, const at::Tensor& tensor);
 void check_dimensions(const char* name, const char* argument, const at::Tensor& tensor,

@@ -16,8 +16,6 @@
 
 namespace foo {
 
-// The table, by processor.
-
 enum class Vendor { kAmd, kIntel, kOther };
 
 struct Processor {
