@@ -143,7 +143,7 @@ bool takes_generator(const c10::FunctionSchema& schema) {
 void replace_argument(IValue& value, const c10::Argument& argument, HostCall& call,
                       c10::Device device) {
   if (value.isDevice()) {
-    // Other devices, such as meta, mean the same to the CPU's kernel.
+    // The CPU's kernel serves other devices, such as meta, as they are.
     if (value.toDevice().type() == device::kFoo) value = c10::Device(c10::kCPU);
   } else if (value.isGenerator()) {
     value = device::host_generator(value.toGenerator());

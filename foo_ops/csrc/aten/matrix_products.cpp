@@ -147,7 +147,7 @@ const std::optional<c10::OperatorHandle>& linear_operator() {
   return known;
 }
 
-// Calls foo::linear on the CPU; also works in threads without this call's dispatch state.
+// Calls foo::linear's CPU kernel; also works in threads without this call's dispatch state.
 Tensor product(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   static const auto kernel = linear_operator()->typed<Linear>();
   return kernel.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), input, weight, bias);

@@ -165,7 +165,7 @@ c10::DispatchKeySet as_on_cpu(const at::Tensor& tensor) {
          c10::DispatchKeySet(c10::BackendComponent::CPUBit);
 }
 
-// One of the two is on foo.
+// At least one of the two tensors is on foo.
 bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
   if (self.is_cpu()) {
     return self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(as_on_cpu(from));

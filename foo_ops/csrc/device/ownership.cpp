@@ -99,7 +99,7 @@ void add_block_owner(void* data) {
 }
 
 void free_block(void* data) {
-  // In a forked child, memory and statistics are the parent's, and the process frees them.
+  // In a forked child the memory goes with the process, and the statistics are the parent's.
   if (data == nullptr || is_in_bad_fork()) return;
   const DeviceAccess access(data);
   Block* block = Block::of(data);

@@ -25,7 +25,7 @@ using torch::jit::Stack;
 // A call's primals and tangents, kept apart.
 struct Duals {
   Stack primals;
-  // For each tensor among the arguments.
+  // One per tensor argument; undefined without a tangent.
   variable_list tangents;
 };
 

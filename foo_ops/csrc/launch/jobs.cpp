@@ -11,10 +11,10 @@ namespace foo {
 
 namespace {
 
-// Largest block that is kept: the sums of 16000 keys with one head of 64, in float32.
+// Limit on the bytes of a kept block: the sums of 16000 keys with one head of 64, in float32.
 constexpr int64_t kMostBytes = int64_t{1} << 26;
-// Limit of all kept blocks together: the scratch memory of kernels on each processor, and one block
-// of sums.
+// Limit on the bytes of all kept blocks: the scratch memory of kernels on each processor, and one
+// block of sums.
 int64_t most_bytes_in_all() {
   static const int64_t most =
       kMostBytes + (int64_t{1} << 22) * std::max(1u, std::thread::hardware_concurrency());

@@ -105,8 +105,8 @@ struct Piece {
   int64_t query_offset, key_offset;
   // The keys to visit. key_start is a multiple of kKeyMultiple.
   int64_t key_start, key_stop;
-  // Query i sees the keys from i + first_visible to i + last_visible. It stands at the key
-  // i + alignment.
+  // Query i sees the keys from i + first_visible to i + last_visible, and is aligned with the key i
+  // + alignment.
   int64_t first_visible, last_visible, alignment;
   // Slot for the results of a key split, or -1 if the piece has all keys of its block. The piece is
   // split key_split of key_splits.
@@ -159,7 +159,7 @@ struct Extras {
   at::Tensor alibi_slopes, sinks;
 };
 
-// Sets everything that does not depend on how the sequences lie in memory.
+// Sets everything that does not depend on the sequences' memory layout.
 void set_options(Parameters& parameters, Extras& extras, const AttentionInputs& inputs,
                  const AttentionOptions& options, const std::optional<at::Tensor>& seed);
 

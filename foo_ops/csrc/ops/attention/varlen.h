@@ -1,4 +1,4 @@
-// Attention of packed sequences, and of keys in pages.
+// Attention of packed sequences, and of paged keys.
 
 #pragma once
 
