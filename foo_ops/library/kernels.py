@@ -368,7 +368,7 @@ def scratch(*sizes: Size, like: str, per_call: bool = False) -> Scratch:
         ... @foo_ops.library.tile_kernel(
         ...     tiles=lambda: 16,
         ...     scratch={
-        ...         "sums": foo_ops.library.kernels(
+        ...         "sums": foo_ops.library.scratch(
         ...             16, lambda input: input.shape[-1], like="input", per_call=True
         ...         )
         ...     },
