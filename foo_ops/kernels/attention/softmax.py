@@ -46,7 +46,7 @@ WEIGHTS_LIMB_STRIDE = KEY_BLOCK // 2 * TILE_STRIDE
 
 @functools.cache
 def make_sink_score(dtype: str) -> Callable:
-    """Make ``sink_score(parameters, batch, head)``: in units of log 2, rounded like other scores."""
+    """Make ``sink_score(parameters, batch, head)``: in units of log 2, rounded as other scores."""
     compute = ELEMENTS[dtype].compute
     LOWEST, LOG2E = lowest_score(dtype), 1.0 / LOG2
 
@@ -498,8 +498,7 @@ def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
 
     @njit
     def limited(exponent):
-        """Return 2^exponent, at most 1: for scores near 1e10, rounding makes exponents of hundreds.
-        """
+        """Return 2^exponent, limited to 1: rounding of scores near 1e10 exceeds 0 by hundreds."""
         zero = splat(scalar(0.0), LANES)
         return exp2(select(less(zero, exponent), zero, exponent))
 
