@@ -309,7 +309,7 @@ def make_merge_kernel(dtype: str) -> Kernel:
     return make_kernel_with_scratch(merge, layout, argument_types(dtype))
 
 
-# ---------------------------------------------------------------------------------- mask of dropout
+# ------------------------------------------------------------------------------------- dropout mask
 
 # Writes the whole dropout mask, for formulas that work on all weights at once.
 

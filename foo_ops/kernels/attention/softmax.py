@@ -231,9 +231,9 @@ def make_online_softmax(dtype: str, weights_dtype: str, has_options: bool) -> Ca
 #     sum(dS distance)   = sum(dS far) + (delta - delta') sum(P far) + nearest sum(dS)
 #     gradient of a sink = -w delta'
 #
-# where far = distance - nearest, for the nearest key that a block of queries sees. S + w differs
-# from 1 by the rounding of the logsumexp; P and dS are divided by it. A call on part of the keys
-# (`is_part`) does not know S and R, so all its sums are of dS, uncorrected.
+# where far = distance - nearest, for the nearest key that a block of queries sees. S + w is 1 up to
+# the rounding of the logsumexp, so P and dS are divided by S + w. A call on part of the keys
+# (`is_part`) does not know S and R: its sums are of dS, uncorrected.
 
 
 # Rows of sums, one number for each query: dS, P, and both times ``far``.
@@ -498,7 +498,7 @@ def make_weights(dtype: str, has_options: bool, has_programs: bool) -> Callable:
 
     @njit
     def limited(exponent):
-        """Return 2^exponent, limited to 1: rounding of scores near 1e10 exceeds 0 by hundreds."""
+        """Return 2^exponent, at most 1: rounding scores near 1e10 makes exponents of hundreds."""
         zero = splat(scalar(0.0), LANES)
         return exp2(select(less(zero, exponent), zero, exponent))
 

@@ -46,7 +46,7 @@ from foo_ops.kernels.simd.types import ELEMENTS, compute_dtype, lanes_of
 #     8, to L2                                                               20     21    19   23
 #     8, not                                                                 21     21    21   16
 COLUMNS_OF_ROW = 4
-# Rows multiplied at a time; and up to how many rows are multiplied one by one.
+# Rows multiplied at a time, and the largest number of rows that are multiplied one by one.
 MOST_OF_GROUP, MOST_ONE_BY_ONE = 4, 2
 
 

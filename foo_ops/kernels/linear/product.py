@@ -187,7 +187,7 @@ def _product_fields(
 
 # ------------------------------------------------------------------------------- results of a block
 
-# Adds the bias, or the output's previous values, to a block's sums, applies the epilogue, and
+# Adds the bias to a block's sums, applies the epilogue, adds the output's previous values, and
 # rounds once.
 
 

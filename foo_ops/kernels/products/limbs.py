@@ -119,8 +119,7 @@ def _make_splits(is_finite: bool, lanes: int) -> tuple[Callable, Callable]:
 
 @functools.cache
 def make_smallness_check(lanes: int) -> Callable:
-    """Make ``are_small(source, count)``: whether all of these float32 are below SMALL, and none
-    NaN.
+    """Make ``are_small(source, count)``: whether all float32 are below SMALL, and none is NaN.
 
     ``count`` must be a multiple of the lanes.
     """

@@ -501,16 +501,16 @@ def truncated_limb(typing_context, x):
 
 # ------------------------------------------------------------------------- integers of 8 and 4 bits
 
-# Make floating-point numbers of integers of 8 and of 4 bits, as weights are stored.
+# Converts 8-bit and 4-bit integers, as weights are stored, to floating-point numbers.
 #
-# Of 4 bits there are two in a byte. Those of LANES adjacent bytes are two vectors: the lower ones
-# are LANES adjacent numbers, the upper ones as many numbers half a group further on. A number is
-# the integer, less a zero, times a scale.
+# A byte holds two 4-bit integers. LANES adjacent bytes hold two vectors: the lower integers are
+# LANES adjacent numbers, the upper ones as many numbers half a group further on. A number is
+# (integer - zero) * scale.
 
 
 @intrinsic(prefer_literal=True)
 def unpack_int8(typing_context, target, source, lanes):
-    """Store LANES adjacent integers of 8 bits as numbers of the target's dtype."""
+    """Store LANES adjacent 8-bit integers as numbers of the target's dtype."""
     compute = ELEMENTS[target.dtype].compute
 
     def generate(context, builder, signature, args):
@@ -525,7 +525,7 @@ def unpack_int8(typing_context, target, source, lanes):
 
 @intrinsic(prefer_literal=True)
 def unpack_int4(typing_context, target, half, source, scale, zero, lanes):
-    """Store the lower numbers of LANES adjacent bytes, and ``half`` elements further the upper."""
+    """Store the lower numbers of LANES adjacent bytes, and the upper ones ``half`` elements on."""
     compute = ELEMENTS[target.dtype].compute
 
     def generate(context, builder, signature, args):

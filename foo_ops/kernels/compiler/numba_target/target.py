@@ -181,7 +181,7 @@ class _TypingContext(_RefreshedIfNew, BaseContext):
         self.install_registry(registry.signatures)
 
     def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
-        # Not cached: the types of a jitted function are found by compiling it.
+        # Not cached: a jitted function may not be compiled yet.
         if not isinstance(func, types.Function):
             return super().resolve_function_type(func, args, kws)
         key = func, tuple(args), tuple(sorted(dict(kws).items()))
