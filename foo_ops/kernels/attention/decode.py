@@ -173,7 +173,7 @@ STEPS = 4
 
 
 def make_line_prefetcher(dtype: str, ROWS: int, COLUMNS: int) -> Callable:
-    """Make the function that prefetches a block of ``ROWS`` x ``COLUMNS`` elements.
+    """Make the function that prefetches ``ROWS`` x ``COLUMNS`` elements.
 
     ``prefetch_lines(later, stride, width, column)`` fetches the rows ``later``, while the same
     columns of the current rows are read. Adjacent rows are fetched in the order of memory, not row

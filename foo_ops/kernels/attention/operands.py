@@ -39,7 +39,7 @@ from foo_ops.kernels.simd.types import ELEMENTS, Pointer, compute_dtype, lanes_o
 # Launchers pass the kernels parameters and a work item (`piece`).
 
 
-# foo_ops/csrc/ops/attention/parameters.h repeats these; tests/project/test_agreement.py compares.
+# Also in foo_ops/csrc/ops/attention/parameters.h; tests/project/test_agreement.py compares them.
 QUERY_BLOCK = 1024
 
 KEY_BLOCK = 128
@@ -389,7 +389,7 @@ def make_tile_operation(dtype: str, operation: Callable) -> Callable:
 
 @njit
 def second(first, second):
-    """Returns the second argument: the operation that copies a tile."""
+    """Return the second argument: the operation that copies a tile."""
     return second
 
 
