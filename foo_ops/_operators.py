@@ -82,7 +82,7 @@ def take_declared(
     if declared is None or declared.module != module:
         return None
     del _declared[name]
-    # Its own kernels are registered next. That of the last key lets other threads wait for them.
+    # Its own kernels are registered next; until then the last key's makes other threads wait.
     for key in _EARLIER_KEYS:
         _importers.pop((name, key)).destroy()
     if (declared.schema, declared.tags) == (schema, tags):

@@ -9,7 +9,7 @@ vectors. ``help(language.exp)`` documents one function.
 The examples in their docstrings are lines of a kernel, where ``x`` and ``y`` are rows of ``size``
 adjacent elements (``x = input.row(row)``), ``i`` and ``j`` are indices, ``total`` is a number of
 x's type, and ``a``, ``b`` and ``output`` are views of two dimensions.
-With FOO_INTERPRET=1 all of them run as plain Python.
+With FOO_INTERPRET=1 all of them are interpreted by Python.
 
 Example:
     >>> from foo_ops import language

@@ -239,7 +239,7 @@ def impl_backward(
 
 
 def destroy(qualname: str) -> None:
-    """Remove an operator and all that was registered for it here, so that it can be defined anew.
+    """Remove an operator and its registrations by this module, so that it can be defined again.
 
     Raises:
         RuntimeError: when it was not defined, or extended, here.

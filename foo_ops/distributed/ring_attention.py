@@ -19,7 +19,7 @@ from foo_ops.ops.attention.options import AttentionOptions, given_options
 
 # ------------------------------------------------------------------------------------------- checks
 
-# Refuse arguments of ring attention, on all processes alike.
+# Refuse arguments of ring attention, on all processes at once.
 
 
 NAMES = ("query", "key", "value", "alibi_slopes", "sinks")

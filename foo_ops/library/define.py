@@ -63,8 +63,8 @@ def define(
 
     Args:
         qualname: the operator, such as ``"mylib::f"``. If the same module has defined it before,
-            also without ``lib``, that operator is replaced, and what this package registered for it
-            without ``lib`` is gone. In older code, a library.
+            also without ``lib``, that operator is replaced, and this package's registrations for it
+            without ``lib`` end. In older code, a library.
         schema: without the name, such as ``"(Tensor input) -> Tensor"``.
         alias_analysis: only if a library is given first, as in older code.
         lib: the operator ends with this library; by default, with the process.
@@ -79,7 +79,7 @@ def define(
     if re.search(r"\bGenerator\b", schema):
         given = (tags,) if isinstance(tags, torch.Tag) else tags
         tags = (*given, torch.Tag.nondeterministic_seeded)
-    # torch itself refuses other names: those without a namespace, and what is no string.
+    # torch itself refuses names without a namespace, and names that are no strings.
     if isinstance(qualname, str) and qualname.count("::") == 1:
         parse(qualname)
     if lib is not None or not isinstance(qualname, str):
@@ -135,7 +135,7 @@ def register_torch_dispatch(
     *,
     lib: torch.library.Library | None = None,
 ) -> Any:
-    """Register what a subclass or a mode does, for as long as the operator exists.
+    """Register an operator's function for a subclass or a mode, as long as the operator exists.
 
     Example:
         >>> class Counting(torch.utils._python_dispatch.TorchDispatchMode):

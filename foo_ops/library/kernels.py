@@ -42,7 +42,7 @@ from foo_ops.library.vmap import Rule, register_default_vmap, register_random_vm
 
 
 def is_function(value: object) -> bool:
-    """Return whether a value is a function written in Python, or what Numba made of one."""
+    """Return whether a value is a function written in Python, or compiled from one by Numba."""
     return isinstance(getattr(value, "py_func", value), types.FunctionType)
 
 

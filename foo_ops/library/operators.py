@@ -462,7 +462,7 @@ def schema_default(default: Any) -> str:
 
 # -------------------------------------------------------------------- operators without derivatives
 
-# Let operators without derivatives say so, instead of losing gradients and tangents in silence.
+# Make operators without derivatives raise, instead of silently losing gradients and tangents.
 
 
 _AUTOGRAD_KEYS = ("Autograd", "AutogradCPU", "CompositeImplicitAutograd")

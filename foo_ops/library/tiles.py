@@ -167,7 +167,7 @@ def _twin(
 
 # --------------------------------------------------------------------------- checks of fake kernels
 
-# Let the fake kernels of tile kernels refuse what the launcher refuses.
+# Let the fake kernels of tile kernels refuse the arguments that the launcher refuses.
 #
 # These are strings, numbers and lists, and written tensors that share memory with others. Fake
 # tensors show sharing within one storage only: that two storages share memory, such as two NumPy
@@ -243,7 +243,7 @@ def has_values(schema: torch._C.FunctionSchema) -> bool:
 
 
 def checking(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the fake kernel, with checks of its arguments where the kernel is a tile kernel."""
+    """Return the fake kernel, with checks of its arguments if the kernel is a tile kernel."""
 
     @functools.wraps(fake)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -364,7 +364,8 @@ class TileKernel(NumbaKernel):
     ) -> tuple[int, ...]:
         """Return the positions, below ``count``, of the kernel arguments that a function names."""
         *names, _ = inspect.signature(self.function).parameters
-        # There is no seed or scratch memory before the tiles; `finish` gets what is left of them.
+        # Before the tiles there are no seeds and no scratch memory; afterwards there are seeds and
+        # the scratch memory of a call.
         late = {*seeds, *self.scratch}
         if name == "check":
             # The contents of lists could change before the kernel reads them.

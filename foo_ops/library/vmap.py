@@ -1,4 +1,4 @@
-"""Map operators under torch.vmap: in one call where that is possible, else by a loop."""
+"""Map operators under torch.vmap: in one call if possible, else by a loop."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def _mapped_over_nothing(
 # Map operators that draw random numbers, as the argument ``randomness`` of torch.vmap says.
 
 
-# The key of all calls under torch.vmap, also of those whose tensors are not mapped.
+# The key of all calls under torch.vmap, even if no tensor is mapped.
 _MODE = DispatchKey.FuncTorchVmapMode
 # The message of torch's own random operators.
 _REFUSAL = (

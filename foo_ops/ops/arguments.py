@@ -86,7 +86,7 @@ def require_device(operator: str, **tensors: Tensor | None) -> None:
 
 
 def compute_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums are kept in: float32, or float64 for float64."""
+    """Return the dtype in which sums are kept: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

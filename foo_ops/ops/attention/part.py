@@ -146,7 +146,7 @@ for name, part in PARTS.items():
 
 
 def register() -> None:
-    """Let DTensor, which is imported by now, call parts in place of the whole."""
+    """Let DTensor, which is imported by now, call these operators instead of the whole ones."""
     from torch.distributed.tensor import DTensor
 
     for name, part in PARTS.items():

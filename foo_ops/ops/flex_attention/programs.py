@@ -131,7 +131,7 @@ class Texts:
         self._integers: dict[int, int] = {}
 
     def write(self, output: int, gradients: Iterable[Gradient] = ()) -> str:
-        """Return a program's text, without the nodes that it does not need."""
+        """Return a program's text, without unused nodes."""
         gradients = tuple(gradients)
         roots = [output, *(node for it in gradients for node in (it.value, *it.indices))]
         places: dict[int, int] = {}

@@ -113,7 +113,7 @@ INDICES = ("batch", "head", "query", "key")
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """Programs of one call, and what they read.
+    """Programs of one call, and the values that they read.
 
     Attributes:
         score_mod: the program of the score, or "" if the score does not change.
