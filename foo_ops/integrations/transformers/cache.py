@@ -192,7 +192,7 @@ class Memory:
     def __init__(
         self, room: int, end: int, held: Sequence[Tensor], given: Sequence[Tensor]
     ) -> None:
-        """Make room for the ``end`` positions that a layer holds and those given; copy the former."""
+        """Allocate ``room`` positions, and copy the ``end`` positions that a layer holds."""
         self.tensors = tuple(it.new_empty(*it.shape[:2], room, it.shape[3]) for it in given)
         if end:
             for tensor, old in zip(self.tensors, held):

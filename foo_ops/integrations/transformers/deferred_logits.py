@@ -90,8 +90,8 @@ class DeferredLogits:
         inner_factor, outer_factor: the logits are ``outer * tanh(inner * logits)``, or without an
             outer factor ``inner * logits``.
         converted: the dtype of the logits, if it is not that of the input.
-        origin: the logits that these derive from, and the function that derives them; None once
-            computed.
+        origin: the logits that these derive from, and the function that derives them; None for a
+            head's own logits, and once computed.
         is_recorded: whether gradients were recorded when the head was called.
         autocast: the options of `torch.autocast` at that call.
     """
@@ -338,7 +338,7 @@ class DeferredTensor(DeferredLogits, Base):
 
 
 def defer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
-    # torch.compile cannot trace the creation of tensor subclasses.
+    # torch.compile does not trace the creation of wrapper subclasses.
     kind = DeferredLogits if torch.compiler.is_compiling() else DeferredTensor
     return kind(hidden, weight, bias)
 

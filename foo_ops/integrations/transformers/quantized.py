@@ -106,7 +106,7 @@ def reader(tensor: Tensor, sizes: Any, strides: Any, offset: Any) -> Callable[[]
 
 
 def total_of(weight: Tensor) -> Tensor:
-    """Sum the bits of a weight: as int64 as far as possible, the remaining elements by themselves."""
+    """Sum the bits of a weight, read as int64 as far as possible."""
     flat = weight.detach().reshape(-1)
     per_integer = 8 // flat.element_size()
     if flat.storage_offset() % per_integer:
@@ -178,7 +178,7 @@ class Source:
         return now() == noted()
 
     def holds_all(self, weight: Tensor) -> bool:
-        """Do as `holds`, and compare the total of all elements, too."""
+        """Check the total of all elements in addition to `holds`."""
         return self.holds(weight) and torch.equal(total_of(weight), self.numbers.total)
 
 

@@ -75,7 +75,7 @@ ABS = OpSpec(
     gradient_budget=abs_gradient_budget,
 )
 
-# The modulus of a complex number cannot take its place.
+# The modulus of a complex number is real, so it cannot replace it in place.
 ABS_IN_PLACE = ABS.variant(
     torch.ops.foo.abs_, dtypes=[dtype for dtype in ABS.dtypes if not dtype.is_complex]
 )
