@@ -166,7 +166,7 @@ def outcome(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def tolerance(expected: torch.Tensor) -> dict[str, Any]:
-    """Return tolerances for assert_close: torch's own, or wider if the largest element rounds more."""
+    """Return tolerances for assert_close: torch's own, or wider if large elements round more."""
     if not (expected.is_floating_point() and rounds_otherwise()):
         return {}
     finite = expected[expected.isfinite()]

@@ -90,7 +90,7 @@ class Report:
             self.counts[case[0], kind] += 1
 
     def rows(self) -> list[tuple[str, list[int]]]:
-        """Return for each suite its number of cases, and how many passed, failed and cannot pass."""
+        """Return each suite's number of cases, and how many passed, failed and cannot pass."""
         rows = []
         for suite in dict.fromkeys(suite for suite, _ in self.counts):
             numbers = [self.counts[suite, kind] for kind in KINDS]

@@ -26,7 +26,7 @@ def loss_sample(
 
 
 def special(dtype: torch.dtype) -> Sample:
-    """Make logits that are masked, one row entirely, that have NaN or infinity, or are far apart."""
+    """Make logits with masks (one row entirely), NaN, infinity, and large differences."""
     logits, target = loss_sample("special", (6,), 19)(dtype).inputs
     target[:] = 3
     logits[0, 4:] = -torch.inf
