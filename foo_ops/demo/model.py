@@ -133,7 +133,7 @@ ATTENTION = ("causal", "flex")
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes, and what attention is.
+    """Sizes, and the kind of attention.
 
     Attributes:
         attention: "causal", or "flex" for ALiBi with slopes that are learned, too.
