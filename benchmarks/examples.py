@@ -90,7 +90,7 @@ def channels_and_taps(rows: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def rows_without_equals(rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Make rows of 4096 numbers without equal ones, also in bfloat16: PyTorch may return any of these."""
+    """Make rows of 4096 numbers that also differ in bfloat16: of equal ones PyTorch returns any."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.arange(0x3000, 0x4000, dtype=torch.int16).view(torch.bfloat16)
     order = torch.rand(rows, len(numbers), generator=generator).argsort(-1)

@@ -187,5 +187,5 @@ class Workload:
         return call
 
     def comparable(self, result: Tensor) -> Tensor:
-        """Return the values that contenders must agree in: the norm if each draws its own dropout."""
+        """Return the values that must agree: the norm if each contender draws its own dropout."""
         return torch.linalg.vector_norm(result) if self.dropout_p else result

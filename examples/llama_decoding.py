@@ -68,7 +68,7 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, prompt: Tensor) -> Tensor:
-        """Return the logits of the last token, (1, vocabulary), and fill the cache with the prompt."""
+        """Read the prompt into the cache; return the logits of the last token, (1, vocabulary)."""
         self.cache = DynamicCache(config=self.model.config)
         return self.step(prompt)
 

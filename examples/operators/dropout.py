@@ -34,7 +34,7 @@ WORD = 0xFFFFFFFF
 
 
 def dropout(input: Tensor, *, p: float = 0.5) -> Tensor:
-    """Drop elements of ``input``, floating-point, with probability p, seeded by torch.manual_seed."""
+    """Drop elements of ``input``, floating-point, with probability p; see torch.manual_seed."""
     seed = torch.randint(2**62, (1,), device=input.device)
     return torch.ops.examples.dropout(input, seed, p=p)[0]
 

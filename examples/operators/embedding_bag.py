@@ -140,7 +140,7 @@ def forward_kernel(
         while column + 8 * step <= size:
             first = second = zeros
             for i in range(start, stop):
-                # Prefetching does not fault, so this index need not be valid.
+                # This index is only prefetched, so it need not be valid.
                 ahead = indices[min(i + AHEAD, last)] * weight.strides[0]
                 language.prefetch_vectors(weight.data, ahead + column, step, 8)
                 row = indices[i]

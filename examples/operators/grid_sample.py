@@ -5,7 +5,7 @@
 The four pixels around a point are weighted by their distance, those outside of the image as zeros:
 torch's grid_sample with align_corners=False.
 
-Shows how to gather and scatter quickly. Points are only known at run time, so scattering the
+Shows how to gather and scatter quickly. Only the kernel knows the points, so scattering the
 gradient, four pixels for each channel, one number at a time is half as fast as PyTorch. Here a tile
 has 16 channels of an image, in a layout in which the channels of a pixel are adjacent: a pixel is
 one vector, and no other thread adds to it, without atomics. The gradient of the grid is a sum over
@@ -69,7 +69,7 @@ def look_up(points: Any, row: Any, height: Any, width: Any) -> Any:
 
 
 def pixel(x: Any, y: Any, height: Any, width: Any) -> Any:
-    """Return the index of a pixel; outside of the image, that of the extra pixel of zeros at the end."""
+    """Return the index of a pixel, or that of the last one, of zeros, outside of the image."""
     return y * width + x if 0 <= x < width and 0 <= y < height else height * width
 
 

@@ -100,7 +100,7 @@ def backward_kernel(
     grad_output: Any, input: Any, weight: Any, scale: Any, bias: Any,
     grad_input: Any, grad_scale: Any, grad_bias: Any, tiles: Any,
 ) -> None:  # fmt: skip
-    """Compute a row of grad_input in each of the first tiles, and a row of the weight in the others."""
+    """Compute a row of grad_input per tile, and in further tiles the gradients for a weight row."""
     size, rows, columns = input.shape[-1], input.rows, weight.shape[0]
     for tile in tiles:
         if tile < rows:

@@ -71,7 +71,7 @@ def mass_from(weights: Any, size: Any, least: Any) -> Any:
 
 
 def least_weight(weights: Any, size: Any, wanted: Any) -> Any:
-    """Return a weight that is at most the least candidate's, with few others between."""
+    """Return a lower bound of the candidates' weights; larger weights do not reach ``wanted``."""
     low, high = language.zero(weights), language.cast(1.0, weights)
     if mass_from(weights, size, high) >= wanted:
         return high

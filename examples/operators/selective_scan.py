@@ -331,7 +331,7 @@ library.register_autograd(
 def reference(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute each output from all previous inputs: the decay between two is exp of a difference."""
+    """Compute each output from all inputs so far: the decay between two is exp of a difference."""
     times = delta.cumsum(1)
     between = times[:, :, None] - times[:, None]
     is_past = torch.ones(u.shape[1], u.shape[1], dtype=torch.bool).tril()

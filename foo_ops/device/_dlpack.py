@@ -18,6 +18,6 @@ def _dlpack_device(self: torch.Tensor) -> tuple[enum.IntEnum, int]:
 
 
 def register() -> None:
-    """Replace ``Tensor.__dlpack_device__``: torch 2.13's own looks for the name privateuseone."""
+    """Replace ``Tensor.__dlpack_device__``: torch 2.13's own looks for the name privateuse1."""
     method: Any = _dlpack_device
     torch.Tensor.__dlpack_device__ = method  # type: ignore[method-assign]

@@ -1,8 +1,8 @@
 """Makes fake tensors on foo predict the same results as on the CPU.
 
 The CPU's kernels run on foo, so sizes and strides are the CPU's, and a number can be read without
-waiting. Where devices differ in that, torch checks the device type, and treats foo like a GPU.
-Imported together with torch._subclasses.fake_impls.
+waiting. Where devices differ in that, torch checks the device type, and treats foo as one of the
+other devices. Imported together with torch._subclasses.fake_impls.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def _as_on_cpu(of_torch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _histc(mode: FakeTensorMode, func: Any, input: FakeTensor, bins: int = 100, *_: Any) -> Any:
-    """Support counts of integers, which torch's fake kernel rejects on devices other than CUDA."""
+    """Support integer inputs, as foo does; torch rejects them where the device hint is cpu."""
     is_of_integers = not (input.dtype.is_floating_point or input.dtype == torch.bool)
     if input.fake_device.type != "foo" or not is_of_integers or bins <= 0:
         return NotImplemented
