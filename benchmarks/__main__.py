@@ -101,7 +101,7 @@ def parse_options() -> argparse.Namespace:
 def run(mode: Mode, sections: Sequence[str]) -> Iterator[tuple[list[Result], str]]:
     """Measure the rows of these tables; yield all results after each table.
 
-    With them goes a sentence if two threads get one core only, else an empty one.
+    Each yield also has a sentence if two threads get one core only, else an empty one.
     """
     processors = info.usable_processors()
     todo = [it for it in cases.cases(mode.sizes, processors) if dashed(it.section) in sections]

@@ -10,8 +10,10 @@ from pathlib import Path
 from benchmarks.measure import Result
 
 LEAST_SCALING = 1.3
-"""Least speedup, on two threads over one, of a loop in registers: two threads of one core are far
-below, two cores are near 2 on a machine that is otherwise idle."""
+"""Least speedup of a loop in registers on two threads over one, if they have two cores.
+
+Two threads of one core are far below, two cores are near 2 on a machine that is otherwise idle.
+"""
 SYSTEM = Path("/sys")
 
 

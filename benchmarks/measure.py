@@ -26,7 +26,8 @@ PAUSE = 0.002
 """Seconds before each turn: idle threads of the previous contender spin about half as long.
 
 The pause is a busy loop: after a sleep of that length, the next 50 ms took 1.2 times as long with
-AMX."""
+AMX.
+"""
 
 
 class Contender(Protocol):
@@ -158,7 +159,7 @@ class Limits:
         rounds: the number of rounds; in each, every contender takes a turn.
         turn: seconds of a turn, which calls its function at least once. A turn of several calls is
             preceded by as many that do not count.
-        contender: seconds after which a contender leaves, but not before ``fewest`` turns.
+        contender: seconds after which a contender stops, but not before ``fewest`` turns.
         fewest: the fewest turns, enough for a median and its spread.
         long_call: calls that take more seconds than this get a single turn, that of the estimate.
     """

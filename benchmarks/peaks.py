@@ -46,8 +46,10 @@ MATRIX = "matrix unit peak"
 CHAINS = 12
 """Independent sums: two units with a latency of 4 need 8 of them; 16 registers can hold 14."""
 LONG_RUN = 1 << 14
-"""Numbers in each of the four runs that are read at a time. Some processors prefetch only within
-such runs: a Zen 3 reads 15 GB/s sequentially, and 23 in four runs."""
+"""Numbers in each of the four runs that are read at a time.
+
+Some processors prefetch only within such runs: a Zen 3 reads 15 GB/s sequentially, and 23 in four
+runs."""
 SECONDS = 0.01
 """Approximate duration of a measurement."""
 OVERLAP = 0.9
@@ -279,8 +281,7 @@ def _beyond_the_caches() -> torch.Tensor:
 
 
 def timed(run: Callable[[int], None], threads: int) -> float:
-    """Return the seconds that ``run(0)``, ``run(1)``, ... take concurrently, from first start to
-    last end.
+    """Return the seconds of ``run(0)``, ``run(1)``, ... together, from first start to last end.
 
     If a thread starts late, two seem as slow as one, so this is repeated until all overlap; the
     attempt with the largest overlap counts.

@@ -37,7 +37,7 @@ class Content:
         return result.threads == 1 or not self.one_core
 
     def one_thread(self, result: Result) -> Result | None:
-        """Return the row that a row of several threads is compared with."""
+        """Return the row of one thread that a row of several threads is compared with."""
         return None if result.threads == 1 else self.on_threads(result, 1)
 
     def on_threads(self, result: Result, threads: int) -> Result | None:

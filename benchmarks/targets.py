@@ -31,10 +31,10 @@ FLOAT32 = "our float32"
 FLOAT16_FRACTION = 0.9
 """Forward, of our own speed in float32."""
 READ_FRACTION = 0.80
-"""Decoding, of the read bandwidth on the same number of threads, for `DECODING_LENGTH` keys."""
+"""Fraction of the read bandwidth, with as many threads, in decoding with `DECODING_LENGTH` keys."""
 DECODING_LENGTH = 8192
 SHORT_SPEEDUP = 1.5
-"""Over torch's flash attention, forward, for `SHORT_LENGTH` and a head dimension of 64."""
+"""Speedup over torch's flash attention, forward, for `SHORT_LENGTH` and a head dimension of 64."""
 SHORT_LENGTH = 128
 SCALING = 1.85
 """Speedup of two threads over one."""
@@ -143,7 +143,8 @@ def ratios(ours: Sequence[float], others: Sequence[float]) -> list[float]:
 def speedups(result: Result, peer: str) -> list[float]:
     """Return our speed relative to the peer, round by round.
 
-    From seconds, since the work is the same for both, and rows that are only timed have none.
+    Computed from seconds, since the work is the same for both, and rows that are only timed have
+    none.
     """
     return ratios(result.seconds[peer], result.seconds[OURS])
 
@@ -211,7 +212,7 @@ def slower_models(results: Sequence[Result]) -> list[tuple[Result, float]]:
 
 
 def device_limits(result: Result) -> list[float]:
-    """Return the seconds that a call on foo may take, round by round."""
+    """Return the limits of the seconds of a call on foo, round by round."""
     limit = DEVICE_LIMITS.get(result.name, lambda cpu: cpu / DEVICE_SPEEDUP)
     peer = result.seconds.get(device.CPU, [0.0] * len(result.seconds[OURS]))
     return [limit(seconds) for seconds in peer]

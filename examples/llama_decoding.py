@@ -29,7 +29,8 @@ WIDTHS: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "vocab
 LARGEST_DIFFERENCE = 16
 """Largest difference of logits, in roundoffs of the largest logit.
 
-Weights of 8 and 4 bits are rounded by more."""
+Weights of 8 and 4 bits are rounded by more.
+"""
 
 
 def only_attention(model: Any) -> Any:

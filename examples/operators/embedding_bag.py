@@ -40,7 +40,7 @@ def embedding_bag(
     *,
     mean: bool = False,
 ) -> Tensor:
-    """Return the sum or the mean of each bag, (bags, D); that of an empty bag is zero.
+    """Return the sum or the mean of each bag, (bags, D), zero for an empty bag.
 
     ``weight`` is (rows, D). ``indices`` (N,) of its rows and ``offsets`` (bags,), the starts of the
     bags, are int64. ``per_sample_weights`` (N,) are for sums.

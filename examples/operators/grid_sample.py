@@ -254,7 +254,7 @@ def reference(input: Tensor, points: Tensor) -> Tensor:
 
 
 def sample(shape: tuple[int, ...], points: int, dtype: torch.dtype) -> Sample:
-    """Make points of which some lie outside, and none on a pixel, where there is no gradient."""
+    """Make points, some outside, and none on a pixel, where there is no gradient."""
     input, drawn = random("grid_sample", shape, (shape[0], points, 2), dtype=torch.float64)
     sizes = torch.tensor([shape[3], shape[2]])
     places = (torch.sigmoid(drawn) * (sizes + 2) - 1).floor() + 0.5 + drawn.sin() / 4

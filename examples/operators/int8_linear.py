@@ -155,7 +155,7 @@ def fake_backward(
     grad_output: Tensor, input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     fake(input, weight, scale, bias)
-    # In float32 for half precision: autograd rounds it to input's dtype.
+    # Float32 for half precision; autograd rounds it to input's dtype.
     compute = torch.float64 if input.dtype == torch.float64 else torch.float32
     grad_bias = input.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return input.new_empty(input.shape, dtype=compute), scale.new_empty(scale.shape), grad_bias

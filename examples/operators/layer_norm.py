@@ -125,9 +125,9 @@ def backward_kernel(
     grad_input: Any, grad_weight: Any, grad_bias: Any,
     weight_sums: Any, bias_sums: Any, parts: Any,
 ) -> None:  # fmt: skip
-    """With the scale s = 1 / sqrt(var + eps), n = (x - mean) * s and g = grad_output * weight:
+    """Compute the input's gradient s * (g - mean(g) - n * mean(g * n)), and sums for the others.
 
-    grad_input = s * (g - mean(g) - n * mean(g * n)).
+    s = 1 / sqrt(var + eps) is the scale, n = (x - mean) * s, and g = grad_output * weight.
     """
     size, count = input.shape[-1], weight_sums.shape[0]
     for part in parts:

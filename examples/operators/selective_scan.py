@@ -182,7 +182,7 @@ def backward_kernel(
     rates: Any, gradient: Any, inputs: Any, outputs: Any, decays: Any, states: Any,
     sums_of_A: Any, sums_of_B: Any, sums_of_C: Any, sums_of_D: Any, tiles: Any,
 ) -> None:  # fmt: skip
-    """Go back through time with g = dL/dh[t]: what h[t] adds to the output, and to h[t + 1]."""
+    """Go back in time with g = dL/dh[t], which sums gradients through the output and h[t + 1]."""
     batches, length, channels = u.shape[0], u.shape[1], u.shape[2]
     size, padded, parts = A.shape[1], states.shape[1], sums_of_B.shape[0]
     lanes, one = language.lanes(u), language.cast(1.0, u)

@@ -31,7 +31,7 @@ class Operators:
         alibi_attention: the same, with slopes (H,) by which scores fall with the distance.
         rms_norm: the RMS norm of rows, with a weight.
         add_rms_norm: the norm of a sum, and the sum.
-        rotary_embedding: turns the pairs (d, d + D / 2) of rows by angles.
+        rotary_embedding: rotates the pairs (d, d + D / 2) of rows by angles.
         silu_mul: silu(gate) * up.
         cross_entropy: the mean loss of hidden (N, W), weights (V, W) of the last layer and targets
             (N).
@@ -136,7 +136,7 @@ class GPTConfig:
     """Sizes, and the kind of attention.
 
     Attributes:
-        attention: "causal", or "flex" for ALiBi with slopes that are learned, too.
+        attention: "causal", or "flex" for causal attention with ALiBi, whose slopes are learned.
     """
 
     layers: int = 4
@@ -168,7 +168,7 @@ class GPT(nn.Module):
         return F.linear(self.hidden(tokens), self.embedding.weight)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Map tokens (B, S) int64 to what the output layer is given (B, S, W)."""
+        """Map tokens (B, S) int64 to the input of the output layer (B, S, W)."""
         hidden = self.embedding(tokens)
         cosine, sine = self.rotation[:, : tokens.shape[1]]
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""Send tensors to several devices and back, for ``torch.nn.DataParallel``.
+"""Sends tensors to several devices and back, for ``torch.nn.DataParallel``.
 
 torch compiles these functions of ``torch.nn.parallel.comm`` only for CUDA; its CPU build lacks
 them. This module puts them into ``torch._C``, where CUDA tensors still go to torch's own.

@@ -13,7 +13,7 @@ from foo_ops.device._utils import _get_device_index
 
 
 class DeviceProperties(NamedTuple):
-    """A device as :func:`get_device_properties` describes it.
+    """The result of :func:`get_device_properties`.
 
     Example:
         >>> properties = torch.foo.get_device_properties("foo:0")
@@ -68,7 +68,7 @@ def is_available() -> bool:
 
 
 def _is_in_bad_fork() -> bool:
-    """Return whether this process is a forked child of one that had used the device.
+    """Return whether this process was forked from one that had used the device.
 
     Such a child cannot use it, as with CUDA: locks and memory of the device may be in any state.
     """
@@ -86,7 +86,7 @@ def device_count() -> int:
 
 
 def current_device() -> int:
-    """Return the index of the device that ``device="foo"`` stands for.
+    """Return the index of the current device, which ``device="foo"`` means.
 
     Example:
         >>> torch.foo.current_device()
@@ -145,7 +145,7 @@ class device:  # noqa: N801 (the name it has in torch.cuda)
 class device_of(device):  # noqa: N801 (the name it has in torch.cuda)
     """Make the device of a tensor or storage the current one inside of ``with``.
 
-    It changes nothing for one that is not on foo.
+    Tensors and storages that are not on foo change nothing.
 
     Example:
         >>> tensor = torch.ones(3, device="foo:1")

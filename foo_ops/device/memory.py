@@ -1,4 +1,4 @@
-"""Report memory figures, exact to the byte, and manage freed blocks and pools."""
+"""Memory statistics, exact to the byte, and control of freed blocks and pools."""
 
 import contextlib
 import warnings
@@ -13,7 +13,7 @@ from foo_ops.device._utils import _get_device_index
 
 # -------------------------------------------------------------------------------- figures and cache
 
-# Report memory figures, exact to the byte, and manage the cache of freed blocks.
+# Memory statistics, exact to the byte, and control of the cache of freed blocks.
 
 
 def _index(device: Any) -> int:
@@ -160,7 +160,7 @@ def get_allocator_backend() -> str:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Return the bytes that the device can still reserve, and the bytes that it has in all.
+    """Return the bytes that the device can still reserve, and its total bytes.
 
     The devices share the memory of the host unless FOO_MEMORY_LIMIT gives each its own.
 

@@ -13,7 +13,7 @@ def set_sync_debug_mode(debug_mode: int | str) -> None:
     not count. The message names the operator.
 
     Args:
-        debug_mode: "default" or 0 says nothing, "warn" or 1 warns, "error" or 2 raises RuntimeError
+        debug_mode: "default" or 0 does nothing, "warn" or 1 warns, "error" or 2 raises RuntimeError
             before the operator runs.
 
     Raises:

@@ -21,7 +21,7 @@ DTYPES = {
     "Long": torch.int64,
     "Short": torch.int16,
 }
-# torch has storages of complex numbers, but no such tensors.
+# torch has legacy storages of complex numbers, but no such tensors.
 STORAGE_DTYPES = DTYPES | {"ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64}
 
 

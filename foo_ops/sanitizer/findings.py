@@ -47,7 +47,7 @@ class Access:
 
     @property
     def place(self) -> str:
-        """The stream in words."""
+        """The stream, in words."""
         if self.stream is None:
             return "the host"
         return "the default stream" if self.stream == 0 else f"stream {self.stream}"
@@ -107,7 +107,7 @@ class Finding:
 
     @property
     def tensor(self) -> str:
-        """The tensor in words."""
+        """The tensor, in words."""
         if self.nbytes == 0 and self.dtype is None:
             return f"memory at {self.address:#x} on {self.device}"
         if self.dtype is None:

@@ -1,4 +1,4 @@
-"""Compare an operator that draws random numbers with its reference, on average."""
+"""Compare the mean results of an operator that draws random numbers with its reference."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_int8(input: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply rows by integers, scale the columns, and add a bias."""
+    """Multiply rows by an int8 weight, scale the columns, and add a bias."""
     output = torch.einsum("...k,nk,n->...n", input, weight.to(input.dtype), scale)
     return output if bias is None else output + bias
 

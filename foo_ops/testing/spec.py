@@ -47,7 +47,7 @@ class Sample:
 
     Attributes:
         inputs: the positional arguments: tensors, lists of tensors, None, numbers.
-        keywords: the others.
+        keywords: the keyword arguments.
 
     Example:
         >>> sample = Sample((torch.tensor([3.0, 4.0]),), {"dim": 0})
@@ -91,8 +91,8 @@ class OpSpec:
     """An operator, its reference, and samples to check it with.
 
     Attributes:
-        operator: an overload (``torch.ops.mylib.f.default``), ``torch.ops.mylib.f``, or what
-            torch.library.custom_op returned.
+        operator: an overload (``torch.ops.mylib.f.default``), ``torch.ops.mylib.f``, or the result
+            of torch.library.custom_op.
         reference: the same function, in float64, on the cpu; its gradients come from autograd. For
             an operator that writes its arguments, it returns the operator's results, without the
             arguments themselves, and then the arguments' new values.
@@ -385,7 +385,7 @@ def exact(tensor: Tensor) -> Tensor:
 
 
 def random(name: str, *shapes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Draw normal random tensors, the same for the same name in every process and dtype.
+    """Draw normal random tensors, equal for equal names in every process and dtype.
 
     Example:
         >>> query, key = random("my sample", (2, 3), (5, 3), dtype=torch.bfloat16)

@@ -98,7 +98,7 @@ def flash_attn_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes: see `Options`.
         deterministic: ignored, since results are always deterministic.
         return_attn_probs: return also the logsumexp and, as flash_attn does without dropout, an
-            empty tensor. Refused with dropout: the weights are never in memory as a whole.
+            empty tensor. Must be False with dropout: the weights are never in memory as a whole.
 
     Returns:
         The output, (B, Sq, H, D) and contiguous; the logsumexp is (B, H, Sq) float32, or float64
@@ -229,7 +229,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 class Lengths(NamedTuple):
-    """Where packed sequences begin and end, and how long the longest may be."""
+    """Boundaries of packed sequences, and upper bounds of their lengths."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor

@@ -56,7 +56,7 @@ def chosen_blocks(indices: Tensor, block_size: int, count: int, heads: int) -> T
 
 
 def scattered(indices: Tensor, count: int) -> Tensor:
-    """Return bool (..., count), True at the indices that are in range."""
+    """Return bool (..., count), True at the indices in range."""
     # Indices out of range go to an extra column, which is cut off.
     is_none = (indices < 0) | (indices >= count)
     places = indices.long().masked_fill(is_none, count)
@@ -92,7 +92,7 @@ def attend_to_shown(
     value: Tensor,
     mask: Tensor,
 ) -> Tensor:
-    """Return (B, Sq, Hq, Dv) of ``attend``, called for each query with the keys that it sees."""
+    """Call ``attend`` for each query with the keys that it sees; return (B, Sq, Hq, Dv)."""
     batch, _, queries, _ = mask.shape
     rows = []
     for row in range(batch):
@@ -120,7 +120,7 @@ UNSUPPORTED = {
     "cache": "must be None, since the pages of continuous batching are not supported",
     "sinks": "must be None, since a sink is one logit for each head (s_aux)",
 }
-"""Options that would change the result, and why they are refused."""
+"""Options that would change the result, and the reasons why they are not supported."""
 
 HARMLESS = frozenset(
     {

@@ -321,7 +321,7 @@ class FooAttention(OtherGlobals):
 
 
 class FooRotaryFooAttention(FooAttention, FooRotaryAttention):
-    """Both."""
+    """Replaces both attention and rotation."""
 
     @classmethod
     def recognises(cls, module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from foo_ops.ops.attention.int8_cache import quantize_cache
 
 
 def numbers(integers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply int8 (B, H, S, D) by (B, H, S)."""
+    """Dequantize int8 (B, H, S, D) by scales (B, H, S)."""
     return (integers.to(scales.dtype) * scales.unsqueeze(-1)).to(dtype)
 
 
@@ -71,7 +71,7 @@ LEAST_ROOM = 64
 """Keys that the first memory of a cache has room for, at least."""
 
 CACHES = {"past_key_values", "layer_past"}
-"""Names of the parameter of an attention layer that takes a cache."""
+"""Names of the cache parameter of attention layers."""
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
@@ -246,7 +246,7 @@ def holders_of(tensor: Tensor) -> int:
 
 
 def promoted(new: Tensor, old: Tensor) -> Tensor:
-    """Convert to the dtype that `torch.cat` gives both."""
+    """Convert to the dtype of `torch.cat` of both."""
     return new if new.dtype == old.dtype else new.to(torch.promote_types(old.dtype, new.dtype))
 
 

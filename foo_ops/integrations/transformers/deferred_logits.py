@@ -37,7 +37,7 @@ ONE = Ratio()
 
 
 def autocast_of(device_type: str) -> dict[str, Any]:
-    """Return the options of `torch.autocast` that are in force."""
+    """Return the current options of `torch.autocast`."""
     return {
         "device_type": device_type,
         "dtype": torch.get_autocast_dtype(device_type),
@@ -221,7 +221,7 @@ class DeferredLogits:
 
     @deferred
     def __getitem__(self, index: Any) -> dict[str, Any] | None:
-        """Choose positions; the logits of each must be whole (``[..., :-1, :]``)."""
+        """Select positions, with all logits of each (``[..., :-1, :]``)."""
         is_whole = (
             isinstance(index, tuple)
             and len(index) in range(2, self.ndim + 2)

@@ -102,7 +102,7 @@ class FooLanguageModel(Replacement):
 
     @classmethod
     def attributes(cls, original: type[nn.Module]) -> dict[str, Any]:
-        # Trainers read the names of a model's arguments.
+        # Trainers inspect the names of a model's arguments.
         @wraps(original.forward)
         def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
             return FooLanguageModel.forward(self, *arguments, **keywords)

@@ -208,7 +208,7 @@ def kinds_of(module: nn.Module) -> set[str]:
 def replaced(model: nn.Module) -> dict[str, int]:
     """Return how many modules `apply` has changed, by the names of its arguments.
 
-    Those with a count of 0 are left out. `left_alone` says which modules stayed, and why.
+    Counts of 0 are left out. `left_alone` says which modules stayed, and why.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))

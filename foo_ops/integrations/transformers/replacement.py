@@ -77,7 +77,7 @@ class OtherGlobals(Replacement):
 
 
 def with_globals(function: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
-    """Return the function with other objects under some global names."""
+    """Return the function with some of its globals replaced."""
     namespace = {**function.__globals__, **names}
     # With this name, torch.compile would look up the globals in the module, and find the old ones.
     del namespace["__name__"]

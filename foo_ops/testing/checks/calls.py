@@ -138,7 +138,7 @@ def strides_differ(one: Tensor, other: Tensor) -> bool:
 
 
 class OperatorCheckError(AssertionError):
-    """An operator fails some of its checks.
+    """Raised if an operator fails some of its checks.
 
     Attributes:
         failures: the cases that failed, each with its error.

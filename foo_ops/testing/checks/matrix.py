@@ -107,7 +107,7 @@ Predicate = Callable[[Case], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A check, and the cases that it is run for.
+    """A check, and the cases that it runs for.
 
     Attributes:
         treatment: a description of what it does to the sample, after "the sample was".

@@ -35,7 +35,7 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
 
     def cases(self) -> list[Case]:
-        """Start the process, and return all cases that it knows."""
+        """Start the process, and return all its cases."""
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Bound how far the results of attention may be from the exact ones.
+"""Bounds of the errors of attention's results and gradients.
 
 The bounds are of first order in the roundoff u of the compute type (float32, or float64), element
 by element, computed from the exact values. Sizes are sums of magnitudes; results are rounded once
