@@ -49,7 +49,8 @@ LONG_RUN = 1 << 14
 """Numbers in each of the four runs that are read at a time.
 
 Some processors prefetch only within such runs: a Zen 3 reads 15 GB/s sequentially, and 23 in four
-runs."""
+runs.
+"""
 SECONDS = 0.01
 """Approximate duration of a measurement."""
 OVERLAP = 0.9

@@ -413,7 +413,7 @@ def foo_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,  # type: ignore[arg-type]  # its annotation has forgotten the tensor
+        q_offset=q_offset,  # type: ignore[arg-type]  # the annotation lacks the tensor
         kv_offset=kv_offset,
         attention_mask=attention_mask,
         allow_is_causal_skip=False,
